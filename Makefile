@@ -1,0 +1,66 @@
+# The two commands of this project are `make demo` and `make test`; `make help` lists the others.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+RECIPE := pyproject.toml constraints.txt
+
+.PHONY: help demo test test-slow check format bench clean
+
+help:
+	@echo "make demo       a tour of this machine's storage, about a minute; leaves build/demo/report.html"
+	@echo "make test       install all the tests need and run them"
+	@echo "make test-slow  the long sweeps"
+	@echo "make check      formatting, lint, types, import rules, size limits"
+	@echo "make bench      speed beside peers and the raw limit, against the records in benchmarks/records"
+	@echo "make format     let ruff rewrite what it can"
+	@echo "make clean      remove .venv and build"
+
+demo: $(VENV)/.holds-demo
+	$(BIN)/penstock demo --out build/demo
+
+test: $(VENV)/.holds-all
+	@bash scripts/components.sh
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.holds-all
+	@bash scripts/components.sh
+	$(BIN)/python -m pytest -m slow --timeout=3600
+
+check: $(VENV)/.holds-all
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python scripts/limits.py
+
+format: $(VENV)/.holds-all
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.holds-all
+	@bash scripts/components.sh
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) build
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "penstock needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version`." \
+	       "Point at another: make PYTHON=python3.12 ..." >&2; exit 3; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "Python's venv module is missing. On Debian and Ubuntu: apt-get install python3-venv" >&2; \
+	  rm -rf $(VENV); exit 3; }
+
+# A stamp says what .venv holds; a changed recipe installs again. `holds-all` contains `holds-demo`.
+$(VENV)/.holds-demo: $(RECIPE) | $(BIN)/python
+	@test -e $(VENV)/.holds-all -a $(VENV)/.holds-all -nt pyproject.toml -a $(VENV)/.holds-all -nt constraints.txt || { \
+	  echo "Installing penstock into $(VENV) ..."; \
+	  $(PIP) install --constraint constraints.txt --editable .; }
+	@touch $@
+
+$(VENV)/.holds-all: $(RECIPE) | $(BIN)/python
+	@echo "Installing penstock with all extras and the test tools into $(VENV) (a few minutes the first time) ..."
+	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@touch $@ $(VENV)/.holds-demo

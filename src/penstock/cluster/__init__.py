@@ -1,0 +1,1 @@
+"""Many processes as one: communicators, launching, and stopping together when one fails."""

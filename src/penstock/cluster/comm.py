@@ -1,0 +1,38 @@
+"""The narrow waist between ranks: what processes of one job say to each other, whoever carries it.
+
+Every call is collective: all ranks make the same calls in the same order. Every wait has a limit and says
+what it awaited. Invariant: a call returns on all ranks or raises on all of them that are still alive.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, TypeVar
+
+T = TypeVar("T")
+Number = TypeVar("Number", int, float)
+
+Reduction = Literal["sum", "min", "max"]
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+class Comm(Protocol):
+    """One rank's view of its job. `awaiting` is a phrase for people: "all ranks to finish writing"."""
+
+    rank: int
+    size: int
+    host: str
+
+    def barrier(self, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Return once every rank has come here."""
+
+    def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
+        """Rank 0's `value`, on every rank; what others pass is ignored."""
+
+    def gather(self, value: T, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[T]:
+        """Every rank's `value`, in rank order, on every rank."""
+
+    def reduce(
+        self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Number:
+        """The sum, minimum or maximum over ranks, on every rank."""

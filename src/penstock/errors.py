@@ -1,0 +1,138 @@
+"""Every error Penstock raises on purpose. A message says what happened, where, and what to do about it.
+
+    PenstockError
+    ├── UsageError (ValueError)                 the request makes no sense                      exit 2
+    ├── Unavailable                             this machine lacks a part, a right or a limit   exit 3
+    ├── StorageError (OSError)                  storage refused, failed or lied                 exit 1
+    │   ├── ObjectNotFound (FileNotFoundError)
+    │   ├── AccessRefused (PermissionError)
+    │   ├── OutOfSpace
+    │   ├── ShortTransfer                       fewer bytes than asked, or an object of another size
+    │   └── StorageTimeout (TimeoutError)
+    └── RankError                               one of many processes failed                    exit 1
+        ├── RankFailed (RuntimeError)           which rank, on which host, and why
+        └── WaitTimeout (TimeoutError)          what was awaited, and from whom
+
+All of them survive pickling with their fields, because they travel from rank to rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+
+class PenstockError(Exception):
+    """Base of the tree: `what` happened, `where`, and the `fix`; `exit_code` is the command line's."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "", **fields: Any) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.fix = fix
+        self.__dict__.update(fields)
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        advice = f" {self.fix}" if self.fix else ""
+        stop = "." if advice and (place or not self.what.endswith((".", "!", "?"))) else ""
+        return f"{self.what}{place}{stop}{advice}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.what, self._fields())
+
+    def _fields(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    @classmethod
+    def _from_fields(cls, what: str, fields: dict[str, Any]) -> Self:
+        error = cls.__new__(cls, what)
+        Exception.__init__(error, what)
+        for name, value in fields.items():
+            setattr(error, name, value)
+        return error
+
+
+def _rebuild(kind: type[PenstockError], what: str, fields: dict[str, Any]) -> PenstockError:
+    return kind._from_fields(what, fields)  # noqa: SLF001 - the other half of __reduce__
+
+
+class UsageError(PenstockError, ValueError):
+    """The request makes no sense: an unknown unit, a malformed URI, options that exclude each other."""
+
+    exit_code = 2
+
+
+class Unavailable(PenstockError):
+    """Something the request needs is missing here: a package, a program, a permission, a limit."""
+
+    exit_code = 3
+
+
+class StorageError(PenstockError, OSError):
+    """Storage refused, failed or lied. `uri` names the object; `errno` is the system's, or None."""
+
+    def __init__(
+        self, what: str, *, uri: str = "", where: str = "", fix: str = "", errno: int | None = None
+    ) -> None:
+        super().__init__(what, where=where or uri, fix=fix, uri=uri)
+        self.uri = uri
+        self.errno = errno
+
+    def _fields(self) -> dict[str, Any]:
+        return {**self.__dict__, "errno": self.errno}  # OSError keeps it outside of __dict__
+
+
+class ObjectNotFound(StorageError, FileNotFoundError):
+    """No object has this key."""
+
+
+class AccessRefused(StorageError, PermissionError):
+    """The key leaves its root, or the storage denies this user."""
+
+
+class OutOfSpace(StorageError):
+    """The device, the quota or the bucket is full."""
+
+
+class ShortTransfer(StorageError):
+    """Fewer bytes moved than were asked for, or a finished object has another size than was sent."""
+
+    def __init__(
+        self, what: str, *, uri: str, expected_bytes: int, actual_bytes: int, where: str = "", fix: str = ""
+    ) -> None:
+        super().__init__(what, uri=uri, where=where, fix=fix)
+        self.expected_bytes = expected_bytes
+        self.actual_bytes = actual_bytes
+
+
+class StorageTimeout(StorageError, TimeoutError):
+    """Storage did not answer within its time limit, retries included."""
+
+
+class RankError(PenstockError):
+    """Something went wrong between the processes of one job."""
+
+
+class RankFailed(RankError, RuntimeError):
+    """One rank failed, and so all stop: `rank`, `host` and the one-line `cause`."""
+
+    def __init__(self, rank: int, host: str, cause: str) -> None:
+        super().__init__(f"Rank {rank} on {host} failed: {cause}")
+        self.rank = rank
+        self.host = host
+        self.cause = cause
+
+
+class WaitTimeout(RankError, TimeoutError):
+    """A wait between ranks outlasted its limit: what was `awaited`, and for how long."""
+
+    def __init__(self, awaited: str, timeout_s: float, *, where: str = "") -> None:
+        super().__init__(
+            f"Waited {timeout_s:g} s in vain for {awaited}",
+            where=where,
+            fix="Look at the ranks that did not arrive; a slow but healthy job needs a longer --timeout.",
+        )
+        self.awaited = awaited
+        self.timeout_s = timeout_s

@@ -1,0 +1,151 @@
+"""The narrow waist of storage: what every place that keeps bytes can do, whatever it is made of.
+
+Everything that moves bytes (probe, loaders, checkpoint pipe, traces) speaks only these protocols; wrappers
+(tracing, faults, bandwidth limits) implement them around another one. One invariant: a buffer that is handed
+down is never copied, unless the copy is counted by name in `Counters.copied_bytes`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+OptionValue = str | int | float | bool | tuple[str, ...]
+
+Release = Callable[[], None]
+"""Called once, from any thread, when a sink is done with a submitted buffer: its owner may refill it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One stored object. `key` is relative to the storage's root; `checksum` is the service's own, if any."""
+
+    key: str
+    size_bytes: int
+    modified_s: float
+    checksum: str | None = None
+
+
+class Sink(Protocol):
+    """One object being written front to back by one thread: `submit` repeatedly, then `finish` or `abort`.
+
+    Until `finish` returns nobody sees the object; after `abort`, a crash or an error nobody ever does.
+    """
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        """Append `buffer`, which stays untouched by the caller until `release` is called.
+
+        Blocks while as many buffers are in flight as the options allow. Without `release` the caller keeps
+        the buffer as it is until `finish`. Raises the error of an earlier buffer as soon as it is known.
+        """
+
+    def finish(self) -> ObjectInfo:
+        """Wait for all bytes, check the stored size against the submitted one, make durable, publish."""
+
+    def abort(self) -> None:
+        """Give up: release every buffer and leave nothing behind. Safe after any failure, and twice."""
+
+
+class Source(Protocol):
+    """One object opened for reading; any number of threads may read from it at once."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The object's size when it was opened."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of `buffer` from `offset`, or raise: `ShortTransfer` where the object ends too early."""
+
+    def close(self) -> None:
+        """Let go of the object. Safe twice."""
+
+
+class Storage(Protocol):
+    """A tree of objects under one root. Keys are relative, `/`-separated paths that cannot leave the root.
+
+    All methods may be called from any thread. All raise `StorageError` and its kinds, nothing else.
+    """
+
+    uri: str
+    options: Mapping[str, OptionValue]
+    """How this storage was told to work, whole and with its defaults, for the record of a run."""
+    counters: Counters
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Begin an object; an older one of this key stays readable until `finish`.
+
+        A size told beforehand saves requests and is checked at `finish`.
+        """
+
+    def open(self, key: str) -> Source:
+        """Open an object for ranged reads; `ObjectNotFound` if there is none."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects below the folder `prefix` ("": all): a stream without order, in bounded memory."""
+
+    def stat(self, key: str) -> ObjectInfo:
+        """One object's facts; `ObjectNotFound` if there is none."""
+
+    def delete(self, key: str) -> None:
+        """Remove one object; `ObjectNotFound` if there is none, silence where a service does not tell."""
+
+    def sync(self, prefix: str = "") -> None:
+        """Make every finished object under `prefix`, and its name, survive a power cut."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a storage really did, for the record of a run. `add` is the only way to change it; threads may.
+
+    `copied_bytes` is keyed by the reason of the copy, `requests_by_endpoint` by the endpoint's URL.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    errors: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    copied_bytes: Counter[str] = field(default_factory=Counter)
+    requests_by_endpoint: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(
+        self,
+        *,
+        requests: int = 0,
+        retries: int = 0,
+        errors: int = 0,
+        written_bytes: int = 0,
+        read_bytes: int = 0,
+        endpoint: str = "",
+    ) -> None:
+        """Count one event."""
+        with self._lock:
+            self.requests += requests
+            self.retries += retries
+            self.errors += errors
+            self.written_bytes += written_bytes
+            self.read_bytes += read_bytes
+            if endpoint:
+                self.requests_by_endpoint[endpoint] += requests
+
+    def add_copy(self, reason: str, size_bytes: int) -> None:
+        """Account `size_bytes` that had to be copied, and why."""
+        with self._lock:
+            self.copied_bytes[reason] += size_bytes
+
+    def snapshot(self) -> Self:
+        """A copy at this moment, to subtract from or to record."""
+        with self._lock:
+            return type(self)(
+                requests=self.requests,
+                retries=self.retries,
+                errors=self.errors,
+                written_bytes=self.written_bytes,
+                read_bytes=self.read_bytes,
+                copied_bytes=Counter(self.copied_bytes),
+                requests_by_endpoint=Counter(self.requests_by_endpoint),
+            )

@@ -1,0 +1,61 @@
+"""URI schemes and who serves them. `open_storage` is the one way from a URI to a `Storage`.
+
+A back end is imported when its scheme is first asked for: a program on files never loads an S3 client.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import MappingProxyType
+from typing import TYPE_CHECKING, cast
+
+from penstock.errors import UsageError
+from penstock.storage.uri import Location, parse_uri
+
+if TYPE_CHECKING:
+    from penstock.environment import Environment
+    from penstock.storage.base import Storage
+
+Opener = Callable[[Location, "Environment", int], "Storage"]
+"""Called with the location (its options included), the environment and this process's rank."""
+
+SCHEMES: Mapping[str, str] = MappingProxyType(
+    {
+        "file": "penstock.storage.posix:open_buffered",
+        "direct": "penstock.storage.posix:open_direct",
+        "s3": "penstock.storage.objects:open_objects",
+        "gs": "penstock.storage.objects:open_objects",
+        "az": "penstock.storage.objects:open_objects",
+        "mem": "penstock.storage.memory:open_memory",
+    }
+)
+"""Scheme -> `module:function` of its `Opener`."""
+
+ENTRY_POINTS = "penstock.storage"
+"""Other packages' back ends: entry points of this group, named by their scheme."""
+
+
+def open_storage(
+    uri: str, environment: Environment, *, options: Mapping[str, str] | None = None, rank: int = 0
+) -> Storage:
+    """Open the storage that `uri` names. `options` add to the URI's own and win over them."""
+    location = parse_uri(uri)
+    merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
+    return _opener(merged.scheme)(merged, environment, rank)
+
+
+def _opener(scheme: str) -> Opener:
+    if scheme in SCHEMES:
+        module_name, _, function_name = SCHEMES[scheme].partition(":")
+        return cast("Opener", getattr(import_module(module_name), function_name))
+    for entry in entry_points(group=ENTRY_POINTS):
+        if entry.name == scheme:
+            return cast("Opener", entry.load())
+    near = difflib.get_close_matches(scheme, SCHEMES, n=1)
+    meant = f"Did you mean {near[0]}://? " if near else ""
+    raise UsageError(
+        f"No storage serves {scheme}://", fix=f"{meant}Known: {', '.join(SCHEMES)}, or a plain path."
+    )

@@ -1,0 +1,139 @@
+"""Parse and print bytes, seconds and rates: the only place where units become text or text becomes numbers.
+
+GiB is 2**30 bytes and GB is 10**9 bytes. A bare `G` is refused, because half its writers mean the other one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+from penstock.errors import UsageError
+
+_BYTE_UNITS: Final = {
+    "B": 1,
+    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGTPE", start=1)},
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGTPE", start=1)},
+    "KB": 1000,
+}
+_BYTE_UNITS_FOLDED: Final = {unit.lower(): scale for unit, scale in _BYTE_UNITS.items()}
+_SECOND_UNITS: Final = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
+_QUANTITY: Final = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*)\s*")
+_BINARY_STEPS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def _split(text: str, kind: str, example: str) -> tuple[str, str]:
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text!r} is not {kind}", fix=f"Write a number and a unit, for example {example}.")
+    return match[1].replace("_", ""), match[2]
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in `text`: `4MiB`, `1.5 GB`, `4096`. A fraction of a byte is refused; case is free."""
+    number, unit = _split(text, "a size", "4MiB or 4MB")
+    if len(unit) == 1 and unit.lower() in "kmgtpe":
+        big = unit.upper()
+        raise UsageError(
+            f"{text!r} has an ambiguous unit", fix=f"Say {big}iB (1024-based) or {big}B (1000-based)."
+        )
+    scale = _BYTE_UNITS_FOLDED.get(unit.lower() or "b")
+    if scale is None:
+        known = ", ".join(_BINARY_STEPS)
+        raise UsageError(
+            f"{text!r} has an unknown unit {unit!r}", fix=f"Use {known}, or kB, MB, GB, TB, PB, EB."
+        )
+    size = _exact_product(number, scale)
+    if size is None:
+        raise UsageError(f"{text!r} is not a whole number of bytes", fix="Round it to whole bytes.")
+    return size
+
+
+def _exact_product(number: str, scale: int) -> int | None:
+    """Product as a whole number, or None: in integers, so that 9007199254740993B stays exact."""
+    mantissa, _, exponent = number.lower().partition("e")
+    whole, _, decimals = mantissa.partition(".")
+    power = int(exponent or 0) - len(decimals)
+    scaled = int(whole + decimals) * scale
+    if power >= 0:
+        return scaled * 10**power if power < 40 else None
+    quotient, remainder = divmod(scaled, 10**-power) if power > -400 else (0, scaled)
+    return quotient if remainder == 0 else None
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in `text`: `250ms`, `5s`, `1.5h`; a bare number is seconds."""
+    number, unit = _split(text, "a duration", "5s or 250ms")
+    scale = _SECOND_UNITS.get(unit or "s")
+    if scale is None:
+        raise UsageError(
+            f"{text!r} has an unknown unit {unit!r}", fix=f"Use one of {', '.join(_SECOND_UNITS)}."
+        )
+    return float(number) * scale
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second in `text`: `2GiB/s`, `100 MB/s`."""
+    amount, slash, per = text.partition("/")
+    if not slash or per.strip() != "s":
+        raise UsageError(
+            f"{text!r} is not a rate", fix="Write bytes per second, for example 2GiB/s or 100MB/s."
+        )
+    return float(parse_bytes(amount))
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, without an exponent and without thinning whole numbers: 1.25, 12.5, 1023."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """`size_bytes` in binary units: `1.50 GiB`, `512 B`. Bytes below 1 KiB are exact."""
+    if size_bytes < 0:
+        return f"-{format_bytes(-size_bytes)}"
+    if size_bytes < 1024 and float(size_bytes).is_integer():
+        return f"{size_bytes:.0f} B"
+    for step, unit in enumerate(_BINARY_STEPS):
+        scaled = size_bytes / 1024**step
+        if scaled < 1023.5 or unit == _BINARY_STEPS[-1]:
+            return f"{_three_digits(scaled)} {unit}"
+    raise AssertionError
+
+
+def format_rate(rate_bytes_per_s: float) -> str:
+    """`rate_bytes_per_s` in binary units per second: `1.12 GiB/s`."""
+    return f"{format_bytes(rate_bytes_per_s)}/s"
+
+
+def format_seconds(elapsed_s: float) -> str:
+    """`elapsed_s` at the scale a reader thinks in: `35 us`, `12.5 s`, `3 min 20 s`, `2 h 05 min`."""
+    if elapsed_s < 0:
+        return f"-{format_seconds(-elapsed_s)}"
+    if math.isnan(elapsed_s):
+        return "unknown"
+    if elapsed_s < 100:
+        return _format_subminute(elapsed_s)
+    minutes, seconds = divmod(round(elapsed_s), 60)
+    if minutes < 60:
+        return f"{minutes} min {seconds:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
+
+
+def _format_subminute(elapsed_s: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if elapsed_s >= scale:
+            return f"{_three_digits(elapsed_s / scale)} {unit}"
+    return f"{elapsed_s * 1e9:.0f} ns"
