@@ -39,7 +39,8 @@ class Sink(Protocol):
         """Append `buffer`, which stays untouched by the caller until `release` is called.
 
         Blocks while as many buffers are in flight as the options allow. Without `release` the caller keeps
-        the buffer as it is until `finish`. Raises the error of an earlier buffer as soon as it is known.
+        the buffer as it is until `finish`. Raises the error of an earlier buffer as soon as it is known;
+        also then this buffer is released, once, by `abort` at the latest.
         """
 
     def finish(self) -> ObjectInfo:
@@ -66,7 +67,8 @@ class Source(Protocol):
 class Storage(Protocol):
     """A tree of objects under one root. Keys are relative, `/`-separated paths that cannot leave the root.
 
-    All methods may be called from any thread. All raise `StorageError` and its kinds, nothing else.
+    All methods may be called from any thread. All raise `StorageError` and its kinds, or `Unavailable`
+    where this machine lacks what the storage needs; nothing else.
     """
 
     uri: str
@@ -84,7 +86,11 @@ class Storage(Protocol):
         """Open an object for ranged reads; `ObjectNotFound` if there is none."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below the folder `prefix` ("": all): a stream without order, in bounded memory."""
+        """All objects below the folder `prefix` ("": all): a stream without order, in bounded memory.
+
+        An absent folder is an empty one, as object services know no other; an absent root may be
+        `ObjectNotFound`, because a mistyped path should not look like an empty storage.
+        """
 
     def stat(self, key: str) -> ObjectInfo:
         """One object's facts; `ObjectNotFound` if there is none."""

@@ -1,0 +1,171 @@
+"""Folders below one root: verified to lie inside it, created durably on demand, walked as a stream.
+
+Every key becomes a path here. Invariant: no path that comes out leads, through symbolic links, to a
+place outside the root as the tree stands when its folder is first used; verified folders are remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from penstock.errors import AccessRefused, ObjectNotFound
+from penstock.storage.files.calls import FileCalls, clash_failure, explaining
+
+NUM_REMEMBERED = 4096
+"""Folders whose check is not repeated; beyond it the longest known is forgotten."""
+
+
+class Folders:
+    """The folders of one storage. `keep_names` makes every new folder's name survive a power cut."""
+
+    def __init__(self, root: str, scheme: str, calls: FileCalls, *, keep_names: bool) -> None:
+        self.root = root
+        self._scheme = scheme
+        self._calls = calls
+        self._keep_names = keep_names
+        self._inside = _Remembered()
+        self._ready = _Remembered()
+
+    def uri_of(self, path: str) -> str:
+        """How errors name a path."""
+        return f"{self._scheme}://{path}"
+
+    def existing(self, folder: str) -> str:
+        """The path of a folder that is there and lies inside the root."""
+        path = os.path.join(self.root, folder) if folder else self.root
+        if path not in self._inside:
+            self.resolve(path)
+            self._inside.add(path)
+        return path
+
+    def ready(self, folder: str) -> str:
+        """The path of a folder inside the root, made with all that is missing above it."""
+        path = os.path.join(self.root, folder) if folder else self.root
+        if path in self._ready:
+            return path
+        self._make_root()
+        level = ""
+        for name in filter(None, folder.split("/")):
+            parent = self.existing(level)
+            level = f"{level}/{name}" if level else name
+            self._make_folder(os.path.join(parent, name))
+            self.existing(level)
+            # Also one that stood already: another process may have made it and not yet made it durable.
+            if self._keep_names:
+                self.sync_folder(parent)
+        self._ready.add(path)
+        return path
+
+    def forget(self) -> None:
+        """Check and make every folder again at its next use: somebody removed one."""
+        self._inside.clear()
+        self._ready.clear()
+
+    def sync_folder(self, path: str) -> None:
+        """Make the names in a folder survive a power cut."""
+        self._sync(path, os.O_DIRECTORY)
+
+    def sync_file(self, path: str) -> None:
+        """Make the bytes of a file survive a power cut."""
+        self._sync(path, os.O_NOFOLLOW)
+
+    def require_root(self) -> None:
+        """Raise unless the root is there: a mistyped path should not look like an empty storage."""
+        with explaining("Looking for the root folder", self.uri_of(self.root)):
+            facts = os.stat(self.root)
+        if not stat.S_ISDIR(facts.st_mode):
+            raise ObjectNotFound(
+                "The root is not a folder",
+                uri=self.uri_of(self.root),
+                fix="Open the folder above it, and use the file's name as key.",
+            )
+
+    def resolve(self, path: str) -> str:
+        """Where `path` ends once all links are followed, if that is inside the root, too."""
+        with explaining("Following the path", self.uri_of(path)):
+            real = os.path.realpath(path, strict=True)
+            real_root = os.path.realpath(self.root, strict=True)
+        if real != real_root and not real.startswith(real_root.rstrip("/") + "/"):
+            raise AccessRefused(
+                f"A symbolic link leads out of the root, to {real}",
+                uri=self.uri_of(path),
+                fix="Open the link's target as a root of its own.",
+            )
+        return real
+
+    def walk(self, top: str) -> Iterator[os.DirEntry[str]]:
+        """Every entry below the folder `top`, whatever vanishes meanwhile; links are never followed.
+
+        Memory grows with the depth alone: a folder's names are streamed, not collected.
+        """
+        levels = _listing(self._calls, top)
+        try:
+            while levels:
+                entry = next(levels[-1], None)
+                if entry is None:
+                    levels.pop().close()
+                    continue
+                yield entry
+                if entry.is_dir(follow_symlinks=False):
+                    levels += _listing(self._calls, entry.path)
+        finally:
+            for level in levels:
+                level.close()
+
+    def _make_root(self) -> None:
+        """Make the root and what is missing above it; their names are always made durable, once."""
+        missing: list[str] = []
+        path = self.root
+        while not os.path.lexists(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        for folder in reversed(missing):
+            self._make_folder(folder)
+            self.sync_folder(os.path.dirname(folder))
+
+    def _sync(self, path: str, flags: int) -> None:
+        with explaining("Making it durable", self.uri_of(path)), ExitStack() as exits:
+            descriptor = self._calls.open(path, os.O_RDONLY | flags, 0)
+            exits.callback(self._calls.close, descriptor)
+            self._calls.fsync(descriptor)
+
+    def _make_folder(self, path: str) -> None:
+        try:
+            self._calls.mkdir(path)
+        except FileExistsError:
+            return
+        except OSError as error:
+            raise clash_failure(error, self.uri_of(path)) from error
+
+
+def _listing(calls: FileCalls, path: str) -> list[os._ScandirIterator[str]]:
+    """The open listing of a folder, or none where it is gone or no folder."""
+    try:
+        return [calls.scandir(path)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+class _Remembered:
+    """A bounded set of paths, used from any thread."""
+
+    def __init__(self) -> None:
+        self._paths: dict[str, None] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._paths
+
+    def add(self, path: str) -> None:
+        with self._lock:
+            if len(self._paths) >= NUM_REMEMBERED:
+                del self._paths[next(iter(self._paths))]
+            self._paths[path] = None
+
+    def clear(self) -> None:
+        with self._lock:
+            self._paths.clear()
