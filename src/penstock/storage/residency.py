@@ -1,0 +1,215 @@
+"""Which part of a file is in the page cache of this node, and how to get it out: proved, not assumed.
+
+A read benchmark that says "cold" stands on this. Invariant: a figure is what the kernel said (cachestat, or
+mincore before Linux 6.5) after the attempt; where pages cannot be dropped, as on tmpfs, it says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from penstock.errors import Unavailable
+from penstock.storage.files.calls import explaining
+from penstock.storage.wrapping import WrappedStorage
+
+if TYPE_CHECKING:
+    from penstock.storage.base import Storage
+
+CACHESTAT = 451
+"""The system call's number: the same on every architecture that Python runs on, save Alpha."""
+
+Method = Literal["cachestat", "mincore"]
+PageCounter = Callable[[int, int], int]
+"""Resident pages among those of an open descriptor, given its size in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """How much of some files is in the page cache, in whole pages but never more than their size."""
+
+    resident_bytes: int
+    total_bytes: int
+    method: Method
+
+    @property
+    def fraction(self) -> float:
+        """Resident part of all bytes; 0 for no bytes at all."""
+        return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    def __add__(self, other: Residency) -> Residency:
+        """Both together."""
+        return Residency(
+            resident_bytes=self.resident_bytes + other.resident_bytes,
+            total_bytes=self.total_bytes + other.total_bytes,
+            method=other.method,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """What an attempt to drop pages achieved."""
+
+    before: Residency
+    after: Residency
+
+
+@runtime_checkable
+class SupportsLocalPaths(Protocol):
+    """A storage whose objects are files of this machine."""
+
+    def local_path(self, key: str) -> str:
+        """Where the object's file is."""
+
+
+class _CachestatRange(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Cachestat(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
+    )
+
+
+def count_by_cachestat(descriptor: int, size_bytes: int) -> int:
+    """Resident pages by cachestat(2): one call whatever the size, no mapping."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted, answer = _CachestatRange(0, size_bytes), _Cachestat()
+    if libc.syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(answer.cached)
+
+
+def count_by_mincore(descriptor: int, size_bytes: int) -> int:
+    """Resident pages by mincore(2): maps the file without touching it and asks a byte for each page."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    states = np.zeros(-(-size_bytes // mmap.PAGESIZE), dtype=np.uint8)
+    with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapping:
+        start = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        result = libc.mincore(
+            ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), ctypes.c_void_p(states.ctypes.data)
+        )
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(np.count_nonzero(states & 1))
+
+
+COUNTERS: Mapping[Method, PageCounter] = MappingProxyType(
+    {"cachestat": count_by_cachestat, "mincore": count_by_mincore}
+)
+"""Best first: a method that this kernel or file system lacks gives way to the next."""
+
+_NOT_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def measure_file(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
+    """How much of one file is resident, by the first of `counters` that works here."""
+    with explaining("Asking for resident pages", f"file://{path}"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return _measure(descriptor, counters)
+        finally:
+            os.close(descriptor)
+
+
+def measure_objects(storage: Storage, prefix: str = "") -> Residency:
+    """How much of all files below `prefix` is resident."""
+    return _sum(measure_file(path) for path in _paths(storage, prefix))
+
+
+def drop_file(path: str) -> Drop:
+    """Write back and drop the pages of one file. Pages that are mapped or locked elsewhere stay."""
+    with explaining("Dropping pages", f"file://{path}"):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            before = _measure(descriptor, COUNTERS)
+            # The kernel drops clean pages only.
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            return Drop(before=before, after=_measure(descriptor, COUNTERS))
+        finally:
+            os.close(descriptor)
+
+
+def drop_objects(storage: Storage, prefix: str = "") -> Drop:
+    """Drop the pages of all files below `prefix`. `Unavailable` for a storage that is not of files."""
+    before, after = _nothing(), _nothing()
+    for path in _paths(storage, prefix):
+        drop = drop_file(path)
+        before, after = before + drop.before, after + drop.after
+    return Drop(before=before, after=after)
+
+
+def drop_everything(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
+    """Drop the whole page cache of this node, its folders' too: for root, and felt by everybody on it."""
+    os.sync()
+    try:
+        control.write_text("3\n")
+    except OSError as error:
+        raise Unavailable(
+            f"The page cache cannot be dropped as a whole: {error.strerror}",
+            where=str(control),
+            fix="Run as root on the host itself, or drop file by file, which needs no right but reading.",
+        ) from error
+
+
+def _measure(descriptor: int, counters: Mapping[Method, PageCounter]) -> Residency:
+    size_bytes = os.fstat(descriptor).st_size
+    if size_bytes == 0:
+        return _nothing()
+    num_pages, method = _count_pages(descriptor, size_bytes, counters)
+    return Residency(
+        resident_bytes=min(size_bytes, num_pages * mmap.PAGESIZE), total_bytes=size_bytes, method=method
+    )
+
+
+def _count_pages(
+    descriptor: int, size_bytes: int, counters: Mapping[Method, PageCounter]
+) -> tuple[int, Method]:
+    for method, count in counters.items():
+        try:
+            return count(descriptor, size_bytes), method
+        except OSError as error:
+            if error.errno not in _NOT_HERE:
+                raise
+    raise Unavailable(
+        "This kernel does not tell which pages are resident",
+        where=", ".join(counters),
+        fix="Use Linux 6.5 or later, or allow cachestat and mincore in the container's seccomp profile.",
+    )
+
+
+def _paths(storage: Storage, prefix: str) -> Iterable[str]:
+    while isinstance(storage, WrappedStorage):
+        storage = storage.inside
+    if not isinstance(storage, SupportsLocalPaths):
+        raise Unavailable(
+            "The page cache of this node holds only files",
+            where=storage.uri,
+            fix="Drop caches only for file:// and direct://; an object service has its own.",
+        )
+    local_path = storage.local_path
+    return (local_path(info.key) for info in storage.list(prefix))
+
+
+def _nothing() -> Residency:
+    return Residency(resident_bytes=0, total_bytes=0, method="cachestat")
+
+
+def _sum(parts: Iterable[Residency]) -> Residency:
+    total = _nothing()
+    for part in parts:
+        total += part
+    return total

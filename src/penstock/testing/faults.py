@@ -1,0 +1,305 @@
+"""Storages that are slow, narrow, full or broken: wrappers to put around any real one, and into each other.
+
+Each does one thing and is off at its mildest setting, where it passes the contract suite. Invariant: also
+where a fault strikes, every submitted buffer is released exactly once.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Literal
+
+from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
+from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
+
+if TYPE_CHECKING:
+    from penstock.storage.base import ObjectInfo, Release, Sink, Source, Storage
+
+Verb = Literal["create", "submit", "finish", "abort", "open", "read_into", "list", "stat", "delete", "sync"]
+"""A call that a caller of storage makes, on the storage itself or on a sink or source of it."""
+
+Gate = Callable[[Verb, int], None]
+"""Called before each call with its verb and bytes; it may wait, or raise what the call is to raise."""
+
+Clock = Callable[[], float]
+Sleep = Callable[[float], None]
+
+
+class Gated(WrappedStorage):
+    """A storage with a `gate` before every call: the ground of the faults below, and of your own."""
+
+    def __init__(self, inside: Storage, gate: Gate, **own_options: str | float) -> None:
+        super().__init__(inside, **own_options)
+        self.gate = gate
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Pass the gate, begin inside."""
+        self.gate("create", 0)
+        return _GatedSink(super().create(key, size_bytes), self.gate)
+
+    def open(self, key: str) -> Source:
+        """Pass the gate, open inside."""
+        self.gate("open", 0)
+        return _GatedSource(super().open(key), self.gate)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Pass the gate, list inside."""
+        self.gate("list", 0)
+        return super().list(prefix)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Pass the gate, ask inside."""
+        self.gate("stat", 0)
+        return super().stat(key)
+
+    def delete(self, key: str) -> None:
+        """Pass the gate, delete inside."""
+        self.gate("delete", 0)
+        super().delete(key)
+
+    def sync(self, prefix: str = "") -> None:
+        """Pass the gate, make durable inside."""
+        self.gate("sync", 0)
+        super().sync(prefix)
+
+
+class _GatedSink(WrappedSink):
+    def __init__(self, inside: Sink, gate: Gate) -> None:
+        super().__init__(inside)
+        self._gate = gate
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        with _released_on_failure(release):
+            self._gate("submit", buffer.nbytes)
+        super().submit(buffer, release)
+
+    def finish(self) -> ObjectInfo:
+        self._gate("finish", 0)
+        return super().finish()
+
+    def abort(self) -> None:
+        # What is inside gives up first: a fault here must not leave anything behind.
+        super().abort()
+        self._gate("abort", 0)
+
+
+class _GatedSource(WrappedSource):
+    def __init__(self, inside: Source, gate: Gate) -> None:
+        super().__init__(inside)
+        self._gate = gate
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._gate("read_into", buffer.nbytes)
+        super().read_into(offset, buffer)
+
+
+@contextmanager
+def _released_on_failure(release: Release | None) -> Iterator[None]:
+    with ExitStack() as undo:
+        if release is not None:
+            undo.callback(release)
+        yield
+        undo.pop_all()
+
+
+class Slow(Gated):
+    """Every call takes `latency_s` longer; 0 is off."""
+
+    def __init__(self, inside: Storage, latency_s: float, *, sleep: Sleep = time.sleep) -> None:
+        super().__init__(inside, self._wait, slow_latency_s=latency_s)
+        self._latency_s = latency_s
+        self._sleep = sleep
+
+    def _wait(self, _verb: Verb, _size_bytes: int) -> None:
+        if self._latency_s:
+            self._sleep(self._latency_s)
+
+
+class Throttled(Gated):
+    """All threads together move at most `rate_bytes_per_s`; infinity is off."""
+
+    def __init__(
+        self,
+        inside: Storage,
+        rate_bytes_per_s: float,
+        *,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = time.sleep,
+    ) -> None:
+        super().__init__(inside, self._pass, throttled_rate_bytes_per_s=rate_bytes_per_s)
+        self._bucket = TokenBucket(rate_bytes_per_s, clock=clock)
+        self._sleep = sleep
+
+    def _pass(self, _verb: Verb, size_bytes: int) -> None:
+        wait_s = self._bucket.take(size_bytes)
+        if wait_s > 0:
+            self._sleep(wait_s)
+
+
+class TokenBucket:
+    """A rate shared by threads. It starts with, and keeps at most, `burst_s` seconds of unused rate."""
+
+    def __init__(
+        self, rate_bytes_per_s: float, *, clock: Clock = time.monotonic, burst_s: float = 0.01
+    ) -> None:
+        self._rate_bytes_per_s = rate_bytes_per_s
+        self._burst_s = burst_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._paid_until_s = clock() - burst_s
+
+    def take(self, size_bytes: int) -> float:
+        """Reserve room for `size_bytes`; the seconds to wait before they may move."""
+        with self._lock:
+            now_s = self._clock()
+            begin_s = max(self._paid_until_s, now_s - self._burst_s)
+            self._paid_until_s = begin_s + size_bytes / self._rate_bytes_per_s
+            return self._paid_until_s - now_s
+
+
+class FailAfter(Gated):
+    """Works until `limit_bytes` have moved, in or out; then every call that moves bytes fails (EIO)."""
+
+    def __init__(self, inside: Storage, limit_bytes: int) -> None:
+        super().__init__(inside, self._count, fail_after_bytes=limit_bytes)
+        self._left_bytes = limit_bytes
+        self._lock = threading.Lock()
+
+    def _count(self, verb: Verb, size_bytes: int) -> None:
+        with self._lock:
+            self._left_bytes -= size_bytes
+            if size_bytes and self._left_bytes < 0:
+                raise _injected(verb, self.uri)
+
+
+class FailAtCall(Gated):
+    """The `number`-th call of `verb` fails (EIO), counted from 1 over the whole storage; all others work."""
+
+    def __init__(self, inside: Storage, verb: Verb, number: int) -> None:
+        super().__init__(inside, self._count, fail_at_verb=verb, fail_at_number=number)
+        self._verb = verb
+        self._left = number
+        self._lock = threading.Lock()
+
+    def _count(self, verb: Verb, _size_bytes: int) -> None:
+        if verb != self._verb:
+            return
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                raise _injected(verb, self.uri)
+
+
+def _injected(verb: Verb, uri: str) -> StorageError:
+    return StorageError(
+        f"Injected fault in {verb}", uri=uri, fix="A test asked for this failure.", errno=errno.EIO
+    )
+
+
+class Full(WrappedStorage):
+    """Holds at most `capacity_bytes` written through it; abort, delete and overwrites give back."""
+
+    def __init__(self, inside: Storage, capacity_bytes: int) -> None:
+        super().__init__(inside, full_capacity_bytes=capacity_bytes)
+        self._free_bytes = capacity_bytes
+        self._lock = threading.Lock()
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Begin inside; space is taken as it is submitted."""
+        return _FullSink(super().create(key, size_bytes), self, key)
+
+    def delete(self, key: str) -> None:
+        """Delete inside and give the space back."""
+        size_bytes = self.size_of(key)
+        super().delete(key)
+        self.give(size_bytes)
+
+    def take(self, size_bytes: int) -> None:
+        """Take space or raise `OutOfSpace`."""
+        with self._lock:
+            if size_bytes > self._free_bytes:
+                raise OutOfSpace(
+                    f"{size_bytes} bytes do not fit into {self._free_bytes}",
+                    uri=self.uri,
+                    fix="A test asked for a full storage.",
+                    errno=errno.ENOSPC,
+                )
+            self._free_bytes -= size_bytes
+
+    def give(self, size_bytes: int) -> None:
+        """Give space back."""
+        with self._lock:
+            self._free_bytes += size_bytes
+
+    def size_of(self, key: str) -> int:
+        """The space an object takes now; none if it is absent."""
+        try:
+            return self.stat(key).size_bytes
+        except ObjectNotFound:
+            return 0
+
+
+class _FullSink(WrappedSink):
+    def __init__(self, inside: Sink, storage: Full, key: str) -> None:
+        super().__init__(inside)
+        self._storage = storage
+        self._key = key
+        self._taken_bytes = 0
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        with _released_on_failure(release):
+            self._storage.take(buffer.nbytes)
+        self._taken_bytes += buffer.nbytes
+        super().submit(buffer, release)
+
+    def finish(self) -> ObjectInfo:
+        replaced_bytes = self._storage.size_of(self._key)
+        info = super().finish()
+        self._storage.give(replaced_bytes)
+        self._taken_bytes = 0
+        return info
+
+    def abort(self) -> None:
+        super().abort()
+        self._storage.give(self._taken_bytes)
+        self._taken_bytes = 0
+
+
+class Late(WrappedStorage):
+    """Acknowledges nothing before the end: a sink keeps every buffer until `finish` or `abort`."""
+
+    def __init__(self, inside: Storage) -> None:
+        super().__init__(inside, late_release=True)
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Begin inside, with all releases kept back."""
+        return _LateSink(super().create(key, size_bytes))
+
+
+class _LateSink(WrappedSink):
+    def __init__(self, inside: Sink) -> None:
+        super().__init__(inside)
+        self._owed: list[Release] = []
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        if release is not None:
+            self._owed.append(release)
+        super().submit(buffer)
+
+    def finish(self) -> ObjectInfo:
+        info = super().finish()
+        self._pay()
+        return info
+
+    def abort(self) -> None:
+        super().abort()
+        self._pay()
+
+    def _pay(self) -> None:
+        owed, self._owed = self._owed, []
+        for release in owed:
+            release()
