@@ -13,6 +13,13 @@ Environment = Mapping[str, str]
 USER_PREFIXES = ("AWS_", "PENSTOCK_")
 """Names that every rank must see: they travel to remote ranks by value, never on a command line."""
 
+HOST_LABEL = "PENSTOCK_HOST"
+"""What messages call this machine, where its host name says too little."""
+
+CONTROL_ADDRESS = "PENSTOCK_CONTROL_ADDRESS"
+CONTROL_TOKEN = "PENSTOCK_CONTROL_TOKEN"  # noqa: S105 - the name of a variable, not a secret
+"""Set by the launching process for its ranks: where it listens, and the proof that a rank is its own."""
+
 
 def process_environment() -> Environment:
     """All variables of this process, as they were when asked. Call it at the edge and pass the result on."""
@@ -20,5 +27,10 @@ def process_environment() -> Environment:
 
 
 def user_settings(environment: Environment) -> dict[str, str]:
-    """The variables that belong to the user's request, as opposed to this machine."""
-    return {name: value for name, value in environment.items() if name.startswith(USER_PREFIXES)}
+    """The variables that belong to the user's request, as opposed to this machine or this one launch."""
+    ours = {CONTROL_ADDRESS, CONTROL_TOKEN}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(USER_PREFIXES) and name not in ours
+    }

@@ -1,0 +1,131 @@
+"""The half of a communicator that does not care who carries its bytes: values, reductions, time limits.
+
+MPI and torch.distributed supply three ways to move bytes; everything a `Comm` promises is kept here, once.
+Invariant: a rank that left a call early never makes another one, because the ranks would be out of step.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.cluster.comm import DEFAULT_TIMEOUT_S
+from penstock.cluster.wait import Wait
+from penstock.errors import RankError, RankFailed, UsageError
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Number, Reduction, T
+
+OnLate = Callable[[int, str], None]
+"""Told once for a call that takes long: the call's number and what it awaits."""
+
+
+def _nobody(call: int, awaiting: str) -> None:
+    """No one keeps attendance."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsendable:
+    """Travels instead of a value that could not be packed, so that all ranks learn of it in the same call."""
+
+    rank: int
+    host: str
+    cause: str
+
+
+def reduced(values: list[Number], op: Reduction) -> Number:
+    """`values` folded in rank order: the same bits on every rank and in every run."""
+    folds: dict[str, Callable[[list[Number]], Number]] = {"sum": sum, "min": min, "max": max}
+    if op not in folds:
+        raise UsageError(f"{op!r} is not a reduction", fix=f"Use one of {', '.join(folds)}.")
+    return folds[op](values)
+
+
+class ByteComm(ABC):
+    """A `Comm` on top of three collective moves of bytes. Subclasses start transfers and never block."""
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.host = host
+        self.on_late: OnLate = _nobody
+        self._call = 0
+        self._left_early: str | None = None
+
+    def barrier(self, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Return once every rank has come here."""
+        with self._collective(awaiting, timeout_s) as wait:
+            self._move_nothing(wait)
+
+    def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
+        """Rank 0's `value`, on every rank; a value that cannot be packed is `RankFailed` on all of them."""
+        with self._collective(awaiting, timeout_s) as wait:
+            packed = self._broadcast_bytes(self._pack(value) if self.rank == 0 else None, wait)
+        received: T = self._unpack([packed])[0]
+        return received
+
+    def gather(self, value: T, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[T]:
+        """Every rank's `value`, in rank order, on every rank."""
+        with self._collective(awaiting, timeout_s) as wait:
+            packed = self._gather_bytes(self._pack(value), wait)
+        return self._unpack(packed)
+
+    def reduce(
+        self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> Number:
+        """The sum, minimum or maximum over ranks: exact for whole numbers of any size."""
+        return reduced(self.gather(value, awaiting=awaiting, timeout_s=timeout_s), op)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the job in good order; collective, and the last call."""
+
+    @abstractmethod
+    def _move_nothing(self, wait: Wait) -> None: ...
+
+    @abstractmethod
+    def _broadcast_bytes(self, payload: bytes | None, wait: Wait) -> bytes: ...
+
+    @abstractmethod
+    def _gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]: ...
+
+    @contextmanager
+    def _collective(self, awaiting: str, timeout_s: float) -> Iterator[Wait]:
+        if self._left_early is not None:
+            raise RankError(
+                f"Rank {self.rank} left the ranks' common step when it gave up on {self._left_early}",
+                where=f"now at {awaiting}",
+                fix="Stop this job; its ranks cannot find together again.",
+            )
+        call = self._call = self._call + 1
+        self._left_early = awaiting
+        try:
+            yield Wait(awaiting, timeout_s, on_late=lambda: self.on_late(call, awaiting))
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise RankError(
+                f"The connection between ranks broke while waiting for {awaiting}: {error}",
+                where=f"rank {self.rank} on {self.host}",
+                fix="Look for a rank that died, or for a network that drops connections.",
+            ) from error
+        self._left_early = None
+
+    def _pack(self, value: object) -> bytes:
+        try:
+            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            cause = f"cannot send a {type(value).__name__} to other ranks: {error}"
+            return pickle.dumps(_Unsendable(self.rank, self.host, cause), pickle.HIGHEST_PROTOCOL)
+
+    def _unpack(self, packed: list[bytes]) -> list[Any]:
+        # Ranks of one job trust each other: whoever can speak here already runs code as this user.
+        values = [pickle.loads(payload) for payload in packed]  # noqa: S301
+        for value in values:
+            if isinstance(value, _Unsendable):
+                raise RankFailed(value.rank, value.host, value.cause)
+        return values

@@ -1,0 +1,315 @@
+"""What is installed and usable on this machine, and what to do about each lack. Looks only, changes nothing.
+
+Place in the flow: before everything else. A check never raises: what it cannot find out, it says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from penstock.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from penstock.environment import Environment
+
+State = Literal["ok", "limited", "missing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """One thing looked at. `limited` works with less; `missing` does not work; each says the `fix`."""
+
+    area: str
+    subject: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+def examine(folder: Path, environment: Environment) -> Iterator[Diagnosis]:
+    """Everything worth knowing about this machine and the file system that holds `folder`."""
+    yield from _machine()
+    yield from _ranks(environment)
+    yield from _object_clients(environment)
+    yield from _file_system(folder)
+    yield from _limits()
+    yield _clock_resolution()
+    yield _clock_synchronised()
+    yield from _programs()
+
+
+def _machine() -> Iterator[Diagnosis]:
+    import psutil  # noqa: PLC0415 - only the doctor's visit pays for it
+
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    yield Diagnosis(area="machine", subject="Python", state="ok", found=f"{version} at {sys.executable}")
+    cores = len(os.sched_getaffinity(0))
+    total = os.cpu_count() or cores
+    yield Diagnosis(
+        area="machine",
+        subject="cores",
+        state="ok" if cores == total else "limited",
+        found=f"{cores} usable of {total}",
+        fix="" if cores == total else "This process is bound to some cores; ranks will share them.",
+    )
+    memory = psutil.virtual_memory()
+    found = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
+    yield Diagnosis(area="machine", subject="memory", state="ok", found=found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Package:
+    area: str
+    distribution: str
+    extra: str
+    purpose: str
+
+
+_RANK_PACKAGES: Final = (
+    _Package("ranks", "mpi4py", "mpi", "ranks under MPI"),
+    _Package("ranks", "torch", "torch", "ranks under torch.distributed, and the checkpoint engine"),
+)
+_CLIENT_PACKAGES: Final = (
+    _Package("objects", "obstore", "", "the default client for s3://, gs:// and az://"),
+    _Package("objects", "s3dlio", "s3dlio", "the client s3dlio"),
+    _Package("objects", "minio", "minio", "the client minio"),
+    _Package("objects", "s3torchconnector", "s3torchconnector", "the client s3torchconnector"),
+)
+
+
+def _package(package: _Package) -> Diagnosis:
+    """Whether a package is installed, from its metadata: importing torch takes seconds."""
+    try:
+        version = importlib.metadata.version(package.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        wanted = f"penstock[{package.extra}]" if package.extra else "penstock"
+        return Diagnosis(
+            area=package.area,
+            subject=package.distribution,
+            state="missing",
+            found="not installed",
+            fix=f"For {package.purpose}: pip install '{wanted}'",
+        )
+    return Diagnosis(
+        area=package.area, subject=package.distribution, state="ok", found=f"{version}, for {package.purpose}"
+    )
+
+
+def _ranks(environment: Environment) -> Iterator[Diagnosis]:
+    yield from map(_package, _RANK_PACKAGES)
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec", path=environment.get("PATH"))
+    yield Diagnosis(
+        area="ranks",
+        subject="mpiexec",
+        state="ok" if found else "missing",
+        found=found or "neither beside this Python nor on PATH",
+        fix="" if found else "For --ranks: pip install 'penstock[mpi]', or load your site's MPI.",
+    )
+
+
+def _object_clients(environment: Environment) -> Iterator[Diagnosis]:
+    yield from map(_package, _CLIENT_PACKAGES)
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    lacking = [name for name in names if name not in environment]
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or "AWS itself"
+    yield Diagnosis(
+        area="objects",
+        subject="credentials",
+        state="limited" if lacking else "ok",
+        found=f"{' and '.join(lacking)} not set" if lacking else f"set, endpoint: {endpoint}",
+        fix=f"For s3://: set {', '.join(lacking)}, and AWS_ENDPOINT_URL for a store of your own."
+        if lacking
+        else "",
+    )
+
+
+def _file_system(folder: Path) -> Iterator[Diagnosis]:
+    import psutil  # noqa: PLC0415 - only the doctor's visit pays for it
+
+    place = folder.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
+    mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
+    kind = f"{mount.fstype} on {mount.device} at {mount.mountpoint}" if mount else "unknown"
+    usage = shutil.disk_usage(place)
+    nearly_full = usage.free < 0.05 * usage.total
+    yield Diagnosis(
+        area="files",
+        subject=str(place),
+        state="limited" if nearly_full else "ok",
+        found=f"{kind}, {format_bytes(usage.free)} free of {format_bytes(usage.total)}",
+        fix="A nearly full file system is slower than it can be; make room before measuring."
+        if nearly_full
+        else "",
+    )
+    yield _direct_io(place)
+    yield _shared_memory()
+
+
+def _direct_io(folder: Path) -> Diagnosis:
+    """Whether O_DIRECT opens here. On tmpfs it may, too: success does not prove a disk."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".penstock-doctor-") as room:
+            os.close(os.open(Path(room, "direct"), os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError as error:
+        return Diagnosis(
+            area="files",
+            subject="O_DIRECT",
+            state="limited",
+            found=f"refused in {folder}: {error.strerror}",
+            fix="Measure with file:// there, or name a folder on another file system with --at.",
+        )
+    return Diagnosis(area="files", subject="O_DIRECT", state="ok", found=f"opens in {folder}")
+
+
+def _shared_memory() -> Diagnosis:
+    path = Path("/dev/shm")  # noqa: S108 - the very place DataLoader workers and MPI need
+    if not path.is_dir():
+        return Diagnosis(
+            area="files",
+            subject=str(path),
+            state="missing",
+            found="no such folder",
+            fix="Mount a tmpfs there: MPI on one node and DataLoader workers pass memory through it.",
+        )
+    usage = shutil.disk_usage(path)
+    small = usage.total < 1 << 30
+    return Diagnosis(
+        area="files",
+        subject=str(path),
+        state="limited" if small else "ok",
+        found=f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}",
+        fix="Give it 1 GiB or more (in a container: --shm-size); workers die of SIGBUS when it is full."
+        if small
+        else "",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    subject: str
+    kind: int
+    wanted: int
+    fix: str
+    show: Callable[[float], str]
+
+
+_LIMITS: Final = (
+    _Limit("open files", resource.RLIMIT_NOFILE, 4096, "ulimit -n 65536", lambda value: f"{value:.0f}"),
+    _Limit("processes", resource.RLIMIT_NPROC, 1024, "ulimit -u 4096", lambda value: f"{value:.0f}"),
+    _Limit("locked memory", resource.RLIMIT_MEMLOCK, 64 << 20, "ulimit -l unlimited", format_bytes),
+    _Limit("file size", resource.RLIMIT_FSIZE, 1 << 50, "ulimit -f unlimited", format_bytes),
+)
+
+
+def _limits() -> Iterator[Diagnosis]:
+    for limit in _LIMITS:
+        soft, _hard = resource.getrlimit(limit.kind)
+        unlimited = soft == resource.RLIM_INFINITY
+        enough = unlimited or soft >= limit.wanted
+        yield Diagnosis(
+            area="limits",
+            subject=limit.subject,
+            state="ok" if enough else "limited",
+            found="unlimited" if unlimited else limit.show(soft),
+            fix="" if enough else f"Raise it in the shell that starts jobs: {limit.fix}",
+        )
+    yield from _kernel_switches()
+
+
+def _kernel_switches() -> Iterator[Diagnosis]:
+    aio = _first_line(Path("/proc/sys/fs/aio-max-nr"))
+    if aio:
+        yield Diagnosis(
+            area="limits", subject="asynchronous requests", state="ok", found=f"{aio} system-wide"
+        )
+    uring = _first_line(Path("/proc/sys/kernel/io_uring_disabled"))
+    if uring:
+        free = uring == "0"
+        yield Diagnosis(
+            area="limits",
+            subject="io_uring",
+            state="ok" if free else "limited",
+            found="allowed" if free else f"kernel.io_uring_disabled = {uring}",
+            fix="" if free else "Only other tools need it (fio's io_uring engine); Penstock does not.",
+        )
+    drops = os.access("/proc/sys/vm/drop_caches", os.W_OK)
+    yield Diagnosis(
+        area="limits",
+        subject="dropping caches",
+        state="ok" if drops else "limited",
+        found="all caches (root)" if drops else "own files only (fadvise)",
+        fix=""
+        if drops
+        else "Run as root to drop everything; for own files fadvise is enough, and is proven.",
+    )
+
+
+def _first_line(path: Path) -> str:
+    return path.read_text(encoding="ascii").strip() if path.exists() else ""
+
+
+def _clock_resolution() -> Diagnosis:
+    source = _first_line(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
+    resolution_s = time.get_clock_info("monotonic").resolution
+    start = time.perf_counter()
+    for _ in range(1000):
+        time.monotonic_ns()
+    cost_s = (time.perf_counter() - start) / 1000
+    slow = cost_s > 1e-6
+    return Diagnosis(
+        area="clock",
+        subject="monotonic",
+        state="limited" if slow else "ok",
+        found=f"{source or 'unknown source'}, {format_seconds(resolution_s)} resolution, "
+        f"{format_seconds(cost_s)} a reading",
+        fix="Reading the clock costs a system call; choose the clock source tsc if this machine has it."
+        if slow
+        else "",
+    )
+
+
+class _Timex(ctypes.Structure):
+    """Enough room for the kernel's `struct timex`; only the call's return value is read."""
+
+    _fields_ = (("modes", ctypes.c_uint), ("rest", ctypes.c_byte * 252))
+
+
+def _clock_synchronised() -> Diagnosis:
+    unsynchronised = 5  # TIME_ERROR of adjtimex(2)
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
+    good = 0 <= state < unsynchronised
+    return Diagnosis(
+        area="clock",
+        subject="synchronised",
+        state="ok" if good else "limited",
+        found="yes, says the kernel" if good else "no, says the kernel",
+        fix="" if good else "Durations are right all the same; start chrony to compare times between hosts.",
+    )
+
+
+def _programs() -> Iterator[Diagnosis]:
+    for name, purpose in (
+        ("fio", "`make bench` compares the probe with it"),
+        ("strace", "tests count calls"),
+    ):
+        found = shutil.which(name)
+        yield Diagnosis(
+            area="programs",
+            subject=name,
+            state="ok" if found else "limited",
+            found=found or "not on PATH",
+            fix="" if found else f"Optional: {purpose}; install your distribution's package {name}.",
+        )

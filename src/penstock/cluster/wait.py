@@ -1,0 +1,63 @@
+"""Waiting with an end: poll what cannot block, first eagerly, then ever more politely.
+
+Ranks may outnumber cores, so a waiting rank must leave its core to those it waits for. Invariant: every wait
+ends, at the latest with a `WaitTimeout` that names what was awaited.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.errors import WaitTimeout
+
+Ready = Callable[[], bool]
+Clock = Callable[[], float]
+
+EAGER_POLLS = 200
+FIRST_SLEEP_S = 20e-6
+LONGEST_SLEEP_S = 2e-3
+LATE_AFTER_S = 5.0
+"""A wait older than this, or than half its limit, is told to `on_late`: attendance for a later message."""
+
+
+def _never_told() -> None:
+    """Nobody wants to know that a wait is long."""
+
+
+@dataclass(slots=True)
+class Wait:
+    """One limited wait that may consist of several steps; they share the limit. Its clock starts at once."""
+
+    awaiting: str
+    timeout_s: float
+    on_late: Callable[[], None] = _never_told
+    clock: Clock = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _started_s: float = field(init=False)
+    _was_late: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._started_s = self.clock()
+
+    def until(self, ready: Ready) -> None:
+        """Return once `ready()` is true; it is asked at least once, even when no time is left."""
+        for _ in range(EAGER_POLLS):
+            if ready():
+                return
+            os.sched_yield()
+        pause_s = FIRST_SLEEP_S
+        while not ready():
+            self._check_time()
+            self.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_SLEEP_S)
+
+    def _check_time(self) -> None:
+        waited_s = self.clock() - self._started_s
+        if waited_s >= self.timeout_s:
+            raise WaitTimeout(self.awaiting, self.timeout_s)
+        if not self._was_late and waited_s >= min(LATE_AFTER_S, self.timeout_s / 2):
+            self._was_late = True
+            self.on_late()
