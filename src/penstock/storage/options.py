@@ -61,7 +61,7 @@ def _parser(name: str, hint: Any) -> Callable[[str], Any]:
     if hint is bool:
         return _truth
     if hint is float:
-        return parse_seconds if name.endswith("_s") else float
+        return parse_seconds if name.endswith("_s") else _number
     if hint is int:
         return parse_bytes if name.endswith("_bytes") else _whole_number
     return str
@@ -77,6 +77,13 @@ def _truth(text: str) -> bool:
     if text.lower() not in _WORDS:
         raise UsageError(f"{text!r} is neither true nor false", fix="Write true or false.")
     return _WORDS[text.lower()]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a number", fix="Write a number, for example 0.5.") from error
 
 
 def _whole_number(text: str) -> int:

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from penstock.storage.base import Counters
+
+
+def test_counters_begin_at_nothing() -> None:
+    fresh = Counters()
+    assert (fresh.requests, fresh.retries, fresh.errors, fresh.written_bytes, fresh.read_bytes) == (0,) * 5
+    assert not fresh.copied_bytes
+    assert not fresh.requests_by_endpoint
+
+
+def test_events_add_up() -> None:
+    counters = Counters()
+    counters.add(requests=1, written_bytes=10)
+    counters.add(requests=2, read_bytes=5, retries=1, errors=1)
+    counters.add_copy("bounce", 7)
+    counters.add_copy("bounce", 1)
+    counters.add_copy("client", 2)
+    assert (counters.requests, counters.retries, counters.errors) == (3, 1, 1)
+    assert (counters.written_bytes, counters.read_bytes) == (10, 5)
+    assert counters.copied_bytes == {"bounce": 8, "client": 2}
+
+
+def test_requests_are_told_apart_by_endpoint() -> None:
+    counters = Counters()
+    counters.add(requests=1, endpoint="http://a")
+    counters.add(requests=2, endpoint="http://b")
+    counters.add(requests=3)
+    assert counters.requests == 6
+    assert counters.requests_by_endpoint == {"http://a": 1, "http://b": 2}
+
+
+def test_a_snapshot_does_not_move_on() -> None:
+    counters = Counters()
+    counters.add(requests=1, endpoint="http://a")
+    counters.add_copy("bounce", 1)
+    before = counters.snapshot()
+    counters.add(requests=1, endpoint="http://a")
+    counters.add_copy("bounce", 1)
+    assert (before.requests, before.copied_bytes["bounce"], before.requests_by_endpoint["http://a"]) == (
+        1,
+        1,
+        1,
+    )
+    assert counters.snapshot().requests == 2
+
+
+def test_threads_lose_no_event() -> None:
+    counters = Counters()
+
+    def count(_turn: int) -> None:
+        for _ in range(500):
+            counters.add(requests=1, written_bytes=3, endpoint="http://a")
+            counters.add_copy("bounce", 2)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(count, range(8), timeout=60))
+    assert counters.requests == counters.requests_by_endpoint["http://a"] == 4000
+    assert counters.written_bytes == 12_000
+    assert counters.copied_bytes["bounce"] == 8000
