@@ -91,6 +91,9 @@ class FailFileCall:
 
         def failing(*arguments: Any) -> Any:
             if self._countdown.strikes(and_after=self._for_good):
+                if name == "close":
+                    # A close that fails has closed, on Linux: the descriptor is gone either way.
+                    call(*arguments)
                 raise OSError(self._error_number, os.strerror(self._error_number))
             return call(*arguments)
 

@@ -10,6 +10,8 @@ import logging
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -97,17 +99,12 @@ class FileSink:
     def abort(self) -> None:
         """Remove what was written. What cannot be removed stays hidden, and the log names it."""
         self._writer.give_up()
-        try:
+        with self._logged_failures("close"):
             self._close()
-            if self._is_leftover:
-                self._is_leftover = False
+        if self._is_leftover:
+            self._is_leftover = False
+            with self._logged_failures("remove"):
                 self._file.calls.unlink(self._new.written_path)
-        except FileNotFoundError:
-            logger.debug("%s was already gone when it was to be removed", self._new.written_path)
-        except OSError as error:
-            logger.warning(
-                "An unfinished object could not be removed: %s (%s)", self._new.written_path, error
-            )
 
     def _settle(self) -> os.stat_result:
         """Everything that must be true of the file before it gets its name."""
@@ -131,6 +128,16 @@ class FileSink:
         self._is_leftover = False
         if self._new.fsync:
             self._folders.sync_folder(os.path.dirname(self._new.final_path))
+
+    @contextmanager
+    def _logged_failures(self, doing: str) -> Iterator[None]:
+        """What fails while giving up is named in the log: raised, it would hide why we gave up."""
+        try:
+            yield
+        except FileNotFoundError:
+            logger.debug("%s was already gone", self._new.written_path)
+        except OSError as error:
+            logger.warning("Could not %s an unfinished object: %s (%s)", doing, self._new.written_path, error)
 
     def _close(self) -> None:
         if self._is_open:
