@@ -1,4 +1,4 @@
-"""Size limits of this house: modules of 600 lines, classes of 300, functions of 60; no `except` for everything.
+"""Size limits: modules of 600 lines, classes of 300, functions of 60, and no `except` for everything.
 
 The limits are alarms: what rings wants a better cut, not shorter lines. Run by `make check`.
 """
@@ -16,7 +16,8 @@ FUNCTION_LINES = 60
 
 CATCH_ALL_ALLOWED = {
     "src/penstock/cli/app.py",  # the command line's edge
-    "src/penstock/cluster/watch.py",  # the collective gather of all ranks' failures
+    "src/penstock/cluster/collect.py",  # the gather of all ranks' failures, where all wait for each other
+    "src/penstock/cluster/join.py",  # the same for a rank's whole program, where nobody waits
 }
 
 

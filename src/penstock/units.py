@@ -100,13 +100,13 @@ def _three_digits(value: float) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """`size_bytes` in binary units: `1.50 GiB`, `512 B`. Bytes below 1 KiB are exact."""
+    """`size_bytes` in binary units: `1.50 GiB`, `512 B`; below 100, no decimals means exact."""
     if size_bytes < 0:
         return f"-{format_bytes(-size_bytes)}"
-    if size_bytes < 1024 and float(size_bytes).is_integer():
-        return f"{size_bytes:.0f} B"
     for step, unit in enumerate(_BINARY_STEPS):
         scaled = size_bytes / 1024**step
+        if float(scaled).is_integer() and scaled < 1024:
+            return f"{scaled:.0f} {unit}"
         if scaled < 1023.5 or unit == _BINARY_STEPS[-1]:
             return f"{_three_digits(scaled)} {unit}"
     raise AssertionError

@@ -13,14 +13,15 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.cli import demo, doctor, storage
 from penstock.errors import PenstockError
 
 DEFECT = 70
 INTERRUPTED = 130
 
 EXIT_CODES = (
-    "Exit codes: 0 ok; 1 the thing measured or checked failed; 2 wrong usage; 3 this machine lacks something; "
-    "70 a defect of Penstock itself; 130 interrupted."
+    "Exit codes: 0 ok; 1 the thing measured or checked failed; 2 wrong usage; "
+    "3 this machine lacks something; 70 a defect of Penstock itself; 130 interrupted."
 )
 
 app = typer.Typer(
@@ -31,6 +32,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(storage.app, name="storage")
+app.command(name="doctor")(doctor.doctor)
+app.command(name="demo")(demo.demo)
 
 
 def _print_version(wanted: bool) -> None:
@@ -57,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     words, debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(words, prog_name="penstock")
+        app(words, prog_name="penstock", obj=words)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 0
         return _explain("interrupted", code) if code == INTERRUPTED else code

@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from penstock.progress import Silent
+
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.console import Console
+    from rich.progress import TaskID
+
+    from penstock.progress import Progress
+
+View = Callable[["Console"], None]
+"""Draws a result for people on a console."""
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
 
@@ -27,26 +35,17 @@ class Terminal:
     as_json: bool
     speaks: bool = True
 
-    def result(self, document: Mapping[str, Any], *, title: str, rows: Sequence[Mapping[str, str]]) -> None:
-        """Print the result: `document` as JSON, or `rows` as a table whose columns are their keys."""
+    def result(self, document: Mapping[str, Any], view: View) -> None:
+        """Print the result: `document` as JSON, or for people whatever `view` draws of it."""
         if not self.speaks:
             return
         if self.as_json:
             json.dump(document, sys.stdout, indent=2, allow_nan=False)
             sys.stdout.write("\n")
             return
-        self._print_table(title, rows)
-
-    def _print_table(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
         from rich.console import Console
-        from rich.table import Table
 
-        table = Table(title=title, title_justify="left", header_style="bold")
-        for column in rows[0] if rows else ():
-            table.add_column(column, justify="right" if _is_numeric(rows, column) else "left")
-        for row in rows:
-            table.add_row(*row.values())
-        Console().print(table)
+        view(Console(highlight=False, soft_wrap=True))
 
     def note(self, text: str) -> None:
         """One line for people, on stderr."""
@@ -55,23 +54,71 @@ class Terminal:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """A progress display on stderr that stays silent where stderr is no terminal."""
+        """Progress drawn on stderr, where that is a terminal."""
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         console = Console(stderr=True)
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not (self.speaks and console.is_terminal),
-        ) as progress:
-            yield progress
+        if not (self.speaks and console.is_terminal):
+            yield Silent()
+            return
+        with _Bars(console) as bars:
+            yield bars
+
+
+class _Bars:
+    """Progress as one bar a phase: share, time spent, time left. Finished phases vanish."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
+        self._display = Progress(*columns, *times, console=console, transient=True)
+        self._phase: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._display.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._display.stop()
+
+    def begin(self, phase: str, total: float) -> None:
+        """Replace the bar of the phase before."""
+        if self._phase is not None:
+            self._display.remove_task(self._phase)
+        self._phase = self._display.add_task(phase, total=total)
+
+    def advance(self, amount: float) -> None:
+        """Move the bar; rich is safe for threads."""
+        if self._phase is not None:
+            self._display.advance(self._phase, amount)
+
+
+def table(title: str, rows: Sequence[Mapping[str, str]]) -> View:
+    """A view of `rows` as a table whose columns are their keys; columns of numbers stand to the right."""
+
+    def draw(console: Console) -> None:
+        from rich import box
+        from rich.table import Table
+
+        grid = Table(
+            title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        for column in rows[0] if rows else ():
+            grid.add_column(column, justify="right" if _is_numeric(rows, column) else "left")
+        for row in rows:
+            grid.add_row(*row.values())
+        console.print(grid)
+
+    return draw
 
 
 def _is_numeric(rows: Sequence[Mapping[str, str]], column: str) -> bool:

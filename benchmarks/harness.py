@@ -1,0 +1,90 @@
+"""What every benchmark here has in common: interleaved repetitions, ratios with their spread, and records.
+
+A benchmark compares us with a peer or a raw limit in the same run: a noisy machine is noisy for both. A ratio
+is ours over theirs: above 1 we are faster. Records hold the last accepted ratios.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+RECORDS = Path(__file__).parent / "records"
+WORST_ACCEPTED = 0.8
+"""A ratio below this share of its record is a regression."""
+
+Side = Callable[[], Mapping[str, float]]
+"""Runs one side once; gives a figure (higher is better) for each thing measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """Ours over theirs for one thing: the median over repetitions, and how far they spread."""
+
+    name: str
+    median: float
+    low: float
+    high: float
+    ours: float
+    theirs: float
+    unit: str
+
+    def line(self, record: float | None) -> str:
+        """The ratio as a line of a report, beside its record."""
+        before = f"{record:5.2f}" if record is not None else "  new"
+        return (
+            f"{self.name:<44} {self.median:5.2f}  [{self.low:.2f} .. {self.high:.2f}]  record {before}   "
+            f"ours {self.ours:,.3f}, theirs {self.theirs:,.3f} {self.unit}"
+        )
+
+
+def interleave(ours: Side, theirs: Side, *, repetitions: int, unit: str) -> list[Ratio]:
+    """Run both sides in turn, swapping who goes first, and compare what they have in common."""
+    pairs: list[tuple[Mapping[str, float], Mapping[str, float]]] = []
+    for repetition in range(repetitions):
+        if repetition % 2 == 0:
+            mine, peers = ours(), theirs()
+        else:
+            peers, mine = theirs(), ours()
+        pairs.append((mine, peers))
+    return [_ratio(name, [(mine[name], peers[name]) for mine, peers in pairs], unit) for name in pairs[0][0]]
+
+
+def _ratio(name: str, pairs: Sequence[tuple[float, float]], unit: str) -> Ratio:
+    ratios = [mine / peers for mine, peers in pairs]
+    return Ratio(
+        name=name,
+        median=statistics.median(ratios),
+        low=min(ratios),
+        high=max(ratios),
+        ours=statistics.median(mine for mine, _ in pairs),
+        theirs=statistics.median(peers for _, peers in pairs),
+        unit=unit,
+    )
+
+
+def read_record(benchmark: str) -> dict[str, float]:
+    """The last accepted medians of a benchmark, by name; empty if it was never recorded."""
+    path = RECORDS / f"{benchmark}.json"
+    if not path.exists():
+        return {}
+    return {
+        entry["name"]: entry["median"] for entry in json.loads(path.read_text(encoding="utf-8"))["ratios"]
+    }
+
+
+def write_record(benchmark: str, ratios: Sequence[Ratio], machine: Mapping[str, str]) -> Path:
+    """Make these ratios the ones to compare with from now on."""
+    path = RECORDS / f"{benchmark}.json"
+    path.parent.mkdir(exist_ok=True)
+    content = {"machine": machine, "ratios": [asdict(ratio) for ratio in ratios]}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def regressions(ratios: Sequence[Ratio], record: Mapping[str, float]) -> list[str]:
+    """The names whose ratio fell by more than a fifth below its record."""
+    return [ratio.name for ratio in ratios if ratio.median < WORST_ACCEPTED * record.get(ratio.name, 0.0)]

@@ -1,0 +1,144 @@
+"""Which steps a probe takes, decided before the first byte moves: pure, so that it can be shown and tested.
+
+Files are written, read back and removed group by group: a probe never holds more than one size on disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from penstock.errors import UsageError
+from penstock.storage.uri import Location, parse_uri
+
+Operation = Literal["write", "read", "random_read", "small_write", "small_read", "fsync"]
+Mode = Literal["buffered", "direct", "objects", "memory"]
+
+MODES: Final[dict[str, Mode]] = {
+    "file": "buffered",
+    "direct": "direct",
+    "s3": "objects",
+    "gs": "objects",
+    "az": "objects",
+    "mem": "memory",
+}
+"""How each scheme works; other people's schemes are taken for object stores."""
+
+RANDOM_BLOCK_BYTES: Final = 128 << 10
+SMALL_OBJECT_BYTES: Final = 64 << 10
+FSYNC_BLOCK_BYTES: Final = 4 << 10
+MAX_RANDOM_READS: Final = 4096
+NUM_SMALL_OBJECTS: Final = 256
+NUM_FSYNCS: Final = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeRequest:
+    """What the user asked: `size_bytes` is what each measurement moves, over all streams and ranks."""
+
+    uri: str
+    size_bytes: int = 2 << 30
+    streams: tuple[int, ...] = (1, 8)
+    block_bytes: tuple[int, ...] = (1 << 20, 8 << 20)
+    max_seconds: float = 20.0
+
+    def __post_init__(self) -> None:
+        if min(self.size_bytes, *self.streams, *self.block_bytes) < 1 or self.max_seconds <= 0:
+            raise UsageError(
+                "Sizes, streams, blocks and seconds must be positive",
+                fix="Leave an option out for its default.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One thing to time on every rank: `streams` threads with one block in flight each.
+
+    `blocks_per_stream` blocks of `block_bytes` are moved by each stream; a small object is one block.
+    """
+
+    op: Operation
+    mode: Mode
+    streams: int
+    block_bytes: int
+    blocks_per_stream: int
+
+    @property
+    def size_bytes(self) -> int:
+        """What one rank moves in this step."""
+        return self.streams * self.blocks_per_stream * self.block_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Steps on one set of files: the first writes them, the others read them, then they go."""
+
+    steps: tuple[Step, ...]
+
+
+def probe_locations(uri: str) -> tuple[Location, ...]:
+    """Where to measure: a plain path means both ways through a file system, a URI just its own."""
+    location = parse_uri(uri)
+    if "://" not in uri:
+        return (location, Location("direct", location.root))
+    return (location,)
+
+
+def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[Group, ...]:
+    """All steps of one mode, in order."""
+    share_bytes = max(1, request.size_bytes // num_ranks)
+    groups = [
+        _sequential(mode, streams, block_bytes, share_bytes)
+        for streams in request.streams
+        for block_bytes in request.block_bytes
+    ]
+    most = max(request.streams)
+    groups[-1] = Group(steps=(*groups[-1].steps, _random(groups[-1].steps[0])))
+    groups.append(_small_objects(mode, most, share_bytes))
+    if mode in ("buffered", "direct"):
+        groups.append(Group(steps=(_fsync(mode),)))
+    return tuple(groups)
+
+
+def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) -> Group:
+    blocks = max(1, share_bytes // (streams * block_bytes))
+    write = Step(op="write", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks)
+    read = Step(op="read", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks)
+    return Group(steps=(write, read))
+
+
+def _random(write: Step) -> Step:
+    """Random reads over the files that `write` left, at most as many as tell the truth quickly."""
+    stream_bytes = write.block_bytes * write.blocks_per_stream
+    block_bytes = min(RANDOM_BLOCK_BYTES, stream_bytes)
+    return Step(
+        op="random_read",
+        mode=write.mode,
+        streams=write.streams,
+        block_bytes=block_bytes,
+        blocks_per_stream=min(stream_bytes // block_bytes, max(1, MAX_RANDOM_READS // write.streams)),
+    )
+
+
+def _small_objects(mode: Mode, streams: int, share_bytes: int) -> Group:
+    count = min(NUM_SMALL_OBJECTS, max(1, share_bytes // SMALL_OBJECT_BYTES))
+    per_stream = max(1, count // streams)
+    write = Step(
+        op="small_write",
+        mode=mode,
+        streams=streams,
+        block_bytes=SMALL_OBJECT_BYTES,
+        blocks_per_stream=per_stream,
+    )
+    read = Step(
+        op="small_read",
+        mode=mode,
+        streams=streams,
+        block_bytes=SMALL_OBJECT_BYTES,
+        blocks_per_stream=per_stream,
+    )
+    return Group(steps=(write, read))
+
+
+def _fsync(mode: Mode) -> Step:
+    return Step(op="fsync", mode=mode, streams=1, block_bytes=FSYNC_BLOCK_BYTES, blocks_per_stream=NUM_FSYNCS)

@@ -1,0 +1,1 @@
+"""What needs several rooms at once: the demo's tour of the whole system."""

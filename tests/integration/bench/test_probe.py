@@ -1,0 +1,137 @@
+"""The probe on real storage: what it reports, and that it leaves nothing behind, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.bench.probe import ProbeRequest, ProbeResult, measure, probe
+from penstock.bench.probe.place import Place
+from penstock.bench.probe.plan import Step
+from penstock.cluster.solo import SoloComm
+from penstock.errors import OutOfSpace, StorageError, UsageError
+from penstock.progress import Silent
+from penstock.storage.uri import parse_uri
+
+if TYPE_CHECKING:
+    from penstock.storage import Sink, Storage
+
+SMALL = ProbeRequest(uri="mem://x", size_bytes=4 << 20, streams=(1, 3), block_bytes=(64 << 10, 1 << 20))
+
+
+def _probe(request: ProbeRequest, **options: str) -> ProbeResult:
+    return probe(request, comm=SoloComm(), environment=dict(os.environ), options=options, progress=Silent())
+
+
+@pytest.mark.parametrize("scheme", ["file", "direct"])
+def test_every_kind_of_measurement_comes_out_and_nothing_stays_on_disk(tmp_path: Path, scheme: str) -> None:
+    result = _probe(replace(SMALL, uri=f"{scheme}://{tmp_path}"))
+    operations = {seen.op for seen in result.measurements}
+    assert operations == {"write", "read", "random_read", "small_write", "small_read", "fsync"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_hang_together(tmp_path: Path) -> None:
+    for seen in _probe(replace(SMALL, uri=f"file://{tmp_path}")).measurements:
+        assert seen.moved_bytes / seen.elapsed_s / 2**30 == pytest.approx(seen.gib_per_s)
+        assert seen.moved_bytes / seen.block_bytes / seen.elapsed_s == pytest.approx(seen.operations_per_s)
+        assert 0 < seen.p50_ms <= seen.p99_ms <= seen.max_ms
+        assert 0 <= seen.drain_s <= seen.elapsed_s
+        assert seen.copied_bytes == 0
+
+
+def test_a_plain_path_gives_both_modes_and_makes_and_removes_its_folders(tmp_path: Path) -> None:
+    result = _probe(replace(SMALL, uri=str(tmp_path / "not" / "there")))
+    assert set(result.storage) == {seen.mode for seen in result.measurements} == {"buffered", "direct"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_buffered_read_says_how_much_of_it_memory_held(tmp_path: Path) -> None:
+    reads = [
+        seen for seen in _probe(replace(SMALL, uri=f"file://{tmp_path}")).measurements if "read" in seen.op
+    ]
+    assert all(seen.resident_before is not None and seen.resident_before <= 1 for seen in reads)
+    assert min(seen.resident_before or 0 for seen in reads) < 0.1
+
+
+def test_slow_storage_shrinks_the_measurements_and_says_so() -> None:
+    result = _probe(replace(SMALL, size_bytes=1 << 40, max_seconds=0.001))
+    assert "--max-seconds" in result.notes[0]
+    assert max(seen.moved_bytes for seen in result.measurements) < 1 << 33
+
+
+def test_a_probe_that_does_not_fit_fails_before_the_first_byte(tmp_path: Path) -> None:
+    with pytest.raises(OutOfSpace, match="does not fit"):
+        _probe(replace(SMALL, uri=f"file://{tmp_path}", size_bytes=1 << 60))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_scheme_that_no_probe_knows_is_wrong_usage() -> None:
+    with pytest.raises(UsageError):
+        _probe(replace(SMALL, uri="ftp://host/x"))
+
+
+def test_unknown_storage_options_name_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="fsync"):
+        _probe(replace(SMALL, uri=f"file://{tmp_path}"), fsink="false")
+
+
+class _Breaking:
+    """A storage whose second stream's sink fails at its third buffer; everything else is the inner one's."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        sink = self._inner.create(key, size_bytes)
+        return _BreakingSink(sink) if key.endswith("stream1") else sink
+
+
+class _BreakingSink:
+    def __init__(self, inner: Sink) -> None:
+        self._inner = inner
+        self._left = 2
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def submit(self, buffer: memoryview, release: Any = None) -> None:
+        if self._left == 0:
+            raise StorageError("The cable is out", uri="file:///broken")
+        self._left -= 1
+        self._inner.submit(buffer, release)
+
+
+def _place(tmp_path: Path, folder: str = "penstock-probe-test") -> Place:
+    location = parse_uri(f"file://{tmp_path}")
+    return Place(location, folder, comm=SoloComm(), environment={}, options={})
+
+
+def test_a_stream_that_fails_ends_all_of_them_with_its_own_error_and_nothing_stays(tmp_path: Path) -> None:
+    step = Step(op="write", mode="buffered", streams=3, block_bytes=64 << 10, blocks_per_stream=2000)
+
+    def run() -> None:
+        with _place(tmp_path) as place:
+            place.storage = _Breaking(place.storage)
+            measure.measure(step, place, comm=SoloComm(), progress=Silent())
+
+    with pytest.raises(StorageError, match="The cable is out"):
+        run()
+    assert list(tmp_path.iterdir()) == []
+    assert [thread for thread in threading.enumerate() if "ThreadPool" in thread.name] == []
+
+
+def test_folders_that_were_there_before_stay(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "letter").write_text("dear", encoding="utf-8")
+    _probe(replace(SMALL, uri=f"file://{mine}"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "letter"]

@@ -1,0 +1,177 @@
+"""The command line's surface: help, version, exit codes, errors, JSON, completion, start-up time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROBE = ("storage", "probe")
+QUICK = ("--size", "4MiB", "--streams", "2", "--blocks", "1MiB")
+
+
+def penstock(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "100", **environment},
+    )
+
+
+def test_help_names_every_noun_and_all_exit_codes() -> None:
+    result = penstock("--help")
+    assert result.returncode == 0
+    for word in ("storage", "doctor", "demo", "--version", "--debug", "Exit codes"):
+        assert word in result.stdout
+    for code in ("0 ok", "1 the", "2 wrong", "3 this machine", "70 a defect", "130 interrupted"):
+        assert code in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("words", [PROBE, ("doctor",), ("demo",)])
+def test_every_verb_shows_examples_and_offers_json(words: tuple[str, ...]) -> None:
+    result = penstock(*words, "--help")
+    assert "Examples:" in result.stdout
+    assert f"penstock {' '.join(words)}" in result.stdout
+    assert "--json" in result.stdout
+
+
+def test_a_noun_alone_shows_its_help_and_is_wrong_usage() -> None:
+    result = penstock("storage")
+    assert result.returncode == 2
+    assert "probe" in result.stdout + result.stderr
+
+
+def test_help_comes_without_heavy_imports() -> None:
+    program = (
+        "import sys; from penstock.cli import main; code = main(['--help'])\n"
+        "heavy = {'numpy', 'torch', 'mpi4py', 'obstore', 'pydantic', 'psutil'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else code)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_version_is_one_line() -> None:
+    result = penstock("--version")
+    assert result.returncode == 0
+    assert result.stdout.startswith("penstock ")
+    assert result.stdout.count("\n") == 1
+
+
+def test_json_is_one_document_on_stdout_and_nothing_else(tmp_path: Path) -> None:
+    result = penstock(*PROBE, f"direct://{tmp_path}", *QUICK, "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    wanted = {"op", "mode", "streams", "block_bytes", "gib_per_s", "p50_ms", "p99_ms"}
+    assert all(wanted <= seen.keys() for seen in document["measurements"])
+    assert result.stderr == ""
+
+
+def test_a_table_for_people_fits_a_narrow_terminal(tmp_path: Path) -> None:
+    result = penstock(*PROBE, str(tmp_path), *QUICK, COLUMNS="80")
+    assert result.returncode == 0, result.stderr
+    assert "…" not in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines() if str(tmp_path) not in line) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((*PROBE, "/tmp", "--size", "4G"), 2, "Say GiB (1024-based) or GB (1000-based)"),
+        ((*PROBE, "ftp://x/y"), 2, "No storage serves ftp://"),
+        ((*PROBE, "direct://tmp/x"), 2, "three slashes"),
+        ((*PROBE, "/tmp", "-o", "fsink=no"), 2, "Did you mean 'fsync'?"),
+        ((*PROBE, "/tmp", "--streams", "0"), 2, "must be positive"),
+        ((*PROBE, "/proc/here"), 1, "/proc"),
+        ((*PROBE, "/tmp", "--size", "1EiB"), 1, "smaller --size"),
+        ((*PROBE, "/tmp", "--ranks", "2", "--launcher", "prun"), 2, "Choose one of"),
+        (("storage", "prob"), 2, "probe"),
+        (("doctor", "--at", "/no/such/folder"), 2, "does not exist"),
+    ],
+)
+def test_an_error_is_a_paragraph_with_its_exit_code_and_no_traceback(
+    words: tuple[str, ...], code: int, said: str
+) -> None:
+    result = penstock(*words)
+    assert result.returncode == code, result.stderr
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("place", ["front", "end"])
+def test_debug_adds_the_traceback_wherever_it_stands(place: str) -> None:
+    words = [*PROBE, "ftp://x/y"]
+    words = ["--debug", *words] if place == "front" else [*words, "--debug"]
+    result = penstock(*words)
+    assert result.returncode == 2
+    assert "Traceback" in result.stderr
+    assert "No storage serves ftp://" in result.stderr
+
+
+def test_a_defect_of_our_own_is_called_one() -> None:
+    program = (
+        "import sys\nfrom penstock.cli import app, main\n"
+        "app.app.command(name='break')(lambda: 1 // 0)\nsys.exit(main(['break']))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 70
+    assert "a defect in Penstock itself: ZeroDivisionError" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_ctrl_c_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "penstock", *PROBE, f"direct://{tmp_path}", "--size", "8GiB"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert "interrupted" in said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_leaves_early_is_no_defect() -> None:
+    result = subprocess.run(
+        f"{sys.executable} -m penstock doctor | head -n 1",
+        shell=True,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert "defect" not in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_offered_for_shells(shell: str) -> None:
+    result = penstock("--show-completion", shell)
+    assert result.returncode == 0, result.stderr
+    assert "penstock" in result.stdout
+
+
+def test_bash_completion_completes_nouns_and_verbs() -> None:
+    result = penstock(_PENSTOCK_COMPLETE="complete_bash", COMP_WORDS="penstock storage pr", COMP_CWORD="2")
+    assert "probe" in result.stdout
+
+
+def test_doctor_json_lists_diagnoses(tmp_path: Path) -> None:
+    result = penstock("doctor", "--at", str(tmp_path), "--json")
+    assert result.returncode == 0
+    assert {"area", "subject", "state", "found", "fix"} <= json.loads(result.stdout)["diagnoses"][0].keys()
