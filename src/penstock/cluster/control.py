@@ -60,6 +60,7 @@ class _Member:
     last_late_call: int = 0
     finished: bool = False
     gone: bool = False
+    hung_up: bool = False
 
 
 class ControlServer:
@@ -204,7 +205,7 @@ class ControlServer:
             log.warning("A stranger on the control port was turned away: %s", reason)
             return
         member = next(member for member in self._members.values() if member.wire is wire)
-        member.gone = True
+        member.gone = member.hung_up = True
         if not member.finished:
             cause = f"its processes ended without a word (killed?); its guard was process {member.pid}"
             self._fail(Failed(rank=member.rank, host=member.host, cause=cause))
@@ -282,7 +283,7 @@ class ControlServer:
             self._tell(member, Stop(failure=failure))
 
     def _tell(self, member: _Member, message: Message) -> None:
-        if member.gone and isinstance(message, Stop):
+        if member.hung_up:
             return
         try:
             member.wire.send(message)

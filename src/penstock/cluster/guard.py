@@ -17,9 +17,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NoReturn
 
 import psutil
@@ -101,7 +102,7 @@ def fork_guard(post: Post) -> RankLine:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    front = os.getpid()
+    elders = {os.getpid(): "its first process", os.getppid(): "its launcher on this host"}
     guard = os.fork()
     if guard:
         _go_on_as(lambda: _stand_in_front(post, guard))
@@ -111,7 +112,7 @@ def fork_guard(post: Post) -> RankLine:
     rank = os.fork()
     if rank:
         theirs.close()
-        _go_on_as(lambda: Guard(post, Wire(ours), rank=rank, front=front).run())
+        _go_on_as(lambda: Guard(post, Wire(ours), rank=rank, elders=elders).run())
     ours.close()
     if post.server is not None:
         post.server.forget()
@@ -161,11 +162,11 @@ def _stand_in_front(post: Post, guard: int) -> int:
 class Guard:
     """The loop of a guard. Words come from the rank's line, the control line, the child's end and signals."""
 
-    def __init__(self, post: Post, line: Wire, *, rank: int, front: int) -> None:
+    def __init__(self, post: Post, line: Wire, *, rank: int, elders: Mapping[int, str]) -> None:
         self._post = post
         self._line = line
         self._child = rank
-        self._front = front
+        self._elders = elders
         self._control: Wire | None = None
         self._failure: Failed | None = None
         self._says_finished = False
@@ -173,16 +174,16 @@ class Guard:
         self._exit_code: int | None = None
         self._kill_at_s: float | None = None
         self._may_leave = False
+        self._has_met = False
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
         """Returns the guard's exit code when the rank and all its descendants have ended and all know it."""
         signals = _signals_as_bytes()
         pidfd = os.pidfd_open(self._child)
-        front = os.pidfd_open(self._front)
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._hear_signal(signals))
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._bury(pidfd))
-        self._selector.register(front, selectors.EVENT_READ, lambda: self._miss_front(front))
+        self._watch_elders()
         self._selector.register(self._line, selectors.EVENT_READ, self._hear_rank)
         with self._post.server or nullcontext():
             if self._post.control is not None:
@@ -202,7 +203,7 @@ class Guard:
         """One voice a job: the launching process, else rank 0, else whoever is left without a server."""
         if self._post.control is not None:
             return False
-        return self._post.rank == 0 or self._control is None
+        return self._post.rank == 0 or not self._has_met or (self._control is None and self._post.rank == 1)
 
     def _own_exit_code(self) -> int:
         """Under our own launcher 0: it would only add its own words to what the launching process says."""
@@ -220,6 +221,7 @@ class Guard:
         except (RankError, Unavailable) as error:
             self._stop(self._own_failure(str(error), Ending.FAILED))
             return
+        self._has_met = True
         self._selector.register(self._control, selectors.EVENT_READ, self._hear_control)
         if self._failure is not None:
             self._report(self._failure)
@@ -228,10 +230,17 @@ class Guard:
         signals.recv(64)
         self._fail(self._own_failure("interrupted by a signal", Ending.INTERRUPTED))
 
-    def _miss_front(self, pidfd: int) -> None:
+    def _watch_elders(self) -> None:
+        """What stands between this guard and the job: without its launcher a rank's output goes nowhere."""
+        for pid, name in self._elders.items():
+            if pid > 0:  # 0 is a parent outside this container, whom nobody here can watch
+                pidfd = os.pidfd_open(pid)
+                cause = f"{name}, process {pid}, was killed"
+                self._selector.register(pidfd, selectors.EVENT_READ, partial(self._miss, pidfd, cause))
+
+    def _miss(self, pidfd: int, cause: str) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        cause = f"its first process, {self._front}, was killed"
         self._fail(self._own_failure(cause, Ending.FAILED))
 
     def _hear_rank(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from penstock.cluster.placement import HostSlots, is_loopback, parse_hostfile, parse_hosts, ranks_placed
 from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, user_settings
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from penstock.environment import Environment
 
 LauncherName = Literal["auto", "mpiexec", "mpirun", "srun", "pals"]
+
+
+def launcher_name(text: str) -> LauncherName:
+    """The launcher that `text` names; refused if there is none of this name."""
+    for name in get_args(LauncherName):
+        if name == text:
+            return cast("LauncherName", name)
+    raise UsageError(
+        f"No launcher is named {text!r}", fix=f"Choose one of {', '.join(get_args(LauncherName))}."
+    )
+
 
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE_HOSTFILE")
 """Inside these batch systems a launcher without hosts spreads ranks over the allocation's machines."""

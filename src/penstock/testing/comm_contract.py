@@ -1,0 +1,161 @@
+"""What every communicator promises; a program, too: `mpiexec -n 4 python -m penstock.testing.comm_contract`.
+
+A new carrier is tested by calling `check_comm` on each of its ranks. Invariant: all clauses are collective
+and leave the ranks in step, save `check_absence`, which is the last thing that a communicator does.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from penstock.cluster.collect import collect
+from penstock.cluster.join import join
+from penstock.environment import process_environment
+from penstock.errors import RankError, RankFailed, WaitTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.cluster.comm import Comm
+
+Kind = TypeVar("Kind", bound=Exception)
+
+LIMIT_S = 60.0
+BIG_BYTES = 5 * 1024 * 1024 + 3
+
+
+def check_comm(comm: Comm) -> None:
+    """Run every clause on this rank; all ranks call it. AssertionError names the broken promise."""
+    for clause in CLAUSES:
+        clause(comm)
+        comm.barrier(awaiting=f"all ranks to pass {clause.__name__}", timeout_s=LIMIT_S)
+
+
+def _knows_its_place(comm: Comm) -> None:
+    ranks = comm.gather(comm.rank, awaiting="all ranks' numbers", timeout_s=LIMIT_S)
+    assert ranks == list(range(comm.size)), f"ranks come as {ranks}"
+    assert comm.host, "a rank has no host to be named by"
+
+
+def _barrier_holds_everyone(comm: Comm) -> None:
+    for turn in range(20):
+        comm.barrier(awaiting=f"turn {turn}", timeout_s=LIMIT_S)
+
+
+def _broadcast_is_of_rank_0(comm: Comm) -> None:
+    value = {"from": comm.rank, "nested": [1.5, None, "å", b"\0"]} if comm.rank == 0 else None
+    received = comm.broadcast(value, awaiting="rank 0's plan", timeout_s=LIMIT_S)
+    assert received == {"from": 0, "nested": [1.5, None, "å", b"\0"]}, f"broadcast brought {received}"
+    ignored = comm.broadcast(comm.rank, awaiting="rank 0's number", timeout_s=LIMIT_S)
+    assert ignored == 0, f"another rank's value came through: {ignored}"
+    assert comm.broadcast(None, awaiting="nothing", timeout_s=LIMIT_S) is None, "None is a value too"
+
+
+def _gather_keeps_order_and_sizes(comm: Comm) -> None:
+    mine = bytes([comm.rank % 256]) * (comm.rank * 1000)
+    gathered = comm.gather(mine, awaiting="values of unequal size", timeout_s=LIMIT_S)
+    assert [len(value) for value in gathered] == [rank * 1000 for rank in range(comm.size)]
+    assert all(set(value) <= {rank % 256} for rank, value in enumerate(gathered)), "values are mixed up"
+
+
+def _big_values_arrive_whole(comm: Comm) -> None:
+    block = np.arange(BIG_BYTES, dtype=np.uint8) + np.uint8(comm.rank % 256)
+    received = comm.broadcast(block, awaiting="a big block", timeout_s=LIMIT_S)
+    assert np.array_equal(received, np.arange(BIG_BYTES, dtype=np.uint8)), "the block was damaged"
+    for rank, gathered in enumerate(comm.gather(block, awaiting="big blocks", timeout_s=LIMIT_S)):
+        assert int(gathered[0]) == rank % 256, "blocks are mixed up"
+        assert gathered.size == BIG_BYTES, "a block was cut"
+
+
+def _reductions_are_exact(comm: Comm) -> None:
+    total = comm.reduce(2**70 + comm.rank, "sum", awaiting="a sum", timeout_s=LIMIT_S)
+    assert total == comm.size * 2**70 + sum(range(comm.size)), "whole numbers of any size add exactly"
+    assert comm.reduce(comm.rank, "min", awaiting="a minimum", timeout_s=LIMIT_S) == 0
+    assert comm.reduce(comm.rank, "max", awaiting="a maximum", timeout_s=LIMIT_S) == comm.size - 1
+    mean = comm.reduce(0.5, "sum", awaiting="a sum of fractions", timeout_s=LIMIT_S) / comm.size
+    assert math.isclose(mean, 0.5), "fractions stay fractions"
+
+
+def _reductions_agree_to_the_bit(comm: Comm) -> None:
+    mine = random.Random(comm.rank).random()  # noqa: S311 - not a secret, but the same in each run
+    total = comm.reduce(mine, "sum", awaiting="a sum that rounds", timeout_s=LIMIT_S)
+    assert len(set(comm.gather(total, awaiting="everyone's sum", timeout_s=LIMIT_S))) == 1
+
+
+def _what_cannot_travel_fails_everywhere(comm: Comm) -> None:
+    sick = comm.size - 1
+    value = (lambda: None) if comm.rank == sick else None
+    error = _error_of(
+        RankFailed, lambda: comm.gather(value, awaiting="what cannot be packed", timeout_s=LIMIT_S)
+    )
+    assert error.rank == sick, f"rank {error.rank} is blamed for rank {sick}"
+    assert "function" in error.cause, f"the cause does not name the kind: {error.cause}"
+
+
+def _a_failed_step_fails_everywhere(comm: Comm) -> None:
+    sick = comm.size - 1
+
+    def work() -> int:
+        if comm.rank == sick:
+            raise ValueError("the tank is empty")
+        return comm.rank
+
+    error = _error_of(
+        RankFailed, lambda: collect(comm, work, awaiting="all ranks to drink", timeout_s=LIMIT_S)
+    )
+    assert error.rank == sick, f"rank {error.rank} is blamed for rank {sick}"
+    assert error.cause == "ValueError: the tank is empty", error.cause
+    assert collect(comm, lambda: comm.rank, awaiting="another try", timeout_s=LIMIT_S) == list(
+        range(comm.size)
+    )
+
+
+CLAUSES: tuple[Callable[[Comm], None], ...] = (
+    _knows_its_place,
+    _barrier_holds_everyone,
+    _broadcast_is_of_rank_0,
+    _gather_keeps_order_and_sizes,
+    _big_values_arrive_whole,
+    _reductions_are_exact,
+    _reductions_agree_to_the_bit,
+    _what_cannot_travel_fails_everywhere,
+    _a_failed_step_fails_everywhere,
+)
+
+
+def check_absence(comm: Comm, *, limit_s: float = 0.5) -> None:
+    """Rank 0 stays away: all others must learn what they waited for, and never be let back in.
+
+    Needs two ranks or more. The ranks are out of step afterwards: end the process without closing `comm`.
+    """
+    assert comm.size > 1, "nobody can be missed in a job of one"
+    if comm.rank == 0:
+        return
+    late = _error_of(WaitTimeout, lambda: comm.barrier(awaiting="rank 0 to come home", timeout_s=limit_s))
+    assert late.awaited == "rank 0 to come home", late.awaited
+    assert late.timeout_s == limit_s, late.timeout_s
+    lost = _error_of(RankError, lambda: comm.barrier(awaiting="a second chance", timeout_s=limit_s))
+    assert "rank 0 to come home" in str(lost), f"the error does not say where it began: {lost}"
+
+
+def _error_of(kind: type[Kind], call: Callable[[], object]) -> Kind:
+    try:
+        call()
+    except kind as error:
+        return error
+    raise AssertionError(f"{kind.__name__} was due")
+
+
+def main() -> None:
+    """Check the communicator of this process's job."""
+    comm = join(process_environment())
+    check_comm(comm)
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()

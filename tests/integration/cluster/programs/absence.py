@@ -1,0 +1,25 @@
+"""A job whose rank 0 stays away from a barrier: the others say that they noticed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from penstock.cluster.join import join
+from penstock.environment import process_environment
+from penstock.testing.comm_contract import check_absence
+
+LIMIT_S = 0.5
+
+comm = join(process_environment())
+comm.barrier(awaiting="all ranks to start", timeout_s=60.0)
+check_absence(comm, limit_s=LIMIT_S)
+if comm.rank == 0:
+    time.sleep(4 * LIMIT_S)
+else:
+    sys.stdout.write("noticed\n")
+    sys.stdout.flush()
+    # Rank 0 serves torch's store: whoever leaves before it finds no broken lines.
+# The ranks are out of step: nothing may be finalised.
+os._exit(0)
