@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
@@ -24,8 +25,18 @@ if TYPE_CHECKING:
     from penstock.environment import Environment
     from penstock.progress import Progress
 
-_PROBE_SIZE_BYTES = 512 << 20
-_PROBE_MAX_SECONDS = 4.0
+PROBE_SIZE_BYTES = 512 << 20
+PROBE_MAX_SECONDS = 4.0
+
+_LIMITS = (
+    "The fastest of each kind at {uri}, measured from one process. Everything that a training job does here "
+    "is somewhere below these limits."
+)
+_METHOD = (
+    "Each sequential measurement moved up to {size}. A write ends when its last byte is durable, fsync of file "
+    "and folder included. Before a buffered read the files were dropped from memory. Streams are threads with "
+    "one block in flight each."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +56,26 @@ class Tour:
         }
 
 
-def tour(out: Path, *, environment: Environment, progress: Progress) -> Tour:
+def tour(
+    out: Path,
+    *,
+    environment: Environment,
+    progress: Progress,
+    probe_size_bytes: int = PROBE_SIZE_BYTES,
+) -> Tour:
     """Walk through every flow below `out`, about a minute, and write `out/report.html` and `report.json`."""
     out.mkdir(parents=True, exist_ok=True)
     diagnoses = tuple(examine(out, environment))
     limits = probe(
-        ProbeRequest(uri=str(out), size_bytes=_PROBE_SIZE_BYTES, max_seconds=_PROBE_MAX_SECONDS),
-        comm=SoloComm(),
+        ProbeRequest(uri=str(out.resolve()), size_bytes=probe_size_bytes, max_seconds=PROBE_MAX_SECONDS),
+        comm=SoloComm(gethostname()),
         environment=environment,
         options={},
         progress=progress,
     )
     seen = Tour(report=out / "report.html", probe=limits, diagnoses=diagnoses)
     seen.report.write_text(render(_page(seen)), encoding="utf-8")
-    (out / "report.json").write_text(json.dumps(seen.document(), indent=2), encoding="utf-8")
+    seen.report.with_suffix(".json").write_text(json.dumps(seen.document(), indent=2), encoding="utf-8")
     return seen
 
 
@@ -71,22 +88,13 @@ def _page(seen: Tour) -> Page:
         sections=(
             Section(
                 title="What this storage can do at best",
-                prose=(
-                    f"The fastest of each kind at {seen.probe.uri}, measured from one process.",
-                    "Everything that a training job does here is somewhere below these limits.",
-                ),
+                prose=(_LIMITS.format(uri=seen.probe.uri),),
                 rows=headline_rows(seen.probe.measurements),
                 bars="GiB/s",
             ),
             Section(
                 title="All measurements",
-                prose=(
-                    f"Each sequential measurement moved up to {format_bytes(seen.probe.size_bytes)}.",
-                    "A write ends when its last byte is durable, fsync of file and folder included.",
-                    "Before a buffered read the files were dropped from memory.",
-                    "Streams are threads with one block in flight each.",
-                    *seen.probe.notes,
-                ),
+                prose=(_METHOD.format(size=format_bytes(seen.probe.size_bytes)), *seen.probe.notes),
                 rows=measurement_rows(seen.probe.measurements),
                 bars="GiB/s",
             ),

@@ -39,9 +39,9 @@ _DOCUMENT: Final = Template("""<!DOCTYPE html>
 <title>$title</title>
 <style>
 :root { color-scheme: light dark; --ink: #1b2430; --paper: #fbfbf9; --faint: #6b7682; --line: #dcdfe3;
-        --bar: #a9cbe8; }
+        --bar: #3f86c4; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e3e7ec; --paper: #14181d; --faint: #97a1ac; --line: #2d343c; --bar: #2b5679; }
+  :root { --ink: #e3e7ec; --paper: #14181d; --faint: #97a1ac; --line: #2d343c; --bar: #4c8fc9; }
 }
 body { margin: 0 auto; max-width: 64rem; padding: 1.5rem; background: var(--paper); color: var(--ink);
        font: 1rem/1.55 system-ui, sans-serif; }
@@ -52,8 +52,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 th, td { padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: left;
          white-space: nowrap; }
 th { color: var(--faint); font-weight: 600; } .number { text-align: right; }
-.bar { min-width: 9rem;
-       background: linear-gradient(var(--bar), var(--bar)) no-repeat left / var(--share) 100%; }
+.bar { min-width: 7rem;
+       background: linear-gradient(var(--bar), var(--bar)) no-repeat left bottom / var(--share) .28rem; }
 </style>
 </head>
 <body>

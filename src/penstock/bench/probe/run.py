@@ -80,9 +80,13 @@ def probe(
 def _measure_all(
     request: ProbeRequest, place: Place, *, comm: Comm, progress: Progress
 ) -> Iterator[Measurement]:
-    """Every step once; the first one before that untimed, since memory that a machine never used is slow."""
+    """Every step once, and the first one before that untimed: memory not used lately is slow.
+
+    What it wrote is removed at once, so that the timed write gets the same, now warm, memory.
+    """
     groups = plan_groups(request, place.mode, num_ranks=comm.size)
     measure(groups[0].steps[0], place, comm=comm, progress=progress)
+    place.remove_objects()
     for group in groups:
         for step in group.steps:
             yield measure(step, place, comm=comm, progress=progress)

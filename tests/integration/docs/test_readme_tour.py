@@ -1,0 +1,40 @@
+"""The README's tour, command by command, as a reader would type it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.testing.servers import BUCKET
+
+if TYPE_CHECKING:
+    from penstock.testing.servers import S3Server
+
+README = Path(__file__).parents[3] / "README.md"
+BLOCKS = re.findall(r"```(sh|python)\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_tour_has_commands_and_a_program() -> None:
+    assert {language for language, _ in BLOCKS} == {"sh", "python"}
+
+
+@pytest.mark.parametrize(("language", "text"), BLOCKS, ids=[text.split("\n")[0][:40] for _, text in BLOCKS])
+def test_a_step_of_the_tour_works(language: str, text: str, tmp_path: Path, moto: S3Server) -> None:
+    text = text.replace("s3://my-bucket/", f"s3://{BUCKET}/")
+    environment = {
+        **os.environ,
+        **moto.environment,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    program = ["bash", "-euc", text] if language == "sh" else [sys.executable, "-c", text]
+    result = subprocess.run(
+        program, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
