@@ -354,9 +354,10 @@ def _require_regular(facts: os.stat_result, uri: str) -> None:
         )
 
 
-def _no_direct_access(path: str, uri: str) -> ObjectNotFound | Unavailable:
-    if os.path.isdir(path):
-        return ObjectNotFound("This is a folder, not an object", uri=uri, fix="Give the key of a file.")
+def _no_direct_access(path: str, uri: str) -> Unavailable:
+    """The reason of EINVAL at open; raises instead where `path` is no regular file to begin with."""
+    if os.path.exists(path):
+        _require_regular(os.stat(path), uri)
     return Unavailable(
         "This file system does not take O_DIRECT",
         where=uri,
