@@ -33,9 +33,9 @@ _LIMITS = (
     "is somewhere below these limits."
 )
 _METHOD = (
-    "Each sequential measurement moved up to {size}. A write ends when its last byte is durable, fsync of file "
-    "and folder included. Before a buffered read the files were dropped from memory. Streams are threads with "
-    "one block in flight each."
+    "Each sequential measurement moved up to {size}. A write ends when its last byte is durable, fsync of "
+    "file and folder included. Before a buffered read the files were dropped from memory. Streams are "
+    "threads with one block in flight each."
 )
 
 
