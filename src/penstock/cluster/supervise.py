@@ -35,6 +35,7 @@ LAST_WORDS_LINES = 40
 AFTER_LAUNCHER_S = 2.0
 """How long guards may go on after their launcher: some launchers end while the last goodbyes are said."""
 LAUNCHER_EXIT_S = 5.0
+LAUNCHER_EXIT_AFTER_FAILURE_S = 1.0
 """How long a launcher may take to notice that all its ranks have ended."""
 
 
@@ -97,7 +98,7 @@ def _watch(
             return
         if len(server.arrived) < plan.ranks and server.failure is None and time.monotonic() > start_by_s:
             _give_up_start(plan, server, start_timeout_s)
-    _wait_for(launcher, LAUNCHER_EXIT_S)
+    _wait_for(launcher, LAUNCHER_EXIT_S if server.failure is None else LAUNCHER_EXIT_AFTER_FAILURE_S)
 
 
 def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
