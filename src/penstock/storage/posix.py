@@ -213,7 +213,7 @@ class PosixStorage:
         else:
             written_path = final_path
             flags |= os.O_TRUNC | os.O_NOFOLLOW
-        file = self._open_file(written_path, flags)
+        file = self._open_new(written_path, flags)
         new = NewFile(
             key=key,
             file=OpenFile(file.descriptor, self._folders.uri_of(final_path), self._calls, self.counters),
@@ -237,6 +237,15 @@ class PosixStorage:
                 return
             sink.abort()
             raise storage_failure(error, f"Setting {size_bytes} bytes aside", file.uri) from error
+
+    def _open_new(self, path: str, flags: int) -> OpenFile:
+        try:
+            return self._open_file(path, flags)
+        except Unavailable:
+            # Some kernels make the file before they find that its file system lacks O_DIRECT.
+            if flags & os.O_EXCL and os.path.exists(path):
+                self._calls.unlink(path)
+            raise
 
     def _open_file(self, path: str, flags: int) -> OpenFile:
         uri = self._folders.uri_of(path)

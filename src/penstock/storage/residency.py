@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from penstock.errors import Unavailable
-from penstock.storage.files.calls import explaining
+from penstock.storage.files.calls import explaining, raise_on_failure
 from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def count_by_cachestat(descriptor: int, size_bytes: int) -> int:
     """Resident pages by cachestat(2): one call whatever the size, no mapping."""
     libc = ctypes.CDLL(None, use_errno=True)
     wanted, answer = _CachestatRange(0, size_bytes), _Cachestat()
-    if libc.syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    raise_on_failure(libc.syscall(CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(answer), 0))
     return int(answer.cached)
 
 
@@ -100,9 +98,7 @@ def count_by_mincore(descriptor: int, size_bytes: int) -> int:
         result = libc.mincore(
             ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), ctypes.c_void_p(states.ctypes.data)
         )
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    raise_on_failure(result)
     return int(np.count_nonzero(states & 1))
 
 

@@ -22,8 +22,10 @@ from penstock.errors import (
     ShortTransfer,
     StorageError,
     StorageTimeout,
+    Unavailable,
 )
 from penstock.storage.files.buffered import BufferedAccess
+from penstock.storage.files.calls import REAL_CALLS
 from penstock.storage.files.direct import DirectAccess
 from penstock.storage.posix import DirectOptions, FileAccess, FileOptions, PosixStorage
 from penstock.storage.registry import open_storage
@@ -235,6 +237,35 @@ def test_short_transfers_below_a_block_end_direct_access_with_an_error(tmp_path:
     with pytest.raises(ShortTransfer, match="512 of 20480 bytes moved"):
         write_object(storage, "key", [CONTENT])
     assert names_below(tmp_path) == []
+
+
+class _MakesThenRefuses:
+    """A kernel that makes a file and then finds that it cannot be opened past the page cache."""
+
+    def around(self, name: str, call: Call) -> Call:
+        def opened(path: str, flags: int, mode: int) -> int:
+            if flags & os.O_CREAT and flags & os.O_DIRECT:
+                os.close(call(path, flags, mode))
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return int(call(path, flags, mode))
+
+        return opened if name == "open" else call
+
+
+@pytest.mark.parametrize("fault", [_MakesThenRefuses(), FailFileCall("open", 1, errno.EINVAL)])
+def test_a_file_system_without_direct_access_is_told_and_nothing_is_left(
+    tmp_path: Path, fault: CallFault
+) -> None:
+    storage = files(tmp_path, fault, options=DirectOptions())
+    with pytest.raises(Unavailable, match="does not take O_DIRECT"):
+        storage.create("key")
+    assert names_below(tmp_path) == []
+
+
+def test_blocks_cannot_be_set_aside_for_a_file_that_is_not_open() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor") as caught:
+        REAL_CALLS.fallocate(2**20, 4096)
+    assert caught.value.errno == errno.EBADF
 
 
 def test_a_transfer_of_nothing_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def test_a_scheme_like_no_other_lists_the_known_ones() -> None:
 
 def test_another_packages_scheme_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = EntryPoint("theirs", "penstock.storage.memory:open_memory", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints([theirs]))
+    other = EntryPoint("other", "nowhere:opener", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints([other, theirs]))
     assert isinstance(open_storage("theirs://place", {}), MemoryStorage)
 
 

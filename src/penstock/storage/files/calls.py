@@ -23,7 +23,12 @@ def _pread_into(descriptor: int, buffer: memoryview, offset: int) -> int:
 def _fallocate(descriptor: int, size_bytes: int) -> None:
     """fallocate(2) itself: posix_fallocate falls back to writing into every block where it is unsupported."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)) != 0:
+    raise_on_failure(libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)))
+
+
+def raise_on_failure(result: int) -> None:
+    """Raise what a C function left in errno (of a library opened with use_errno) unless it returned 0."""
+    if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
