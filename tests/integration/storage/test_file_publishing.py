@@ -486,7 +486,24 @@ def test_submitting_after_the_end_is_an_error_that_releases(tmp_path: Path, end:
         sink.submit(memoryview(buffer), ledger.issue(buffer))
     with pytest.raises(StorageError, match="finished or aborted"):
         sink.submit(memoryview(buffer))
+    with pytest.raises(StorageError, match="finished or aborted"):
+        sink.finish()
     ledger.assert_each_released_once()
+
+
+@pytest.mark.parametrize("options", ALL_OPTIONS)
+def test_after_a_finish_that_failed_only_abort_is_left(tmp_path: Path, options: FileOptions) -> None:
+    sink, ledger = files(tmp_path, options=options).create("key", 10), ReleaseLedger()
+    with pytest.raises(ShortTransfer):
+        sink.finish()
+    buffer = bytearray(10)
+    with pytest.raises(StorageError, match="finished or aborted"):
+        sink.submit(memoryview(buffer), ledger.issue(buffer))
+    with pytest.raises(StorageError, match="finished or aborted"):
+        sink.finish()
+    sink.abort()
+    ledger.assert_each_released_once()
+    assert names_below(tmp_path) == []
 
 
 def test_abort_raises_nothing_but_names_what_it_could_not_remove(

@@ -74,21 +74,23 @@ class FileSink:
         self._file = new.file
         self._writer = writer
         self._folders = folders
+        self._is_ended = False
         self._is_open = True
         self._is_leftover = True
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
         """Append `buffer`; `release` is called exactly once, also where this raises."""
-        if not self._is_open:
+        if self._is_ended:
             if release is not None:
                 release()
-            raise StorageError(
-                "The object was finished or aborted before", uri=self._file.uri, fix="Create it anew."
-            )
+            raise self._ended()
         self._writer.append(buffer, release)
 
     def finish(self) -> ObjectInfo:
         """Complete, check, make durable and publish; see the module for the order."""
+        if self._is_ended:
+            raise self._ended()
+        self._is_ended = True
         self._writer.complete()
         self._check_size("declared", self._new.declared_bytes)
         with explaining("Finishing", self._file.uri):
@@ -98,6 +100,7 @@ class FileSink:
 
     def abort(self) -> None:
         """Remove what was written. What cannot be removed stays hidden, and the log names it."""
+        self._is_ended = True
         self._writer.give_up()
         with self._logged_failures("close"):
             self._close()
@@ -138,6 +141,11 @@ class FileSink:
             logger.debug("%s was already gone", self._new.written_path)
         except OSError as error:
             logger.warning("Could not %s an unfinished object: %s (%s)", doing, self._new.written_path, error)
+
+    def _ended(self) -> StorageError:
+        return StorageError(
+            "The object was finished or aborted before", uri=self._file.uri, fix="Create it anew."
+        )
 
     def _close(self) -> None:
         if self._is_open:
