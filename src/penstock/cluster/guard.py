@@ -201,13 +201,15 @@ class Guard:
 
     def _speaks_for_the_job(self) -> bool:
         """One voice a job: the launching process, else rank 0, else whoever is left without a server."""
+        if not self._has_met:
+            return True
         if self._post.control is not None:
             return False
-        return self._post.rank == 0 or not self._has_met or (self._control is None and self._post.rank == 1)
+        return self._post.rank == 0 or (self._control is None and self._post.rank == 1)
 
     def _own_exit_code(self) -> int:
         """Under our own launcher 0: it would only add its own words to what the launching process says."""
-        if self._post.control is not None:
+        if self._post.control is not None and self._has_met:
             return 0
         if self._failure is not None:
             return 130 if self._failure.ending is Ending.INTERRUPTED else self._failure.error().exit_code
@@ -218,7 +220,7 @@ class Guard:
             self._control = connect(
                 address, token, rank=self._post.rank, host=self._post.host, pid=os.getpid()
             )
-        except (RankError, Unavailable) as error:
+        except RankError as error:
             self._stop(self._own_failure(str(error), Ending.FAILED))
             return
         self._has_met = True
@@ -262,7 +264,8 @@ class Guard:
                     self._report(message)
 
     def _hear_control(self) -> None:
-        assert self._control is not None
+        if self._control is None:  # lost while this news was under way
+            return
         try:
             messages = self._control.receive()
         except BrokenLine:

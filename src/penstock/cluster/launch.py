@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 
 LauncherName = Literal["auto", "mpiexec", "mpirun", "srun", "pals"]
 
-
-def launcher_name(text: str) -> LauncherName:
-    """The launcher that `text` names; refused if there is none of this name."""
-    for name in get_args(LauncherName):
-        if name == text:
-            return cast("LauncherName", name)
-    raise UsageError(
-        f"No launcher is named {text!r}", fix=f"Choose one of {', '.join(get_args(LauncherName))}."
-    )
-
-
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE_HOSTFILE")
 """Inside these batch systems a launcher without hosts spreads ranks over the allocation's machines."""
 
@@ -237,6 +226,16 @@ def _read_hostfile(path: str | None) -> str | None:
         raise UsageError(
             f"The host file cannot be read: {error}", fix="Name a text file with one host a line."
         ) from error
+
+
+def launcher_name(text: str) -> LauncherName:
+    """The launcher that `text` names; refused if there is none of this name."""
+    for name in get_args(LauncherName):
+        if name == text:
+            return cast("LauncherName", name)
+    raise UsageError(
+        f"No launcher is named {text!r}", fix=f"Choose one of {', '.join(get_args(LauncherName))}."
+    )
 
 
 def find_launcher(name: LauncherName, environment: Environment) -> FoundLauncher:

@@ -231,6 +231,23 @@ def test_under_a_foreign_mpiexec_the_loss_of_rank_0s_guard_ends_all(jobs: Jobs) 
     assert job.leftovers() == []
 
 
+def test_a_guard_that_cannot_reach_its_launching_process_says_so_itself(jobs: Jobs) -> None:
+    jobs.environment |= {"PENSTOCK_CONTROL_ADDRESS": "127.0.0.1:1", "PENSTOCK_CONTROL_TOKEN": "hush"}
+    program = str(Path(__file__).parent / "programs" / "rank.py")
+    job = jobs.run(program, *jobs.rank("sleep"), launcher=(str(BIN / "mpiexec"), "-n", "1"))
+    assert job.end() == 1
+    assert "Rank 0 on " in job.stderr
+    assert "cannot reach the process that launched it" in job.stderr
+
+
+def test_a_guard_that_crashes_shows_where_and_leaves_nothing(jobs: Jobs) -> None:
+    program = str(Path(__file__).parent / "programs" / "speechless.py")
+    job = jobs.run(program, str(jobs.directory), launcher=(str(BIN / "mpiexec"), "-n", "1"))
+    assert job.end() == 1
+    assert "nobody listens" in job.stderr
+    assert job.leftovers() == []
+
+
 def test_under_torchrun_ranks_join_and_end_together(jobs: Jobs) -> None:
     program = str(Path(__file__).parent / "programs" / "rank.py")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", program)

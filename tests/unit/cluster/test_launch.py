@@ -14,6 +14,7 @@ from penstock.cluster.launch import (
     find_launcher,
     flavour_from_version,
     launch_command,
+    launcher_name,
     plan_launch,
 )
 from penstock.errors import Unavailable, UsageError
@@ -184,6 +185,13 @@ def test_a_launchers_make_is_known_by_what_it_says(said: str, flavour: Flavour) 
 def test_a_launcher_of_an_unknown_make_is_refused_in_its_own_words() -> None:
     with pytest.raises(Unavailable, match=r"LAM 7\.1"):
         flavour_from_version("LAM 7.1", "mpiexec")
+
+
+def test_only_launchers_that_exist_have_names() -> None:
+    assert launcher_name("srun") == "srun"
+    with pytest.raises(UsageError, match="No launcher is named 'prun'") as caught:
+        launcher_name("prun")
+    assert "auto, mpiexec, mpirun, srun, pals" in caught.value.fix
 
 
 def fake_launcher(folder: Path, name: str, says: str) -> Path:

@@ -1,0 +1,28 @@
+"""A rank whose failure cannot be announced: `speechless.py DIRECTORY`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.cluster.join import joined_job
+from penstock.environment import process_environment
+
+if TYPE_CHECKING:
+    from penstock.cluster.wire import Failed
+
+
+def refuse(_failure: Failed) -> None:
+    raise ConnectionError("nobody listens")
+
+
+with joined_job(process_environment(), announce=refuse):
+    child = subprocess.Popen(["sleep", "60"])
+    directory = Path(sys.argv[1])
+    (directory / "0.rank").write_text(str(os.getpid()))
+    (directory / "0.guard").write_text(str(os.getppid()))
+    (directory / "0.child").write_text(str(child.pid))
+    raise ValueError("the tank is empty")
