@@ -19,6 +19,9 @@ Clock = Callable[[], float]
 EAGER_POLLS = 200
 FIRST_SLEEP_S = 20e-6
 LONGEST_SLEEP_S = 2e-3
+SLEEP_SHARE = 0.1
+"""A sleep is this part of the wait so far: what comes soon is seen soon. Doubling sleeps made a barrier of 4 ranks
+on 2 cores 250 times slower, because a collective only gets on while its ranks poll."""
 LATE_AFTER_S = 5.0
 """A wait older than this, or than half its limit, is told to `on_late`: attendance for a later message."""
 
@@ -48,14 +51,12 @@ class Wait:
             if ready():
                 return
             os.sched_yield()
-        pause_s = FIRST_SLEEP_S
         while not ready():
-            self._check_time()
-            self.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_SLEEP_S)
+            waited_s = self.clock() - self._started_s
+            self._check(waited_s)
+            self.sleep(min(max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE), LONGEST_SLEEP_S))
 
-    def _check_time(self) -> None:
-        waited_s = self.clock() - self._started_s
+    def _check(self, waited_s: float) -> None:
         if waited_s >= self.timeout_s:
             raise WaitTimeout(self.awaiting, self.timeout_s)
         if not self._was_late and waited_s >= min(LATE_AFTER_S, self.timeout_s / 2):
