@@ -38,6 +38,13 @@ class Diagnosis:
     fix: str = ""
 
 
+def _judged(area: str, subject: str, found: str, *, good: bool, otherwise: str) -> Diagnosis:
+    """Ok if `good`; else limited, with the fix `otherwise`."""
+    if good:
+        return Diagnosis(area=area, subject=subject, state="ok", found=found)
+    return Diagnosis(area=area, subject=subject, state="limited", found=found, fix=otherwise)
+
+
 def examine(folder: Path, environment: Environment) -> Iterator[Diagnosis]:
     """Everything worth knowing about this machine and the file system that holds `folder`."""
     yield from _machine()
@@ -55,14 +62,14 @@ def _machine() -> Iterator[Diagnosis]:
 
     version = ".".join(str(part) for part in sys.version_info[:3])
     yield Diagnosis(area="machine", subject="Python", state="ok", found=f"{version} at {sys.executable}")
-    cores = len(os.sched_getaffinity(0))
-    total = os.cpu_count() or cores
-    yield Diagnosis(
-        area="machine",
-        subject="cores",
-        state="ok" if cores == total else "limited",
-        found=f"{cores} usable of {total}",
-        fix="" if cores == total else "This process is bound to some cores; ranks will share them.",
+    usable = len(os.sched_getaffinity(0))
+    total = os.cpu_count() or usable
+    yield _judged(
+        "machine",
+        "cores",
+        f"{usable} usable of {total}",
+        good=usable == total,
+        otherwise="This process is bound to some cores; ranks will share them.",
     )
     memory = psutil.virtual_memory()
     found = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
@@ -125,14 +132,12 @@ def _object_clients(environment: Environment) -> Iterator[Diagnosis]:
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     lacking = [name for name in names if name not in environment]
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or "AWS itself"
-    yield Diagnosis(
-        area="objects",
-        subject="credentials",
-        state="limited" if lacking else "ok",
-        found=f"{' and '.join(lacking)} not set" if lacking else f"set, endpoint: {endpoint}",
-        fix=f"For s3://: set {', '.join(lacking)}, and AWS_ENDPOINT_URL for a store of your own."
-        if lacking
-        else "",
+    yield _judged(
+        "objects",
+        "credentials",
+        f"{' and '.join(lacking)} not set" if lacking else f"set, endpoint: {endpoint}",
+        good=not lacking,
+        otherwise=f"For s3://: set {', '.join(lacking)}, and AWS_ENDPOINT_URL for a store of your own.",
     )
 
 
@@ -144,15 +149,12 @@ def _file_system(folder: Path) -> Iterator[Diagnosis]:
     mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     kind = f"{mount.fstype} on {mount.device} at {mount.mountpoint}" if mount else "unknown"
     usage = shutil.disk_usage(place)
-    nearly_full = usage.free < 0.05 * usage.total
-    yield Diagnosis(
-        area="files",
-        subject=str(place),
-        state="limited" if nearly_full else "ok",
-        found=f"{kind}, {format_bytes(usage.free)} free of {format_bytes(usage.total)}",
-        fix="A nearly full file system is slower than it can be; make room before measuring."
-        if nearly_full
-        else "",
+    yield _judged(
+        "files",
+        str(place),
+        f"{kind}, {format_bytes(usage.free)} free of {format_bytes(usage.total)}",
+        good=usage.free > 0.05 * usage.total,
+        otherwise="A nearly full file system is slower than it can be; make room before measuring.",
     )
     yield _direct_io(place)
     yield _shared_memory()
@@ -160,18 +162,19 @@ def _file_system(folder: Path) -> Iterator[Diagnosis]:
 
 def _direct_io(folder: Path) -> Diagnosis:
     """Whether O_DIRECT opens here. On tmpfs it may, too: success does not prove a disk."""
+    refusal = ""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".penstock-doctor-") as room:
             os.close(os.open(Path(room, "direct"), os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError as error:
-        return Diagnosis(
-            area="files",
-            subject="O_DIRECT",
-            state="limited",
-            found=f"refused in {folder}: {error.strerror}",
-            fix="Measure with file:// there, or name a folder on another file system with --at.",
-        )
-    return Diagnosis(area="files", subject="O_DIRECT", state="ok", found=f"opens in {folder}")
+        refusal = error.strerror
+    return _judged(
+        "files",
+        "O_DIRECT",
+        f"refused in {folder}: {refusal}" if refusal else f"opens in {folder}",
+        good=not refusal,
+        otherwise="Measure with file:// there, or name a folder on another file system with --at.",
+    )
 
 
 def _shared_memory() -> Diagnosis:
@@ -185,15 +188,12 @@ def _shared_memory() -> Diagnosis:
             fix="Mount a tmpfs there: MPI on one node and DataLoader workers pass memory through it.",
         )
     usage = shutil.disk_usage(path)
-    small = usage.total < 1 << 30
-    return Diagnosis(
-        area="files",
-        subject=str(path),
-        state="limited" if small else "ok",
-        found=f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}",
-        fix="Give it 1 GiB or more (in a container: --shm-size); workers die of SIGBUS when it is full."
-        if small
-        else "",
+    return _judged(
+        "files",
+        str(path),
+        f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}",
+        good=usage.total >= 1 << 30,
+        otherwise="Give it 1 GiB or more (in a container: --shm-size); workers die of SIGBUS when it is full.",
     )
 
 
@@ -218,13 +218,12 @@ def _limits() -> Iterator[Diagnosis]:
     for limit in _LIMITS:
         soft, _hard = resource.getrlimit(limit.kind)
         unlimited = soft == resource.RLIM_INFINITY
-        enough = unlimited or soft >= limit.wanted
-        yield Diagnosis(
-            area="limits",
-            subject=limit.subject,
-            state="ok" if enough else "limited",
-            found="unlimited" if unlimited else limit.show(soft),
-            fix="" if enough else f"Raise it in the shell that starts jobs: {limit.fix}",
+        yield _judged(
+            "limits",
+            limit.subject,
+            "unlimited" if unlimited else limit.show(soft),
+            good=unlimited or soft >= limit.wanted,
+            otherwise=f"Raise it in the shell that starts jobs: {limit.fix}",
         )
     yield from _kernel_switches()
 
@@ -237,23 +236,20 @@ def _kernel_switches() -> Iterator[Diagnosis]:
         )
     uring = _first_line(Path("/proc/sys/kernel/io_uring_disabled"))
     if uring:
-        free = uring == "0"
-        yield Diagnosis(
-            area="limits",
-            subject="io_uring",
-            state="ok" if free else "limited",
-            found="allowed" if free else f"kernel.io_uring_disabled = {uring}",
-            fix="" if free else "Only other tools need it (fio's io_uring engine); Penstock does not.",
+        yield _judged(
+            "limits",
+            "io_uring",
+            "allowed" if uring == "0" else f"kernel.io_uring_disabled = {uring}",
+            good=uring == "0",
+            otherwise="Only other tools need it (fio's io_uring engine); Penstock does not.",
         )
-    drops = os.access("/proc/sys/vm/drop_caches", os.W_OK)
-    yield Diagnosis(
-        area="limits",
-        subject="dropping caches",
-        state="ok" if drops else "limited",
-        found="all caches (root)" if drops else "own files only (fadvise)",
-        fix=""
-        if drops
-        else "Run as root to drop everything; for own files fadvise is enough, and is proven.",
+    is_root = os.access("/proc/sys/vm/drop_caches", os.W_OK)
+    yield _judged(
+        "limits",
+        "dropping caches",
+        "all caches (root)" if is_root else "own files only (fadvise)",
+        good=is_root,
+        otherwise="Run as root to drop everything; for own files fadvise is enough, and is proven.",
     )
 
 
@@ -268,16 +264,13 @@ def _clock_resolution() -> Diagnosis:
     for _ in range(1000):
         time.monotonic_ns()
     cost_s = (time.perf_counter() - start) / 1000
-    slow = cost_s > 1e-6
-    return Diagnosis(
-        area="clock",
-        subject="monotonic",
-        state="limited" if slow else "ok",
-        found=f"{source or 'unknown source'}, {format_seconds(resolution_s)} resolution, "
+    return _judged(
+        "clock",
+        "monotonic",
+        f"{source or 'unknown source'}, {format_seconds(resolution_s)} resolution, "
         f"{format_seconds(cost_s)} a reading",
-        fix="Reading the clock costs a system call; choose the clock source tsc if this machine has it."
-        if slow
-        else "",
+        good=cost_s < 1e-6,
+        otherwise="Reading the clock costs a system call; choose the clock source tsc if there is one.",
     )
 
 
@@ -291,12 +284,12 @@ def _clock_synchronised() -> Diagnosis:
     unsynchronised = 5  # TIME_ERROR of adjtimex(2)
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
     good = 0 <= state < unsynchronised
-    return Diagnosis(
-        area="clock",
-        subject="synchronised",
-        state="ok" if good else "limited",
-        found="yes, says the kernel" if good else "no, says the kernel",
-        fix="" if good else "Durations are right all the same; start chrony to compare times between hosts.",
+    return _judged(
+        "clock",
+        "synchronised",
+        "yes, says the kernel" if good else "no, says the kernel",
+        good=good,
+        otherwise="Durations are right all the same; start chrony to compare times between hosts.",
     )
 
 
@@ -306,10 +299,10 @@ def _programs() -> Iterator[Diagnosis]:
         ("strace", "tests count calls"),
     ):
         found = shutil.which(name)
-        yield Diagnosis(
-            area="programs",
-            subject=name,
-            state="ok" if found else "limited",
-            found=found or "not on PATH",
-            fix="" if found else f"Optional: {purpose}; install your distribution's package {name}.",
+        yield _judged(
+            "programs",
+            name,
+            found or "not on PATH",
+            good=found is not None,
+            otherwise=f"Optional: {purpose}; install your distribution's package {name}.",
         )

@@ -5,7 +5,7 @@ Files are written, read back and removed group by group: a probe never holds mor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from penstock.errors import UsageError
@@ -103,8 +103,7 @@ def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[G
 def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) -> Group:
     blocks = max(1, share_bytes // (streams * block_bytes))
     write = Step(op="write", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks)
-    read = Step(op="read", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks)
-    return Group(steps=(write, read))
+    return Group(steps=(write, replace(write, op="read")))
 
 
 def _random(write: Step) -> Step:
@@ -130,14 +129,7 @@ def _small_objects(mode: Mode, streams: int, share_bytes: int) -> Group:
         block_bytes=SMALL_OBJECT_BYTES,
         blocks_per_stream=per_stream,
     )
-    read = Step(
-        op="small_read",
-        mode=mode,
-        streams=streams,
-        block_bytes=SMALL_OBJECT_BYTES,
-        blocks_per_stream=per_stream,
-    )
-    return Group(steps=(write, read))
+    return Group(steps=(write, replace(write, op="small_read")))
 
 
 def _fsync(mode: Mode) -> Step:
