@@ -167,7 +167,7 @@ def _direct_io(folder: Path) -> Diagnosis:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".penstock-doctor-") as room:
             os.close(os.open(Path(room, "direct"), os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError as error:
-        refusal = error.strerror
+        refusal = str(error.strerror)
     return _judged(
         "files",
         "O_DIRECT",
@@ -193,7 +193,7 @@ def _shared_memory() -> Diagnosis:
         str(path),
         f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}",
         good=usage.total >= 1 << 30,
-        otherwise="Give it 1 GiB or more (in a container: --shm-size); workers die of SIGBUS when it is full.",
+        otherwise="Give it 1 GiB or more (in a container: --shm-size); a full one kills workers by SIGBUS.",
     )
 
 
