@@ -1,0 +1,226 @@
+"""The adapter for minio-py (pure Python over urllib3): shows parts, sends and receives without a copy.
+
+It sends part by part through minio's own request methods, because its public `put_object` reads from a file
+object. Its retries are switched off, so that ours are all there are; it hashes what `payload` says and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
+
+import urllib3
+from minio import Minio
+from minio.datatypes import Part
+from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    MaxRetryError,
+    NameResolutionError,
+    NewConnectionError,
+    ReadTimeoutError,
+)
+
+from penstock.storage.objects.client import RemoteObject
+from penstock.storage.objects.refusals import Kind, RequestFailed
+
+if TYPE_CHECKING:
+    import http.client
+
+    from minio.credentials.credentials import Credentials
+    from minio.datatypes import Object
+
+    from penstock.storage.objects.settings import ClientSettings
+
+UNSIGNED = "UNSIGNED-PAYLOAD"
+
+
+def connect(settings: ClientSettings) -> MinioClient:
+    """A client for one endpoint; nothing is sent yet."""
+    return MinioClient(settings)
+
+
+class _Minio(Minio):
+    """Minio that signs payloads when told to, rather than always on http and never on https."""
+
+    signs_payload = False
+
+    def _build_headers(
+        self,
+        host: str,
+        headers: dict[str, Any] | None = None,
+        body: bytes | None = None,
+        creds: Credentials | None = None,
+    ) -> tuple[dict[str, Any], datetime]:
+        built, date = super()._build_headers(host, headers, None, creds)
+        if body:
+            built["Content-Length"] = str(len(body))
+        digest = hashlib.sha256(body or b"").hexdigest() if self.signs_payload or not body else UNSIGNED
+        built["x-amz-content-sha256"] = digest
+        return built, date
+
+
+class MinioClient:
+    """One endpoint; parts are sent one by one, each straight from its buffer."""
+
+    read_copy = ""
+    write_copy = ""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        self._bucket = settings.bucket
+        options, credentials = settings.options, settings.credentials
+        tls: dict[str, Any] = {"cert_reqs": "CERT_REQUIRED" if options.tls_verify else "CERT_NONE"}
+        if settings.ca_bundle:
+            tls["ca_certs"] = settings.ca_bundle
+        pool = urllib3.PoolManager(
+            timeout=urllib3.Timeout(
+                connect=min(options.request_timeout_s, 10.0), read=options.request_timeout_s
+            ),
+            maxsize=options.parts_in_flight + options.ranges_in_flight,
+            retries=False,
+            **tls,
+        )
+        self._minio = _Minio(
+            endpoint=urlsplit(settings.endpoint).netloc,
+            access_key=credentials.access_key,
+            secret_key=credentials.secret_key,
+            session_token=credentials.session_token or None,
+            secure=settings.uses_tls,
+            region=options.region,
+            http_client=pool,
+        )
+        self._minio.signs_payload = options.payload == "signed"
+        if options.path_style:
+            self._minio.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call] # minio's omission
+        else:
+            self._minio.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call] # likewise
+
+    def head(self, key: str) -> RemoteObject:
+        """One object's facts."""
+        with _translated():
+            return _remote(key, self._minio.stat_object(bucket_name=self._bucket, object_name=key))
+
+    def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
+        """Receive the range from the socket into `buffer`."""
+        headers: Any = {"If-Match": f'"{etag}"'} if etag else {}
+        with _translated():
+            response = self._minio.get_object(
+                bucket_name=self._bucket,
+                object_name=key,
+                offset=offset,
+                length=len(buffer),
+                request_headers=headers,
+            )
+            try:
+                _receive(response, buffer)
+            except BaseException:
+                response.close()
+                raise
+            response.release_conn()
+
+    def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
+        """Objects under `prefix`, page by page."""
+        with _translated():
+            found = self._minio.list_objects(
+                bucket_name=self._bucket, prefix=prefix, recursive=True, start_after=after or None
+            )
+            for entry in found:
+                yield _remote(cast("str", entry.object_name), entry)
+
+    def delete(self, key: str) -> None:
+        """Remove one object."""
+        with _translated():
+            self._minio.remove_object(bucket_name=self._bucket, object_name=key)
+
+    def put(self, key: str, content: memoryview) -> str | None:
+        """Store an object in one request, straight from `content`."""
+        with _translated():
+            done = self._minio._put_object(self._bucket, key, _as_body(content), {})  # noqa: SLF001 - see top
+            return done.etag or None
+
+    def begin_upload(self, key: str) -> str:
+        """Open a multipart upload."""
+        with _translated():
+            return self._minio._create_multipart_upload(self._bucket, key, {})  # noqa: SLF001 - see top
+
+    def put_part(self, key: str, upload: str, number: int, content: memoryview) -> str:
+        """Send one part, straight from `content`."""
+        with _translated():
+            return self._minio._upload_part(  # noqa: SLF001 - see top
+                self._bucket, key, _as_body(content), {}, upload, number
+            )
+
+    def complete_upload(self, key: str, upload: str, etags: Sequence[str]) -> str | None:
+        """Make the object of all parts."""
+        parts = [Part(number, etag) for number, etag in enumerate(etags, 1)]
+        with _translated():
+            done = self._minio._complete_multipart_upload(  # noqa: SLF001 - see top
+                self._bucket, key, upload, parts
+            )
+            return (done.etag or "").strip('"') or None
+
+    def abort_upload(self, key: str, upload: str) -> None:
+        """Drop the upload."""
+        with _translated():
+            self._minio._abort_multipart_upload(self._bucket, key, upload)  # noqa: SLF001 - see top
+
+
+def _as_body(content: memoryview) -> bytes:
+    """Minio says bytes, and hands whatever has a buffer through to the socket."""
+    return cast("bytes", content)
+
+
+def _receive(response: urllib3.BaseHTTPResponse, buffer: memoryview) -> None:
+    # urllib3's own readinto reads into memory of its own and copies; the response below it does not
+    raw = cast("http.client.HTTPResponse", response._fp)  # type: ignore[attr-defined] # noqa: SLF001
+    received = 0
+    while received < len(buffer):
+        count = raw.readinto(buffer[received:])
+        if count == 0:
+            raise RequestFailed(
+                "truncated", f"{received} of {len(buffer)} bytes came", received_bytes=received
+            )
+        received += count
+
+
+def _remote(key: str, found: Object) -> RemoteObject:
+    return RemoteObject(
+        key=key,
+        size_bytes=found.size or 0,
+        modified_s=found.last_modified.timestamp() if found.last_modified else 0.0,
+        etag=(found.etag or "").strip('"') or None,
+    )
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except S3Error as error:
+        raise RequestFailed(
+            "answer", error.message or "no explanation", status=error.response.status, code=error.code or ""
+        ) from error
+    except ServerError as error:
+        raise RequestFailed("answer", "no explanation", status=error.status_code) from error
+    except InvalidResponseError as error:
+        status: int = error._code  # noqa: SLF001 - it is shown nowhere else
+        raise RequestFailed("answer", "an answer that is no XML", status=status) from error
+    except (MinioException, HTTPError, OSError) as error:
+        raise RequestFailed(_kind(error), f"{type(error).__name__}: {error}") from error
+
+
+def _kind(error: Exception) -> Kind:
+    reason = error.reason if isinstance(error, MaxRetryError) else error
+    if isinstance(reason, ReadTimeoutError | TimeoutError):
+        return "timeout"
+    if isinstance(
+        reason, NewConnectionError | NameResolutionError | ConnectTimeoutError | ConnectionRefusedError
+    ):
+        return "connect"
+    return "reset"

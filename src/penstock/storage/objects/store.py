@@ -1,0 +1,158 @@
+"""Objects of S3 and its like as a `Storage`: keys below a bucket and prefix, through any of the clients.
+
+Invariant: what is not in the counters was not sent; no key that passes `check_key` leaves the prefix.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from penstock.storage.base import Counters, ObjectInfo, OptionValue
+from penstock.storage.objects.client import ObjectClient, RemoteObject, SupportsStream, connect
+from penstock.storage.objects.refusals import Asked, RequestFailed
+from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, Requests
+from penstock.storage.objects.sink import NewObject, ObjectSink
+from penstock.storage.objects.source import ObjectSource
+from penstock.storage.objects.upload import PartUpload, StreamUpload, Upload, UploadSpec
+from penstock.storage.uri import check_key, check_prefix
+
+if TYPE_CHECKING:
+    from penstock.storage.objects.settings import ObjectPlace
+
+PAGE_KEYS = 1000
+"""Keys in one page of a listing, which is one request."""
+STALL_GRACE_S = 5.0
+"""An upload is given up so long after its client should have given up by itself."""
+
+
+class ObjectStorage:
+    """A `Storage` on objects; a finished one is durable by the service's word."""
+
+    def __init__(self, place: ObjectPlace, rank: int = 0) -> None:
+        options = place.options
+        self.uri = place.uri
+        self.options: Mapping[str, OptionValue] = place.record()
+        self.counters = Counters()
+        self._place = place
+        self._lock = threading.Lock()
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._requests = Requests(
+            [Endpoint(settings.endpoint or place.uri, connect(settings)) for settings in place.clients],
+            bucket=place.bucket,
+            counters=self.counters,
+            attempts=options.attempts,
+            backoff_s=options.backoff_s,
+            rank=rank,
+        )
+
+    def _remote(self, key: str) -> str:
+        return f"{self._place.prefix}/{key}" if self._place.prefix else key
+
+    def _uri_of(self, key: str) -> str:
+        return f"{self.uri}/{key}"
+
+    def _pool(self, name: str, num_threads: int) -> Executor:
+        """Threads for parts or ranges, started when first needed."""
+        with self._lock:
+            if name not in self._pools:
+                self._pools[name] = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
+            return self._pools[name]
+
+    def create(self, key: str, size_bytes: int | None = None) -> ObjectSink:
+        """Begin an object; a size told beforehand saves requests and lets parts grow to fit it."""
+        new = NewObject(
+            key=check_key(key, self.uri),
+            remote_key=self._remote(key),
+            uri=self._uri_of(key),
+            declared_bytes=size_bytes,
+            target_part_bytes=self._place.options.part_bytes,
+        )
+        return ObjectSink(new, self._requests, self.counters, self._begin_upload)
+
+    def _begin_upload(self, new: NewObject, part_bytes: int) -> Upload:
+        options = self._place.options
+        spec = UploadSpec(
+            key=new.remote_key,
+            uri=new.uri,
+            bucket=self._place.bucket,
+            part_bytes=part_bytes,
+            in_flight=options.parts_in_flight,
+            stall_s=options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S,
+        )
+        endpoint = self._requests.next_endpoint()
+        if isinstance(endpoint.client, SupportsStream):
+            return StreamUpload(spec, endpoint, self.counters)
+        pool = self._pool("parts", options.parts_in_flight)
+        return PartUpload(spec, self._requests, pool, self.counters)
+
+    def open(self, key: str) -> ObjectSource:
+        """Open an object for ranged reads: one request, for its size."""
+        options = self._place.options
+        return ObjectSource(
+            self._head(key),
+            self._uri_of(key),
+            self._requests,
+            self.counters,
+            range_bytes=options.range_bytes,
+            pool=lambda: self._pool("ranges", options.ranges_in_flight),
+        )
+
+    def _head(self, key: str) -> RemoteObject:
+        remote = self._remote(check_key(key, self.uri))
+        return self._requests.call("HeadObject", self._uri_of(key), lambda client: client.head(remote))
+
+    def stat(self, key: str) -> ObjectInfo:
+        """One object's facts; the checksum is its ETag."""
+        return _describe(key, self._head(key))
+
+    def delete(self, key: str) -> None:
+        """Remove one object; silent where there is none, because S3 does not tell."""
+        remote = self._remote(check_key(key, self.uri))
+
+        def delete(client: ObjectClient) -> None:
+            try:
+                client.delete(remote)
+            except RequestFailed as failure:
+                if failure.code == "NoSuchBucket" or not failure.is_missing:
+                    raise
+
+        self._requests.call("DeleteObject", self._uri_of(key), delete)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects below the folder `prefix`, in pages; one that fails is resumed after its last key."""
+        folder = check_prefix(prefix, self.uri)
+        uri = self._uri_of(folder) if folder else self.uri
+        return self._list(f"{self._remote(folder)}/".lstrip("/") if folder else self._remote(""), uri)
+
+    def _list(self, remote_prefix: str, uri: str) -> Iterator[ObjectInfo]:
+        after, attempt, num_root = "", 1, len(self._remote(""))
+        while True:
+            endpoint = self._requests.next_endpoint()
+            self.counters.add(requests=1, endpoint=endpoint.url)
+            num_listed = 0
+            try:
+                for found in endpoint.client.list(remote_prefix, after):
+                    after, attempt, num_listed = found.key, 1, num_listed + 1
+                    if num_listed % PAGE_KEYS == 0:
+                        self.counters.add(requests=1, endpoint=endpoint.url)
+                    if not found.key.endswith(
+                        "/"
+                    ):  # a console's folder marker, which no storage of ours makes
+                        yield _describe(found.key[num_root:], found)
+            except RequestFailed as failure:
+                asked = Asked("ListObjectsV2", uri, self._place.bucket, endpoint.url, attempts=attempt)
+                self._requests.wait_for_retry(failure, asked)
+                attempt += 1
+            else:
+                return
+
+    def sync(self, prefix: str = "") -> None:
+        """Nothing: a service that answered a PUT with success has promised to keep it."""
+        check_prefix(prefix, self.uri)
+
+
+def _describe(key: str, found: RemoteObject) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=found.size_bytes, modified_s=found.modified_s, checksum=found.etag)

@@ -1,0 +1,58 @@
+"""Fresh corners of S3 servers, and how tests name the clients."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.storage import Storage, open_storage
+from penstock.testing.server_fake import FakeServer, running_fake
+from penstock.testing.server_fake_store import FakeBucket
+from penstock.testing.server_plan import Fault, FaultPlan
+from penstock.testing.servers import BUCKET, S3Server
+
+PATIENCE = {"request_timeout_s": "20s", "attempts": "2", "backoff_s": "20ms", "part_bytes": "5MiB"}
+"""Bounded in every way, and with the smallest parts that S3 takes."""
+
+S3DLIO_PATIENCE = {"request_timeout_s": "3s"}
+"""One timeout for all of its tests in this process, because it reads it once."""
+
+_corners = itertools.count()
+
+OpenCorner = Callable[..., Storage]
+
+
+@pytest.fixture
+def corner() -> OpenCorner:
+    """Opens a prefix that nobody else uses, on a given server, with a given client and options."""
+
+    def open_corner(server: S3Server, client: str, **options: str) -> Storage:
+        uri = f"s3://{BUCKET}/corner-{os.getpid()}-{next(_corners)}/deep"
+        limits = {**PATIENCE, **(S3DLIO_PATIENCE if client == "s3dlio" else {})}
+        return open_storage(uri, server.environment, options={"client": client, **limits, **options})
+
+    return open_corner
+
+
+@pytest.fixture(scope="session")
+def lasting_fake() -> Iterator[FakeServer]:
+    """A fake for clients that know one endpoint per process; `faulty` gives it new plans."""
+    with running_fake() as server:
+        yield server
+
+
+@pytest.fixture
+def faulty(lasting_fake: FakeServer) -> Callable[..., FakeServer]:
+    """A strict server with these faults, and nothing else on it."""
+
+    def start(*faults: Fault) -> FakeServer:
+        lasting_fake.plan = FaultPlan(*faults)
+        lasting_fake.bucket = FakeBucket()
+        lasting_fake.requests.clear()
+        lasting_fake.payload_modes.clear()
+        return lasting_fake
+
+    return start
