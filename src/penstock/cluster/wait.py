@@ -20,8 +20,8 @@ EAGER_POLLS = 200
 FIRST_SLEEP_S = 20e-6
 LONGEST_SLEEP_S = 2e-3
 SLEEP_SHARE = 0.1
-"""A sleep is this part of the wait so far: what comes soon is seen soon. Doubling sleeps made a barrier of 4 ranks
-on 2 cores 250 times slower, because a collective only gets on while its ranks poll."""
+"""A sleep is this part of the wait so far: what comes soon is seen soon. With doubling sleeps a barrier of 4
+ranks on 2 cores was 250 times slower, because a collective only gets on while its ranks poll."""
 LATE_AFTER_S = 5.0
 """A wait older than this, or than half its limit, is told to `on_late`: attendance for a later message."""
 

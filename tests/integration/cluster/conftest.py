@@ -49,6 +49,15 @@ class Job:
         wait_until(lambda: not any(is_running(pid) for pid in pids), or_go_on=True)
         return [" ".join(psutil.Process(pid).cmdline()) for pid in pids if is_running(pid)]
 
+    def namesakes(self) -> list[str]:
+        """What still runs with this job's directory on its command line, written down or not."""
+        wait_until(lambda: not self._namesakes(), or_go_on=True)
+        return self._namesakes()
+
+    def _namesakes(self) -> list[str]:
+        lines = (" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
+        return [line for line in lines if str(self.directory) in line]
+
 
 @dataclass
 class Jobs:

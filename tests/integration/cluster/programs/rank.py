@@ -5,11 +5,14 @@ Each rank writes the ids of all its processes to DIRECTORY before anything happe
 
 from __future__ import annotations
 
+import ctypes
+import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +70,26 @@ def kill_guard(comm: Comm) -> None:
     time.sleep(FOREVER_S)
 
 
+def leave_quietly(comm: Comm) -> None:
+    sys.exit(0)
+
+
+def crash(comm: Comm) -> None:
+    ctypes.string_at(0)
+
+
+def raise_everywhere(comm: Comm) -> None:
+    raise ValueError(f"the tank of rank {comm.rank} is empty")
+
+
+def say_much(comm: Comm) -> None:
+    sys.stdout.write(json.dumps({"much": ["x" * 80] * 20_000}) + "\n")
+
+
+def break_the_comm(comm: Comm) -> None:
+    comm.gather(threading.Lock(), awaiting="locks", timeout_s=FOREVER_S)
+
+
 def sleep_through(comm: Comm) -> None:
     time.sleep(FOREVER_S)
 
@@ -81,6 +104,11 @@ SCENES: dict[str, Callable[[Comm], None]] = {
     "interrupt": interrupt_itself,
     "kill-guard": kill_guard,
     "sleep": sleep_through,
+    "exit0": leave_quietly,
+    "crash": crash,
+    "raise-everywhere": raise_everywhere,
+    "much": say_much,
+    "unsendable": break_the_comm,
 }
 
 
@@ -98,9 +126,18 @@ def hold_the_interpreter() -> None:
     sum(range(1 << 40))
 
 
+def be_stubborn() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(FOREVER_S)
+
+
 def start_workers(directory: Path, rank: int) -> None:
     """A worker as data loaders have them, a plain child, and one that detached itself twice over."""
-    worker = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(FOREVER_S,), daemon=True)
+    # Forked workers inherit every descriptor, spawned ones none: both must end.
+    fork, spawn = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+    make = fork.Process if "forked" in sys.argv else spawn.Process
+    worker = make(target=be_stubborn, daemon=True)
     worker.start()
     assert worker.pid is not None
     child = subprocess.Popen(["sleep", str(FOREVER_S)])

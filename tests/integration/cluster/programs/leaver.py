@@ -1,0 +1,14 @@
+"""Two ranks, of which rank 1 leaves in good order before the others are done."""
+
+from __future__ import annotations
+
+import sys
+
+from penstock.cluster.join import joined_job
+from penstock.environment import process_environment
+
+with joined_job(process_environment()) as comm:
+    comm.barrier(awaiting="all ranks to start", timeout_s=60.0)
+    if comm.rank == 1:
+        sys.exit(0)
+    comm.barrier(awaiting="all ranks to drink", timeout_s=0.5)

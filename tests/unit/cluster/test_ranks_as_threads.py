@@ -1,0 +1,197 @@
+"""The half of a communicator that no carrier changes, on ranks that are threads: fast enough for that."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.cluster.carried import ByteComm
+from penstock.cluster.collect import collect
+from penstock.errors import RankError, RankFailed
+from penstock.testing.comm_contract import check_absence, check_comm
+
+if TYPE_CHECKING:
+    from penstock.cluster.wait import Wait
+
+Result = TypeVar("Result")
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+class Board:
+    """Where the threads of one job leave what they carry, a row for each collective call."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rows: dict[int, dict[int, bytes]] = {}
+        self.lock = threading.Lock()
+
+    def post(self, call: int, rank: int, payload: bytes) -> dict[int, bytes]:
+        with self.lock:
+            row = self.rows.setdefault(call, {})
+            row[rank] = payload
+            return row
+
+
+class ThreadComm(ByteComm):
+    """One thread's view of a job of threads."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        super().__init__(rank, board.size, f"thread-{rank}")
+        self.board = board
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _move_nothing(self, wait: Wait) -> None:
+        self._gather_bytes(b"", wait)
+
+    def _broadcast_bytes(self, payload: bytes | None, wait: Wait) -> bytes:
+        return self._gather_bytes(payload or b"", wait)[0]
+
+    def _gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+        row = self.board.post(self._call, self.rank, payload)
+        wait.until(lambda: len(row) == self.size)
+        return [row[rank] for rank in range(self.size)]
+
+
+def on_ranks(size: int, program: Callable[[ThreadComm], Result]) -> list[Result]:
+    """What `program` returns on each of `size` ranks; the first error of any is raised."""
+    board = Board(size)
+    with ThreadPoolExecutor(size) as threads:
+        futures = [threads.submit(program, ThreadComm(board, rank)) for rank in range(size)]
+        return [future.result(timeout=60) for future in futures]
+
+
+def errors_of(size: int, program: Callable[[ThreadComm], object]) -> list[str]:
+    """What each rank's error says; a rank without one says nothing."""
+
+    def told(comm: ThreadComm) -> str:
+        try:
+            program(comm)
+        except RankError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return on_ranks(size, told)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_ranks_that_are_threads_keep_every_promise(size: int) -> None:
+    on_ranks(size, check_comm)
+
+
+def test_a_missing_thread_is_noticed_by_all_others() -> None:
+    on_ranks(4, lambda comm: check_absence(comm, limit_s=0.2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(values=st.lists(VALUES, min_size=1, max_size=5))
+def test_gather_brings_everyone_everything_in_rank_order(values: list[object]) -> None:
+    gathered = on_ranks(len(values), lambda comm: comm.gather(values[comm.rank], awaiting="values"))
+    assert gathered == [values] * len(values)
+
+
+@settings(max_examples=30, deadline=None)
+@given(values=st.lists(VALUES, min_size=1, max_size=5))
+def test_broadcast_brings_everyone_rank_0s_value(values: list[object]) -> None:
+    received = on_ranks(len(values), lambda comm: comm.broadcast(values[comm.rank], awaiting="a value"))
+    assert received == [values[0]] * len(values)
+
+
+@settings(max_examples=30, deadline=None)
+@given(numbers=st.lists(st.integers(), min_size=1, max_size=5))
+def test_reductions_say_the_same_everywhere(numbers: list[int]) -> None:
+    def reduce_all(comm: ThreadComm) -> tuple[int, int, int]:
+        mine = numbers[comm.rank]
+        return (
+            comm.reduce(mine, "sum", awaiting="a sum"),
+            comm.reduce(mine, "min", awaiting="a minimum"),
+            comm.reduce(mine, "max", awaiting="a maximum"),
+        )
+
+    assert on_ranks(len(numbers), reduce_all) == [(sum(numbers), min(numbers), max(numbers))] * len(numbers)
+
+
+@settings(max_examples=20, deadline=None)
+@given(fractions=st.lists(st.floats(allow_nan=False, allow_infinity=False, width=32), min_size=2, max_size=5))
+def test_sums_that_round_have_the_same_bits_on_every_rank(fractions: list[float]) -> None:
+    sums = on_ranks(len(fractions), lambda comm: comm.reduce(fractions[comm.rank], "sum", awaiting="a sum"))
+    assert len({value.hex() for value in sums}) == 1
+    assert math.isclose(sums[0], math.fsum(fractions), rel_tol=1e-6, abs_tol=1e-6 * max(map(abs, fractions)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(sick=st.sets(st.integers(0, 3), min_size=1))
+def test_a_step_that_fails_somewhere_fails_everywhere_for_the_lowest_rank(sick: set[int]) -> None:
+    def step(comm: ThreadComm) -> None:
+        def work() -> None:
+            if comm.rank in sick:
+                raise OSError(f"disk of {comm.rank}")
+
+        collect(comm, work, awaiting="all disks")
+
+    lowest = min(sick)
+    told = f"RankFailed: Rank {lowest} on thread-{lowest} failed: OSError: disk of {lowest}"
+    assert errors_of(4, step) == [told] * 4
+
+
+def test_after_a_failed_step_the_ranks_are_still_in_step() -> None:
+    def stumble(comm: ThreadComm) -> list[int]:
+        with pytest.raises(RankFailed):
+            comm.gather(threading.Lock() if comm.rank == 1 else None, awaiting="locks")
+        with pytest.raises(RankFailed):
+            comm.broadcast(threading.Lock(), awaiting="a lock")
+        return comm.gather(comm.rank, awaiting="numbers")
+
+    assert on_ranks(3, stumble) == [[0, 1, 2]] * 3
+
+
+def test_only_rank_0_must_have_something_to_broadcast() -> None:
+    def speak(comm: ThreadComm) -> str:
+        # Another rank's value is ignored, even one that could not travel.
+        return comm.broadcast("word" if comm.rank == 0 else None, awaiting="the word")
+
+    assert on_ranks(3, speak) == ["word"] * 3
+
+
+def test_a_late_rank_is_told_of_by_those_who_wait_and_then_nothing_happens() -> None:
+    told: list[tuple[int, int, str]] = []
+    both_told = threading.Event()
+
+    def tell(rank: int, call: int, awaiting: str) -> None:
+        told.append((rank, call, awaiting))
+        if len(told) == 2:
+            both_told.set()
+
+    def come_late(comm: ThreadComm) -> None:
+        comm.on_late = lambda call, awaiting: tell(comm.rank, call, awaiting)
+        if comm.rank == 2:
+            assert both_told.wait(timeout=20)
+        comm.barrier(awaiting="the slow one", timeout_s=1.0)
+
+    on_ranks(3, come_late)
+    assert sorted(told) == [(0, 1, "the slow one"), (1, 1, "the slow one")]
+
+
+def test_a_rank_that_fails_alone_leaves_the_others_a_named_wait() -> None:
+    def fail_alone(comm: ThreadComm) -> None:
+        if comm.rank == 0:
+            raise RankFailed(0, comm.host, "no water")
+        comm.barrier(awaiting="rank 0 to drink", timeout_s=0.1)
+
+    first, *others = errors_of(3, fail_alone)
+    assert first.startswith("RankFailed: Rank 0 on thread-0 failed: no water")
+    assert all(other.startswith("WaitTimeout: Waited 0.1 s in vain for rank 0 to drink") for other in others)
