@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from penstock.cluster.control import EVERYWHERE, GRACE_S, KILL_S, ControlServer, advertised
@@ -47,13 +48,12 @@ def run_ranks(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) -> 
     KeyboardInterrupt for SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
     """
     bind = "127.0.0.1" if plan.is_local else EVERYWHERE
-    with ControlServer(ranks=plan.ranks, bind=bind) as server, _termination_interrupts():
+    with ControlServer(ranks=plan.ranks, bind=bind) as server, _interrupts_stop(server):
         launcher = _start(plan, server)
         voices = _Voices(launcher, server)
         try:
             _watch(plan, launcher, server, start_timeout_s)
         except KeyboardInterrupt:
-            server.stop(Failed(rank=0, host="", cause="interrupted", ending=Ending.INTERRUPTED))
             _wait_until_over(server, launcher)
             raise
         finally:
@@ -168,13 +168,22 @@ def _raise(failure: Failed, voices: _Voices) -> NoReturn:
 
 
 @contextmanager
-def _termination_interrupts() -> Iterator[None]:
-    """SIGTERM is Ctrl-C by other means: batch systems send it, and ranks must end either way."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _interrupts_stop(server: ControlServer) -> Iterator[None]:
+    """SIGTERM is Ctrl-C by other means: batch systems send it, and ranks must end either way.
+
+    The server is told first: an exception raised in a finaliser is lost, the job's end must not be.
+    """
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        server.stop(Failed(rank=0, host="", cause="interrupted", ending=Ending.INTERRUPTED))
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Voices:
