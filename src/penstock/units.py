@@ -103,13 +103,11 @@ def format_bytes(size_bytes: float) -> str:
     """`size_bytes` in binary units: `1.50 GiB`, `512 B`; below 100, no decimals means exact."""
     if size_bytes < 0:
         return f"-{format_bytes(-size_bytes)}"
-    for step, unit in enumerate(_BINARY_STEPS):
-        scaled = size_bytes / 1024**step
-        if float(scaled).is_integer() and scaled < 1024:
-            return f"{scaled:.0f} {unit}"
-        if scaled < 1023.5 or unit == _BINARY_STEPS[-1]:
-            return f"{_three_digits(scaled)} {unit}"
-    raise AssertionError
+    scaled, step = float(size_bytes), 0
+    while scaled >= 1023.5 and step < len(_BINARY_STEPS) - 1:
+        scaled, step = scaled / 1024, step + 1
+    digits = f"{scaled:.0f}" if scaled.is_integer() else _three_digits(scaled)
+    return f"{digits} {_BINARY_STEPS[step]}"
 
 
 def format_rate(rate_bytes_per_s: float) -> str:

@@ -109,10 +109,13 @@ def table(title: str, rows: Sequence[Mapping[str, str]]) -> View:
         from rich import box
         from rich.table import Table
 
+        if not rows:
+            console.print(f"{title}: none")
+            return
         grid = Table(
             title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
         )
-        for column in rows[0] if rows else ():
+        for column in rows[0]:
             grid.add_column(column, justify="right" if _is_numeric(rows, column) else "left")
         for row in rows:
             grid.add_row(*row.values())
