@@ -1,0 +1,153 @@
+"""The words a workload may use where it has a choice, as DLIO spells them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Framework(StrEnum):
+    """Which framework's way of loading is imitated."""
+
+    TENSORFLOW = "tensorflow"
+    PYTORCH = "pytorch"
+
+
+class Format(StrEnum):
+    """What a file of samples is."""
+
+    TFRECORD = "tfrecord"
+    HDF5 = "hdf5"
+    HDF5_OPT = "hdf5_opt"
+    CSV = "csv"
+    NPZ = "npz"
+    NPY = "npy"
+    JPEG = "jpeg"
+    PNG = "png"
+    INDEXED_BINARY = "indexed_binary"
+    MMAP_INDEXED_BINARY = "mmap_indexed_binary"
+    SYNTHETIC = "synthetic"
+    PARQUET = "parquet"
+
+
+class Compression(StrEnum):
+    """How files, or columns of them, are compressed."""
+
+    NONE = "none"
+    GZIP = "gzip"
+    LZF = "lzf"
+    BZ2 = "bz2"
+    ZIP = "zip"
+    XZ = "xz"
+    SNAPPY = "snappy"
+    LZ4 = "lz4"
+    ZSTD = "zstd"
+
+
+class Shuffle(StrEnum):
+    """Whether an order changes with the epoch, and whether two runs draw the same orders."""
+
+    OFF = "off"
+    SEED = "seed"
+    RANDOM = "random"
+
+
+class LoaderKind(StrEnum):
+    """Whose data loader a workload asks for."""
+
+    TENSORFLOW = "tensorflow"
+    PYTORCH = "pytorch"
+    DALI = "dali"
+    NATIVE_DALI = "native_dali"
+    SYNTHETIC = "synthetic"
+    NONE = "none"
+    CUSTOM = "custom"
+
+
+class ReadType(StrEnum):
+    """Whether samples are read when they are wanted, or all before the first step."""
+
+    ON_DEMAND = "on_demand"
+    MEMORY = "memory"
+
+
+class FileAccess(StrEnum):
+    """Whether each rank reads files of its own, or all ranks read parts of the same ones."""
+
+    MULTI = "multi"
+    SHARED = "shared"
+    COLLECTIVE = "collective"
+
+
+class Sampler(StrEnum):
+    """Whether a rank walks through its files, or picks samples by index."""
+
+    ITERATIVE = "iterative"
+    INDEX = "index"
+
+
+class ProcessStart(StrEnum):
+    """How worker processes are started."""
+
+    FORK = "fork"
+    SPAWN = "spawn"
+    FORKSERVER = "forkserver"
+
+
+class StorageKind(StrEnum):
+    """DLIO's names for where data lies; `local_fs` and `parallel_fs` are files."""
+
+    LOCAL_FS = "local_fs"
+    DIRECT_FS = "direct_fs"
+    PARALLEL_FS = "parallel_fs"
+    S3 = "s3"
+    AISTORE = "aistore"
+
+
+class ObjectClient(StrEnum):
+    """Which client library speaks to an object service."""
+
+    OBSTORE = "obstore"
+    MINIO = "minio"
+    S3DLIO = "s3dlio"
+    S3TORCHCONNECTOR = "s3torchconnector"
+
+
+class Decode(StrEnum):
+    """Whether Parquet bytes are decoded after they were read."""
+
+    RAW = "raw"
+    ARROW = "arrow"
+
+
+class CheckpointWriters(StrEnum):
+    """Which ranks write a checkpoint of plain model bytes."""
+
+    RANK_ZERO = "rank_zero"
+    ALL_RANKS = "all_ranks"
+
+
+class CheckpointMode(StrEnum):
+    """All ranks of the model's layout take part, or a subset stands for them."""
+
+    DEFAULT = "default"
+    SUBSET = "subset"
+
+
+class Datatype(StrEnum):
+    """Element types of model and optimizer state."""
+
+    INT8 = "int8"
+    UINT8 = "uint8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP32 = "fp32"
+    FP64 = "fp64"
+
+
+class Profiler(StrEnum):
+    """What observes a run from outside."""
+
+    NONE = "none"
+    IOSTAT = "iostat"
+    DARSHAN = "darshan"
+    TENSORBOARD = "tensorboard"

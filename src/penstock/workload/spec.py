@@ -1,0 +1,313 @@
+"""What a user asks for, whole: one frozen dataclass a section of a workload, with DLIO's defaults.
+
+Place in the flow: between the edge (`document`, which derives the outer form from these types) and everything
+that plans and acts. A spec is never changed: an override makes another one. Units stand in the names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
+from penstock.workload.choices import (
+    CheckpointMode,
+    CheckpointWriters,
+    Compression,
+    Datatype,
+    Decode,
+    FileAccess,
+    Format,
+    Framework,
+    LoaderKind,
+    ObjectClient,
+    ProcessStart,
+    Profiler,
+    ReadType,
+    Sampler,
+    Shuffle,
+    StorageKind,
+)
+from penstock.workload.duration import Duration
+
+Count = Annotated[int, Ge(0)]
+AtLeastOne = Annotated[int, Ge(1)]
+Bytes = Annotated[int, Ge(0), "bytes"]
+ExactBytes = Annotated[Fraction, Gt(0), "bytes"]
+"""Mean sizes may be fractions of a byte (114660.07): kept exactly, so that ceilings are right."""
+SpreadBytes = Annotated[Fraction, Ge(0), "bytes"]
+Seconds = Annotated[float, Ge(0), "seconds"]
+Share = Annotated[float, Ge(0), Le(1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workflow:
+    """Which stages run. `checkpoint` without `train` measures checkpoints alone."""
+
+    generate_data: bool = False
+    train: bool = True
+    evaluation: bool = False
+    checkpoint: bool = False
+    profiling: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One Parquet column: `size` elements of `dtype` in every row; training reads it if `read` says so."""
+
+    name: str
+    dtype: str = "float32"
+    size: AtLeastOne = 1
+    read: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parquet:
+    """How Parquet files are laid out. Without `columns` there is one, of record-sized byte strings.
+
+    `row_group_size` and `generation_batch_size` are rows; a batch of 0 rows is one row group.
+    """
+
+    columns: tuple[Column, ...] = ()
+    row_group_size: AtLeastOne = 1024
+    partition_by: str | None = None
+    generation_batch_size: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hdf5:
+    """How HDF5 datasets are chunked: `chunk_dims` in elements, empty for contiguous."""
+
+    chunk_dims: tuple[AtLeastOne, ...] = ()
+    num_dset_per_record: AtLeastOne = 1
+    max_shape: tuple[AtLeastOne, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What lies on storage. `record_dims`, where given, count instead of `record_length_bytes`.
+
+    `num_subfolders_*` of 0 and 1 mean none. `record_length_bytes_resize` is the size of a sample after
+    preprocessing, 0 for its size as read; `listing_validation_interval` of 0 validates nothing.
+    """
+
+    format: Format = Format.TFRECORD
+    data_folder: str = "./data/"
+    num_files_train: Count = 8
+    num_files_eval: Count = 0
+    num_samples_per_file: AtLeastOne = 1
+    record_length_bytes: ExactBytes = Fraction(65536)
+    record_length_bytes_stdev: SpreadBytes = Fraction(0)
+    record_length_bytes_resize: Bytes = 0
+    record_dims: tuple[AtLeastOne, ...] = ()
+    record_element_type: str = "uint8"
+    num_subfolders_train: Count = 0
+    num_subfolders_eval: Count = 0
+    file_prefix: str = "img"
+    compression: Compression = Compression.NONE
+    compression_level: Annotated[int, Ge(0), Le(9)] = 4
+    enable_chunking: bool = False
+    chunk_size_bytes: Bytes = 0
+    generation_buffer_bytes: Annotated[int, Ge(1), "bytes"] = 2 << 30
+    keep_files: bool = True
+    skip_listing: bool = False
+    listing_validation_interval: Count = 1000
+    listing_threads: AtLeastOne = 4
+    parquet: Parquet = field(default_factory=Parquet)
+    hdf5: Hdf5 = field(default_factory=Hdf5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How samples come in. `read_threads` and `write_threads` of None are chosen by the machine's cores.
+
+    `prefetch_size` is in batches, `shuffle_size` in samples; `transfer_bytes` of None leaves the size of
+    sequential reads to the format.
+    """
+
+    data_loader: LoaderKind = LoaderKind.TENSORFLOW
+    batch_size: AtLeastOne = 1
+    batch_size_eval: AtLeastOne = 1
+    read_threads: Count | None = None
+    write_threads: AtLeastOne | None = None
+    computation_threads: AtLeastOne = 1
+    prefetch_size: Count = 2
+    file_shuffle: Shuffle = Shuffle.OFF
+    sample_shuffle: Shuffle = Shuffle.OFF
+    shuffle_size: AtLeastOne = 1024
+    read_type: ReadType = ReadType.ON_DEMAND
+    file_access: FileAccess = FileAccess.MULTI
+    transfer_bytes: Annotated[int, Ge(1), "bytes"] | None = None
+    odirect: bool = False
+    pin_memory: bool = True
+    multiprocessing_context: ProcessStart = ProcessStart.SPAWN
+    preprocess_time: Duration = field(default_factory=Duration)
+    sampler: Sampler | None = None
+    transformed_record_dims: tuple[AtLeastOne, ...] = ()
+    transformed_record_element_type: str = "uint8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """The emulated training. `total_training_steps` of None runs whole epochs."""
+
+    epochs: AtLeastOne = 1
+    total_training_steps: AtLeastOne | None = None
+    seed: Count = 123
+    seed_change_epoch: bool = True
+    computation_time: Duration = field(default_factory=Duration)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """The emulated evaluation: first after epoch `eval_after_epoch`, then every `epochs_between_evals`."""
+
+    eval_time: Duration = field(default_factory=Duration)
+    eval_after_epoch: AtLeastOne = 1
+    epochs_between_evals: AtLeastOne = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """When and how checkpoints are taken; `steps_between_checkpoints`, where given, replaces epochs."""
+
+    checkpoint_folder: str = "./checkpoints/"
+    checkpoint_after_epoch: AtLeastOne = 1
+    epochs_between_checkpoints: AtLeastOne = 1
+    steps_between_checkpoints: AtLeastOne | None = None
+    type: CheckpointWriters = CheckpointWriters.RANK_ZERO
+    fsync: bool = False
+    recovery_rank_shift: bool = False
+    rank_sync: bool = False
+    time_between_checkpoints_s: Seconds = 0.0
+    num_checkpoints_write: Count = 0
+    num_checkpoints_read: Count = 0
+    mode: CheckpointMode = CheckpointMode.DEFAULT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """Over how many ranks a model is split; `data` of None follows from the number of ranks."""
+
+    tensor: AtLeastOne = 1
+    pipeline: AtLeastOne = 1
+    data: AtLeastOne | None = None
+    zero_stage: Annotated[int, Ge(0), Le(3)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transformer:
+    """The dimensions from which a transformer's parameters are counted."""
+
+    vocab_size: AtLeastOne = 32000
+    hidden_size: AtLeastOne = 2048
+    ffn_hidden_size: AtLeastOne = 8192
+    num_attention_heads: AtLeastOne = 32
+    num_kv_heads: AtLeastOne = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a checkpoint holds: plain bytes, explicit layers, or a `transformer`.
+
+    `num_layers` of None means that the layout is not by layers. `layer_parameters` and `optimization_groups`
+    count elements a rank holds of each tensor.
+    """
+
+    name: str = "default"
+    type: str | None = None
+    model_size_bytes: Bytes = 10240
+    model_datatype: Datatype = Datatype.FP16
+    optimizer_datatype: Datatype = Datatype.FP32
+    num_layers: AtLeastOne | None = None
+    layer_parameters: tuple[AtLeastOne, ...] = ()
+    optimization_groups: tuple[AtLeastOne, ...] = ()
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    transformer: Transformer | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where results go; `folder` of None leaves the choice to the command."""
+
+    folder: str | None = None
+    log_file: str = "dlio.log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """How a run is judged: the accelerator utilization `au` it must keep, and steps that do not count."""
+
+    au: Share = 0.90
+    exclude_start_steps: Count = 1
+    exclude_end_steps: Count = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiling:
+    """What observes a run from outside, and which devices."""
+
+    profiler: Profiler = Profiler.IOSTAT
+    iostat_devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageOptions:
+    """How an object service is reached. None leaves the choice to the storage's own defaults.
+
+    `prefetch_window` and `max_outstanding` are reads in flight, of a worker and of a process. The two keys
+    are secrets: they are left out of every printed form.
+    """
+
+    endpoint_url: str | None = None
+    access_key_id: str | None = field(default=None, repr=False)
+    secret_access_key: str | None = field(default=None, repr=False)
+    region: str | None = None
+    uri_scheme: str | None = None
+    secure: bool | None = None
+    s3_force_path_style: bool | None = None
+    s3_max_attempts: AtLeastOne | None = None
+    s3_profile: str | None = None
+    prefetch_window: AtLeastOne | None = None
+    prefetch_workers: AtLeastOne | None = None
+    max_outstanding: AtLeastOne | None = None
+    columns: tuple[str, ...] = ()
+    decode: Decode | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Where data lies in DLIO's terms; a `--data` URI counts instead."""
+
+    storage_type: StorageKind = StorageKind.LOCAL_FS
+    storage_root: str = "./"
+    storage_library: ObjectClient | None = None
+    post_generation_settle_s: Seconds = 0.0
+    storage_options: StorageOptions = field(default_factory=StorageOptions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """One request. `name` is the family's or the file's; `accelerator` is "" where none was named."""
+
+    name: str
+    accelerator: str = ""
+    framework: Framework = Framework.TENSORFLOW
+    workflow: Workflow = field(default_factory=Workflow)
+    dataset: Dataset = field(default_factory=Dataset)
+    reader: Reader = field(default_factory=Reader)
+    train: Train = field(default_factory=Train)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    model: Model = field(default_factory=Model)
+    output: Output = field(default_factory=Output)
+    metric: Metric = field(default_factory=Metric)
+    profiling: Profiling = field(default_factory=Profiling)
+    storage: Storage = field(default_factory=Storage)
+
+    @property
+    def full_name(self) -> str:
+        """`unet3d_h100`: what `workload=` of DLIO's command line calls it."""
+        return f"{self.name}_{self.accelerator}" if self.accelerator else self.name
