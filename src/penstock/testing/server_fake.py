@@ -321,7 +321,8 @@ class _Handler(BaseHTTPRequestHandler):
         lines = "".join(_list_line(line, escape(quote(line.key))) for line in page)
         answer = (
             f"<?xml version='1.0' encoding='UTF-8'?><ListBucketResult><Name>{BUCKET}</Name>"
-            f"<Prefix>{escape(quote(query.get('prefix', '')))}</Prefix>{encoding}<KeyCount>{len(page)}</KeyCount>"
+            f"<Prefix>{escape(quote(query.get('prefix', '')))}</Prefix>{encoding}"
+            f"<KeyCount>{len(page)}</KeyCount>"
             f"<MaxKeys>{limit}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>{token}{lines}"
             f"</ListBucketResult>"
         )

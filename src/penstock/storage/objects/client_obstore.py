@@ -2,7 +2,7 @@
 
 Buffers go down uncopied; reads come back in obstore's own memory and are copied once. Retries are ours,
 except for the parts of a stream: obstore retries those itself, unseen until it fails, because only it still
-has their bytes.
+has their bytes. A console's folder marker (`a/`) is listed as an empty object (`a`).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ refuses ("Header ETag not found"); `test_object_faults` holds that this is an er
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
@@ -15,9 +15,9 @@ from penstock.storage import Storage
 from penstock.testing.contract import StorageContract
 
 if TYPE_CHECKING:
-    from penstock.testing.servers import S3Server
-    from penstock.testing.server_fake import FakeServer
     from penstock.storage.base import OptionValue
+    from penstock.testing.server_fake import FakeServer
+    from penstock.testing.servers import S3Server
 
 OpenCorner = Callable[..., Storage]
 
