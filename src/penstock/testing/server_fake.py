@@ -10,6 +10,7 @@ import base64
 import hashlib
 import re
 import socket
+import ssl
 import threading
 import urllib.parse
 import xml.etree.ElementTree as ET
@@ -53,13 +54,14 @@ class FakeServer(ThreadingHTTPServer):
         self.bucket = bucket
         self.requests: Counter[str] = Counter()
         self.payload_modes: Counter[str] = Counter()
+        self.scheme = "http"
         self.stopping = threading.Event()
         self._lock = threading.Lock()
 
     @property
     def endpoint(self) -> str:
         """The server's URL."""
-        return f"http://127.0.0.1:{self.server_address[1]}"
+        return f"{self.scheme}://127.0.0.1:{self.server_address[1]}"
 
     def as_server(self) -> S3Server:
         """How to reach it."""
@@ -77,12 +79,17 @@ class FakeServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def running_fake(*faults: Fault, bucket: FakeBucket | None = None) -> Iterator[FakeServer]:
+def running_fake(
+    *faults: Fault, bucket: FakeBucket | None = None, tls: ssl.SSLContext | None = None
+) -> Iterator[FakeServer]:
     """A strict server on a free port for as long as the context lasts, with these faults.
 
     Servers that share a `bucket` are endpoints of one service.
     """
     server = FakeServer(FaultPlan(*faults), bucket or FakeBucket())
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        server.scheme = "https"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="fake-s3", daemon=True)
     thread.start()
     try:

@@ -21,10 +21,10 @@ from minio.error import InvalidResponseError, MinioException, S3Error, ServerErr
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
-    MaxRetryError,
     NameResolutionError,
     NewConnectionError,
     ReadTimeoutError,
+    SSLError,
 )
 
 from penstock.storage.objects.client import RemoteObject
@@ -215,12 +215,10 @@ def _translated() -> Iterator[None]:
         raise RequestFailed(_kind(error), f"{type(error).__name__}: {error}") from error
 
 
+_UNREACHED = (NewConnectionError, NameResolutionError, ConnectTimeoutError, SSLError, ConnectionRefusedError)
+
+
 def _kind(error: Exception) -> Kind:
-    reason = error.reason if isinstance(error, MaxRetryError) else error
-    if isinstance(reason, ReadTimeoutError | TimeoutError):
+    if isinstance(error, ReadTimeoutError | TimeoutError):
         return "timeout"
-    if isinstance(
-        reason, NewConnectionError | NameResolutionError | ConnectTimeoutError | ConnectionRefusedError
-    ):
-        return "connect"
-    return "reset"
+    return "connect" if isinstance(error, _UNREACHED) else "reset"

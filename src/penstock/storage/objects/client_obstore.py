@@ -221,5 +221,8 @@ def _kind(text: str) -> Kind:
 
 def _innermost(text: str) -> str:
     """The last quoted phrase of the error's debug form, which names the cause; else its first line."""
+    certificate = re.search(r"InvalidCertificate\(\s*(\w+)", text)
+    if certificate:
+        return f"its TLS certificate is not trusted ({certificate[1]})"
     phrases = re.findall(r'(?:message|error): "([^"]+)"', text)
     return str(phrases[-1]) if phrases else text.partition("\n")[0]

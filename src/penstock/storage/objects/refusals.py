@@ -43,6 +43,10 @@ _REFUSALS = {
     "SignatureDoesNotMatch": "Check AWS_SECRET_ACCESS_KEY, and that no proxy rewrites requests.",
     "ExpiredToken": "AWS_SESSION_TOKEN has expired: get new credentials.",
 }
+_REACH_FIX = "Check the endpoint's host, port and scheme, and that the service runs."
+_TRUST_FIX = (
+    "Set AWS_CA_BUNDLE to the PEM file of the service's authority (or tls_verify=false, on a test bench)."
+)
 
 
 @dataclass(slots=True)
@@ -107,7 +111,7 @@ def explain(failure: RequestFailed, asked: Asked) -> StorageError:
             f"Cannot connect to {asked.endpoint}{asked.tries}: {failure.message}",
             uri=asked.uri,
             where=where,
-            fix="Check the endpoint's host, port and scheme, and that the service runs.",
+            fix=_TRUST_FIX if "certificate" in failure.message.lower() else _REACH_FIX,
         )
     if failure.kind == "truncated":
         return ShortTransfer(

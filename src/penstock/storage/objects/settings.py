@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -143,11 +144,26 @@ def resolve(location: Location, environment: Environment) -> ObjectPlace:
             bucket=bucket,
             credentials=credentials,
             options=resolved,
-            ca_bundle=environment.get("AWS_CA_BUNDLE", ""),
+            ca_bundle=_ca_bundle(environment),
         )
         for url in urls
     )
     return ObjectPlace(uri=location.uri, bucket=bucket, prefix=prefix, options=resolved, clients=clients)
+
+
+def _ca_bundle(environment: Environment) -> str:
+    path = environment.get("AWS_CA_BUNDLE", "")
+    if not path:
+        return ""
+    try:
+        has_certificate = b"-----BEGIN CERTIFICATE-----" in Path(path).read_bytes()
+    except OSError as error:
+        raise Unavailable(
+            f"AWS_CA_BUNDLE cannot be read: {error.strerror}", where=path, fix="Correct or unset it."
+        ) from error
+    if not has_certificate:
+        raise Unavailable("AWS_CA_BUNDLE holds no PEM certificate", where=path, fix="Correct or unset it.")
+    return path
 
 
 def _endpoints(
