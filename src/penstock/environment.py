@@ -21,6 +21,10 @@ CONTROL_TOKEN = "PENSTOCK_CONTROL_TOKEN"  # noqa: S105 - the name of a variable,
 """Set by the launching process for its ranks: where it listens, and the proof that a rank is its own."""
 
 
+PROGRESS_COLUMNS = "PENSTOCK_PROGRESS_COLUMNS"
+"""Set by the launching process for its ranks where its standard error is a terminal: how wide that is."""
+
+
 def process_environment() -> Environment:
     """All variables of this process, as they were when asked. Call it at the edge and pass the result on."""
     return dict(os.environ)
@@ -28,7 +32,7 @@ def process_environment() -> Environment:
 
 def user_settings(environment: Environment) -> dict[str, str]:
     """The variables that belong to the user's request, as opposed to this machine or this one launch."""
-    ours = {CONTROL_ADDRESS, CONTROL_TOKEN}
+    ours = {CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS}
     return {
         name: value
         for name, value in environment.items()

@@ -14,6 +14,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli import demo, doctor, storage
+from penstock.cli.terminal import clear_progress
 from penstock.errors import PenstockError
 
 DEFECT = 70
@@ -84,6 +85,7 @@ def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def _explain(message: str, exit_code: int, *, traceback: bool = False) -> int:
+    clear_progress()
     if traceback:
         traceback_module.print_exc()
     print(f"penstock: {message}", file=sys.stderr)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
-from penstock.environment import Environment, process_environment
+from penstock.cli import values
+from penstock.cli.terminal import progress_columns
+from penstock.environment import PROGRESS_COLUMNS, Environment, process_environment
 
 _PANEL = "Ranks"
 
@@ -49,6 +52,10 @@ _EnvNames = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+_Timeout = Annotated[
+    str,
+    typer.Option("--timeout", metavar="TIME", help="Longest wait for other ranks.", rich_help_panel=_PANEL),
+]
 
 
 def _rank_options(
@@ -59,62 +66,82 @@ def _rank_options(
     launcher: _Launcher = "auto",
     launcher_arg: _LauncherArgs = None,
     env: _EnvNames = None,
+    timeout: _Timeout = "5min",
 ) -> None:
     """Only its signature is used: these options are added to every ranked command."""
 
 
-def ranked(command: Callable[..., None]) -> Callable[..., None]:
-    """Run `command(comm, ...)` on as many ranks as its caller asks for, or joins."""
+def ranked(command: Callable[..., int | None]) -> Callable[..., None]:
+    """Run `command(comm, ...)` on as many ranks as its caller asks for, or joins.
+
+    What the command returns is its exit code: a verdict, given by all ranks together. Errors are raised.
+    """
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     added = list(inspect.signature(_rank_options, eval_str=True).parameters.values())
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
 
     @wraps(command)
     def on_ranks(context: typer.Context, **given: Any) -> None:
-        rank_words = {parameter.name: given.pop(parameter.name) for parameter in added}
+        asked = _Asked(**{parameter.name: given.pop(parameter.name) for parameter in added})
         environment = process_environment()
-        if _starts_others(rank_words, environment):
-            _launch(rank_words, words=context.find_root().obj, environment=environment)
-        else:
-            _join(command, given, ranks=rank_words["ranks"], environment=environment)
+        code = (
+            _launch(asked, words=context.find_root().obj, environment=environment)
+            if asked.starts_others(environment)
+            else _join(command, given, asked=asked, environment=environment)
+        )
+        if code:
+            raise typer.Exit(code)
 
-    on_ranks.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # typer reads the options from it
-        [*own, *added, context]
-    )
-    on_ranks.__annotations__ = {parameter.name: parameter.annotation for parameter in [*own, *added, context]}
+    parameters = [*own, *added, context]
+    on_ranks.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    on_ranks.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return on_ranks
 
 
-def _starts_others(rank_words: dict[str, Any], environment: Environment) -> bool:
-    from penstock.cluster.ranked import already_ranked
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """The values of the options above."""
 
-    asked = rank_words["ranks"] not in (None, 1) or rank_words["hosts"] or rank_words["hostfile"]
-    return bool(asked) and already_ranked(environment) is None
+    ranks: int | None
+    hosts: str | None
+    hostfile: str | None
+    launcher: str
+    launcher_arg: list[str] | None
+    env: list[str] | None
+    timeout: str
+
+    def starts_others(self, environment: Environment) -> bool:
+        """Whether this process is to launch ranks, rather than to be one."""
+        from penstock.cluster.ranked import already_ranked
+
+        several = self.ranks not in (None, 1) or self.hosts or self.hostfile
+        return bool(several) and already_ranked(environment) is None
 
 
-def _launch(rank_words: dict[str, Any], *, words: list[str], environment: Environment) -> None:
-    """Start this very command line on all ranks and leave with the exit code of rank 0."""
+def _launch(asked: _Asked, *, words: list[str], environment: Environment) -> int:
+    """Start this very command line on all ranks; the exit code is rank 0's."""
     from penstock.cluster.launch import LaunchRequest, launcher_name, plan_launch
     from penstock.cluster.supervise import run_ranks
 
     request = LaunchRequest(
-        ranks=rank_words["ranks"],
-        hosts=rank_words["hosts"],
-        hostfile=rank_words["hostfile"],
-        launcher=launcher_name(rank_words["launcher"]),
-        launcher_args=tuple(rank_words["launcher_arg"] or ()),
-        env_names=tuple(rank_words["env"] or ()),
+        ranks=asked.ranks,
+        hosts=asked.hosts,
+        hostfile=asked.hostfile,
+        launcher=launcher_name(asked.launcher),
+        launcher_args=tuple(asked.launcher_arg or ()),
+        env_names=tuple(asked.env or ()),
     )
-    code = run_ranks(plan_launch(request, [sys.executable, "-m", "penstock", *words], environment))
-    if code != 0:
-        raise typer.Exit(code)
+    columns = progress_columns()
+    told = environment if columns is None else {**environment, PROGRESS_COLUMNS: columns}
+    return run_ranks(plan_launch(request, [sys.executable, "-m", "penstock", *words], told))
 
 
 def _join(
-    command: Callable[..., None], given: dict[str, Any], *, ranks: int | None, environment: Environment
-) -> None:
+    command: Callable[..., int | None], given: dict[str, Any], *, asked: _Asked, environment: Environment
+) -> int | None:
     """Run the command as the rank that this process is, rank 0 of 1 if no launcher started it."""
     from penstock.cluster.join import joined_job
 
-    with joined_job(environment, ranks=ranks) as comm:
-        command(comm, **given)
+    timeout_s = values.seconds("--timeout", asked.timeout)
+    with joined_job(environment, ranks=asked.ranks, timeout_s=timeout_s) as comm:
+        return command(comm, **given)

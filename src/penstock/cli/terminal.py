@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from penstock.environment import PROGRESS_COLUMNS, process_environment
 from penstock.progress import Silent
 
 if TYPE_CHECKING:
@@ -54,15 +56,29 @@ class Terminal:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Progress drawn on stderr, where that is a terminal."""
+        """Progress drawn on stderr, where that is a terminal: this process's, or its launching process's."""
         from rich.console import Console
 
-        console = Console(stderr=True)
+        columns = process_environment().get(PROGRESS_COLUMNS)
+        console = Console(stderr=True, force_terminal=columns is not None or None)
+        if columns is not None:
+            console.width = int(columns)
         if not (self.speaks and console.is_terminal):
             yield Silent()
             return
         with _Bars(console) as bars:
             yield bars
+
+
+def progress_columns() -> str | None:
+    """How wide this process's stderr is, for ranks that draw their progress on it; None if no terminal."""
+    return str(get_terminal_size().columns) if sys.stderr.isatty() else None
+
+
+def clear_progress() -> None:
+    """Erase what a process that ended early has left of its bars, and show the cursor that they hid."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[2K\x1b[?25h")
 
 
 class _Bars:

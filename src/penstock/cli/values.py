@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from penstock.errors import UsageError
-from penstock.units import parse_bytes
+from penstock.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")
 
@@ -24,6 +24,11 @@ def sizes(option: str, text: str) -> tuple[int, ...]:
 def counts(option: str, text: str) -> tuple[int, ...]:
     """Several counts: `1,8`."""
     return tuple(_read(option, _count, part) for part in text.split(","))
+
+
+def seconds(option: str, text: str) -> float:
+    """A duration: `5min`."""
+    return _read(option, parse_seconds, text)
 
 
 def assignments(option: str, texts: Iterable[str]) -> dict[str, str]:

@@ -52,30 +52,31 @@ class ByteComm(ABC):
         self.rank = rank
         self.size = size
         self.host = host
+        self.timeout_s = DEFAULT_TIMEOUT_S
         self.on_late: OnLate = _nobody
         self._call = 0
         self._left_early: str | None = None
 
-    def barrier(self, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
         """Return once every rank has come here."""
         with self._collective(awaiting, timeout_s) as wait:
             self._move_nothing(wait)
 
-    def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
+    def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
         """Rank 0's `value`, on every rank; a value that cannot be packed is `RankFailed` on all of them."""
         with self._collective(awaiting, timeout_s) as wait:
             packed = self._broadcast_bytes(self._pack(value) if self.rank == 0 else None, wait)
         received: T = self._unpack([packed])[0]
         return received
 
-    def gather(self, value: T, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[T]:
+    def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
         """Every rank's `value`, in rank order, on every rank."""
         with self._collective(awaiting, timeout_s) as wait:
             packed = self._gather_bytes(self._pack(value), wait)
         return self._unpack(packed)
 
     def reduce(
-        self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
     ) -> Number:
         """The sum, minimum or maximum over ranks: exact for whole numbers of any size."""
         return reduced(self.gather(value, awaiting=awaiting, timeout_s=timeout_s), op)
@@ -94,7 +95,7 @@ class ByteComm(ABC):
     def _gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]: ...
 
     @contextmanager
-    def _collective(self, awaiting: str, timeout_s: float) -> Iterator[Wait]:
+    def _collective(self, awaiting: str, timeout_s: float | None) -> Iterator[Wait]:
         if self._left_early is not None:
             raise RankError(
                 f"Rank {self.rank} left the ranks' common step when it gave up on {self._left_early}",
@@ -104,7 +105,8 @@ class ByteComm(ABC):
         call = self._call = self._call + 1
         self._left_early = awaiting
         try:
-            yield Wait(awaiting, timeout_s, on_late=lambda: self.on_late(call, awaiting))
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            yield Wait(awaiting, limit_s, on_late=lambda: self.on_late(call, awaiting))
         except RuntimeError as error:
             if isinstance(error, RankError):
                 raise

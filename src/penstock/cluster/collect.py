@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from penstock.cluster.comm import DEFAULT_TIMEOUT_S, Comm
 from penstock.errors import PenstockError, RankFailed
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
 
 Result = TypeVar("Result")
 
@@ -28,7 +30,7 @@ class _Failed:
 
 
 def collect(
-    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S
+    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
 ) -> list[Result]:
     """Call `work` on each rank; its results in rank order, on every rank.
 

@@ -14,6 +14,7 @@ Number = TypeVar("Number", int, float)
 Reduction = Literal["sum", "min", "max"]
 
 DEFAULT_TIMEOUT_S = 300.0
+"""The limit of a wait, where neither the call nor the job sets one."""
 
 
 class Comm(Protocol):
@@ -22,17 +23,19 @@ class Comm(Protocol):
     rank: int
     size: int
     host: str
+    timeout_s: float
+    """The limit of waits whose call sets none."""
 
-    def barrier(self, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
         """Return once every rank has come here."""
 
-    def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> T:
+    def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
         """Rank 0's `value`, on every rank; what others pass is ignored."""
 
-    def gather(self, value: T, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[T]:
+    def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
         """Every rank's `value`, in rank order, on every rank."""
 
     def reduce(
-        self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
     ) -> Number:
         """The sum, minimum or maximum over ranks, on every rank."""

@@ -14,6 +14,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING
 
 from penstock.cluster.collect import cause_of
+from penstock.cluster.comm import DEFAULT_TIMEOUT_S
 from penstock.cluster.control import EVERYWHERE, ControlServer, advertised
 from penstock.cluster.guard import Post, RankLine, fork_guard
 from penstock.cluster.ranked import Launcher, Ranked, already_ranked, check_size, host_label
@@ -53,7 +54,11 @@ def join(environment: Environment) -> ByteComm:
 
 @contextmanager
 def joined_job(
-    environment: Environment, *, ranks: int | None = None, announce: Announce | None = None
+    environment: Environment,
+    *,
+    ranks: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    announce: Announce | None = None,
 ) -> Iterator[Comm]:
     """Run the body as one rank of its job, and all ranks to one end.
 
@@ -73,6 +78,7 @@ def joined_job(
     line = fork_guard(post)
     with _failures_told(line, ranked.rank, host):
         comm = join(environment)
+        comm.timeout_s = timeout_s
         comm.on_late = line.late
         if post.control is None:
             _share_server(comm, post, line)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from penstock.cluster.placement import HostSlots, is_loopback, parse_hostfile, parse_hosts, ranks_placed
-from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, user_settings
+from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, user_settings
 from penstock.errors import Unavailable, UsageError
 
 if TYPE_CHECKING:
@@ -137,7 +137,8 @@ def _traveling_names(request: LaunchRequest, environment: Environment) -> tuple[
             )
         if name not in environment:
             raise UsageError(f"--env {name} is not set here", fix=f"Set it first: export {name}=...")
-    return tuple(sorted({*user_settings(environment), *request.env_names, CONTROL_ADDRESS, CONTROL_TOKEN}))
+    ours = {CONTROL_ADDRESS, CONTROL_TOKEN, *({PROGRESS_COLUMNS} & environment.keys())}
+    return tuple(sorted({*user_settings(environment), *request.env_names, *ours}))
 
 
 def _hydra_options(

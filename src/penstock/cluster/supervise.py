@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from io import BufferedReader
 from types import FrameType
 from typing import IO, TYPE_CHECKING, NoReturn
 
@@ -210,17 +211,18 @@ class _Voices:
         """The last lines that were not passed on."""
         return "\n".join(self._held_back)
 
-    def _pass_on(self, voice: IO[bytes], to: IO[bytes]) -> None:
+    def _pass_on(self, voice: BufferedReader, to: IO[bytes]) -> None:
         with voice:
-            for line in voice:
+            # As it comes and not line by line: a progress bar is one line that never ends.
+            while said := voice.read1():
                 if self._server.failure is not None:
-                    self._held_back.append(line.decode(errors="replace").rstrip())
-                elif not self._write(line, to):
+                    self._held_back.extend(said.decode(errors="replace").splitlines())
+                elif not self._write(said, to):
                     return
 
-    def _write(self, line: bytes, to: IO[bytes]) -> bool:
+    def _write(self, said: bytes, to: IO[bytes]) -> bool:
         try:
-            to.write(line)
+            to.write(said)
             to.flush()
         except (OSError, ValueError) as error:
             cause = f"its output cannot be passed on: {error}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import psutil
@@ -66,6 +68,31 @@ def test_wrong_usage_on_ranks_is_said_once_with_its_exit_code(tmp_path: Path) ->
     result = _run(_probe(tmp_path, "-o", "fsink=no", "--ranks", "2"))
     assert result.returncode == 2
     assert result.stderr.count("Did you mean 'fsync'?") == 1
+
+
+def test_progress_of_ranks_is_drawn_on_the_launching_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    command = _probe(tmp_path, *QUICK, "--ranks", "2")
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    with open(ours, "rb", buffering=0) as terminal:  # noqa: PTH123 - a descriptor has no path
+        drawn = b"".join(iter(lambda: _piece(terminal), b"")).decode(errors="replace")
+    assert running.wait(timeout=60) == 0
+    assert "direct random_read" in drawn
+    assert "100%" in drawn
+
+
+def _piece(terminal: FileIO) -> bytes:
+    try:
+        return terminal.read(4096) or b""
+    except OSError:  # the other end has closed
+        return b""
+
+
+def test_a_timeout_that_is_no_duration_names_its_option(tmp_path: Path) -> None:
+    result = _run(_probe(tmp_path, *QUICK, "--timeout", "soon"))
+    assert result.returncode == 2
+    assert "--timeout" in result.stderr
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The way out of a command: one JSON document, tables for people, progress on terminals, one rank that speaks."""
+"""The way out of a command: one JSON document, tables for people, progress on terminals, one voice a job."""
 
 from __future__ import annotations
 
