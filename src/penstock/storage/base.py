@@ -143,6 +143,36 @@ class Counters:
         with self._lock:
             self.copied_bytes[reason] += size_bytes
 
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
+        """Travels from rank to rank as its counts; the lock stays at home."""
+        now = self.snapshot()
+        counts = (now.requests, now.retries, now.errors, now.written_bytes, now.read_bytes)
+        return type(self), (*counts, now.copied_bytes, now.requests_by_endpoint)
+
+    def __add__(self, other: Self) -> Self:
+        """Both together: of several ranks, or of several storages."""
+        return type(self)(
+            requests=self.requests + other.requests,
+            retries=self.retries + other.retries,
+            errors=self.errors + other.errors,
+            written_bytes=self.written_bytes + other.written_bytes,
+            read_bytes=self.read_bytes + other.read_bytes,
+            copied_bytes=self.copied_bytes + other.copied_bytes,
+            requests_by_endpoint=self.requests_by_endpoint + other.requests_by_endpoint,
+        )
+
+    def record(self) -> dict[str, int | dict[str, int]]:
+        """All counts as plain data, for the record of a run."""
+        return {
+            "requests": self.requests,
+            "retries": self.retries,
+            "errors": self.errors,
+            "written_bytes": self.written_bytes,
+            "read_bytes": self.read_bytes,
+            "copied_bytes": dict(self.copied_bytes),
+            "requests_by_endpoint": dict(self.requests_by_endpoint),
+        }
+
     def snapshot(self) -> Self:
         """A copy at this moment, to subtract from or to record."""
         with self._lock:

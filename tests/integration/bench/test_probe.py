@@ -81,6 +81,16 @@ def test_unknown_storage_options_name_the_nearest(tmp_path: Path) -> None:
         _probe(replace(SMALL, uri=f"file://{tmp_path}"), fsink="false")
 
 
+def test_what_the_storage_counted_is_part_of_the_result(tmp_path: Path) -> None:
+    result = _probe(replace(SMALL, uri=f"direct://{tmp_path}"))
+    counted = result.counters["direct"]
+    written = sum(seen.moved_bytes for seen in result.measurements if "write" in seen.op)
+    assert isinstance(counted["written_bytes"], int)
+    assert counted["written_bytes"] > written
+    assert (counted["retries"], counted["errors"], counted["copied_bytes"]) == (0, 0, {})
+    assert result.notes == ()
+
+
 class _Breaking:
     """A storage whose second stream's sink fails at its third buffer; everything else is the inner one's."""
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 from penstock.storage.base import Counters
@@ -61,3 +63,31 @@ def test_threads_lose_no_event() -> None:
     assert counters.requests == counters.requests_by_endpoint["http://a"] == 4000
     assert counters.written_bytes == 12_000
     assert counters.copied_bytes["bounce"] == 8000
+
+
+def _some() -> Counters:
+    counters = Counters()
+    counters.add(requests=3, retries=1, errors=2, written_bytes=10, read_bytes=5, endpoint="http://a")
+    counters.add_copy("bounce", 7)
+    return counters
+
+
+def test_counters_travel_between_processes() -> None:
+    arrived = pickle.loads(pickle.dumps(_some()))
+    assert arrived == _some()
+    arrived.add(requests=1)
+    assert arrived.requests == 4
+
+
+def test_the_counters_of_several_ranks_are_summed_by_name() -> None:
+    other = Counters()
+    other.add(requests=1, endpoint="http://b")
+    other.add_copy("bounce", 1)
+    both = sum([_some(), other], Counters())
+    assert (both.requests, both.retries, both.errors, both.written_bytes, both.read_bytes) == (4, 1, 2, 10, 5)
+    assert both.copied_bytes == {"bounce": 8}
+    assert both.requests_by_endpoint == {"http://a": 3, "http://b": 1}
+
+
+def test_a_record_is_plain_data() -> None:
+    assert json.loads(json.dumps(_some().record()))["copied_bytes"] == {"bounce": 7}

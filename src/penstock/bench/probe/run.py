@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.bench.probe.measure import Measurement, measure
 from penstock.bench.probe.place import FOLDER_PREFIX, Place
 from penstock.bench.probe.plan import ProbeRequest, Step, plan_groups, probe_locations
+from penstock.storage import Counters
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _SMALLEST_SIZE_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """All measurements of one probe, and how each mode's storage was told to work.
+    """All measurements of one probe; how each mode's storage was told to work, and what it counted meanwhile.
 
     `size_bytes` is what was asked for; a measurement says what it moved, `notes` say why if that is less.
     """
@@ -38,6 +39,7 @@ class ProbeResult:
     hosts: tuple[str, ...]
     size_bytes: int
     storage: Mapping[str, Mapping[str, OptionValue]]
+    counters: Mapping[str, Mapping[str, int | dict[str, int]]]
     measurements: tuple[Measurement, ...]
     notes: tuple[str, ...]
 
@@ -54,25 +56,50 @@ def probe(
     folder_name = comm.broadcast(
         f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}", awaiting="the name of the probe's folder"
     )
-    measurements: list[Measurement] = []
-    notes: list[str] = []
-    settings: dict[str, Mapping[str, OptionValue]] = {}
+    seen: list[_SeenPlace] = []
     for location in probe_locations(request.uri):
         with Place(location, folder_name, comm=comm, environment=environment, options=options) as place:
-            settings[place.mode] = place.storage.options
-            place.check_free_space(request.size_bytes)
-            affordable_bytes = _affordable_bytes(request, place, comm=comm, progress=progress)
-            if affordable_bytes < request.size_bytes:
-                notes.append(_smaller(request, place, affordable_bytes))
-            sized = replace(request, size_bytes=min(request.size_bytes, affordable_bytes))
-            measurements.extend(_measure_all(sized, place, comm=comm, progress=progress))
+            seen.append(_probe_place(request, place, comm=comm, progress=progress))
     return ProbeResult(
         uri=request.uri,
         ranks=comm.size,
         hosts=tuple(dict.fromkeys(comm.gather(comm.host, awaiting="the names of all hosts"))),
         size_bytes=request.size_bytes,
-        storage=settings,
-        measurements=tuple(measurements),
+        storage={place.mode: place.options for place in seen},
+        counters={place.mode: place.counters.record() for place in seen},
+        measurements=tuple(measurement for place in seen for measurement in place.measurements),
+        notes=tuple(note for place in seen for note in place.notes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SeenPlace:
+    """One location's share of the result."""
+
+    mode: str
+    options: Mapping[str, OptionValue]
+    counters: Counters
+    measurements: tuple[Measurement, ...]
+    notes: tuple[str, ...]
+
+
+def _probe_place(request: ProbeRequest, place: Place, *, comm: Comm, progress: Progress) -> _SeenPlace:
+    place.check_free_space(request.size_bytes)
+    affordable_bytes = _affordable_bytes(request, place, comm=comm, progress=progress)
+    sized = replace(request, size_bytes=min(request.size_bytes, affordable_bytes))
+    measurements = tuple(_measure_all(sized, place, comm=comm, progress=progress))
+    mine = place.storage.counters.snapshot()
+    counters = sum(comm.gather(mine, awaiting="what the storages of all ranks counted"), Counters())
+    notes = []
+    if affordable_bytes < request.size_bytes:
+        notes.append(_smaller(request, place, affordable_bytes))
+    if counters.retries or counters.errors:
+        notes.append(f"{place.mode}: {counters.retries} retries and {counters.errors} errors on the way.")
+    return _SeenPlace(
+        mode=place.mode,
+        options=place.storage.options,
+        counters=counters,
+        measurements=measurements,
         notes=tuple(notes),
     )
 
