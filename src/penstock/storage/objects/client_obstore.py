@@ -20,6 +20,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
+from penstock.errors import Unavailable
 from penstock.storage.objects.client import RemoteObject
 from penstock.storage.objects.refusals import Kind, RequestFailed
 
@@ -39,8 +40,15 @@ _MAX_RETRY_S = 280.0
 
 
 def connect(settings: ClientSettings) -> ObstoreClient:
-    """A client for one endpoint; nothing is sent yet."""
-    return ObstoreClient(settings)
+    """A client for one endpoint; nothing is sent yet. `Unavailable` where a credential is no such thing."""
+    try:
+        return ObstoreClient(settings)
+    except BaseError as error:
+        raise Unavailable(
+            f"The credentials for {settings.scheme}://{settings.bucket} cannot be used: "
+            f"{str(error).partition(chr(10))[0]}",
+            fix="Correct the key, the token or the file that the environment names.",
+        ) from error
 
 
 class ObstoreClient:
@@ -122,13 +130,11 @@ def _make_store(settings: ClientSettings, *, max_retries: int) -> S3Store | GCSS
         "backoff": {"init_backoff": timedelta(seconds=options.backoff_s), "base": 2},
     }
     if settings.scheme == "gs":
-        google: Any = {"url": settings.endpoint} if settings.endpoint else {}
         return GCSStore(
             settings.bucket,
             service_account_path=credentials.access_key,
             client_options=client,
             retry_config=retry,
-            **google,
         )
     if settings.scheme == "az":
         azure: Any = {"endpoint": settings.endpoint} if settings.endpoint else {}

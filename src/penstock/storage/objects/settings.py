@@ -169,6 +169,12 @@ def _ca_bundle(environment: Environment) -> str:
 def _endpoints(
     templates: tuple[str, ...], region: str, location: Location, environment: Environment
 ) -> tuple[str, ...]:
+    if templates and location.scheme == "gs":
+        raise UsageError(
+            "gs:// has no endpoints to choose from",
+            where=location.uri,
+            fix="An emulator's address goes into the service account's file, as gcs_base_url.",
+        )
     if templates:
         return expand_endpoints(templates)
     if location.scheme != "s3":

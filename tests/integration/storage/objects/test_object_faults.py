@@ -338,3 +338,80 @@ def test_a_listing_that_keeps_breaking_is_an_error(faulty: StartFaulty, corner: 
     with pytest.raises(StorageError, match="after 2 attempts"):
         list(corner(server.as_server(), "obstore").list())
     assert server.requests["ListObjectsV2"] == 2
+
+
+@counted_client
+def test_an_upload_that_cannot_begin_gives_its_buffer_back(
+    client: str, faulty: StartFaulty, corner: OpenCorner
+) -> None:
+    server = faulty(
+        Fault(action="refuse", operation="CreateMultipartUpload", status=403, code="AccessDenied")
+    )
+    ledger = ReleaseLedger()
+    sink = corner(server.as_server(), client).create("refused")
+    with pytest.raises(AccessRefused):
+        _submit_and_finish(sink, ledger)
+    sink.abort()
+    ledger.assert_each_released_once()
+
+
+def test_parts_that_cannot_be_dropped_are_warned_of(
+    faulty: StartFaulty, corner: OpenCorner, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = faulty(Fault(action="refuse", operation="AbortMultipartUpload", status=403, code="AccessDenied"))
+    sink = corner(server.as_server(), "minio").create("orphan")
+    sink.submit(memoryview(CONTENT))
+    sink.abort()
+    assert "Parts of an unfinished upload may remain" in caplog.text
+    assert "lifecycle rule" in caplog.text
+
+
+def test_a_failed_part_is_known_at_the_next_one(faulty: StartFaulty, corner: OpenCorner) -> None:
+    server = faulty(
+        Fault(action="refuse", operation="UploadPart", status=403, code="AccessDenied", times=ALWAYS)
+    )
+    sink = corner(server.as_server(), "minio", parts_in_flight="1").create("refused")
+    ledger, buffer = ReleaseLedger(), bytearray(2 * PART)
+    with pytest.raises(AccessRefused):
+        sink.submit(memoryview(buffer), ledger.issue(buffer))
+    sink.abort()
+    ledger.assert_each_released_once()
+
+
+@counted_client
+def test_an_upload_that_moves_slowly_is_not_given_up(
+    client: str, faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.storage.objects.store.STALL_GRACE_S", -39.5)
+    server = faulty(
+        Fault(action="delay", operation="UploadPart", seconds=0.3, times=ALWAYS),
+        Fault(action="delay", operation="CompleteMultipartUpload", seconds=0.4),
+    )
+    storage = corner(server.as_server(), client, attempts="1", request_timeout_s="20s", parts_in_flight="1")
+    write_object(storage, "slow", [CONTENT])
+    assert read_object(storage, "slow") == CONTENT
+
+
+def test_a_pool_whose_parts_never_end_is_a_timeout(
+    faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.storage.objects.store.STALL_GRACE_S", -39.9)
+    server = faulty(Fault(action="delay", operation="UploadPart", seconds=1.0, times=ALWAYS))
+    storage = corner(server.as_server(), "minio", attempts="1", request_timeout_s="20s", parts_in_flight="1")
+    with pytest.raises(StorageTimeout, match="Nothing of the upload moved"):
+        write_object(storage, "slow", [CONTENT])
+    assert server.bucket.open_uploads == []
+
+
+def test_a_delete_tells_a_missing_bucket_and_not_a_missing_object(
+    faulty: StartFaulty, corner: OpenCorner
+) -> None:
+    server = faulty(
+        Fault(action="refuse", operation="DeleteObject", status=404, code="NoSuchKey"),
+        Fault(action="refuse", operation="DeleteObject", status=404, code="NoSuchBucket", nth=2),
+    )
+    storage = corner(server.as_server(), "obstore")
+    storage.delete("absent")
+    with pytest.raises(ObjectNotFound, match="bucket 'penstock-tests' does not exist"):
+        storage.delete("absent")
+    assert storage.counters.errors == 0

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from penstock.environment import process_environment
 from penstock.errors import (
     AccessRefused,
     ObjectNotFound,
@@ -17,7 +18,7 @@ from penstock.errors import (
 from penstock.storage.base import Counters
 from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
 from penstock.storage.objects.client import CLIENTS, RemoteObject, connect
-from penstock.storage.objects.process import ToldOnce
+from penstock.storage.objects.process import ToldOnce, export_credentials
 from penstock.storage.objects.refusals import Asked, Kind, RequestFailed, explain
 from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, Requests
 from penstock.storage.objects.settings import resolve
@@ -259,3 +260,19 @@ def test_a_library_is_told_once_and_the_difference_is_named(monkeypatch: pytest.
     assert library.told("PENSTOCK_UNIT_A") == "1"
     with pytest.raises(UsageError, match="somelib has one configuration per process, and PENSTOCK_UNIT_A"):
         library.tell({"PENSTOCK_UNIT_A": "2", "PENSTOCK_UNIT_SECRET": "x"})
+
+
+@pytest.mark.parametrize(("token", "exported"), [("t0k3n", "t0k3n"), ("", None)])
+def test_credentials_are_exported_and_instance_metadata_is_switched_off(
+    token: str, exported: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "stale")
+    environment = {"AWS_ENDPOINT_URL": "http://h", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    place = resolve(parse_uri("s3://bucket?region=r"), {**environment, "AWS_SESSION_TOKEN": token})
+    export_credentials(place.clients[0])
+    now = process_environment()
+    assert now.get("AWS_SESSION_TOKEN") == exported
+    assert (now["AWS_ACCESS_KEY_ID"], now["AWS_SECRET_ACCESS_KEY"], now["AWS_REGION"]) == ("k", "s", "r")
+    assert now["AWS_EC2_METADATA_DISABLED"] == "true"

@@ -208,3 +208,39 @@ def test_a_ca_bundle_that_is_none_is_refused(content: str | None, complaint: str
 def test_what_s3torchconnector_cannot_do_is_refused(option: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="s3torchconnector"):
         open_storage("s3://bucket", HERE, options={"client": "s3torchconnector", **option})
+
+
+@pytest.mark.parametrize(
+    ("uri", "environment"),
+    [
+        ("gs://bucket", {"GOOGLE_APPLICATION_CREDENTIALS": "/no/such/account.json"}),
+        ("az://box", {"AZURE_STORAGE_ACCOUNT_NAME": "a", "AZURE_STORAGE_ACCOUNT_KEY": "!no-base64!"}),
+    ],
+)
+def test_credentials_that_cannot_be_used_are_refused_without_being_shown(
+    uri: str, environment: dict[str, str]
+) -> None:
+    with pytest.raises(Unavailable, match="cannot be used") as caught:
+        open_storage(uri, environment)
+    assert "!no-base64!" not in str(caught.value)
+
+
+def test_google_has_no_endpoints_to_choose_from() -> None:
+    with pytest.raises(UsageError, match="no endpoints"):
+        open_storage("gs://bucket", {}, options={"endpoints": "http://127.0.0.1:9"})
+
+
+def test_google_opens_with_a_service_account(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import rsa
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    key = rsa.generate_private_key(65537, 2048)
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    account = {"type": "service_account", "private_key": pem, "private_key_id": "1", "client_email": "a@b"}
+    path = tmp_path / "account.json"
+    path.write_text(json.dumps({**account, "gcs_base_url": "https://127.0.0.1:9", "disable_oauth": True}))
+    storage = open_storage(
+        "gs://bucket", {"GOOGLE_APPLICATION_CREDENTIALS": str(path)}, options={"attempts": "1"}
+    )
+    with pytest.raises(PenstockError, match="Cannot connect to gs://bucket"):
+        storage.stat("key")
