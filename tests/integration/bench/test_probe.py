@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +139,37 @@ def test_a_stream_that_fails_ends_all_of_them_with_its_own_error_and_nothing_sta
         run()
     assert list(tmp_path.iterdir()) == []
     assert [thread for thread in threading.enumerate() if "ThreadPool" in thread.name] == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody with fewer rights")
+def test_a_folder_that_may_not_be_entered_is_refused_access_and_no_defect(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o700)
+    program = (
+        "import os, sys\nfrom penstock.cli import main\n"
+        "main(['storage', 'probe', 'mem://warm-up', '--size', '1MiB', '--json'])\n"  # imports everything
+        f"os.seteuid(65534)\nsys.exit(main(['storage', 'probe', {str(locked / 'in')!r}]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1, result.stderr
+    assert "Permission denied" in result.stderr
+    assert "defect" not in result.stderr
+
+
+def test_a_failed_removal_is_told_and_does_not_hide_the_failure(caplog: pytest.LogCaptureFixture) -> None:
+    environment = {
+        "AWS_ENDPOINT_URL": "http://127.0.0.1:1",
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "nothing",
+    }
+    request = replace(SMALL, uri="s3://bucket/x")
+    options = {"attempts": "1", "client": "minio"}
+    with pytest.raises(StorageError) as caught:
+        probe(request, comm=SoloComm(), environment=environment, options=options, progress=Silent())
+    assert "ListObjects" not in str(caught.value)
+    assert "may still be at s3://bucket/x" in caplog.text
 
 
 def test_folders_that_were_there_before_stay(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ Invariant: nothing outside this folder is touched, and folders that the probe di
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from penstock.bench.probe.plan import MODES, Mode
-from penstock.errors import ObjectNotFound, OutOfSpace
+from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
 from penstock.storage import open_storage
 from penstock.units import format_bytes
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from penstock.environment import Environment
     from penstock.storage import Storage
     from penstock.storage.uri import Location
+
+logger = logging.getLogger(__name__)
 
 FOLDER_PREFIX: Final = "penstock-probe-"
 
@@ -78,12 +82,19 @@ class Place:
         self._keys.clear()
 
     def _remove_everything(self) -> None:
-        """After a failure: also what ranks left that were killed. Every survivor tries, whoever is first."""
-        for seen in list(self.storage.list()) if self.folder is None else ():
-            with suppress(ObjectNotFound):
-                self.storage.delete(seen.key)
+        """After a failure: also what ranks left that were killed. Every survivor tries, whoever is first.
+
+        A failure to remove is told, but never hides the failure that led here.
+        """
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        try:
+            for seen in self.storage.list():
+                with suppress(ObjectNotFound):
+                    self.storage.delete(seen.key)
+        except StorageError as error:
+            logger.warning("What the probe wrote may still be at %s: %s", self.storage.uri, error)
 
     def _remove_folders(self) -> None:
         for folder in self._missing_folders:
@@ -94,7 +105,7 @@ class Place:
         """Fail before the first byte if the file system can't hold one measurement and a little more."""
         if self.folder is None:
             return
-        parent = next(folder for folder in self.folder.parents if folder.exists())
+        parent = next(folder for folder in self.folder.parents if _exists(folder))
         free_bytes = shutil.disk_usage(parent).free
         if free_bytes < size_bytes + size_bytes // 20:
             raise OutOfSpace(
@@ -108,4 +119,9 @@ def _missing_folders(folder: Path | None) -> list[Path]:
     """The folders that a probe will make, innermost first: these it removes again, and no others."""
     if folder is None:
         return []
-    return [folder, *(parent for parent in folder.parents if not parent.exists())]
+    return [folder, *(parent for parent in folder.parents if not _exists(parent))]
+
+
+def _exists(folder: Path) -> bool:
+    """Like `Path.exists`, but a folder that may not be looked into counts as absent: writing will say why."""
+    return os.path.exists(folder)  # noqa: PTH110 - for that very difference
