@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -117,12 +117,9 @@ class MinioClient:
                 length=len(buffer),
                 request_headers=headers,
             )
-            try:
+            with closing(response):
                 _receive(response, buffer)
-            except BaseException:
-                response.close()
-                raise
-            response.release_conn()
+                response.release_conn()  # only a body read to its end leaves a connection to use again
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
         """Objects under `prefix`, page by page."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
@@ -137,11 +137,10 @@ class S3dlioClient:
             writer = s3dlio.MultipartUploadWriter(
                 self._bucket, key, part_size=part_bytes, max_in_flight=self._in_flight, abort_on_drop=True
             )
-            try:
+            with ExitStack() as undo:
+                undo.callback(writer.abort)
                 _write_all(writer, parts)
-            except BaseException:
-                writer.abort()
-                raise
+                undo.pop_all()
             return cast("str | None", (writer.close()["etag"] or "").strip('"') or None)
 
 

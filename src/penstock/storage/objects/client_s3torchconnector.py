@@ -123,10 +123,9 @@ class S3TorchClient:
         try:
             for content in contents:
                 stream.write(content)
-        except BaseException:
+            stream.close()
+        finally:
             del stream  # dropped unclosed, it aborts its upload
-            raise
-        stream.close()
 
     def _timed(self, call: Callable[[], T]) -> T:
         """What `call` returns, or a timeout; the thread of a stalled call is left to itself."""
