@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -415,3 +418,21 @@ def test_a_delete_tells_a_missing_bucket_and_not_a_missing_object(
     with pytest.raises(ObjectNotFound, match="bucket 'penstock-tests' does not exist"):
         storage.delete("absent")
     assert storage.counters.errors == 0
+
+
+@every_client
+def test_a_process_that_ends_with_an_unfinished_object_leaves_no_parts(
+    client: str, faulty: StartFaulty
+) -> None:
+    server = faulty()
+    program = Path(__file__).parent / "programs" / "leave_unfinished.py"
+    done = subprocess.run(
+        [sys.executable, str(program), server.endpoint, client],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "left\n"
+    assert _eventually(lambda: server.bucket.open_uploads == [])
+    assert server.bucket.keys == []

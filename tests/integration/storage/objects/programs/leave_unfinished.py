@@ -1,0 +1,20 @@
+"""Begin an object, send some of it, and end as if nobody had thought of it again."""
+
+from __future__ import annotations
+
+import sys
+
+from penstock.storage import open_storage
+from penstock.testing.servers import BUCKET, S3Server
+
+
+def main(endpoint: str, client: str) -> None:
+    storage = open_storage(
+        f"s3://{BUCKET}", S3Server("given", endpoint).environment, options={"client": client}
+    )
+    sink = storage.create("unfinished")
+    sink.submit(memoryview(bytes(20 * 1024 * 1024)))
+    sys.stdout.write("left\n")
+
+
+main(*sys.argv[1:])
