@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from penstock.errors import UsageError
-from penstock.units import parse_bytes, parse_seconds
+from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 T = TypeVar("T")
 
@@ -19,6 +19,11 @@ def size(option: str, text: str) -> int:
 def sizes(option: str, text: str) -> tuple[int, ...]:
     """Several sizes: `1MiB,8MiB`."""
     return tuple(size(option, part) for part in text.split(","))
+
+
+def rate(option: str, text: str) -> float:
+    """Bytes per second: `40GiB/s`."""
+    return _read(option, parse_rate, text)
 
 
 def counts(option: str, text: str) -> tuple[int, ...]:

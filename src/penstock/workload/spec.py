@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Final
 
 from annotated_types import Ge, Gt, Le
 
@@ -40,6 +41,11 @@ ExactBytes = Annotated[Fraction, Gt(0), "bytes"]
 SpreadBytes = Annotated[Fraction, Ge(0), "bytes"]
 Seconds = Annotated[float, Ge(0), "seconds"]
 Share = Annotated[float, Ge(0), Le(1)]
+ElementType = Annotated[str, "dtype"]
+"""A numpy name such as float32; in Parquet also `string` and `binary`, whose elements are bytes."""
+
+SECRET: Final = MappingProxyType({"secret": True})
+"""Marks fields that no printed form may show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +64,7 @@ class Column:
     """One Parquet column: `size` elements of `dtype` in every row; training reads it if `read` says so."""
 
     name: str
-    dtype: str = "float32"
+    dtype: ElementType = "float32"
     size: AtLeastOne = 1
     read: bool = True
 
@@ -102,7 +108,7 @@ class Dataset:
     record_length_bytes_stdev: SpreadBytes = Fraction(0)
     record_length_bytes_resize: Bytes = 0
     record_dims: tuple[AtLeastOne, ...] = ()
-    record_element_type: str = "uint8"
+    record_element_type: ElementType = "uint8"
     num_subfolders_train: Count = 0
     num_subfolders_eval: Count = 0
     file_prefix: str = "img"
@@ -146,7 +152,7 @@ class Reader:
     preprocess_time: Duration = field(default_factory=Duration)
     sampler: Sampler | None = None
     transformed_record_dims: tuple[AtLeastOne, ...] = ()
-    transformed_record_element_type: str = "uint8"
+    transformed_record_element_type: ElementType = "uint8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +268,8 @@ class StorageOptions:
     """
 
     endpoint_url: str | None = None
-    access_key_id: str | None = field(default=None, repr=False)
-    secret_access_key: str | None = field(default=None, repr=False)
+    access_key_id: str | None = field(default=None, repr=False, metadata=SECRET)
+    secret_access_key: str | None = field(default=None, repr=False, metadata=SECRET)
     region: str | None = None
     uri_scheme: str | None = None
     secure: bool | None = None

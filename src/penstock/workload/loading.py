@@ -1,0 +1,238 @@
+"""From a name, a file and overrides to one `Workload`, and what a user of DLIO should know about it.
+
+Place in the flow: the one way in. Catalog or file, then overrides, become layers of a stack; the stack is
+settled (`dialect`), parsed (`document`) and checked. All that is wrong is said at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import UsageError
+from penstock.workload.choices import CheckpointMode
+from penstock.workload.dialect import Remark, layer_of, settle
+from penstock.workload.document import read_workload
+from penstock.workload.nearest import advice
+from penstock.workload.records import parquet_row_bytes
+from penstock.workload.shipped import Family, families
+from penstock.workload.tree import Problem, Stack, dotted
+from penstock.workload.yamlfile import parse_yaml
+
+if TYPE_CHECKING:
+    from penstock.workload.overrides import Override
+    from penstock.workload.spec import Workload
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A workload, and remarks on keys that DLIO reads otherwise or that mean nothing here."""
+
+    workload: Workload
+    remarks: tuple[Remark, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """Where a workload's values come from, before overrides."""
+
+    name: str
+    accelerator: str
+    source: str
+    layers: tuple[Mapping[str, Any], ...]
+    is_ours: bool
+    remarks: tuple[Remark, ...] = ()
+
+
+def load(
+    name: str,
+    *,
+    accelerator: str = "",
+    overrides: Sequence[Override] = (),
+    config_dir: FilePath | None = None,
+) -> Loaded:
+    """The workload of this name: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
+
+    A file `NAME.yaml` of `config_dir`, or of its folder `workload`, comes before a shipped one.
+    """
+    origin = _file_origin(name, accelerator, config_dir)
+    return _finish(origin or _shipped_origin(name, accelerator), overrides)
+
+
+def load_data_set(
+    name: str,
+    *,
+    accelerator: str = "",
+    overrides: Sequence[Override] = (),
+    config_dir: FilePath | None = None,
+) -> Loaded:
+    """As `load`, for those who look only at the data set: without an accelerator, what all of them share."""
+    origin = _file_origin(name, accelerator, config_dir)
+    if origin is None and not accelerator and name in families():
+        origin = _shared_origin(families()[name])
+    return _finish(origin or _shipped_origin(name, accelerator), overrides)
+
+
+def shipped() -> tuple[Loaded, ...]:
+    """Every workload of the catalog, one for each accelerator."""
+    names = [name for family in families().values() for name in family.full_names()]
+    return tuple(load(name) for name in names)
+
+
+def _file_origin(name: str, accelerator: str, config_dir: FilePath | None) -> _Origin | None:
+    path = _find_file(name, config_dir)
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"Cannot read the workload: {error}",
+            where=str(path),
+            fix="Name a YAML file, or see `penstock workloads`.",
+        ) from error
+    tree = parse_yaml(text, source=str(path))
+    return _Origin(name=path.stem, accelerator=accelerator, source=str(path), layers=(tree,), is_ours=False)
+
+
+def _find_file(name: str, config_dir: FilePath | None) -> FilePath | None:
+    if name.endswith(_SUFFIXES) or "/" in name:
+        return FilePath(name)
+    folders = (config_dir, config_dir / "workload") if config_dir else ()
+    candidates = (folder / f"{name}{suffix}" for folder in folders for suffix in _SUFFIXES)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _shipped_origin(name: str, accelerator: str) -> _Origin:
+    family, named = _family_of(name)
+    if named and accelerator and named != accelerator:
+        raise UsageError(
+            f"{name} is for {named}, but --accelerator says {accelerator}",
+            fix=f"Write {family.name} --accelerator {accelerator}.",
+        )
+    chosen = named or accelerator or _only(family)
+    if chosen and chosen not in family.variants:
+        known = ", ".join(family.variants) or "none: it is the same for all"
+        raise UsageError(f"{family.name} is not known for {chosen!r}", fix=f"Its accelerators: {known}.")
+    return _Origin(
+        name=family.name,
+        accelerator=chosen,
+        source=f"{family.name}_{chosen}" if chosen else family.name,
+        layers=(family.shared, family.variants[chosen]) if chosen else (family.shared,),
+        is_ours=True,
+    )
+
+
+def _family_of(name: str) -> tuple[Family, str]:
+    if name in families():
+        return families()[name], ""
+    for family in families().values():
+        for accelerator in family.variants:
+            if name == f"{family.name}_{accelerator}":
+                return family, accelerator
+    known = [full for family in families().values() for full in family.full_names()]
+    stem, _, suffix = name.rpartition("_")
+    if stem in families():
+        return families()[stem], suffix
+    near = difflib.get_close_matches(name, [*families(), *known], n=1, cutoff=0.5)
+    meant = f"Did you mean {near[0]}? " if near else ""
+    raise UsageError(
+        f"No workload is called {name!r}",
+        fix=f"{meant}`penstock workloads` lists those that are shipped; a file's name ends with .yaml.",
+    )
+
+
+def _only(family: Family) -> str:
+    if len(family.variants) > 1:
+        raise UsageError(
+            f"{family.name} differs from accelerator to accelerator",
+            fix=f"Choose one: --accelerator {', '.join(family.variants)}.",
+        )
+    return next(iter(family.variants), "")
+
+
+def _shared_origin(family: Family) -> _Origin:
+    otherwise = [
+        f"{accelerator} sets {', '.join(sorted(own['dataset']))}"
+        for accelerator, own in family.variants.items()
+        if "dataset" in own
+    ]
+    note = Remark("dataset", f"what all accelerators share; {'; '.join(otherwise)}") if otherwise else None
+    return _Origin(
+        name=family.name,
+        accelerator="",
+        source=family.name,
+        layers=(family.shared,),
+        is_ours=True,
+        remarks=(note,) if note else (),
+    )
+
+
+def _finish(origin: _Origin, overrides: Sequence[Override]) -> Loaded:
+    stack = Stack()
+    remarks = list(origin.remarks)
+    for tree in origin.layers:
+        values, said = layer_of(tree, origin.source)
+        stack.lay(values, source=origin.source, is_ours=origin.is_ours)
+        remarks += said
+    for override in overrides:
+        values, said = layer_of(override.tree(), override.source)
+        stack.lay(values, source=override.source)
+        remarks += said
+    said, problems = settle(stack)
+    workload, refused = read_workload(stack.tree(), name=origin.name, accelerator=origin.accelerator)
+    problems += refused or list(_contradictions(workload))
+    if problems or workload is None:
+        raise _complaint(problems, stack, origin.source)
+    return Loaded(workload=workload, remarks=(*remarks, *said, *_mismatches(workload, stack)))
+
+
+def _contradictions(workload: Workload | None) -> Iterator[Problem]:
+    """Values that are right each, and make no sense together."""
+    if workload is None:
+        return
+    dataset, model = workload.dataset, workload.model
+    if dataset.record_dims and dataset.record_length_bytes_stdev:
+        yield Problem(
+            path=("dataset", "record_length_bytes_stdev"),
+            kind="refused",
+            text="cannot go with record_dims, which fix every record's size; set one of them",
+        )
+    if workload.checkpoint.mode is CheckpointMode.SUBSET and model.parallelism.data is None:
+        yield Problem(
+            path=("checkpoint", "mode"),
+            kind="refused",
+            text="is 'subset', which needs model.parallelism.data: of how many replicas it is a subset",
+        )
+    names = [column.name for column in dataset.parquet.columns]
+    for twice in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem(
+            path=("dataset", "parquet", "columns"), kind="refused", text=f"name {twice!r} more than once"
+        )
+
+
+def _mismatches(workload: Workload, stack: Stack) -> Iterator[Remark]:
+    row_bytes = parquet_row_bytes(workload.dataset)
+    is_asked = ("dataset", "record_length_bytes") in stack.settings
+    if row_bytes is not None and is_asked and row_bytes != workload.dataset.record_length_bytes:
+        yield Remark("dataset.record_length_bytes", f"the columns make rows of {row_bytes} B, and they count")
+
+
+def _complaint(problems: Sequence[Problem], stack: Stack, source: str) -> UsageError:
+    lines = [_sentence(problem, stack, source) for problem in problems]
+    if len(lines) == 1:
+        return UsageError(f"{source}: {lines[0]}")
+    return UsageError("\n  ".join((f"{source}: {len(lines)} values are not understood:", *lines)))
+
+
+def _sentence(problem: Problem, stack: Stack, source: str) -> str:
+    asked = stack.source_of(problem.path)
+    where = f" ({asked})" if asked not in ("", source) else ""
+    if problem.kind == "unknown":
+        return f"{dotted(problem.path)} is no key{where}; {advice(problem.path)}"
+    return f"{dotted(problem.path)} {problem.text}{where}"

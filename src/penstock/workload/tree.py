@@ -1,0 +1,100 @@
+"""Nested mappings as flat ones, path by path, so that layers lie over one another and say whence.
+
+Place in the flow: file, catalog and overrides become layers; one `Stack` of them becomes the tree that
+`document` reads. One invariant: the later layer wins, and every value knows its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.errors import UsageError
+
+Path = tuple[str, ...]
+
+
+def dotted(path: Path) -> str:
+    """`dataset.num_files_train`."""
+    return ".".join(path)
+
+
+def flatten(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf with its path; lists are leaves, and an empty mapping says nothing."""
+    for key, value in tree.items():
+        path = (*above, str(key))
+        if isinstance(value, Mapping):
+            yield from flatten(value, path)
+        else:
+            yield path, value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What is wrong with the value at `path`."""
+
+    path: Path
+    kind: Literal["unknown", "refused"]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value, and where it was asked for."""
+
+    value: Any
+    source: str
+    is_ours: bool = False
+
+
+@dataclass(slots=True)
+class Stack:
+    """Settings by path, layer upon layer."""
+
+    settings: dict[Path, Setting] = field(default_factory=dict)
+
+    def lay(self, values: Mapping[Path, Any], *, source: str, is_ours: bool = False) -> None:
+        """Put one layer on top. A value replaces what stood at its path, and everything below it."""
+        for path, value in sorted(values.items(), key=lambda setting: len(setting[0])):
+            self._make_room(path, source)
+            self.settings[path] = Setting(value, source, is_ours)
+
+    def _make_room(self, path: Path, source: str) -> None:
+        for below in [known for known in self.settings if known[: len(path)] == path]:
+            del self.settings[below]
+        for length in range(1, len(path)):
+            self._open(path[:length], path, source)
+
+    def _open(self, above: Path, path: Path, source: str) -> None:
+        """A bare time becomes a mapping when `.stdev` is set below it; any other value cannot be entered."""
+        standing = self.settings.get(above)
+        if standing is None:
+            return
+        if standing.value is not None and not above[-1].endswith("_time"):
+            raise UsageError(
+                f"{dotted(path)} cannot be set: {dotted(above)} is {standing.value!r}, which has no parts",
+                where=source,
+                fix=f"Set {dotted(above)} itself.",
+            )
+        del self.settings[above]
+        if standing.value is not None:
+            self.settings[*above, "mean"] = standing
+
+    def tree(self) -> dict[str, Any]:
+        """The settings as nested mappings."""
+        root: dict[str, Any] = {}
+        for path, setting in self.settings.items():
+            folder = root
+            for step in path[:-1]:
+                folder = folder.setdefault(step, {})
+            folder[path[-1]] = setting.value
+        return root
+
+    def source_of(self, path: Path) -> str:
+        """Where the value at `path`, above it or below it was asked for."""
+        for length in range(len(path), 0, -1):
+            for known, setting in self.settings.items():
+                if known[:length] == path[:length]:
+                    return setting.source
+        return ""

@@ -1,0 +1,127 @@
+"""One value of a workload as people write it, read: sizes and times with units, numbers, distributions.
+
+Place in the flow: the leaves of `document`. What does not fit is a UsageError; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Final
+
+from penstock.errors import UsageError
+from penstock.units import parse_bytes, parse_seconds
+from penstock.workload.duration import Duration, Law
+
+_BYTE_TYPES: Final = ("string", "binary")
+
+_LAW_FIELDS: Final = {
+    Law.FIXED: {"mean": "mean_s"},
+    Law.NORMAL: {"mean": "mean_s", "stdev": "stdev_s"},
+    Law.UNIFORM: {"min": "min_s", "max": "max_s"},
+    Law.GAMMA: {"shape": "shape", "scale": "scale_s"},
+    Law.EXPONENTIAL: {"scale": "scale_s"},
+    Law.POISSON: {"lam": "expected_events"},
+}
+"""What each law is told in DLIO's words, and our fields."""
+
+
+def read_bytes(value: Any) -> Any:
+    """Text with a unit as whole bytes; anything else as it is, for the type to judge."""
+    if isinstance(value, str):
+        return parse_bytes(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def read_exact_bytes(value: Any) -> Fraction:
+    """A size that may have a fraction of a byte, taken as written: 114660.07 is 11466007/100."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Fraction):
+        raise UsageError(f"{value!r} is not a size", fix="Write bytes, or a size such as 4MiB.")
+    if isinstance(value, str) and not _is_number(value):
+        return Fraction(parse_bytes(value))
+    try:
+        return Fraction(str(value).replace("_", ""))
+    except ValueError as error:
+        raise UsageError(f"{value!r} is not a size", fix="Write bytes, or a size such as 4MiB.") from error
+
+
+def _is_number(text: str) -> bool:
+    return text.replace("_", "").replace(".", "", 1).isdecimal()
+
+
+def read_seconds(value: Any) -> Any:
+    """Text with a unit as seconds; anything else as it is, for the type to judge."""
+    return parse_seconds(value) if isinstance(value, str) else value
+
+
+def read_element_type(name: str) -> str:
+    """`name`, if numpy knows it or it is one of Parquet's own."""
+    import numpy as np  # noqa: PLC0415 - only an edge that meets an element type pays for it
+
+    if name in _BYTE_TYPES:
+        return name
+    try:
+        np.dtype(name)
+    except TypeError as error:
+        raise UsageError(f"{name!r} is no element type", fix="Use numpy's names, such as float32.") from error
+    return name
+
+
+def element_bytes(name: str) -> int:
+    """Bytes of one element of a type that `read_element_type` let pass."""
+    import numpy as np  # noqa: PLC0415 - see above
+
+    return 1 if name in _BYTE_TYPES else np.dtype(name).itemsize
+
+
+def read_duration(value: Any) -> Duration:
+    """A time: a number of seconds, `250ms`, or a mapping that names a distribution and its values."""
+    if isinstance(value, Duration):
+        return value
+    if not isinstance(value, Mapping):
+        return Duration.fixed(_non_negative("it", value))
+    law = _law_of(value)
+    known = _LAW_FIELDS[law]
+    given = {key: entry for key, entry in value.items() if key != "type"}
+    _compare_keys(law, known=set(known), given=set(given))
+    values = {known[key]: _non_negative(key, entry) for key, entry in given.items()}
+    if law is Law.UNIFORM and values["min_s"] > values["max_s"]:
+        raise UsageError(f"min {values['min_s']:g} is above max {values['max_s']:g}", fix="Swap them.")
+    return Duration(law=law, **values)
+
+
+def write_duration(duration: Duration) -> float | dict[str, str | float]:
+    """The inverse of `read_duration`: a bare number for a fixed time."""
+    if duration.law is Law.FIXED:
+        return duration.mean_s
+    known = _LAW_FIELDS[duration.law]
+    return {"type": duration.law.value, **{key: getattr(duration, name) for key, name in known.items()}}
+
+
+def _law_of(value: Mapping[str, Any]) -> Law:
+    """The law by its `type`; without one a spread means a normal distribution, as in DLIO."""
+    named = value.get("type", Law.NORMAL if "stdev" in value else Law.FIXED)
+    try:
+        return Law(named)
+    except ValueError as error:
+        raise UsageError(
+            f"{named!r} is no distribution", fix=f"Choose one of {', '.join(law.value for law in Law)}."
+        ) from error
+
+
+def _compare_keys(law: Law, *, known: set[str], given: set[str]) -> None:
+    if given == known:
+        return
+    wrong = [f"{key} is missing" for key in sorted(known - given)]
+    wrong += [f"{key} is not one of its values" for key in sorted(given - known)]
+    raise UsageError(
+        f"A {law.value} time is given wrongly: {', '.join(wrong)}",
+        fix=f"It takes {', '.join(sorted(known))}.",
+    )
+
+
+def _non_negative(key: str, value: Any) -> float:
+    seconds = read_seconds(value)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+        raise UsageError(f"{key} is {value!r}, which is no duration", fix="Write seconds, or 250ms.")
+    return float(seconds)
