@@ -1,4 +1,4 @@
-"""The one module that reads environment variables; everything else receives their values as arguments.
+"""The one module that touches environment variables; everything else receives their values as arguments.
 
 `PENSTOCK_*` and `AWS_*` are the user's settings; the others say which launcher started this process.
 """
@@ -38,3 +38,13 @@ def user_settings(environment: Environment) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(USER_PREFIXES) and name not in ours
     }
+
+
+def export_variables(values: Environment) -> None:
+    """Set variables of this process, for libraries that can be told in no other way."""
+    os.environ.update(values)
+
+
+def withdraw_variable(name: str) -> None:
+    """Unset a variable of this process, for the same libraries."""
+    os.environ.pop(name, None)

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import ObjectNotFound, ShortTransfer
-from penstock.storage.base import Counters, ObjectInfo, OptionValue, Release
+from penstock.storage.base import ObjectInfo, OptionValue, Release
+from penstock.storage.counters import Counters
 from penstock.storage.options import parse_options
 from penstock.storage.uri import Location, check_key, check_prefix
 

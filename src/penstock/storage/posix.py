@@ -24,7 +24,8 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.storage.aligned import flat
-from penstock.storage.base import Counters, ObjectInfo, OptionValue
+from penstock.storage.base import ObjectInfo, OptionValue
+from penstock.storage.counters import Counters
 from penstock.storage.files.buffered import BufferedAccess
 from penstock.storage.files.calls import REAL_CALLS, FileCalls, clash_failure, explaining, storage_failure
 from penstock.storage.files.direct import DirectAccess

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import ObjectNotFound, UsageError
-from penstock.storage.base import Counters
+from penstock.storage.counters import Counters
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import exists
 from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage

@@ -17,7 +17,8 @@ from penstock.storage.files.in_flight import Piece, Writes, start_writes
 from penstock.storage.files.transfer import OpenFile, read_whole
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Counters, Release
+    from penstock.storage.base import Release
+    from penstock.storage.counters import Counters
 
 COPY_REASON = "direct-unaligned"
 NUM_IDLE_BOUNCES = 16

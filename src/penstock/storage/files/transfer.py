@@ -12,7 +12,7 @@ from penstock.errors import ShortTransfer
 from penstock.storage.files.calls import FileCalls, storage_failure
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Counters
+    from penstock.storage.counters import Counters
 
 
 @dataclass(frozen=True, slots=True)

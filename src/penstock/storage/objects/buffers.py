@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Counters, Release
+    from penstock.storage.base import Release
+    from penstock.storage.counters import Counters
 
 GATHER_COPY = "objects-gather"
 """Name under which copies of buffers that are no whole parts are accounted."""

@@ -6,11 +6,11 @@ once is never silently told twice.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from penstock.environment import export_variables, withdraw_variable
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def export_credentials(settings: ClientSettings) -> Mapping[str, str]:
     if settings.credentials.session_token:
         exported["AWS_SESSION_TOKEN"] = settings.credentials.session_token
     else:
-        os.environ.pop("AWS_SESSION_TOKEN", None)
-    os.environ.update(exported)
+        withdraw_variable("AWS_SESSION_TOKEN")
+    export_variables(exported)
     return exported
 
 
@@ -53,7 +53,7 @@ class ToldOnce:
                     fix="Use one process for each configuration, or another client.",
                 )
             self._told = dict(settings)
-            os.environ.update(settings)
+            export_variables(settings)
 
     def told(self, name: str) -> str:
         """What the library was told under this name; "" before the first time."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from penstock.storage.objects.refusals import Asked, RequestFailed, explain
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Counters
+    from penstock.storage.counters import Counters
     from penstock.storage.objects.client import ObjectClient
 
 T = TypeVar("T")

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.errors import ShortTransfer, StorageError
-from penstock.storage.base import Counters, ObjectInfo, Release
+from penstock.storage.base import ObjectInfo, Release
 from penstock.storage.objects.buffers import Cutter, Part, SharedRelease, flat_bytes
 from penstock.storage.objects.parts import MAX_PARTS, choose_part_bytes
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
+    from penstock.storage.counters import Counters
     from penstock.storage.objects.client import RemoteObject
     from penstock.storage.objects.requests import Requests
     from penstock.storage.objects.upload import Upload

@@ -14,7 +14,7 @@ from penstock.storage.objects.buffers import flat_bytes
 from penstock.storage.objects.parts import split_range
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Counters
+    from penstock.storage.counters import Counters
     from penstock.storage.objects.client import RemoteObject
     from penstock.storage.objects.requests import Requests
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from penstock.storage.base import Counters, ObjectInfo, OptionValue
+from penstock.storage.base import ObjectInfo, OptionValue
+from penstock.storage.counters import Counters
 from penstock.storage.objects.client import ObjectClient, RemoteObject, SupportsStream, connect
 from penstock.storage.objects.refusals import Asked, RequestFailed
 from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, Requests

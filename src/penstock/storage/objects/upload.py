@@ -19,7 +19,7 @@ from penstock.errors import StorageError, StorageTimeout
 from penstock.storage.objects.refusals import Asked, RequestFailed, explain
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Counters
+    from penstock.storage.counters import Counters
     from penstock.storage.objects.client import ObjectClient, SupportsParts, SupportsStream
     from penstock.storage.objects.requests import Endpoint, Requests
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.storage.base import Counters
+from penstock.storage.counters import Counters
 from penstock.storage.objects.buffers import Cutter, GatherBuffers, SharedRelease, flat_bytes
 from penstock.storage.objects.parts import (
     MAX_PART_BYTES,

@@ -15,7 +15,7 @@ from penstock.errors import (
     Unavailable,
     UsageError,
 )
-from penstock.storage.base import Counters
+from penstock.storage.counters import Counters
 from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
 from penstock.storage.objects.client import CLIENTS, RemoteObject, connect
 from penstock.storage.objects.process import ToldOnce, export_credentials
