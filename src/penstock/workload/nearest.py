@@ -13,7 +13,7 @@ from penstock.workload.tree import Path, dotted
 def advice(path: Path) -> str:
     """What to write instead of `path`, or which keys there are beside it."""
     steps = tuple(step for step in path if not step.isdecimal())  # elements of a list share their keys
-    meant = _sibling(steps) or _namesake(steps) or _lookalike(steps)
+    meant = _namesake(steps) or _sibling(steps) or _lookalike(steps)
     if meant:
         return f"did you mean {meant}?"
     beside = sorted(_children(steps[:-1])) or sorted(_children(()))
@@ -40,7 +40,7 @@ def _namesake(path: Path) -> str:
 
 
 def _lookalike(path: Path) -> str:
-    near = difflib.get_close_matches(dotted(path), sorted(map(dotted, _all_paths())), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(dotted(path), sorted(map(dotted, _all_paths())), n=1, cutoff=0.8)
     return _ours(tuple(near[0].split("."))) if near else ""
 
 

@@ -190,7 +190,7 @@ class _Scanner:
                 yield key, self._value(ends=f",{closing}")
             else:
                 yield self._value(ends=f",{closing}")
-            if self._next() not in (",", closing) or not self._next():
+            if self._next() not in (",", closing):
                 raise self._error(f"no {closing!r}", "Close the bracket.")
             if self._next() == ",":
                 self._at += 1

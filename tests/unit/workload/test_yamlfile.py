@@ -1,0 +1,32 @@
+"""YAML text: plain values, and a clear word about what is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.workload.yamlfile import parse_yaml
+
+
+def test_plain_values_come_out() -> None:
+    assert parse_yaml("a: {b: 1, c: [x, 2.5]}\nd: off\n", source="f") == {
+        "a": {"b": 1, "c": ["x", 2.5]},
+        "d": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "the key 'a' is given twice (f.yaml, line 3)"),
+        ("a: {b: 1, b: 2}\n", "the key 'b' is given twice (f.yaml, line 1)"),
+        ("a: [1\n", "Not YAML"),
+        ("a: !!python/object:os.system 1\n", "Not YAML"),
+        ("- 1\n", "A workload is a mapping of sections, not [1] (f.yaml)"),
+        ("", "not None"),
+    ],
+)
+def test_what_is_no_mapping_or_hides_a_value_is_refused_with_its_place(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_yaml(text, source="f.yaml")
+    assert said in str(caught.value)
