@@ -1,0 +1,217 @@
+"""The native loader: threads that read ranges straight into buffers of their own, some batches ahead.
+
+Files and objects get the same depth: `threads` requests in flight, whatever their batch. Invariant: memory
+is one buffer a thread, whatever the size of samples, files and batches; nothing is copied or kept.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+from penstock.bench.loader.base import Batch, BatchRequest, ReadRequest
+from penstock.errors import PenstockError, ShortTransfer, UsageError
+from penstock.storage.aligned import aligned_buffer
+
+if TYPE_CHECKING:
+    from penstock.storage import Source, Storage
+
+DEFAULT_BUFFER_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeOptions:
+    """`threads` requests are in flight, for up to `prefetch_batches` batches beyond the next one."""
+
+    threads: int = 4
+    prefetch_batches: int = 2
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+
+    def __post_init__(self) -> None:
+        if self.threads < 1 or self.prefetch_batches < 0 or self.buffer_bytes < 1:
+            raise UsageError(
+                "A loader needs at least one thread, a prefetch of 0 or more and a buffer",
+                fix="Leave an option out for its default.",
+            )
+
+
+class NativeLoader:
+    """A `Loader` on threads. They are started once and serve all epochs."""
+
+    def __init__(self, storage: Storage, options: NativeOptions) -> None:
+        self._storage = storage
+        self._options = options
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"penstock-loader-{number}", daemon=True)
+            for number in range(options.threads)
+        ]
+        self._is_open = True
+        self._defect: BaseException | None = None
+        for thread in self._threads:
+            thread.start()
+
+    def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
+        """The batches of one epoch, in order."""
+        ahead = iter(requests)
+        window: deque[_Arrival] = deque()
+        try:
+            for request in islice(ahead, self._options.prefetch_batches + 1):
+                window.append(self._ask(request))
+            while window:
+                arrived = window.popleft().wait()
+                for request in islice(ahead, 1):
+                    window.append(self._ask(request))
+                yield arrived
+        finally:
+            # Whoever leaves an epoch early must not find its reads among those of the next one.
+            for arrival in window:
+                arrival.cancel()
+            for arrival in window:
+                arrival.wait_until_quiet()
+
+    def close(self) -> None:
+        """Let running reads end, then the threads."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _ask(self, request: BatchRequest) -> _Arrival:
+        arrival = _Arrival(request)
+        for read in request.requests:
+            self._tasks.put(_Task(arrival, read))
+        if self._defect is not None:
+            self._refuse_tasks(self._defect)
+        return arrival
+
+    def _serve(self) -> None:
+        reader = _Reader(self._storage, self._options.buffer_bytes)
+        try:
+            while (task := self._tasks.get()) is not None:
+                task.run(reader)
+        finally:
+            reader.close()
+            if (defect := sys.exception()) is not None:
+                # Only a defect ends a thread early. Nobody may wait for what it would have read.
+                self._defect = defect
+                self._refuse_tasks(defect)
+
+    def _refuse_tasks(self, reason: BaseException) -> None:
+        while not self._tasks.empty():
+            task = self._tasks.get()
+            if task is not None:
+                task.arrival.note(0, 0, reason)
+
+
+class _Arrival:
+    """A batch on its way: what has come, what is missing, and the first thing that went wrong."""
+
+    def __init__(self, request: BatchRequest) -> None:
+        self._num_samples = request.num_samples
+        self._missing = self._num_reads = len(request.requests)
+        self._read_bytes = 0
+        self._read_ns = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Nobody will wait for this batch: reads that have not begun are skipped."""
+        self.cancelled = True
+
+    def note(self, read_bytes: int, read_ns: int, error: BaseException | None) -> None:
+        """One request is over."""
+        with self._changed:
+            self._read_bytes += read_bytes
+            self._read_ns += read_ns
+            self._error = self._error or error
+            self._missing -= 1
+            if self._missing == 0:
+                self._changed.notify_all()
+
+    def wait(self) -> Batch:
+        """The batch once it is whole; storage bounds each read, so this needs no limit of its own."""
+        self.wait_until_quiet()
+        if self._error is not None:
+            raise self._error
+        return Batch(self._num_samples, self._read_bytes, self._num_reads, self._read_ns)
+
+    def wait_until_quiet(self) -> None:
+        """Return once no request of this batch is being read or will be."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._missing == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One request of one batch, for whichever thread is free."""
+
+    arrival: _Arrival
+    request: ReadRequest
+
+    def run(self, reader: _Reader) -> None:
+        """Read and note, whatever happens: a batch that nobody completes would be waited for for ever."""
+        read_bytes = 0
+        began_ns = time.monotonic_ns()
+        with suppress(PenstockError):  # it comes out where the batch is awaited
+            try:
+                if not self.arrival.cancelled:
+                    read_bytes = reader.read(self.request)
+            finally:
+                self.arrival.note(read_bytes, time.monotonic_ns() - began_ns, sys.exception())
+
+
+class _Reader:
+    """One thread's buffer, and the object that it read last, still open: ranges of one file come in runs."""
+
+    def __init__(self, storage: Storage, buffer_bytes: int) -> None:
+        self._storage = storage
+        self._buffer = aligned_buffer(buffer_bytes)
+        self._key: str | None = None
+        self._source: Source | None = None
+
+    def read(self, request: ReadRequest) -> int:
+        """Read one range, piece by piece; its length."""
+        source = self._open(request.key)
+        size_bytes = source.size_bytes - request.offset if request.size_bytes is None else request.size_bytes
+        if request.expected_bytes is not None and source.size_bytes != request.expected_bytes:
+            raise ShortTransfer(
+                f"This file has {source.size_bytes} bytes instead of {request.expected_bytes}",
+                uri=f"{self._storage.uri}/{request.key}",
+                expected_bytes=request.expected_bytes,
+                actual_bytes=source.size_bytes,
+                fix="Generate or copy it again; `penstock training verify` finds all such files.",
+            )
+        done = 0
+        while done < size_bytes:
+            piece = self._buffer[: min(len(self._buffer), size_bytes - done)]
+            source.read_into(request.offset + done, piece)
+            done += len(piece)
+        if request.size_bytes is None:
+            self.close()  # read whole: it is not asked for again in this epoch
+        return done
+
+    def _open(self, key: str) -> Source:
+        if self._source is None or key != self._key:
+            self.close()
+            self._source = self._storage.open(key)
+            self._key = key
+        return self._source
+
+    def close(self) -> None:
+        """Let go of the open object."""
+        if self._source is not None:
+            self._source.close()
+            self._source = self._key = None
