@@ -1,0 +1,75 @@
+"""Record what each step of a rank did, without disturbing it: preallocated rows, written out between steps.
+
+Place in the flow: the timed loop calls `add_*`; `results.tables` gathers what lies in the spool. Invariant: a
+run that dies keeps all but the last seconds, one that fails or is interrupted keeps everything.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, Self
+
+import numpy as np
+
+from penstock.results.events import SPAN_TYPE, STEP_TYPE, RankClock, SpanEvent, StepEvent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.results.spool import SpoolWriter
+
+CAPACITY: Final = 4096
+FLUSH_INTERVAL_NS: Final = 10 * 10**9
+"""At most this much of a run is lost when a rank is killed."""
+
+
+def read_clocks(rank: int, host: str) -> RankClock:
+    """Both clocks of this host, read together: the anchor of a rank's events."""
+    return RankClock(rank=rank, host=host, wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
+
+
+class StepRecorder:
+    """One rank's record, used by one thread. Leaving its block writes out the rest, whatever happened.
+
+    Rows are written out when `capacity` of them wait, when the last writing is `FLUSH_INTERVAL_NS` ago, and
+    with every span: always behind a step's barrier, so that the time falls into none of the step's figures.
+    `on_flush` is called each time, at most every few seconds: a place for a sign of life.
+    """
+
+    def __init__(
+        self, spool: SpoolWriter, *, capacity: int = CAPACITY, on_flush: Callable[[], None] = lambda: None
+    ) -> None:
+        self._spool = spool
+        self._on_flush = on_flush
+        self._rows = np.zeros(capacity, STEP_TYPE)
+        self._num_rows = 0
+        self._flushed_ns = time.monotonic_ns()
+
+    def add_step(self, step: StepEvent) -> None:
+        """Keep one step."""
+        self._rows[self._num_rows] = step
+        self._num_rows += 1
+        is_full = self._num_rows == len(self._rows)
+        if is_full or step.barrier_ns - self._flushed_ns >= FLUSH_INTERVAL_NS:
+            self.flush()
+
+    def add_span(self, span: SpanEvent) -> None:
+        """Keep an epoch, a block or a checkpoint that has just ended, and all steps before it."""
+        self.flush()
+        self._spool.append_spans(np.array([span], SPAN_TYPE))
+
+    def flush(self) -> None:
+        """Write out the steps that wait."""
+        self._spool.append_steps(self._rows[: self._num_rows])
+        self._num_rows = 0
+        self._flushed_ns = time.monotonic_ns()
+        self._on_flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.flush()
+        finally:
+            self._spool.close()
