@@ -141,10 +141,13 @@ def _memories(text: str, hosts: int | None) -> tuple[int, ...]:
 
 
 def _next_command(name: str, accelerator: str, settings: list[str], found: Sizing) -> str:
-    """The command that makes this data set; the user's own settings first, so that the computed ones win."""
+    """The command that makes this data set: the user's own settings, secrets apart, then the computed ones."""
     import shlex
 
-    changes = [*settings, f"dataset.num_files_train={found.min_files}"]
+    from penstock.workload.overrides import parse_settings
+
+    given = [override.source.removeprefix("--set ") for override in parse_settings(settings)]
+    changes = [*given, f"dataset.num_files_train={found.min_files}"]
     if found.num_subfolders:
         changes.append(f"dataset.num_subfolders_train={found.num_subfolders}")
     words = ["penstock", "training", "generate", name]

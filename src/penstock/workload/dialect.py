@@ -51,7 +51,7 @@ ALIASES: Final = _paths(
 )
 """Other words of DLIO's files, old or misplaced, for keys that we know."""
 
-_RECORD_LENGTH = "DLIO reads only the key with _bytes and takes 65536 for this one; here both mean the same"
+_RECORD_LENGTH = "DLIO reads only the key with _bytes and ignores this one; here both mean the same"
 _MODEL_SIZE = "DLIO ignores model_size and writes 10 KiB checkpoints; here it is model.model_size_bytes"
 
 _ALIAS_REMARKS: Final = {
@@ -118,7 +118,7 @@ REFUSED: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Departure:
+class Departure:
     """What DLIO does otherwise, for the values `shown_for`, or for all but those it is `hidden_for`."""
 
     text: str
@@ -126,52 +126,53 @@ class _Departure:
     hidden_for: tuple[object, ...] = ()
 
     def shows(self, value: object) -> bool:
+        """Whether DLIO does otherwise for this value."""
         return value in self.shown_for if self.shown_for else value not in self.hidden_for
 
 
-_DEPARTURES: Final = {
-    _path("dataset.compression"): _Departure(
+DEPARTURES: Final = {
+    _path("dataset.compression"): Departure(
         hidden_for=("none",), text="DLIO never compresses npz; here it compresses"
     ),
-    _path("dataset.enable_chunking"): _Departure(
+    _path("dataset.enable_chunking"): Departure(
         shown_for=(True,), text="DLIO ignores it; here HDF5 is chunked"
     ),
-    _path("dataset.chunk_size"): _Departure(
+    _path("dataset.chunk_size"): Departure(
         hidden_for=(0,), text="DLIO ignores it; here it is the size of HDF5's chunks"
     ),
-    _path("dataset.listing_threads"): _Departure(
+    _path("dataset.listing_threads"): Departure(
         hidden_for=(4,), text="DLIO always takes 4; here as many as asked for"
     ),
-    _path("reader.file_shuffle"): _Departure(
+    _path("reader.file_shuffle"): Departure(
         shown_for=("off", False), text="DLIO shuffles files whatever is written here; here off is off"
     ),
-    _path("reader.sample_shuffle"): _Departure(
+    _path("reader.sample_shuffle"): Departure(
         shown_for=("seed", "random"),
         text="DLIO's PyTorch loader leaves samples in order; here they are shuffled",
     ),
-    _path("reader.read_type"): _Departure(
+    _path("reader.read_type"): Departure(
         shown_for=("on_demand",),
         text="DLIO takes an explicit on_demand for memory; here samples are read on demand",
     ),
-    _path("reader.file_access"): _Departure(
+    _path("reader.file_access"): Departure(
         hidden_for=("multi",), text="DLIO ignores it; here it is honoured"
     ),
-    _path("reader.read_threads"): _Departure(
+    _path("reader.read_threads"): Departure(
         shown_for=(1,), text="DLIO takes 1 for automatic; here it is one thread"
     ),
-    _path("reader.write_threads"): _Departure(
+    _path("reader.write_threads"): Departure(
         shown_for=(1,), text="DLIO takes 1 for automatic; here it is one thread"
     ),
-    _path("checkpoint.type"): _Departure(
+    _path("checkpoint.type"): Departure(
         hidden_for=("rank_zero",), text="DLIO ignores it; here it is honoured"
     ),
-    _path("checkpoint.fsync"): _Departure(
+    _path("checkpoint.fsync"): Departure(
         shown_for=(True,), text="DLIO never syncs, whatever is asked; here every file is synced"
     ),
-    _path("checkpoint.recovery_rank_shift"): _Departure(
+    _path("checkpoint.recovery_rank_shift"): Departure(
         shown_for=(True,), text="DLIO ignores it; here ranks read what another node wrote"
     ),
-    _path("storage.storage_type"): _Departure(
+    _path("storage.storage_type"): Departure(
         shown_for=("parallel_fs",), text="DLIO refuses it; here it is files"
     ),
 }
@@ -218,8 +219,8 @@ def settle(stack: Stack) -> tuple[list[Remark], list[Problem]]:
         elif refusal := _refusal(path, setting.value):
             del stack.settings[path]
             problems.append(Problem(path=path, kind="refused", text=refusal))
-        elif not setting.is_ours and path in _DEPARTURES and _DEPARTURES[path].shows(setting.value):
-            remarks.append(Remark(dotted(path), _DEPARTURES[path].text))
+        elif not setting.is_ours and path in DEPARTURES and DEPARTURES[path].shows(setting.value):
+            remarks.append(Remark(dotted(path), DEPARTURES[path].text))
     return remarks, problems
 
 

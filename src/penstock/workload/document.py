@@ -28,7 +28,7 @@ from pydantic import Field as OuterField
 
 from penstock.workload.choices import Shuffle
 from penstock.workload.duration import Duration
-from penstock.workload.spec import Checkpoint, Dataset, Reader, Storage, Workload
+from penstock.workload.spec import SECRET_NAMES, Checkpoint, Dataset, Reader, Storage, Workload
 from penstock.workload.tree import Path, Problem
 from penstock.workload.values import (
     read_bytes,
@@ -159,7 +159,7 @@ def _outer(value: Any) -> Any:
         return {
             _outer_name(type(value), entry.name): _outer(getattr(value, entry.name))
             for entry in fields(value)
-            if not entry.metadata.get("secret")
+            if entry.name not in SECRET_NAMES
         }
     if isinstance(value, tuple):
         return [_outer(part) for part in value]
@@ -195,4 +195,5 @@ def _problem(error: Any) -> Problem:
         return Problem(path=path, kind="refused", text="is missing")
     cause = error.get("ctx", {}).get("error")
     said = str(cause) if cause is not None else f"it {error['msg'].removeprefix('Input ')}"
-    return Problem(path=path, kind="refused", text=f"is {error['input']!r}: {said}")
+    shown = "a secret" if path[-1] in SECRET_NAMES else repr(error["input"])
+    return Problem(path=path, kind="refused", text=f"is {shown}: {said}")

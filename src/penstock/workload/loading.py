@@ -186,16 +186,14 @@ def _finish(origin: _Origin, overrides: Sequence[Override]) -> Loaded:
         remarks += said
     said, problems = settle(stack)
     workload, refused = read_workload(stack.tree(), name=origin.name, accelerator=origin.accelerator)
-    problems += refused or list(_contradictions(workload))
+    problems += refused if workload is None else _contradictions(workload)
     if problems or workload is None:
         raise _complaint(problems, stack, origin.source)
     return Loaded(workload=workload, remarks=(*remarks, *said, *_mismatches(workload, stack)))
 
 
-def _contradictions(workload: Workload | None) -> Iterator[Problem]:
+def _contradictions(workload: Workload) -> Iterator[Problem]:
     """Values that are right each, and make no sense together."""
-    if workload is None:
-        return
     dataset, model = workload.dataset, workload.model
     if dataset.record_dims and dataset.record_length_bytes_stdev:
         yield Problem(

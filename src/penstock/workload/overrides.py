@@ -13,6 +13,7 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from penstock.errors import UsageError
+from penstock.workload.spec import SECRET_NAMES
 from penstock.workload.tree import Path, dotted
 
 _KEY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -42,7 +43,7 @@ class Override:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DlioWords:
-    """What a command line of `dlio_benchmark` asks for; None where it does not say."""
+    """What a command line of `dlio_benchmark` asks for; None where it does not say, "" where it says null."""
 
     workload: str | None = None
     overrides: tuple[Override, ...] = ()
@@ -58,26 +59,26 @@ def parse_settings(texts: Iterable[str]) -> tuple[Override, ...]:
 
 def parse_dlio_words(words: Sequence[str]) -> DlioWords:
     """A command line of `dlio_benchmark`: `workload=NAME ++workload.a.b=v hydra.run.dir=D --config-dir D`."""
-    given: dict[str, Any] = {}
+    given: dict[str, str] = {}
     overrides = []
+    config_dir = None
     for word in _joined(words):
-        name, equals, value = word.lstrip("+").partition("=")
-        if not equals or (word.startswith(("~", "-")) and not word.startswith("--config-dir=")):
-            raise UsageError(f"{word!r} is not understood", fix=_DLIO_USAGE)
-        if name.startswith("workload."):
-            overrides.append(_override(word.lstrip("+").removeprefix("workload."), source=word))
-        elif name in _DLIO_FIELDS:
-            given[_DLIO_FIELDS[name]] = parse_value(value, source=word)
+        bare = word.lstrip("+")
+        name, equals, value = bare.partition("=")
+        if name == "--config-dir":
+            config_dir = FilePath(value)  # an option, not an override: no grammar, no quotes
+        elif equals and name.startswith("workload."):
+            overrides.append(_override(bare.removeprefix("workload."), source=word))
+        elif equals and name in _DLIO_FIELDS:
+            read = parse_value(value, source=word)
+            given[_DLIO_FIELDS[name]] = "" if read is None else str(read)
         else:
             raise UsageError(f"{word!r} is not understood", fix=_DLIO_USAGE)
-    if "config_dir" in given:
-        given["config_dir"] = FilePath(str(given["config_dir"]))
-    return DlioWords(**given, overrides=tuple(overrides))
+    return DlioWords(**given, config_dir=config_dir, overrides=tuple(overrides))
 
 
 _DLIO_FIELDS: Final = {
     "workload": "workload",
-    "--config-dir": "config_dir",
     "hydra.run.dir": "run_dir",
     "hydra.output_subdir": "output_subdir",
 }
@@ -95,7 +96,7 @@ def _joined(words: Sequence[str]) -> Iterator[str]:
             folder = next(remaining, None)
             if folder is None:
                 raise UsageError(f"{word} names no folder", fix=_DLIO_USAGE)
-            yield f"--config-dir={format_value(folder)}"
+            yield f"--config-dir={folder}"
         else:
             yield word
 
@@ -106,9 +107,18 @@ def _override(text: str, *, source: str) -> Override:
         raise UsageError(f"{source!r} sets nothing", fix="Write SECTION.KEY=VALUE.")
     if not _KEY.fullmatch(key.strip()):
         raise UsageError(f"{key!r} is no key", where=source, fix="Write SECTION.KEY=VALUE.")
-    return Override(
-        path=tuple(key.strip().split(".")), value=parse_value(value, source=source), source=source
-    )
+    path = tuple(key.strip().split("."))
+    if path[-1] in SECRET_NAMES:
+        return _secret(path, value, source=f"{source.removesuffix(value)}...")
+    return Override(path=path, value=parse_value(value, source=source), source=source)
+
+
+def _secret(path: Path, value: str, *, source: str) -> Override:
+    """An override whose value no message may quote."""
+    try:
+        return Override(path=path, value=parse_value(value, source=source), source=source)
+    except UsageError:
+        raise UsageError("A secret cannot be read", where=source, fix="Put it in quotes.") from None
 
 
 def parse_value(text: str, *, source: str) -> Any:

@@ -6,7 +6,7 @@ that plans and acts. A spec is never changed: an override makes another one. Uni
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Annotated, Final
@@ -281,6 +281,11 @@ class StorageOptions:
     max_outstanding: AtLeastOne | None = None
     columns: tuple[str, ...] = ()
     decode: Decode | None = None
+
+
+SECRET_NAMES: Final = frozenset(
+    entry.name for entry in fields(StorageOptions) if entry.metadata.get("secret")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,14 @@ def test_the_next_command_carries_the_users_settings_and_sizes_to_enough() -> No
     assert again["num_files_train"] == found["num_files_train"] == 28000
 
 
+def test_the_next_command_repeats_no_secret() -> None:
+    secret = "storage.storage_options.secret_access_key=hush"
+    result = penstock(*SIZE, "--host-memory", "64GiB", "--set", secret)
+    assert result.returncode == 0
+    assert "secret_access_key=..." in result.stdout
+    assert "hush" not in result.stdout + result.stderr
+
+
 def test_hosts_may_differ() -> None:
     found = document(*SIZE, "--host-memory", "512GiB,256GiB")
     assert found["hosts"] == 2

@@ -276,7 +276,7 @@ def test_a_null_asks_for_nothing() -> None:
     ("key", "value", "said"),
     [
         ("model.model_size", 499153191, "DLIO ignores model_size"),
-        ("dataset.record_length", 5, "takes 65536 for this one"),
+        ("dataset.record_length", 5, "reads only the key with _bytes"),
         ("dataset.compression", "zip", "never compresses npz"),
         ("dataset.enable_chunking", True, "here HDF5 is chunked"),
         ("dataset.chunk_size", 5, "HDF5's chunks"),

@@ -262,3 +262,11 @@ def test_a_data_set_with_an_accelerator_is_that_ones(tmp_path: Path) -> None:
 def test_a_data_set_takes_overrides() -> None:
     loaded = load_data_set("unet3d", overrides=parse_settings(["dataset.num_files_train=40"]))
     assert loaded.workload.dataset.num_files_train == 40
+
+
+def test_a_wrong_secret_is_not_repeated(tmp_path: Path) -> None:
+    path = file_with(tmp_path, "storage: {storage_options: {secret_access_key: 271828}}\n")
+    assert "271828" not in complaint(path)
+    assert "is a secret: it should be a valid string" in complaint(path)
+    said = complaint("unet3d_h100", "storage.storage_options.secret_access_key=314159")
+    assert "314159" not in said

@@ -153,6 +153,25 @@ def test_the_folder_of_configurations_has_three_spellings(words: list[str]) -> N
     assert parse_dlio_words(words).config_dir == Path("/x")
 
 
+def test_a_folder_is_taken_literally_and_a_null_is_told_from_silence() -> None:
+    words = parse_dlio_words(["--config-dir=/a,b 'c'", "hydra.output_subdir=null", "workload=2024"])
+    assert words.config_dir == Path("/a,b 'c'")
+    assert words.output_subdir == ""
+    assert words.workload == "2024"
+    assert words.run_dir is None
+
+
+def test_a_secret_is_kept_out_of_what_messages_quote() -> None:
+    (override,) = parse_settings(["storage.storage_options.secret_access_key=hush"])
+    assert override.value == "hush"
+    assert "hush" not in override.source
+    assert parse_settings(["storage.storage_options.access_key_id="])[0].source.endswith("access_key_id=...")
+    with pytest.raises(UsageError) as caught:
+        parse_settings(["storage.storage_options.secret_access_key=hush,hush"])
+    assert "hush" not in str(caught.value)
+    assert "Put it in quotes" in str(caught.value)
+
+
 def test_no_words_ask_for_nothing() -> None:
     words = parse_dlio_words([])
     assert (words.workload, words.overrides, words.config_dir, words.run_dir) == (None, (), None, None)
