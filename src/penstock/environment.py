@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 Environment = Mapping[str, str]
 
@@ -48,3 +49,11 @@ def export_variables(values: Environment) -> None:
 def withdraw_variable(name: str) -> None:
     """Unset a variable of this process, for the same libraries."""
     os.environ.pop(name, None)
+
+
+def user_cache_folder(environment: Environment) -> Path:
+    """Where this user keeps what can be made again, as machine code. It may not exist, or be read-only.
+
+    Raises RuntimeError where the user has no home, as in some containers.
+    """
+    return Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"

@@ -1,0 +1,153 @@
+"""Content: any byte of generated data, from (seed, object, offset) alone, at the speed of memory.
+
+What was written can be verified by whoever knows the seed; nothing is stored for it. Invariant: the bytes of
+a version of the algorithm never change, on any machine. Version 1, in unsigned little-endian 64-bit integers:
+
+    a, b       = both halves of blake2b-128(seed as 8 bytes + kind + object, person "penstock content"), where
+                 kind is "i" and object a number of 8 bytes, or kind is "n" and object a name in UTF-8;
+                 p, q are the halves for kind "p" and no object
+    word(a, b, i): x = a + i * 0x9E3779B97F4A7C15
+                 x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 + b
+                 x = (x ^ x >> 27) * 0x94D049BB133111EB
+                 x ^ x >> 31
+    content    = word(a, b, 0), word(a, b, 1), ...: 512 words are block 0, the next 512 block 1, and so on
+
+For one object `word` is a bijection of i, so it never repeats a word; two objects differ in 128 bits of key.
+Only where storage is meant to save something, each block k has a draw d = word(b, a, k):
+
+    dedupable    if d >> 32 < share * 2**32, the block is block k' = d mod 256 of the pool instead: from here
+                 on the keys are p and q, and d = word(q, p, k')
+    compressible the last (share * 512 * 2**24 + (d >> 8 mod 2**24)) >> 24 words, but at most 511, are zero
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Final
+
+import numpy as np
+
+from penstock.dataset.kernels import BLOCK_WORDS, Words, load_kernels
+from penstock.errors import UsageError
+from penstock.storage.aligned import flat
+
+CONTENT_VERSION: Final = 1
+"""Recorded beside generated data: another number means other bytes from the same seed."""
+
+_WORD_BYTES: Final = 8
+_END: Final = 2**64
+_PERSON: Final = b"penstock content"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """What storage may save on content: shares from 0 to 1, exact on average over many blocks of 4 KiB.
+
+    `compressible` zeroes that share at the end of each block; the block keeps its first word, so that it does
+    not become dedupable by it. `dedupable` takes that share of blocks from a pool of 256, the same one for
+    all objects of a seed.
+    """
+
+    compressible: float = 0.0
+    dedupable: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, share in (("compressible", self.compressible), ("dedupable", self.dedupable)):
+            if not 0.0 <= share <= 1.0:
+                raise UsageError(f"{name} is {share}", fix="It is a share of the content: from 0 to 1.")
+
+
+IRREDUCIBLE: Final = Reduction()
+"""Unique and incompressible: the default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """One object's bytes. `name` tells it from all others of the seed: a number below 2**64, or a text.
+
+    Any thread may use it, at any offset and length. The first one of a process loads the compiled loops, or
+    compiles them (half a second): make one before timing.
+    """
+
+    seed: int
+    name: int | str
+    reduction: Reduction = IRREDUCIBLE
+    _recipe: Words = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kind = (
+            b"n" + _encoded(self.name) if isinstance(self.name, str) else b"i" + _eight(self.name, "object")
+        )
+        seed = _eight(self.seed, "seed")
+        shares = np.array(
+            [self.reduction.dedupable * 2**32, self.reduction.compressible * BLOCK_WORDS * 2**24]
+        )
+        recipe = np.concatenate([_keys(seed + kind), _keys(seed + b"p"), np.rint(shares).astype(np.uint64)])
+        object.__setattr__(self, "_recipe", recipe)
+        load_kernels()
+
+    def fill(self, buffer: memoryview, offset: int = 0) -> None:
+        """Overwrite `buffer` with the object's bytes from `offset` on."""
+        target = flat(buffer)
+        head, num_words = _split(target, offset)
+        if head:
+            target[:head] = self._bytes(offset, head)
+        body_end = head + num_words * _WORD_BYTES
+        if num_words:
+            words = np.frombuffer(target[head:body_end], dtype=np.uint64)
+            load_kernels().fill(words, (offset + head) // _WORD_BYTES, self._recipe)
+        if body_end < target.nbytes:
+            target[body_end:] = self._bytes(offset + body_end, target.nbytes - body_end)
+
+    def verify(self, buffer: memoryview, offset: int = 0) -> int | None:
+        """Where in `buffer` the first byte is that doesn't belong at `offset`; None if all do."""
+        seen = flat(buffer)
+        head, num_words = _split(seen, offset)
+        body_end = head + num_words * _WORD_BYTES
+        if seen[:head] != self._bytes(offset, head):
+            return self._first_difference(seen[:head], offset)
+        if num_words:
+            words = np.frombuffer(seen[head:body_end], dtype=np.uint64)
+            wrong = load_kernels().find(words, (offset + head) // _WORD_BYTES, self._recipe)
+            if wrong >= 0:
+                start = head + wrong * _WORD_BYTES
+                return start + self._first_difference(seen[start : start + _WORD_BYTES], offset + start)
+        if seen[body_end:] != self._bytes(offset + body_end, seen.nbytes - body_end):
+            return body_end + self._first_difference(seen[body_end:], offset + body_end)
+        return None
+
+    def _bytes(self, offset: int, size_bytes: int) -> bytes:
+        """A few bytes, less than two words: what is left before and after whole words."""
+        first = offset // _WORD_BYTES
+        words = np.empty(2, dtype=np.uint64)
+        load_kernels().fill(words, first, self._recipe)
+        start = offset - first * _WORD_BYTES
+        return words.tobytes()[start : start + size_bytes]
+
+    def _first_difference(self, seen: memoryview, offset: int) -> int:
+        expected = self._bytes(offset, seen.nbytes)
+        return next(at for at in range(seen.nbytes) if seen[at] != expected[at])
+
+
+def _split(buffer: memoryview, offset: int) -> tuple[int, int]:
+    """How many bytes of `buffer` come before the first whole word, and how many whole words follow."""
+    if not 0 <= offset <= _END - buffer.nbytes:
+        raise UsageError(f"No content at offset {offset}", fix="Objects have offsets from 0 to 2**64.")
+    head = min(-offset % _WORD_BYTES, buffer.nbytes)
+    return head, (buffer.nbytes - head) // _WORD_BYTES
+
+
+def _keys(identity: bytes) -> Words:
+    digest = blake2b(identity, digest_size=16, person=_PERSON).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _eight(number: int, what: str) -> bytes:
+    if not 0 <= number < _END:
+        raise UsageError(f"{what} {number} is out of range", fix="It is a number from 0 to 2**64 - 1.")
+    return number.to_bytes(_WORD_BYTES, "little")
+
+
+def _encoded(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")
