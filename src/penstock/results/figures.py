@@ -1,0 +1,96 @@
+"""The figures of a whole run: epochs, means, times and verdict, from events and the workload alone.
+
+Place in the flow: the last pure step; `record`, `dlio` and the command line only show what is computed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.results.events import Phase
+from penstock.results.times import Times, measure_times
+from penstock.results.utilization import EpochRate, epoch_rates, rule_for
+from penstock.results.verdict import Verdict, judge
+from penstock.workload.records import record_bytes
+
+if TYPE_CHECKING:
+    from penstock.results.events import RankEvents
+    from penstock.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """A mean over epochs and its population standard deviation, as DLIO has them."""
+
+    mean: float
+    stdev: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseFigures:
+    """Training or evaluation. `io_compat` is DLIO's: samples at their nominal size, in MiB/s."""
+
+    phase: Phase
+    epochs: tuple[EpochRate, ...]
+    au_compat_percent: Mean
+    au_strict_percent: Mean | None
+    samples_per_s_compat: Mean
+    samples_per_s_strict: float
+    io_compat_mib_per_s: Mean
+    read_bytes: int
+    read_bytes_per_s: float
+    meets_threshold: bool
+    times: Times | None
+    verdict: Verdict | None
+
+
+def phase_figures(
+    ranks: Sequence[RankEvents],
+    workload: Workload,
+    *,
+    phase: Phase = Phase.TRAIN,
+    ceiling: float | None = None,
+) -> PhaseFigures | None:
+    """What the ranks reached in a phase; None where no epoch has a block that all ranks completed."""
+    if not ranks:
+        return None
+    rule = rule_for(workload, num_ranks=len(ranks), phase=phase)
+    epochs = epoch_rates(ranks, rule, phase)
+    if not epochs:
+        return None
+    compat = mean_of([rate.au_compat_percent for rate in epochs])
+    strict = [rate.au_strict_percent for rate in epochs if rate.au_strict_percent is not None]
+    throughput = mean_of([rate.samples_per_s_compat for rate in epochs])
+    elapsed_s = sum(rate.elapsed_s for rate in epochs)
+    read_bytes = sum(rate.read_bytes for rate in epochs)
+    mib_per_sample = float(record_bytes(workload.dataset)) / 2**20
+    times = measure_times(ranks, rule, phase)
+    return PhaseFigures(
+        phase=phase,
+        epochs=tuple(epochs),
+        au_compat_percent=compat,
+        au_strict_percent=mean_of(strict) if strict else None,
+        samples_per_s_compat=throughput,
+        samples_per_s_strict=_rate(sum(rate.samples for rate in epochs), elapsed_s),
+        io_compat_mib_per_s=Mean(
+            mean=throughput.mean * mib_per_sample, stdev=throughput.stdev * mib_per_sample
+        ),
+        read_bytes=read_bytes,
+        read_bytes_per_s=_rate(read_bytes, elapsed_s),
+        meets_threshold=compat.mean >= workload.metric.au * 100,
+        times=times,
+        verdict=judge(times, threshold=workload.metric.au, ceiling=ceiling) if times else None,
+    )
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Mean and population standard deviation of at least one value."""
+    mean = math.fsum(values) / len(values)
+    return Mean(mean=mean, stdev=math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)))
+
+
+def _rate(amount: float, elapsed_s: float) -> float:
+    return amount / elapsed_s if elapsed_s > 0 else 0.0

@@ -1,0 +1,167 @@
+"""How much of its time an accelerator computed, twice: by DLIO's formula, and with its harness set apart.
+
+Pure: step events in, figures out. `au_compat` is DLIO's to the letter, quirks included, so that results can
+be compared with published ones; `au_strict` asks only what storage and loader did. Both are percentages.
+
+DLIO, for each rank and block, with W the steps from `exclude_start_steps` to `num_steps - 1 -
+exclude_end_steps`: AU = 100 x compute(W) / T, where T is the block's whole time less waits and computations
+of the steps outside W; throughput = len(W) x batch / T. A block weighs as many steps as it has; AU is the
+mean over ranks, throughput their sum. Its quirks:
+
+- T keeps the barriers of the steps outside W, and what the harness does between steps;
+- positions are counted in each block anew, so every block after a checkpoint drops its first steps, too;
+- `num_steps` comes from the whole data set: where a rank has fewer steps, `exclude_end_steps` excludes fewer
+  or none, and where a block has fewer, too;
+- in evaluation throughput counts all steps over the whole time, start-up included.
+
+Strict, for each rank and epoch: compute / (compute + wait) over the epoch's steps without its first
+`exclude_start_steps` and last `exclude_end_steps`, once an epoch; barriers and harness are in neither. Mean
+over ranks. Strict throughput leaves nothing out: all samples over the longest rank's time in blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.results.events import Phase, compute_ns, wait_ns
+
+if TYPE_CHECKING:
+    from penstock.results.events import Block, RankEvents, Rows
+    from penstock.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What counts: DLIO's number of steps, the steps left out at both ends, and samples a step."""
+
+    num_steps: int
+    exclude_start_steps: int
+    exclude_end_steps: int
+    batch_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRate:
+    """DLIO's two figures of one block of one rank, and how much the block weighs."""
+
+    au_percent: float
+    samples_per_s: float
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRate:
+    """One epoch of one phase, over all ranks. `au_strict_percent` is None where every step is left out."""
+
+    phase: Phase
+    epoch: int
+    au_compat_percent: float
+    au_strict_percent: float | None
+    samples_per_s_compat: float
+    samples_per_s_strict: float
+    samples: int
+    read_bytes: int
+    elapsed_s: float
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Bytes really read, over all of the epoch's time."""
+        return self.read_bytes / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+
+def rule_for(workload: Workload, *, num_ranks: int, phase: Phase = Phase.TRAIN) -> Rule:
+    """The rule of a phase. DLIO's number of steps is rounded down once, over all ranks."""
+    dataset, reader = workload.dataset, workload.reader
+    is_training = phase is Phase.TRAIN
+    num_files = dataset.num_files_train if is_training else dataset.num_files_eval
+    batch_size = reader.batch_size if is_training else reader.batch_size_eval
+    whole = dataset.num_samples_per_file * num_files // (batch_size * num_ranks)
+    asked = workload.train.total_training_steps if is_training else None
+    return Rule(
+        num_steps=asked or whole,
+        exclude_start_steps=workload.metric.exclude_start_steps,
+        exclude_end_steps=workload.metric.exclude_end_steps,
+        batch_size=batch_size,
+    )
+
+
+def epoch_rates(ranks: Sequence[RankEvents], rule: Rule, phase: Phase) -> list[EpochRate]:
+    """Every epoch that all ranks have completed a block of."""
+    epochs = set.intersection(*(set(rank.epochs(phase)) for rank in ranks)) if ranks else set()
+    return [
+        epoch_rate([rank.blocks(phase, epoch) for rank in ranks], rule, phase, epoch)
+        for epoch in sorted(epochs)
+    ]
+
+
+def epoch_rate(ranks: Sequence[Sequence[Block]], rule: Rule, phase: Phase, epoch: int) -> EpochRate:
+    """One epoch from its blocks, rank by rank."""
+    compat = [compat_rate(blocks, rule, phase) for blocks in ranks]
+    strict = [share for blocks in ranks if (share := strict_au_percent(steps_of(blocks), rule)) is not None]
+    elapsed_s = max(sum(block.elapsed_ns for block in blocks) for blocks in ranks) / 1e9
+    samples = sum(int(block.steps["samples"].sum()) for blocks in ranks for block in blocks)
+    return EpochRate(
+        phase=phase,
+        epoch=epoch,
+        au_compat_percent=sum(rate.au_percent for rate in compat) / len(compat),
+        au_strict_percent=sum(strict) / len(strict) if strict else None,
+        samples_per_s_compat=sum(rate.samples_per_s for rate in compat),
+        samples_per_s_strict=samples / elapsed_s if elapsed_s > 0 else 0.0,
+        samples=samples,
+        read_bytes=sum(int(block.steps["read_bytes"].sum()) for blocks in ranks for block in blocks),
+        elapsed_s=elapsed_s,
+    )
+
+
+def compat_rate(blocks: Sequence[Block], rule: Rule, phase: Phase) -> BlockRate:
+    """DLIO's figures of one rank's epoch: its blocks, weighted by their steps."""
+    rates = [compat_block_rate(block, rule, phase) for block in blocks]
+    num_steps = sum(rate.num_steps for rate in rates)
+    if num_steps == 0:
+        return BlockRate(au_percent=0.0, samples_per_s=0.0, num_steps=0)
+    return BlockRate(
+        au_percent=sum(rate.au_percent * rate.num_steps for rate in rates) / num_steps,
+        samples_per_s=sum(rate.samples_per_s * rate.num_steps for rate in rates) / num_steps,
+        num_steps=num_steps,
+    )
+
+
+def compat_block_rate(block: Block, rule: Rule, phase: Phase) -> BlockRate:
+    """DLIO's figures of one block of one rank."""
+    # Python's own slices, as DLIO has them: an end below zero counts from the back.
+    first, end = rule.exclude_start_steps, rule.num_steps - rule.exclude_end_steps
+    computed = compute_ns(block.steps)
+    processed = computed + wait_ns(block.steps)
+    window = computed[first:end]
+    left_ns = block.elapsed_ns - int(processed[:first].sum()) - int(processed[end:].sum())
+    counts = len(window) > 0 and left_ns > 0
+    num_counted, counted_ns = len(window), left_ns
+    if phase is Phase.EVAL:
+        num_counted, counted_ns = len(computed), block.elapsed_ns
+    rate = num_counted * rule.batch_size / (counted_ns / 1e9) if counted_ns > 0 else 0.0
+    return BlockRate(
+        au_percent=100 * int(window.sum()) / left_ns if counts else 0.0,
+        samples_per_s=rate,
+        num_steps=len(computed),
+    )
+
+
+def strict_au_percent(steps: Rows, rule: Rule) -> float | None:
+    """Compute / (compute + wait) of one rank's epoch, in percent; None where no step counts."""
+    counted = counted_steps(steps, rule)
+    computed, waited = int(compute_ns(counted).sum()), int(wait_ns(counted).sum())
+    return 100 * computed / (computed + waited) if computed + waited > 0 else None
+
+
+def counted_steps(steps: Rows, rule: Rule) -> Rows:
+    """An epoch's steps without those at both ends: what strict figures and times are made of."""
+    return steps[rule.exclude_start_steps : max(0, len(steps) - rule.exclude_end_steps)]
+
+
+def steps_of(blocks: Sequence[Block]) -> Rows:
+    """The steps of one rank's blocks, in order."""
+    return np.concatenate([block.steps for block in blocks])
