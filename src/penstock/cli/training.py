@@ -141,7 +141,7 @@ def _memories(text: str, hosts: int | None) -> tuple[int, ...]:
 
 
 def _next_command(name: str, accelerator: str, settings: list[str], found: Sizing) -> str:
-    """The command that makes this data set: the user's own settings, secrets apart, then the computed ones."""
+    """The command that makes this data set: the user's settings, secrets apart, then the computed ones."""
     import shlex
 
     from penstock.workload.overrides import parse_settings
