@@ -1,0 +1,33 @@
+"""Which class knows which format; loaded when a data set asks for it, and with it the library it needs.
+
+Invariant: what a data set asks for and its format cannot do is a `UsageError` here, before the first byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, cast
+
+from penstock.workload.choices import Compression, Format
+
+if TYPE_CHECKING:
+    from penstock.dataset.formats.base import FileFormat
+    from penstock.workload.spec import Dataset
+
+_HOME: Final[Mapping[Format, tuple[str, str]]] = MappingProxyType(
+    {
+        Format.NPY: ("npy", "NpyFormat"),
+        Format.NPZ: ("npz", "NpzFormat"),
+    }
+)
+
+
+def open_format(dataset: Dataset, seed: int) -> FileFormat:
+    """The format of `dataset`, whose sample sizes are drawn by `seed`."""
+    module, name = _HOME[dataset.format]
+    if dataset.format is Format.NPZ and dataset.compression is not Compression.NONE:
+        name = "CompressedNpzFormat"
+    home = import_module(f"penstock.dataset.formats.{module}")
+    return cast("FileFormat", getattr(home, name)(dataset, seed))
