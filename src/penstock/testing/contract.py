@@ -30,6 +30,7 @@ import pytest
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, UsageError
 from penstock.storage.base import ObjectInfo, OptionValue, Release, Sink, Storage
 from penstock.storage.whole import exists, read_object, write_object
+from penstock.testing.same import assert_same_bytes
 
 SMALL_SIZES = (0, 1, 4095, 4096, 4097)
 ODD_PIECES = (1, 4095, 65_537, 4097, 1_000_003, 512)
@@ -124,7 +125,7 @@ class WritingContract(_Suite):
         content = arbitrary_bytes(size)
         info = write_object(storage, "a/small", [content], size_bytes=size if size_is_told else None)
         assert (info.key, info.size_bytes) == ("a/small", size)
-        assert read_object(storage, "a/small") == content
+        assert_same_bytes(read_object(storage, "a/small"), content)
 
     @pytest.mark.parametrize("size_is_told", [True, False])
     def test_a_large_object_in_odd_pieces_comes_back_as_written(
@@ -136,12 +137,12 @@ class WritingContract(_Suite):
         submit_pieces(sink, content, ledger)
         assert sink.finish().size_bytes == len(content)
         ledger.assert_each_released_once()
-        assert read_object(storage, "large") == content
+        assert_same_bytes(read_object(storage, "large"), content)
 
     def test_a_large_object_from_one_buffer_comes_back_as_written(self, storage: Storage) -> None:
         content = arbitrary_bytes(self.large_size_bytes)
         write_object(storage, "large", [content])
-        assert read_object(storage, "large") == content
+        assert_same_bytes(read_object(storage, "large"), content)
 
     def test_a_buffer_without_release_may_be_read_only_and_at_an_odd_address(self, storage: Storage) -> None:
         content = arbitrary_bytes(8193)
@@ -149,7 +150,7 @@ class WritingContract(_Suite):
         sink.submit(memoryview(content)[1:4098])
         sink.submit(memoryview(content)[4098:])
         assert sink.finish().size_bytes == 8192
-        assert read_object(storage, "odd") == content[1:]
+        assert_same_bytes(read_object(storage, "odd"), content[1:])
 
     def test_empty_buffers_add_nothing_and_are_released(self, storage: Storage) -> None:
         ledger = ReleaseLedger()
@@ -207,9 +208,9 @@ class WritingContract(_Suite):
         write_object(storage, "key", [old])
         sink = storage.create("key", len(new))
         sink.submit(memoryview(new))
-        assert read_object(storage, "key") == old
+        assert_same_bytes(read_object(storage, "key"), old)
         sink.finish()
-        assert read_object(storage, "key") == new
+        assert_same_bytes(read_object(storage, "key"), new)
         assert storage.stat("key").size_bytes == 7000
 
     def test_an_aborted_overwrite_keeps_the_old_object(self, storage: Storage) -> None:
@@ -230,7 +231,7 @@ class WritingContract(_Suite):
         assert sizes == [200_000 + number for number in range(8)]
         for number in range(8):
             expected = arbitrary_bytes(200_000 + number, seed=number)
-            assert read_object(storage, f"many/{number}") == expected
+            assert_same_bytes(read_object(storage, f"many/{number}"), expected)
 
 
 class ReadingContract(_Suite):
@@ -253,7 +254,7 @@ class ReadingContract(_Suite):
         room = bytearray(b"\xa5" * (length + 64))
         with closing(stored.open("read/me")) as source:
             source.read_into(offset, memoryview(room)[shift : shift + length])
-        assert room[shift : shift + length] == self.content[offset : offset + length]
+        assert_same_bytes(room[shift : shift + length], self.content[offset : offset + length])
         assert set(room[:shift] + room[shift + length :]) == {0xA5}
 
     def test_long_unaligned_ranges_are_read_whole(self, stored: Storage) -> None:
@@ -261,7 +262,7 @@ class ReadingContract(_Suite):
             for offset, length in ((0, 300_007), (1, 300_006), (4095, 290_000), (8192, 262_144)):
                 room = bytearray(length + 1)
                 source.read_into(offset, memoryview(room)[1:])
-                assert room[1:] == self.content[offset : offset + length]
+                assert_same_bytes(room[1:], self.content[offset : offset + length])
 
     def test_a_source_knows_its_size(self, stored: Storage) -> None:
         with closing(stored.open("read/me")) as source:
@@ -332,7 +333,7 @@ class NamingContract(_Suite):
     def test_awkward_names_are_taken_literally(self, storage: Storage, key: str) -> None:
         content = key.encode()
         assert write_object(storage, key, [content]).key == key
-        assert read_object(storage, key) == content
+        assert_same_bytes(read_object(storage, key), content)
         assert [info.key for info in storage.list()] == [key]
         storage.delete(key)
         assert list(storage.list()) == []

@@ -19,6 +19,7 @@ from penstock.storage.posix import PosixStorage
 from penstock.storage.registry import open_storage
 from penstock.storage.whole import read_object, write_object
 from penstock.testing.contract import arbitrary_bytes
+from penstock.testing.same import assert_same_bytes
 
 if TYPE_CHECKING:
     from penstock.storage.base import Storage
@@ -51,7 +52,7 @@ def test_aligned_buffers_go_to_the_device_and_back_without_a_copy(
     with closing(storage.open("key")) as source:
         source.read_into(0, back[:MIB])
         source.read_into(MIB, back[MIB:])
-    assert bytes(back) == content
+    assert_same_bytes(bytes(back), content)
     assert not storage.counters.copied_bytes
     assert storage.counters.written_bytes == storage.counters.read_bytes == 3 * MIB
 
@@ -64,7 +65,7 @@ def test_of_an_aligned_buffer_with_an_odd_tail_only_the_tail_is_copied(tmp_path:
     back = aligned_buffer(MIB + 1000)
     with closing(storage.open("key")) as source:
         source.read_into(0, back)
-    assert bytes(back) == content
+    assert_same_bytes(bytes(back), content)
     assert storage.counters.copied_bytes == {COPY_REASON: 2000}
     assert (tmp_path / "key").stat().st_size == MIB + 1000
 
@@ -74,7 +75,7 @@ def test_a_buffer_as_unaligned_as_its_offset_is_copied_at_its_ends_only(tmp_path
     content = arbitrary_bytes(MIB)
     whole = aligned(content)
     write_object(storage, "key", [whole[:100], whole[100 : MIB - 50], whole[MIB - 50 :]])
-    assert read_object(storage, "key") == content
+    assert_same_bytes(read_object(storage, "key"), content)
     assert storage.counters.copied_bytes[COPY_REASON] >= 4096
     before = storage.counters.snapshot()
     back = aligned_buffer(MIB)

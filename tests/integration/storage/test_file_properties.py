@@ -27,6 +27,7 @@ from penstock.storage.posix import PosixStorage
 from penstock.storage.registry import open_storage
 from penstock.storage.whole import read_object, write_object
 from penstock.testing.contract import ReleaseLedger, arbitrary_bytes
+from penstock.testing.same import assert_same_bytes
 
 if TYPE_CHECKING:
     from penstock.storage.base import Sink
@@ -115,7 +116,7 @@ def test_any_range_at_any_address_is_read_or_refused(
             assert set(room) == {0xA5}
         else:
             source.read_into(offset, room[:length])
-            assert room[:length] == CONTENT[offset : offset + length]
+            assert_same_bytes(room[:length], CONTENT[offset : offset + length])
             assert set(room[length:]) == {0xA5}
 
 
@@ -167,7 +168,7 @@ class FilesAgainstADictionary(RuleBasedStateMachine):
             listed = {info.key: info.size_bytes for info in self.storage.list()}
             assert listed == {key: len(content) for key, content in self.expected.items()}
             for key, content in self.expected.items():
-                assert read_object(self.storage, key) == content
+                assert_same_bytes(read_object(self.storage, key), content)
             below = {key for key in self.expected if key.startswith("folder/deeper/")}
             assert {info.key for info in self.storage.list("folder/deeper")} == below
 

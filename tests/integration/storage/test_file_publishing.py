@@ -41,6 +41,7 @@ from penstock.testing.file_faults import (
     ShortTransfers,
     faulty_calls,
 )
+from penstock.testing.same import assert_same_bytes
 
 BUFFERED = FileOptions()
 CONTENT = arbitrary_bytes(20_000)
@@ -220,7 +221,7 @@ def test_a_known_size_is_set_aside_first_and_a_full_disk_fails_early(tmp_path: P
 def test_a_file_system_that_sets_nothing_aside_is_no_failure(tmp_path: Path, number: int) -> None:
     storage = files(tmp_path, FailFileCall("fallocate", 1, number))
     write_object(storage, "key", [CONTENT], size_bytes=len(CONTENT))
-    assert read_object(storage, "key") == CONTENT
+    assert_same_bytes(read_object(storage, "key"), CONTENT)
 
 
 @pytest.mark.parametrize("options", ALL_OPTIONS)
@@ -228,7 +229,7 @@ def test_a_file_system_that_sets_nothing_aside_is_no_failure(tmp_path: Path, num
 def test_short_transfers_are_completed(tmp_path: Path, options: FileOptions, most_bytes: int) -> None:
     storage = files(tmp_path, ShortTransfers(most_bytes), options=options)
     write_object(storage, "key", [CONTENT[:15_000], CONTENT[15_000:]])
-    assert read_object(storage, "key") == CONTENT
+    assert_same_bytes(read_object(storage, "key"), CONTENT)
     assert (tmp_path / "key").read_bytes() == CONTENT
 
 
@@ -591,7 +592,7 @@ def test_an_alarm_that_interrupts_writes_spoils_nothing(tmp_path: Path) -> None:
         storage = files(tmp_path, options=FileOptions(fsync=False))
         for _ in range(5):
             write_object(storage, "key", [CONTENT] * 200)
-            assert read_object(storage, "key") == CONTENT * 200
+            assert_same_bytes(read_object(storage, "key"), CONTENT * 200)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

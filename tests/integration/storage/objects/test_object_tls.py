@@ -12,6 +12,7 @@ import pytest
 from penstock.errors import StorageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.whole import read_object, write_object
+from penstock.testing.same import assert_same_bytes
 from penstock.testing.server_fake import FakeServer, running_fake
 from penstock.testing.servers import BUCKET
 
@@ -61,7 +62,7 @@ def open_tls(server: FakeServer) -> Open:
 def test_a_bundle_makes_an_endpoint_trusted(client: str, open_tls: Open, pki: Path) -> None:
     storage = open_tls(client, str(pki / "ca.pem"))
     write_object(storage, "trusted", [bytes(11 * 1024 * 1024)])
-    assert read_object(storage, "trusted") == bytes(11 * 1024 * 1024)
+    assert_same_bytes(read_object(storage, "trusted"), bytes(11 * 1024 * 1024))
 
 
 @every_tls_client
