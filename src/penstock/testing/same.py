@@ -1,4 +1,4 @@
-"""Comparing bytes in tests. Where a plain `==` fails pytest draws the difference, for hours if both are large.
+"""Comparing bytes in tests. Where a plain `==` fails pytest draws the difference, for hours if it is large.
 
 On continuous integration pytest draws it whole, whatever its length.
 """
