@@ -28,6 +28,7 @@ _FIRST_FACTOR: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND_FACTOR: Final = np.uint64(0x94D049BB133111EB)
 _BLOCK_WORDS: Final = np.uint64(BLOCK_WORDS)
 _POOL_BLOCKS: Final = np.uint64(POOL_BLOCKS)
+_RUN_WORDS: Final = np.uint64(8192)  # 64 KiB: what is compared in one go, out of the nearest caches
 _FRACTION_BITS: Final = np.uint64(24)
 _FRACTION_MASK: Final = np.uint64(2**24 - 1)
 
@@ -35,69 +36,66 @@ _FRACTION_MASK: Final = np.uint64(2**24 - 1)
 
 
 @numba.njit
-def _word(key_a: Any, key_b: Any, index: Any) -> Any:  # pragma: no cover - compiled
-    mixed = key_a + index * _STEP
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * _FIRST_FACTOR + key_b
+def _mix(counter: Any, key_b: Any) -> Any:  # pragma: no cover - compiled
+    mixed = (counter ^ (counter >> np.uint64(30))) * _FIRST_FACTOR + key_b
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _SECOND_FACTOR
     return mixed ^ (mixed >> np.uint64(31))
 
 
 @numba.njit
-def _source(recipe: Any, block: Any) -> Any:  # pragma: no cover - compiled
-    """Two keys, the first word's index and the number of words that aren't zero, of one block."""
-    key_a, key_b, first = recipe[0], recipe[1], block * _BLOCK_WORDS
-    share, zeros = recipe[4], recipe[5]
+def _run(recipe: Any, index: Any, num_wanted: Any) -> Any:  # pragma: no cover - compiled
+    """From word `index` on: its counter, the second key, how many words are random, how many a run."""
+    key_a, key_b, share, zeros = recipe[0], recipe[1], recipe[4], recipe[5]
     if share == np.uint64(0) and zeros == np.uint64(0):
-        return key_a, key_b, first, _BLOCK_WORDS
-    draw = _word(key_b, key_a, block)
+        num_words = min(_RUN_WORDS, num_wanted)
+        return key_a + index * _STEP, key_b, num_words, num_words
+    block, inside = index // _BLOCK_WORDS, index % _BLOCK_WORDS
+    draw = _mix(key_b + block * _STEP, key_a)
     if (draw >> np.uint64(32)) < share:
         key_a, key_b = recipe[2], recipe[3]
         block = draw % _POOL_BLOCKS
-        first = block * _BLOCK_WORDS
-        draw = _word(key_b, key_a, block)
+        draw = _mix(key_b + block * _STEP, key_a)
     dither = (draw >> np.uint64(8)) & _FRACTION_MASK
     num_zeros = min((zeros + dither) >> _FRACTION_BITS, _BLOCK_WORDS - np.uint64(1))
-    return key_a, key_b, first, _BLOCK_WORDS - num_zeros
+    num_words = min(_BLOCK_WORDS - inside, num_wanted)
+    num_random = min(max(_BLOCK_WORDS - num_zeros, inside) - inside, num_words)
+    return key_a + (block * _BLOCK_WORDS + inside) * _STEP, key_b, num_random, num_words
 
 
 def _fill(words: Any, first_word: Any, recipe: Any) -> None:  # pragma: no cover - compiled
-    done = np.uint64(0)
-    while done < np.uint64(words.size):
-        index = first_word + done
-        inside = index % _BLOCK_WORDS
-        part = words[np.int64(done) : np.int64(min(done + _BLOCK_WORDS - inside, np.uint64(words.size)))]
-        key_a, key_b, first, num_random = _source(recipe, index // _BLOCK_WORDS)
-        random = part[: np.int64(max(num_random, inside) - inside)]
+    left = words
+    while left.size:
+        counter, key_b, num_random, num_words = _run(recipe, first_word, np.uint64(left.size))
+        random, zeros = left[: np.int64(num_random)], left[np.int64(num_random) : np.int64(num_words)]
         for position in range(random.size):
-            random[position] = _word(key_a, key_b, first + inside + np.uint64(position))
-        if random.size < part.size:
-            part[random.size :] = np.uint64(0)
-        done += np.uint64(part.size)
+            random[position] = _mix(counter, key_b)
+            counter += _STEP
+        zeros[:] = np.uint64(0)
+        left = left[np.int64(num_words) :]
+        first_word += num_words
 
 
 def _find(words: Any, first_word: Any, recipe: Any) -> int:  # pragma: no cover - compiled
-    done = np.uint64(0)
-    while done < np.uint64(words.size):
-        index = first_word + done
-        inside = index % _BLOCK_WORDS
-        part = words[np.int64(done) : np.int64(min(done + _BLOCK_WORDS - inside, np.uint64(words.size)))]
-        key_a, key_b, first, num_random = _source(recipe, index // _BLOCK_WORDS)
-        random = part[: np.int64(max(num_random, inside) - inside)]
-        # The whole block is compared before anything is decided: a branch a word would cost the vectors.
-        difference = np.uint64(0)
+    left = words
+    while left.size:
+        first, key_b, num_random, num_words = _run(recipe, first_word, np.uint64(left.size))
+        random, zeros = left[: np.int64(num_random)], left[np.int64(num_random) : np.int64(num_words)]
+        # The whole run is compared before anything is decided: a branch a word would cost the vectors.
+        difference, counter = np.uint64(0), first
         for position in range(random.size):
-            difference |= random[position] ^ _word(key_a, key_b, first + inside + np.uint64(position))
-        zeros = part[random.size :]
+            difference |= random[position] ^ _mix(counter, key_b)
+            counter += _STEP
         for position in range(zeros.size):
             difference |= zeros[position]
         if difference != np.uint64(0):
-            for position in range(part.size):
-                expected = np.uint64(0)
-                if position < random.size:
-                    expected = _word(key_a, key_b, first + inside + np.uint64(position))
-                if part[position] != expected:
-                    return int(done) + position
-        done += np.uint64(part.size)
+            position = 0
+            while left[position] == (
+                _mix(first + np.uint64(position) * _STEP, key_b) if position < random.size else np.uint64(0)
+            ):
+                position += 1
+            return int(words.size - left.size + position)
+        left = left[np.int64(num_words) :]
+        first_word += num_words
     return -1
 
 
