@@ -6,7 +6,6 @@ Invariant: nothing outside this folder is touched, and folders that the probe di
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from penstock.bench.probe.plan import MODES, Mode
-from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
+from penstock.errors import ObjectNotFound, StorageError
 from penstock.storage import open_storage
-from penstock.units import format_bytes
+from penstock.storage.space import nearest_folder, require_free_space
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
@@ -103,25 +102,16 @@ class Place:
 
     def check_free_space(self, size_bytes: int) -> None:
         """Fail before the first byte if the file system can't hold one measurement and a little more."""
-        if self.folder is None:
-            return
-        parent = next(folder for folder in self.folder.parents if _exists(folder))
-        free_bytes = shutil.disk_usage(parent).free
-        if free_bytes < size_bytes + size_bytes // 20:
-            raise OutOfSpace(
-                f"A probe of {format_bytes(size_bytes)} does not fit: {format_bytes(free_bytes)} are free",
-                uri=str(parent),
-                fix="Make room, or give a smaller --size.",
-            )
+        require_free_space(
+            self.storage.uri,
+            size_bytes,
+            what="Each measurement of this probe",
+            fix="give a smaller --size",
+        )
 
 
 def _missing_folders(folder: Path | None) -> list[Path]:
     """The folders that a probe will make, innermost first: these it removes again, and no others."""
     if folder is None:
         return []
-    return [folder, *(parent for parent in folder.parents if not _exists(parent))]
-
-
-def _exists(folder: Path) -> bool:
-    """Like `Path.exists`, but a folder that may not be looked into counts as absent: writing will say why."""
-    return os.path.exists(folder)  # noqa: PTH110 - for that very difference
+    return [folder, *(parent for parent in folder.parents if nearest_folder(parent) != parent)]
