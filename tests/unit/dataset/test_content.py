@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.content import CONTENT_VERSION, IRREDUCIBLE, Content, Reduction
+from penstock.dataset.kernels import load_kernels
 from penstock.errors import UsageError
 
 BLOCK = 4096
@@ -22,6 +23,11 @@ M64 = 2**64 - 1
 shares = st.sampled_from([0.0, 0.1, 0.5, 0.999, 1.0])
 reductions = st.builds(Reduction, compressible=shares, dedupable=shares)
 names = st.one_of(st.integers(0, M64), st.text(max_size=20))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_before_anything_is_timed() -> None:
+    load_kernels()
 
 
 def made(content: Content, size_bytes: int, offset: int = 0) -> bytes:
