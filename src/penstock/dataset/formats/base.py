@@ -70,11 +70,12 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileMap:
-    """What only the stored file tells: `known`, the bytes of it that `survey` read, and each block's ranges.
+    """What only the stored file tells: its size, `known` bytes that `survey` read, and each block's ranges.
 
-    Formats whose layout is computed need neither: theirs is `COMPUTED`.
+    Formats whose layout is computed need nothing of it: theirs is `COMPUTED`.
     """
 
+    size_bytes: int = 0
     known: tuple[Extent, ...] = ()
     blocks: tuple[tuple[Read, ...], ...] = ()
 

@@ -5,7 +5,7 @@ Invariant: nothing here copies a sample; arrays are views of the pieces that wer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,6 +72,18 @@ def bytes_at(plan: Plan, pieces: Sequence[Extent], offset: int, size_bytes: int)
         uri=plan.name,
         fix="Hand over all pieces that the format's reads() asked for.",
     )
+
+
+def merged(reads: Iterable[Read]) -> tuple[Read, ...]:
+    """Ranges of part 0 in the order of the file, neighbours as one."""
+    ranges: list[Read] = []
+    for read in sorted(reads, key=lambda one: one.offset):
+        if ranges and read.offset == ranges[-1].offset + ranges[-1].size_bytes:
+            last = ranges.pop()
+            ranges.append(Read(offset=last.offset, size_bytes=last.size_bytes + read.size_bytes))
+        else:
+            ranges.append(read)
+    return tuple(ranges)
 
 
 def damaged(plan: Plan, why: str) -> StorageError:

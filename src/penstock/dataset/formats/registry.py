@@ -18,8 +18,18 @@ if TYPE_CHECKING:
 
 _HOME: Final[Mapping[Format, tuple[str, str]]] = MappingProxyType(
     {
+        Format.CSV: ("csvtext", "CsvFormat"),
+        Format.HDF5: ("hdf5", "Hdf5Format"),
+        Format.HDF5_OPT: ("hdf5", "Hdf5Format"),
+        Format.INDEXED_BINARY: ("indexed", "IndexedFormat"),
+        Format.JPEG: ("jpeg", "JpegFormat"),
+        Format.MMAP_INDEXED_BINARY: ("indexed", "IndexedFormat"),
         Format.NPY: ("npy", "NpyFormat"),
         Format.NPZ: ("npz", "NpzFormat"),
+        Format.PARQUET: ("parquet", "ParquetFormat"),
+        Format.PNG: ("png", "PngFormat"),
+        Format.SYNTHETIC: ("synthetic", "SyntheticFormat"),
+        Format.TFRECORD: ("tfrecord", "TFRecordFormat"),
     }
 )
 

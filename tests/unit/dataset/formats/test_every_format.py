@@ -20,7 +20,7 @@ from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import read_object, write_object
 from penstock.workload.choices import Compression, Format
-from penstock.workload.spec import Dataset
+from penstock.workload.spec import Dataset, Hdf5
 
 if TYPE_CHECKING:
     from penstock.dataset.formats.base import FileFormat, Plan, Sample
@@ -40,6 +40,32 @@ CASES = {
     "npz of many": _dataset(Format.NPZ, num_samples_per_file=7, record_dims=(3, 5, 7)),
     "npz deflated": _dataset(Format.NPZ, num_samples_per_file=3, compression=Compression.ZIP),
     "npz bz2": _dataset(Format.NPZ, compression=Compression.BZ2),
+    "tfrecord": _dataset(Format.TFRECORD),
+    "tfrecord of many": _dataset(Format.TFRECORD, num_samples_per_file=6, record_element_type="int16"),
+    "indexed_binary": _dataset(Format.INDEXED_BINARY, num_samples_per_file=5),
+    "mmap_indexed_binary": _dataset(Format.MMAP_INDEXED_BINARY, num_samples_per_file=9),
+    "csv": _dataset(Format.CSV, num_samples_per_file=3, record_length_bytes=Fraction(700)),
+    "csv of int16": _dataset(Format.CSV, num_samples_per_file=3, record_element_type="int16"),
+    "csv of uint64": _dataset(Format.CSV, record_element_type="uint64"),
+    "csv of float32": _dataset(Format.CSV, num_samples_per_file=2, record_element_type="float32"),
+    "hdf5": _dataset(Format.HDF5),
+    "hdf5 of many": _dataset(Format.HDF5, num_samples_per_file=5, record_element_type="int32"),
+    "hdf5 deflated": _dataset(Format.HDF5, num_samples_per_file=4, compression=Compression.GZIP),
+    "hdf5 lzf, chunks by size": _dataset(
+        Format.HDF5,
+        num_samples_per_file=9,
+        compression=Compression.LZF,
+        enable_chunking=True,
+        chunk_size_bytes=13000,
+    ),
+    "hdf5 of two datasets in chunks": _dataset(
+        Format.HDF5_OPT,
+        num_samples_per_file=5,
+        record_dims=(6, 7, 8),
+        hdf5=Hdf5(num_dset_per_record=2, chunk_dims=(2, 7, 8), max_shape=(99, 99, 99)),
+    ),
+    "png": _dataset(Format.PNG),
+    "jpeg": _dataset(Format.JPEG),
 }
 each_case = pytest.mark.parametrize("dataset", CASES.values(), ids=CASES.keys())
 

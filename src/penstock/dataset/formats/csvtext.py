@@ -1,0 +1,130 @@
+"""Numbers as text, a row a sample, without a header, as DLIO's; every number has the same width.
+
+One of the formats behind `FileFormat`. Invariant: because of the leading zeros each row's place is known, and
+sizes are exact beforehand. A number is content too: its element's bytes as an unsigned integer, without the
+sign's bit for signed types; for floats the digits behind "0.", as many as the type holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from penstock.dataset.formats.base import Content, Extent, FileMap, Part, Pen, Plan, Sample
+from penstock.dataset.formats.raw import ReadWhole, bytes_at, damaged, made, refuse_compression
+from penstock.dataset.formats.sizes import draw_shape
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.workload.spec import Dataset
+
+_STEP_ELEMENTS: Final = 1 << 18
+"""How many numbers are turned into text at a time: memory holds that much, not a file."""
+_ZERO, _COMMA, _NEWLINE = b"0,\n"
+
+
+class CsvFormat(ReadWhole):
+    """Files that any reader of CSV takes as numbers."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        refuse_compression(dataset)
+        self._dataset = dataset
+        self._seed = seed
+
+    def plan(self, index: int, name: str) -> Plan:
+        """One block a file: readers parse files whole."""
+        shape = draw_shape(self._dataset, self._seed, index)
+        kind = np.dtype(shape.dtype)
+        if kind.kind == "c":
+            raise UsageError(
+                "CSV files cannot hold complex numbers",
+                where="dataset.record_element_type",
+                fix="Use float64.",
+            )
+        num_samples = self._dataset.num_samples_per_file
+        num_elements = shape.size_bytes // kind.itemsize
+        return Plan(
+            name=name,
+            index=index,
+            num_samples=num_samples,
+            dims=(num_elements,),
+            dtype=shape.dtype,
+            sample_bytes=shape.size_bytes,
+            block_samples=num_samples,
+            parts=(Part(size_bytes=num_samples * num_elements * _width(kind)),),
+        )
+
+    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+        """Rows in steps; a step may be a part of a row."""
+        num_elements = plan.num_samples * plan.dims[0]
+        for start in range(0, num_elements, _STEP_ELEMENTS):
+            numbers = _numbers(plan, pen.content, start, min(_STEP_ELEMENTS, num_elements - start))
+            text = _text(numbers, np.dtype(plan.dtype))
+            text[:, -1] = _COMMA
+            row_ends = np.arange(-(start + 1) % plan.dims[0], len(text), plan.dims[0])
+            text[row_ends, -1] = _NEWLINE
+            pen.literal(text.reshape(-1).data)
+
+    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+        """Parse the rows."""
+        kind = np.dtype(plan.dtype)
+        row_bytes = plan.dims[0] * _width(kind)
+        text = bytes_at(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
+        digits = np.frombuffer(text, dtype=np.uint8).reshape(-1, _width(kind))[:, _prefix(kind) : -1]
+        if ((digits < _ZERO) | (digits > _ZERO + 9)).any():
+            raise damaged(plan, "it has other characters than digits where its numbers are")
+        numbers = np.zeros(len(digits), dtype=np.uint64)
+        for column in digits.T:
+            numbers = numbers * np.uint64(10) + (column - _ZERO)
+        return _values(numbers, kind).reshape(len(samples), *plan.dims)
+
+    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+        """The numbers that the text says."""
+        numbers = _numbers(plan, content, samples.start * plan.dims[0], len(samples) * plan.dims[0])
+        return _values(numbers, np.dtype(plan.dtype)).reshape(len(samples), *plan.dims)
+
+
+def _limit(kind: np.dtype[np.generic]) -> int:
+    """How many different numbers an element can be."""
+    if kind.kind == "f":
+        return int(10 ** np.finfo(kind.str).precision)
+    return int(np.iinfo(kind.str).max) + 1
+
+
+def _prefix(kind: np.dtype[np.generic]) -> int:
+    return len(b"0.") if kind.kind == "f" else 0
+
+
+def _width(kind: np.dtype[np.generic]) -> int:
+    """Characters of a number and what ends it."""
+    return _prefix(kind) + len(str(_limit(kind) - 1)) + 1
+
+
+def _numbers(plan: Plan, content: Content, start: int, count: int) -> NDArray[np.uint64]:
+    kind = np.dtype(plan.dtype)
+    text = made(content, start * kind.itemsize, count * kind.itemsize)
+    numbers = np.frombuffer(text, dtype=f"<u{kind.itemsize}").astype(np.uint64)
+    limit = _limit(kind)
+    return numbers if limit == 2**64 else numbers % np.uint64(limit)
+
+
+def _values(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> Sample:
+    if kind.kind == "f":
+        return (numbers.astype(np.float64) / _limit(kind)).astype(kind)
+    return numbers.astype(kind)
+
+
+def _text(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> NDArray[np.uint8]:
+    """A row of characters a number, its last column free for what ends it."""
+    text = np.empty((len(numbers), _width(kind)), dtype=np.uint8)
+    prefix = _prefix(kind)
+    text[:, :prefix] = np.frombuffer(b"0."[:prefix], dtype=np.uint8)
+    rest = numbers.astype(np.uint32) if _limit(kind) <= 2**32 else numbers
+    for column in range(_width(kind) - 2, prefix - 1, -1):
+        rest, digit = np.divmod(rest, rest.dtype.type(10))
+        text[:, column] = digit + _ZERO
+    return text

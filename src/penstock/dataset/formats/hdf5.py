@@ -1,0 +1,184 @@
+"""HDF5 files as DLIO's: `records_0` to `records_k`, each (samples, rows, columns), and the `labels`, int64.
+
+One of the formats behind `FileFormat`, for `hdf5` and `hdf5_opt`. Invariant: sample i is the content from
+i x sample_bytes on, cut evenly over the datasets of a record; labels are the content behind all samples.
+Memory holds one file while it is made, and its metadata while it is read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import h5py  # type: ignore[import-untyped]  # it brings no types
+import numpy as np
+
+from penstock.dataset.formats.base import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.partial import PiecesFile, RecordingFile
+from penstock.dataset.formats.raw import as_array, damaged, made, merged, refuse_compression
+from penstock.dataset.formats.sizes import draw_shape
+from penstock.errors import UsageError
+from penstock.workload.choices import Compression
+
+if TYPE_CHECKING:
+    from penstock.storage import Source
+    from penstock.workload.spec import Dataset
+
+_BATCH_BYTES: Final = 8 << 20
+_LARGEST_CHUNK: Final = 1 << 30
+"""HDF5 ends below 4 GiB; whoever reads a chunk holds it in memory."""
+_UNREADABLE: Final = (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError)
+"""What h5py raises for damaged files."""
+
+
+class Hdf5Format:
+    """Files that h5py opens; read by chunk, or by sample where there are no chunks."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        refuse_compression(dataset, Compression.GZIP, Compression.LZF)
+        self._dataset = dataset
+        self._seed = seed
+        self._num_datasets = dataset.hdf5.num_dset_per_record
+        if dataset.record_dims and dataset.record_dims[0] % self._num_datasets:
+            raise UsageError(
+                f"{dataset.record_dims[0]} rows cannot be cut into {self._num_datasets} equal datasets",
+                where="dataset.hdf5.num_dset_per_record",
+                fix="Choose a divisor of the first of record_dims.",
+            )
+
+    def plan(self, index: int, name: str) -> Plan:
+        """A block is the samples of a chunk; only the library knows the file's size."""
+        shape = draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
+        chunks = self._chunks(shape.dims, shape.dtype)
+        return Plan(
+            name=name,
+            index=index,
+            num_samples=self._dataset.num_samples_per_file,
+            dims=shape.dims,
+            dtype=shape.dtype,
+            sample_bytes=shape.size_bytes,
+            block_samples=chunks[0] if chunks else 1,
+            parts=(Part(size_bytes=None),),
+        )
+
+    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+        """Build the file in memory."""
+        whole = io.BytesIO()
+        with h5py.File(whole, "w") as file:
+            targets = [self._create(file, plan, number) for number in range(self._num_datasets)]
+            step = max(1, _BATCH_BYTES // plan.sample_bytes) * plan.block_samples
+            for start in range(0, plan.num_samples, step):
+                samples = range(start, min(start + step, plan.num_samples))
+                parts = self._cut(plan, self.expected(plan, pen.content, samples))
+                for target, part in zip(targets, parts, strict=True):
+                    target[samples.start : samples.stop] = part
+            labels = made(pen.content, plan.num_samples * plan.sample_bytes, plan.num_samples * 8)
+            file.create_dataset("labels", data=np.frombuffer(labels, dtype="<i8"))
+        pen.literal(whole.getbuffer())
+
+    def survey(self, plan: Plan, source: Source) -> FileMap:
+        """Read the file's metadata, as h5py does, and learn where each chunk is."""
+        recording = RecordingFile(source)
+        blocks: list[list[Read]] = [[] for _ in range(-(-plan.num_samples // plan.block_samples))]
+        try:
+            with h5py.File(recording, "r") as file:
+                for number in range(self._num_datasets):
+                    for sample, read in _ranges(file[f"records_{number}"]):
+                        blocks[sample // plan.block_samples].append(read)
+        except (*_UNREADABLE, IndexError) as error:
+            raise damaged(plan, str(error)) from error
+        return FileMap(
+            size_bytes=source.size_bytes,
+            known=tuple(recording.extents),
+            blocks=tuple(merged(block) for block in blocks),
+        )
+
+    def reads(self, plan: Plan, found: FileMap, samples: range) -> Iterator[Read]:
+        """The chunks that hold the samples, whole; neighbours in one range."""
+        if samples:
+            first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
+            yield from merged(read for block in found.blocks[first : last + 1] for read in block)
+
+    def decode(self, plan: Plan, found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+        """Let HDF5 unpack the chunks."""
+        file_like = PiecesFile(found.size_bytes, [*found.known, *pieces])
+        try:
+            with h5py.File(file_like, "r") as file:
+                parts = [
+                    file[f"records_{number}"][samples.start : samples.stop]
+                    for number in range(self._num_datasets)
+                ]
+            return np.concatenate(parts, axis=1).reshape(len(samples), *plan.dims)
+        except _UNREADABLE as error:
+            raise damaged(plan, str(error)) from error
+
+    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+        """The samples' content."""
+        text = made(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
+        return as_array(plan, text, len(samples))
+
+    def _cut(self, plan: Plan, samples: Sample) -> Iterator[Sample]:
+        rows = plan.dims[0] // self._num_datasets
+        for number in range(self._num_datasets):
+            yield samples[:, number * rows : (number + 1) * rows]
+
+    def _create(self, file: Any, plan: Plan, number: int) -> Any:  # h5py has no types
+        shape = (plan.num_samples, plan.dims[0] // self._num_datasets, *plan.dims[1:])
+        level = self._dataset.compression_level if self._dataset.compression is Compression.GZIP else None
+        return file.create_dataset(
+            f"records_{number}",
+            shape=shape,
+            dtype=plan.dtype,
+            chunks=self._chunks(plan.dims, plan.dtype),
+            maxshape=self._full_rank(self._dataset.hdf5.max_shape, shape, first=plan.num_samples),
+            compression=None
+            if self._dataset.compression is Compression.NONE
+            else self._dataset.compression.value,
+            compression_opts=level,
+        )
+
+    def _chunks(self, dims: tuple[int, ...], dtype: str) -> tuple[int, ...] | None:
+        """A chunk's shape: as asked for, or by its size, or None where nothing needs chunks."""
+        asked, num_samples = self._dataset.hdf5, self._dataset.num_samples_per_file
+        shape = (num_samples, dims[0] // self._num_datasets, *dims[1:])
+        if asked.chunk_dims:
+            chunks = self._full_rank(asked.chunk_dims, shape, first=1)
+            assert chunks is not None
+            return tuple(min(pair) for pair in zip(chunks, shape, strict=True))
+        by_size = self._dataset.enable_chunking
+        if not (by_size or asked.max_shape or self._dataset.compression is not Compression.NONE):
+            return None
+        row_bytes = math.prod(dims[1:]) * np.dtype(dtype).itemsize
+        wanted = self._dataset.chunk_size_bytes if by_size else 0
+        rows = max(1, (wanted or min(shape[1] * row_bytes, _LARGEST_CHUNK)) // row_bytes)
+        return (min(num_samples, max(1, rows // shape[1])), min(rows, shape[1]), *dims[1:])
+
+    def _full_rank(
+        self, asked: tuple[int, ...], shape: tuple[int, ...], *, first: int
+    ) -> tuple[int, ...] | None:
+        """Dimensions of a sample, or of the samples of a file, as those of a file's dataset."""
+        if not asked:
+            return None
+        if len(asked) == len(shape) - 1:
+            return (first, *asked)
+        if len(asked) == len(shape):
+            return asked
+        raise UsageError(
+            f"{list(asked)} are dimensions of another array than the samples', {list(shape[1:])}",
+            where="dataset.hdf5",
+            fix=f"chunk_dims and max_shape have {len(shape) - 1} numbers for a sample, or one more in front.",
+        )
+
+
+def _ranges(dataset: Any) -> Iterator[tuple[int, Read]]:
+    """Where a dataset's samples are: the first sample of a range, and the range."""
+    if dataset.chunks:
+        for number in range(dataset.id.get_num_chunks()):
+            chunk = dataset.id.get_chunk_info(number)
+            yield chunk.chunk_offset[0], Read(offset=chunk.byte_offset, size_bytes=chunk.size)
+        return
+    step = dataset.nbytes // len(dataset)
+    for sample in range(len(dataset)):
+        yield sample, Read(offset=dataset.id.get_offset() + sample * step, size_bytes=step)

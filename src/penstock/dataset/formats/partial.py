@@ -1,0 +1,92 @@
+"""Stored files as encoder libraries want them: to seek and read in, over a source or pieces already read.
+
+Between the encoded formats' `survey` and `decode`, and h5py or pyarrow. Invariant: a byte that was not read is
+an error, never a zero: what decodes was all there.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from penstock.dataset.formats.base import Extent
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from penstock.storage import Source
+
+
+class _SeekableFile(io.RawIOBase):
+    """Position and size; how bytes are found is up to its kinds."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__()
+        self._size_bytes = size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer).cast("B")
+        wanted = max(0, min(target.nbytes, self._size_bytes - self._position))
+        if wanted:
+            self._fetch(self._position, target[:wanted])
+        self._position += wanted
+        return wanted
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        raise NotImplementedError
+
+
+class RecordingFile(_SeekableFile):
+    """A source as a file; `extents` keeps all that was read of it, in order."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.size_bytes)
+        self.extents: list[Extent] = []
+        self._source = source
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        self._source.read_into(offset, target)
+        self.extents.append(Extent(offset, bytes(target)))
+
+
+class PiecesFile(_SeekableFile):
+    """A file of which some pieces are here. Reading others is an `OSError`."""
+
+    def __init__(self, size_bytes: int, pieces: Iterable[Extent]) -> None:
+        super().__init__(size_bytes)
+        self._pieces = sorted(pieces, key=lambda one: one.offset)
+        self._starts = [piece.offset for piece in self._pieces]
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        done = 0
+        while done < target.nbytes:
+            found = self._from(offset + done)[: target.nbytes - done]
+            target[done : done + found.nbytes] = found
+            done += found.nbytes
+
+    def _from(self, offset: int) -> memoryview:
+        """The longest run of bytes that begins at `offset`."""
+        best = memoryview(b"")
+        for piece in self._pieces[: bisect_right(self._starts, offset)]:
+            rest = memoryview(piece.content)[offset - piece.offset :]
+            best = max(best, rest, key=len)
+        if not best.nbytes:
+            raise OSError(f"byte {offset} was not read")
+        return best

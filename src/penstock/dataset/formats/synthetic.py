@@ -1,0 +1,61 @@
+"""Samples that lie nowhere: `format: synthetic` measures everything but storage.
+
+One of the formats behind `FileFormat`. Invariant: a plan has no parts, nothing is read, samples are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.dataset.formats.base import Content, Extent, FileMap, Pen, Plan, Read, Sample
+from penstock.dataset.formats.raw import ComputedLayout
+from penstock.dataset.formats.sizes import draw_shape
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.workload.spec import Dataset
+
+
+class SyntheticFormat(ComputedLayout):
+    """Files by name only."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self._dataset = dataset
+        self._seed = seed
+
+    def plan(self, index: int, name: str) -> Plan:
+        """As of other formats, without parts."""
+        shape = draw_shape(self._dataset, self._seed, index)
+        return Plan(
+            name=name,
+            index=index,
+            num_samples=self._dataset.num_samples_per_file,
+            dims=shape.dims,
+            dtype=shape.dtype,
+            sample_bytes=shape.size_bytes,
+            block_samples=1,
+            parts=(),
+        )
+
+    def lay(self, plan: Plan, _part: int, _pen: Pen) -> None:
+        """Refuse: there is nothing to write."""
+        raise UsageError(
+            f"{plan.name} is synthetic: it has no bytes",
+            where="dataset.format",
+            fix="Leave generation out, or choose a format of files.",
+        )
+
+    def reads(self, _plan: Plan, _found: FileMap, _samples: range) -> Iterator[Read]:
+        """None."""
+        return iter(())
+
+    def decode(self, plan: Plan, _found: FileMap, _pieces: Sequence[Extent], samples: range) -> Sample:
+        """Zeros, which take no memory before somebody writes to them."""
+        return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)
+
+    def expected(self, plan: Plan, _content: Content, samples: range) -> Sample:
+        """The same zeros."""
+        return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)

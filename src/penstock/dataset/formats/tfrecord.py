@@ -1,0 +1,138 @@
+"""TensorFlow's records: length, masked CRC-32C, a `tf.Example` of `size` and `image` as DLIO's, and its CRC.
+
+One of the formats behind `FileFormat`. Invariant: images are content at their place in the file, and every
+record of a file has the same length, so that any record is found by its number.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+import google_crc32c
+import numpy as np
+
+from penstock.dataset.formats.base import Checksum, Content, Extent, FileMap, Part, Pen, Plan, Sample
+from penstock.dataset.formats.raw import ReadWhole, as_array, bytes_at, damaged, made, refuse_compression
+from penstock.dataset.formats.sizes import draw_shape
+
+if TYPE_CHECKING:
+    from penstock.workload.spec import Dataset
+
+_LENGTH_BYTES: Final = 12
+_SUM_BYTES: Final = 4
+_DELIMITED: Final = 2
+
+
+class TFRecordFormat(ReadWhole):
+    """Files that TensorFlow and DALI read, front to back."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        refuse_compression(dataset)
+        self._dataset = dataset
+        self._seed = seed
+
+    def plan(self, index: int, name: str) -> Plan:
+        """One block a file: readers take a file's records one after the other."""
+        shape = draw_shape(self._dataset, self._seed, index)
+        num_samples = self._dataset.num_samples_per_file
+        return Plan(
+            name=name,
+            index=index,
+            num_samples=num_samples,
+            dims=shape.dims,
+            dtype=shape.dtype,
+            sample_bytes=shape.size_bytes,
+            block_samples=num_samples,
+            parts=(Part(size_bytes=num_samples * record_bytes(shape.size_bytes)),),
+        )
+
+    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+        """Record by record."""
+        length, head = record_head(plan.sample_bytes)
+        for _ in range(plan.num_samples):
+            pen.literal(length)
+            pen.start_sum(Checksum.CRC32C)
+            pen.literal(head)
+            pen.fill(plan.sample_bytes)
+            pen.literal(struct.pack("<I", mask(pen.end_sum())))
+
+    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+        """The images; their records' lengths and sums are checked."""
+        return np.concatenate(
+            [as_array(plan, self._checked_image(plan, pieces, sample)) for sample in samples]
+        )
+
+    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+        """The images' content."""
+        return np.concatenate(
+            [
+                as_array(plan, made(content, image_offset(plan, sample), plan.sample_bytes))
+                for sample in samples
+            ]
+        )
+
+    def _checked_image(self, plan: Plan, pieces: Sequence[Extent], sample: int) -> memoryview:
+        length, head = record_head(plan.sample_bytes)
+        start = sample * record_bytes(plan.sample_bytes)
+        record = bytes_at(plan, pieces, start, record_bytes(plan.sample_bytes))
+        example = record[_LENGTH_BYTES:-_SUM_BYTES]
+        (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
+        if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
+            raise damaged(plan, f"record {sample} does not match its checksums")
+        return example[len(head) :]
+
+
+def mask(crc: int) -> int:
+    """TFRecord's own turn of a CRC, so that sums of data that hold sums stay good."""
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def record_bytes(image_bytes: int) -> int:
+    """One whole record."""
+    length, head = record_head(image_bytes)
+    return len(length) + len(head) + image_bytes + _SUM_BYTES
+
+
+def image_offset(plan: Plan, sample: int) -> int:
+    """Where a record's image begins in its file."""
+    length, head = record_head(plan.sample_bytes)
+    return sample * record_bytes(plan.sample_bytes) + len(length) + len(head)
+
+
+@lru_cache(maxsize=4096)
+def record_head(image_bytes: int) -> tuple[bytes, bytes]:
+    """What stands before an image: the length with its sum, and the example up to the image's first byte.
+
+    The image is the example's last field, so that nothing follows it but the sum.
+    """
+    size = _field(1, _field(1, b"size") + _field(2, _field(3, _field(1, _varint(image_bytes)))))
+    inner = image_bytes
+    image = b""
+    for _ in ("BytesList.value", "Feature.bytes_list"):  # both are field 1
+        image = _open(1, inner) + image
+        inner = image_bytes + len(image)
+    image = _field(1, b"image") + _open(2, inner) + image
+    image = _open(1, image_bytes + len(image)) + image
+    head = _open(1, len(size) + len(image) + image_bytes) + size + image
+    length = struct.pack("<Q", len(head) + image_bytes)
+    return length + struct.pack("<I", mask(google_crc32c.value(length))), head
+
+
+def _open(number: int, size_bytes: int) -> bytes:
+    """The begin of a length-delimited field."""
+    return _varint(number << 3 | _DELIMITED) + _varint(size_bytes)
+
+
+def _field(number: int, body: bytes) -> bytes:
+    return _open(number, len(body)) + body
+
+
+def _varint(number: int) -> bytes:
+    text = bytearray()
+    while number > 0x7F:
+        text.append(number & 0x7F | 0x80)
+        number >>= 7
+    return bytes([*text, number])
