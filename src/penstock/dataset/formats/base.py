@@ -72,12 +72,13 @@ class Extent:
 class FileMap:
     """What only the stored file tells: its size, `known` bytes that `survey` read, and each block's ranges.
 
-    Formats whose layout is computed need nothing of it: theirs is `COMPUTED`.
+    `opened` is a library's own form of it. Formats whose layout is computed need nothing: `COMPUTED`.
     """
 
     size_bytes: int = 0
     known: tuple[Extent, ...] = ()
     blocks: tuple[tuple[Read, ...], ...] = ()
+    opened: object = None
 
 
 COMPUTED = FileMap()

@@ -1,6 +1,7 @@
 """Raw records one after the other, and two index files beside them: offsets and sizes, little-endian uint64.
 
-Both `indexed_binary` and `mmap_indexed_binary`, which differ in how others open them. Invariant: offset i is the sum of all sizes before it, over the whole file; records are content at their place in the file.
+Both `indexed_binary` and `mmap_indexed_binary`, which differ in how others open them. Invariant: offset i is
+the sum of all sizes before it, over the whole file; records are content at their place in the file.
 """
 
 from __future__ import annotations

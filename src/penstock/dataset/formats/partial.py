@@ -1,7 +1,7 @@
 """Stored files as encoder libraries want them: to seek and read in, over a source or pieces already read.
 
-Between the encoded formats' `survey` and `decode`, and h5py or pyarrow. Invariant: a byte that was not read is
-an error, never a zero: what decodes was all there.
+Between the encoded formats' `survey` and `decode`, and h5py or pyarrow. Invariant: a byte that was not read
+is an error, never a zero: what decodes was all there.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Invariant: nothing here copies a sample; arrays are views of the pieces that wer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,9 +15,17 @@ from penstock.errors import StorageError, UsageError
 from penstock.workload.choices import Compression
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.base import Content, Sample
+    from penstock.dataset.formats.base import Content, FileFormat, Sample
     from penstock.storage import Source
     from penstock.workload.spec import Dataset
+
+
+@runtime_checkable
+class ReadsPartly(Protocol):
+    """A format of whose samples training may read a part; verification wants them whole."""
+
+    def complete(self) -> FileFormat:
+        """The same files, with everything of each sample read."""
 
 
 class ComputedLayout:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.dataset.formats.base import Content, Extent, FileFormat, FileMap, Mismatch, Plan, Read, Sample
 from penstock.dataset.formats.pens import BUFFER_BYTES, CheckingPen, Differs, WritingPen, too_short
+from penstock.dataset.formats.raw import ReadsPartly
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
 
@@ -109,6 +110,9 @@ def _describe(kind: FileFormat, plan: Plan, storage: Storage, content: Content, 
 
 
 def _first_wrong_sample(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> int | None:
+    if isinstance(kind, ReadsPartly):
+        kind = kind.complete()
+        plan = kind.plan(plan.index, plan.name)
     with closing(storage.open(plan.name)) as source:
         found = kind.survey(plan, source)
         for start in range(0, plan.num_samples, plan.block_samples):

@@ -20,7 +20,7 @@ from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import read_object, write_object
 from penstock.workload.choices import Compression, Format
-from penstock.workload.spec import Dataset, Hdf5
+from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 
 if TYPE_CHECKING:
     from penstock.dataset.formats.base import FileFormat, Plan, Sample
@@ -32,6 +32,19 @@ def _dataset(kind: Format, **fields: object) -> Dataset:
     base = Dataset(format=kind, num_samples_per_file=1, record_length_bytes=Fraction(6000))
     return replace(base, **fields)  # type: ignore[arg-type]  # the cases below name real fields
 
+
+COLUMNS = (
+    Column(name="label", dtype="int8"),
+    Column(name="unread", dtype="float64", size=5, read=False),
+    Column(name="half", dtype="float16"),
+    Column(name="list", dtype="float32", size=30),
+    Column(name="bytes", dtype="uint8", size=17),
+    Column(name="small", dtype="uint16", size=3),
+    Column(name="truth", dtype="bool", size=2),
+    Column(name="word", dtype="string", size=9),
+    Column(name="blob", dtype="binary", size=100, read=False),
+    Column(name="last", dtype="int64"),
+)
 
 CASES = {
     "npy": _dataset(Format.NPY),
@@ -63,6 +76,16 @@ CASES = {
         num_samples_per_file=5,
         record_dims=(6, 7, 8),
         hdf5=Hdf5(num_dset_per_record=2, chunk_dims=(2, 7, 8), max_shape=(99, 99, 99)),
+    ),
+    "parquet": _dataset(Format.PARQUET, num_samples_per_file=10, parquet=Parquet(row_group_size=4)),
+    "parquet of columns": _dataset(
+        Format.PARQUET, num_samples_per_file=11, parquet=Parquet(columns=COLUMNS, row_group_size=4)
+    ),
+    "parquet by zstd, two groups at once": _dataset(
+        Format.PARQUET,
+        num_samples_per_file=70,
+        compression=Compression.ZSTD,
+        parquet=Parquet(columns=COLUMNS[:3], row_group_size=16, generation_batch_size=32),
     ),
     "png": _dataset(Format.PNG),
     "jpeg": _dataset(Format.JPEG),

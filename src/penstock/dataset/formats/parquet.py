@@ -1,0 +1,229 @@
+"""Parquet files of the columns asked for, or of one column `data` of byte strings, by row group.
+
+One of the formats behind `FileFormat`. Invariant: row groups follow each other in the content; in a row group
+each column's elements stand together. A sample is the bytes of a row's columns that are marked `read`, in order.
+Memory holds one batch of row groups while a file is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.dataset.formats.base import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.columns import ColumnType, column_type
+from penstock.dataset.formats.outbox import Outbox
+from penstock.dataset.formats.partial import PiecesFile, RecordingFile
+from penstock.dataset.formats.raw import damaged, made, merged, refuse_compression
+from penstock.dataset.formats.sizes import draw_shape
+from penstock.errors import UsageError
+from penstock.workload.choices import Compression
+from penstock.workload.spec import Column
+
+if TYPE_CHECKING:
+    from penstock.storage import Source
+    from penstock.workload.spec import Dataset
+
+_CODECS: Final[Mapping[Compression, str]] = MappingProxyType(
+    {
+        Compression.NONE: "NONE",
+        Compression.SNAPPY: "SNAPPY",
+        Compression.GZIP: "GZIP",
+        Compression.LZ4: "LZ4",
+        Compression.ZSTD: "ZSTD",
+    }
+)
+_WITH_LEVEL: Final = (Compression.GZIP, Compression.ZSTD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One row group: its rows, and where its content begins."""
+
+    rows: range
+    offset: int
+
+
+class ParquetFormat:
+    """Files that pyarrow opens; read by row group, and of it only the columns marked `read`."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        refuse_compression(dataset, *_CODECS)
+        columns = dataset.parquet.columns
+        if dataset.parquet.partition_by is not None:
+            raise UsageError(
+                "Data files are not split by a column's values: each value would make a folder of tiny files",
+                where="dataset.parquet.partition_by",
+                fix="Leave it out; num_subfolders_train spreads files over folders.",
+            )
+        if columns and not any(column.read for column in columns):
+            raise UsageError(
+                "No column is read", where="dataset.parquet.columns", fix="Mark at least one with read: true."
+            )
+        self._dataset = dataset
+        self._seed = seed
+        self._columns = tuple(column_type(column) for column in columns)
+
+    def plan(self, index: int, name: str) -> Plan:
+        """A block is a row group; only the library knows the file's size."""
+        columns = self._columns
+        if not columns:
+            row_bytes = draw_shape(self._dataset, self._seed, index).size_bytes
+            columns = _byte_strings(row_bytes)
+        read_bytes = sum(column.row_bytes for column in columns if column.read)
+        return Plan(
+            name=name,
+            index=index,
+            num_samples=self._dataset.num_samples_per_file,
+            dims=(read_bytes,),
+            dtype="|u1",
+            sample_bytes=sum(column.row_bytes for column in columns),
+            block_samples=min(self._dataset.parquet.row_group_size, self._dataset.num_samples_per_file),
+            parts=(Part(size_bytes=None),),
+        )
+
+    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+        """Encode a batch of row groups at a time; the footer comes last."""
+        columns = self._columns_of(plan)
+        schema = pa.schema([column.field for column in columns])
+        groups = list(_groups(plan, range(plan.num_samples)))
+        step = max(1, self._dataset.parquet.generation_batch_size // plan.block_samples)
+        outbox = Outbox()
+        with self._writer(outbox, schema, columns) as writer:
+            for start in range(0, len(groups), step):
+                tables = [
+                    _table(plan, columns, schema, group, pen.content)
+                    for group in groups[start : start + step]
+                ]
+                writer.write_table(pa.concat_tables(tables), row_group_size=plan.block_samples)
+                outbox.drain(pen)
+        outbox.drain(pen)
+
+    def survey(self, plan: Plan, source: Source) -> FileMap:
+        """Read the footer: the file's last 64 KiB, and the rest of it where it is longer."""
+        try:
+            metadata = pq.read_metadata(RecordingFile(source))
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise damaged(plan, str(error)) from error
+        wanted = {column.name for column in self._columns_of(plan) if column.read}
+        blocks = tuple(
+            merged(_column_ranges(metadata.row_group(number), wanted))
+            for number in range(metadata.num_row_groups)
+        )
+        if metadata.num_rows != plan.num_samples or len(blocks) != -(-plan.num_samples // plan.block_samples):
+            raise damaged(plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups")
+        return FileMap(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
+
+    def reads(self, plan: Plan, found: FileMap, samples: range) -> Iterator[Read]:
+        """Row group by row group, the columns to be read, whole; neighbours in one range."""
+        if samples:
+            first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
+            for block in found.blocks[first : last + 1]:
+                yield from block
+
+    def decode(self, plan: Plan, found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+        """Rows of bytes, as arrow decodes the columns; pages' checksums are verified."""
+        if not samples:
+            return np.empty((0, *plan.dims), dtype=np.uint8)
+        columns = [column for column in self._columns_of(plan) if column.read]
+        first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
+        try:
+            # Without pre-buffering arrow reads the column chunks and never the gaps between them.
+            file = pq.ParquetFile(
+                PiecesFile(found.size_bytes, pieces),
+                metadata=found.opened,
+                pre_buffer=False,
+                page_checksum_verification=True,
+            )
+            table = file.read_row_groups(
+                list(range(first, last + 1)), columns=[column.name for column in columns], use_threads=False
+            )
+            rows = [column.to_rows(table.column(column.name)) for column in columns]
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+            raise damaged(plan, str(error)) from error
+        start = first * plan.block_samples
+        return np.concatenate(rows, axis=1)[samples.start - start : samples.stop - start]
+
+    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+        """The rows' bytes as their columns' types hold them."""
+        columns = self._columns_of(plan)
+        blocks = [np.empty((0, *plan.dims), dtype=np.uint8)]
+        for group in _groups(plan, samples):
+            rows = [
+                column.valid(_elements(plan, columns, group, number, content))
+                for number, column in enumerate(columns)
+                if column.read
+            ]
+            start, stop = max(samples.start, group.rows.start), min(samples.stop, group.rows.stop)
+            joined = np.concatenate(rows, axis=1)
+            blocks.append(joined[start - group.rows.start : stop - group.rows.start])
+        return np.concatenate(blocks)
+
+    def complete(self) -> ParquetFormat:
+        """The same files with every column read."""
+        parquet = self._dataset.parquet
+        columns = tuple(replace(column, read=True) for column in parquet.columns)
+        return ParquetFormat(replace(self._dataset, parquet=replace(parquet, columns=columns)), self._seed)
+
+    def _columns_of(self, plan: Plan) -> tuple[ColumnType, ...]:
+        return self._columns or _byte_strings(plan.sample_bytes)
+
+    def _writer(self, outbox: Outbox, schema: pa.Schema, columns: Sequence[ColumnType]) -> pq.ParquetWriter:
+        compression, level = self._dataset.compression, self._dataset.compression_level
+        return pq.ParquetWriter(
+            outbox,
+            schema,
+            compression=_CODECS[compression],
+            compression_level=level if compression in _WITH_LEVEL else None,
+            use_dictionary=False,  # random values never repeat enough
+            column_encoding={column.path: column.encoding for column in columns},
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+
+
+def _byte_strings(row_bytes: int) -> tuple[ColumnType, ...]:
+    return (column_type(Column(name="data", dtype="uint8", size=row_bytes), as_bytes=True),)
+
+
+def _groups(plan: Plan, samples: range) -> Iterator[_Group]:
+    """The row groups that hold `samples`."""
+    for start in range(
+        samples.start // plan.block_samples * plan.block_samples, samples.stop, plan.block_samples
+    ):
+        stop = min(start + plan.block_samples, plan.num_samples)
+        yield _Group(range(start, stop), start * plan.sample_bytes)
+
+
+def _elements(
+    plan: Plan, columns: Sequence[ColumnType], group: _Group, number: int, content: Content
+) -> Sample:
+    """The content of one column in one row group, a row a row."""
+    num_rows, row_bytes = len(group.rows), columns[number].row_bytes
+    before = sum(column.row_bytes for column in columns[:number])
+    assert before + row_bytes <= plan.sample_bytes
+    text = made(content, group.offset + num_rows * before, num_rows * row_bytes)
+    return np.frombuffer(text, dtype=np.uint8).reshape(num_rows, row_bytes)
+
+
+def _table(
+    plan: Plan, columns: Sequence[ColumnType], schema: pa.Schema, group: _Group, content: Content
+) -> pa.Table:
+    arrays = [
+        column.to_arrow(column.valid(_elements(plan, columns, group, number, content)))
+        for number, column in enumerate(columns)
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _column_ranges(group: pq.RowGroupMetaData, wanted: set[str]) -> Iterator[Read]:
+    for number in range(group.num_columns):
+        column = group.column(number)
+        if column.path_in_schema.split(".")[0] in wanted:
+            yield Read(offset=column.data_page_offset, size_bytes=column.total_compressed_size)
