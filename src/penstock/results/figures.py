@@ -33,7 +33,6 @@ class Mean:
 class PhaseFigures:
     """Training or evaluation. `io_compat` is DLIO's: samples at their nominal size, in MiB/s."""
 
-    phase: Phase
     epochs: tuple[EpochRate, ...]
     au_compat_percent: Mean
     au_strict_percent: Mean | None
@@ -69,7 +68,6 @@ def phase_figures(
     mib_per_sample = float(record_bytes(workload.dataset)) / 2**20
     times = measure_times(ranks, rule, phase)
     return PhaseFigures(
-        phase=phase,
         epochs=tuple(epochs),
         au_compat_percent=compat,
         au_strict_percent=mean_of(strict) if strict else None,

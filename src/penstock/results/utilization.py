@@ -55,9 +55,8 @@ class BlockRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRate:
-    """One epoch of one phase, over all ranks. `au_strict_percent` is None where every step is left out."""
+    """One epoch of a phase, over all ranks. `au_strict_percent` is None where every step is left out."""
 
-    phase: Phase
     epoch: int
     au_compat_percent: float
     au_strict_percent: float | None
@@ -105,7 +104,6 @@ def epoch_rate(ranks: Sequence[Sequence[Block]], rule: Rule, phase: Phase, epoch
     elapsed_s = max(sum(block.elapsed_ns for block in blocks) for blocks in ranks) / 1e9
     samples = sum(int(block.steps["samples"].sum()) for blocks in ranks for block in blocks)
     return EpochRate(
-        phase=phase,
         epoch=epoch,
         au_compat_percent=sum(rate.au_percent for rate in compat) / len(compat),
         au_strict_percent=sum(strict) / len(strict) if strict else None,

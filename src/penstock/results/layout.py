@@ -1,0 +1,64 @@
+"""The names in a results directory: one folder a run below a common parent.
+
+    PARENT/NAME-20260102-030405-1a2b3c/
+        run.json                       what was asked, planned, found; written first, outcome "running"
+        steps.parquet spans.parquet    what happened, step by step (`spool/` while the run lasts)
+        summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
+
+Invariant: a run's folder is made by one process, under a name that nobody else has.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from penstock.errors import UsageError
+from penstock.storage.files.calls import explaining
+
+RUN_FILE: Final = "run.json"
+SUMMARY_FILE: Final = "summary.json"
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def make_run_folder(parent: Path, name: str, now: datetime) -> Path:
+    """A new folder for a run of `name` that starts `now`; the parent is made where it is missing."""
+    safe_name = _UNSAFE.sub("-", name).strip("-.") or "run"
+    folder = parent / f"{safe_name}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    with explaining("Making the folder of this run", str(folder)):
+        parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+    return folder
+
+
+def resolve_run(text: str, parent: Path) -> Path:
+    """The run that a person names: a folder, a name below `parent`, or a part that only one name has."""
+    direct = (Path(text), parent / text)
+    found = next((folder for folder in direct if is_run(folder)), None)
+    if found is not None:
+        return found
+    alike = [folder for folder in run_folders(parent) if text and text in folder.name]
+    if len(alike) == 1:
+        return alike[0]
+    if alike:
+        names = ", ".join(folder.name for folder in alike[:3])
+        raise UsageError(f"{text!r} names {len(alike)} runs: {names}", fix="Write more of the name.")
+    raise UsageError(
+        f"No run is called {text!r}", where=str(parent), fix="`penstock results ls FOLDER` lists them."
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is a folder of a run, ours or DLIO's."""
+    return (folder / RUN_FILE).is_file() or (folder / SUMMARY_FILE).is_file()
+
+
+def run_folders(parent: Path) -> list[Path]:
+    """The runs right below `parent`, or `parent` itself if it is one, by name."""
+    if is_run(parent):
+        return [parent]
+    with explaining("Listing the runs", str(parent)):
+        return sorted(folder for folder in parent.iterdir() if is_run(folder))

@@ -1,0 +1,130 @@
+"""Whence a run's figures come: command line, versions, state of the working folder, and whose process it was.
+
+Place in the flow: read once, before a run starts. Invariant: no word that may be a secret leaves here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from penstock.results.host import PROC
+
+PACKAGES: Final = (
+    "numpy", "numba", "pyarrow", "h5py", "Pillow", "obstore", "minio", "s3dlio", "s3torchconnector",
+    "torch", "mpi4py", "mpich",
+)  # fmt: skip
+"""Packages whose versions can move a figure."""
+
+_SECRET_NAME: Final = re.compile(r"(?i)(secret|password|passwd|token|credential|access_?key|account_?key)")
+_USER_INFO: Final = re.compile(r"://[^/@\s]+@")
+_HIDDEN: Final = "***"
+_GIT_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GitState:
+    """The working folder's commit, and whether files differed from it."""
+
+    commit: str
+    is_modified: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessMark:
+    """One process, never to be taken for another: not after its death, a reboot or in another container."""
+
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    start_ticks: int
+
+
+def redacted(words: Sequence[str]) -> tuple[str, ...]:
+    """A command line without secrets: values of telling names and users in URIs become `***`."""
+    shown: list[str] = []
+    for word in words:
+        follows_secret_option = shown and shown[-1].startswith("--") and _is_secret_option(shown[-1])
+        shown.append(_HIDDEN if follows_secret_option else _redacted_word(word))
+    return tuple(shown)
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of those packages that are installed, from their metadata: nothing is imported."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> GitState | None:
+    """The state of the repository that holds `folder`; None where there is none, or no git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    status = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None or status is None else GitState(commit=commit, is_modified=bool(status))
+
+
+def mark_of_this_process(proc: Path = PROC) -> ProcessMark:
+    """Who we are."""
+    pid = os.getpid()
+    ticks = _start_ticks(proc, pid)
+    assert ticks is not None
+    return ProcessMark(boot_id=_boot_id(proc), pid_namespace=_pid_namespace(proc), pid=pid, start_ticks=ticks)
+
+
+def is_alive(mark: ProcessMark, *, proc: Path = PROC) -> bool | None:
+    """Whether this process lives; None where it cannot be seen from here: another host, another container."""
+    if (mark.boot_id, mark.pid_namespace) != (_boot_id(proc), _pid_namespace(proc)):
+        return None
+    return _start_ticks(proc, mark.pid) == mark.start_ticks
+
+
+def _is_secret_option(word: str) -> bool:
+    return "=" not in word and _SECRET_NAME.search(word) is not None
+
+
+def _redacted_word(word: str) -> str:
+    name, equals, _ = word.partition("=")
+    if equals and "?" not in name and _SECRET_NAME.search(name):
+        return f"{name}={_HIDDEN}"
+    open_word = _USER_INFO.sub(f"://{_HIDDEN}@", word)
+    address, question, query = open_word.partition("?")
+    if "://" not in address or not question:
+        return open_word
+    return f"{address}?{'&'.join(map(_redacted_word, query.split('&')))}"
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    command = ["git", "-C", str(folder), "--no-optional-locks", *words]
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _boot_id(proc: Path) -> str:
+    return (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _pid_namespace(proc: Path) -> int:
+    return (proc / "self/ns/pid").stat().st_ino
+
+
+def _start_ticks(proc: Path, pid: int) -> int | None:
+    """When a process began, in ticks since boot; None where there is no such process."""
+    try:
+        text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *rest = text.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
