@@ -1,0 +1,169 @@
+"""Which rank reads which item, when: a pure function of (seed, epoch, rank, position), in O(1) memory.
+
+An item is whatever is dealt out to ranks: a sample, a file, a row group. Plans, loaders and verification all
+ask here, any process for any position. Invariant: in an epoch no item comes twice over all ranks (save what
+`pad` repeats and counts), and all ranks get equally many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+import numpy as np
+
+from penstock.bench.permutation import InTurn, Permutation, Positions
+from penstock.errors import UsageError
+from penstock.workload.choices import Shuffle
+
+_STEP_ITEMS: Final = 1 << 12
+"""Positions that an iteration evaluates at once."""
+
+
+class Division(StrEnum):
+    """What happens to the remainder where items do not divide evenly among ranks."""
+
+    ROTATE = "rotate"
+    """Another few items are left out of each epoch, and none of two epochs in a row."""
+    DROP = "drop"
+    """The last items are never read, as DLIO does it."""
+    PAD = "pad"
+    """The first items of the order come once more at its end."""
+    ERROR = "error"
+    """The request is refused."""
+
+
+class EpochOrder:
+    """The order of all items of one epoch: `num_items` in turn, or a permutation of them by (seed, epoch).
+
+    `Shuffle.SEED` and `RANDOM` are alike here: whoever draws a random seed gives it, and records it.
+    """
+
+    __slots__ = ("_order", "num_items")
+
+    def __init__(self, num_items: int, seed: int, epoch: int, shuffle: Shuffle) -> None:
+        self.num_items = num_items
+        self._order = (
+            InTurn(num_items)
+            if shuffle is Shuffle.OFF
+            else Permutation(num_items, f"epoch {seed} {epoch}".encode())
+        )
+
+    def item(self, position: int) -> int:
+        """The item at one position, in microseconds."""
+        return self._order.item(position)
+
+    def items(self, positions: Positions) -> Positions:
+        """The items at many positions."""
+        return self._order.items(positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share of `num_items`: every `num_ranks`-th of the order, from the `rank`-th on.
+
+    At any step all ranks together are at neighbouring positions of the order, as with DLIO.
+    """
+
+    num_items: int
+    num_ranks: int
+    rank: int
+    division: Division = Division.ROTATE
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.num_ranks:
+            raise UsageError(
+                f"There is no rank {self.rank} of {self.num_ranks}", fix="Ranks count from 0 to one less."
+            )
+        if self.num_items < 1:
+            raise UsageError(
+                "There is nothing to read", fix="Give at least one item, or leave this part out."
+            )
+        division = f"{self.num_items} / {self.num_ranks} ranks = {self.num_items // self.num_ranks} each"
+        if self.division is Division.ERROR and self._remainder:
+            raise UsageError(
+                f"Items do not divide evenly: {division}, {self._remainder} left over",
+                fix="Change either number, or choose to rotate, drop or pad the remainder.",
+            )
+        if self.num_items < self.num_ranks and self.division is not Division.PAD:
+            raise UsageError(
+                f"Too few items for every rank to have one: {division}",
+                fix="Use fewer ranks, more items, or let items come more than once (pad).",
+            )
+
+    @property
+    def num_per_rank(self) -> int:
+        """How many positions each rank has in each epoch."""
+        return (self.num_items + self.num_repeated) // self.num_ranks
+
+    @property
+    def num_left_out(self) -> int:
+        """How many items each epoch leaves out."""
+        return self._remainder if self.division in (Division.ROTATE, Division.DROP) else 0
+
+    @property
+    def num_repeated(self) -> int:
+        """How many positions of each epoch, over all ranks, repeat an item."""
+        return -self.num_items % self.num_ranks if self.division is Division.PAD else 0
+
+    def left_out(self, epoch: int) -> tuple[range, ...]:
+        """The items that nobody reads in this epoch, ascending: at most two runs.
+
+        With `rotate` they move on by their number each epoch. There are less than half of all, so what one
+        epoch leaves out is in the next; and after about num_items / num_left_out epochs each was out once.
+        """
+        if not self.num_left_out:
+            return ()
+        if self.division is Division.DROP:
+            return (range(self.num_items - self.num_left_out, self.num_items),)
+        start = epoch * self.num_left_out % self.num_items
+        stop = start + self.num_left_out
+        if stop <= self.num_items:
+            return (range(start, stop),)
+        return range(stop - self.num_items), range(start, self.num_items)
+
+    @property
+    def _remainder(self) -> int:
+        return self.num_items % self.num_ranks
+
+
+class RankOrder:
+    """What one rank reads in one epoch: `item(position)` for positions in [0, `len`)."""
+
+    __slots__ = ("_order", "_skipped", "shard")
+
+    def __init__(self, shard: Shard, *, seed: int, epoch: int, shuffle: Shuffle) -> None:
+        self.shard = shard
+        self._order = EpochOrder(shard.num_items - shard.num_left_out, seed, epoch, shuffle)
+        self._skipped = shard.left_out(epoch)
+
+    def __len__(self) -> int:
+        return self.shard.num_per_rank
+
+    def item(self, position: int) -> int:
+        """The item at one of this rank's positions, in microseconds."""
+        if not 0 <= position < len(self):
+            raise IndexError(f"position {position} of {len(self)}")
+        place = position * self.shard.num_ranks + self.shard.rank
+        item = self._order.item(place % self._order.num_items)
+        for hole in self._skipped:
+            if item >= hole.start:
+                item += len(hole)
+        return item
+
+    def items(self, start: int, stop: int) -> Positions:
+        """The items at this rank's positions from `start` up to `stop`."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"positions {start} to {stop} of {len(self)}")
+        places = np.arange(start, stop, dtype=np.int64) * self.shard.num_ranks + self.shard.rank
+        items = self._order.items(places % self._order.num_items)
+        for hole in self._skipped:
+            items[items >= hole.start] += len(hole)
+        return items
+
+    def iterate(self, start: int = 0) -> Iterator[int]:
+        """The items from position `start` on, in bounded memory."""
+        for first in range(start, len(self), _STEP_ITEMS):
+            yield from self.items(first, min(first + _STEP_ITEMS, len(self))).tolist()
