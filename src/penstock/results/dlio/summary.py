@@ -1,0 +1,123 @@
+"""`summary.json` and the `[METRIC]` lines: a run in DLIO's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.results.dlio.run import GIB, PREFIXES, checkpoint_sizes, checkpoints, dlio_date
+from penstock.results.events import Phase, SpanKind
+from penstock.results.figures import mean_of
+
+if TYPE_CHECKING:
+    from penstock.results.dlio.run import DlioRun
+    from penstock.results.figures import PhaseFigures
+
+_RULE = "[METRIC] =========================================================="
+
+
+def summary(run: DlioRun) -> dict[str, Any]:
+    """The content of `summary.json`. Per-host lists have one entry a node."""
+    dataset = run.workload.dataset
+    first = run.hosts[0]
+    return {
+        "start": dlio_date(run.started),
+        "num_accelerators": len(run.ranks),
+        "num_hosts": len(run.hosts),
+        "hostname": first.host,
+        "metric": metrics(run),
+        "num_files_train": dataset.num_files_train,
+        "num_files_eval": dataset.num_files_eval,
+        "num_samples_per_file": dataset.num_samples_per_file,
+        "host_cpu_count": [host.num_cores for host in run.hosts],
+        "host_processor_name": first.machine,
+        "host_memory_GB": [host.memory_bytes / GIB for host in run.hosts],
+        "host_cpuinfo": dict(first.cpuinfo),
+        "host_meminfo": dict(first.meminfo),
+        "data_size_per_host_GB": run.data_gib_per_host,
+        "potential_caching": [run.may_cache(host) for host in run.hosts],
+        "epochs": len(run.train.epochs) if run.train else 0,
+        "end": dlio_date(run.ended),
+    }
+
+
+def metrics(run: DlioRun) -> dict[str, Any]:
+    """The section `metric`: what was not done has no keys."""
+    found: dict[str, Any] = {}
+    for phase, prefix in ((Phase.TRAIN, "train"), (Phase.EVAL, "eval")):
+        figures = run.figures(phase)
+        if figures is not None:
+            found |= _phase_metrics(figures, prefix)
+    for kind in PREFIXES:
+        found |= _checkpoint_metrics(run, kind)
+    return found
+
+
+def metric_lines(summary_of_run: Mapping[str, Any]) -> list[str]:
+    """The lines that DLIO prints at the end of a run, and that others parse."""
+    found = summary_of_run["metric"]
+    lines = [_RULE, f"[METRIC] Number of Simulated Accelerators: {summary_of_run['num_accelerators']} "]
+    if "train_au_percentage" in found:
+        lines += _phase_lines(found, "train", "Training", "Training I/O Throughput (MiB/second)", digits=4)
+    for prefix in PREFIXES.values():
+        if f"{prefix}_checkpoint_duration_mean_seconds" in found:
+            lines += _checkpoint_lines(found, prefix)
+    if "eval_au_percentage" in found:
+        lines += _phase_lines(found, "eval", "Eval", "Eval Throughput (MiB/second)", digits=6)
+    return [*lines, _RULE]
+
+
+def _phase_metrics(figures: PhaseFigures, prefix: str) -> dict[str, Any]:
+    au, rate, io = figures.au_compat_percent, figures.samples_per_s_compat, figures.io_compat_mib_per_s
+    return {
+        f"{prefix}_au_percentage": [epoch.au_compat_percent for epoch in figures.epochs],
+        f"{prefix}_au_mean_percentage": au.mean,
+        f"{prefix}_au_meet_expectation": "success" if figures.meets_threshold else "fail",
+        f"{prefix}_au_stdev_percentage": au.stdev,
+        f"{prefix}_throughput_samples_per_second": [epoch.samples_per_s_compat for epoch in figures.epochs],
+        f"{prefix}_throughput_mean_samples_per_second": rate.mean,
+        f"{prefix}_throughput_stdev_samples_per_second": rate.stdev,
+        f"{prefix}_io_mean_MB_per_second": io.mean,
+        f"{prefix}_io_stdev_MB_per_second": io.stdev,
+    }
+
+
+def _checkpoint_metrics(run: DlioRun, kind: SpanKind) -> dict[str, Any]:
+    found = list(checkpoints(run.ranks[0], kind, checkpoint_sizes(run.ranks)))
+    if not found:
+        return {}
+    rate = mean_of([checkpoint.gib_per_s for checkpoint in found])
+    duration = mean_of([checkpoint.duration_s for checkpoint in found])
+    prefix = f"{PREFIXES[kind]}_checkpoint"
+    return {
+        f"{prefix}_io_mean_GB_per_second": rate.mean,
+        f"{prefix}_io_stdev_GB_per_second": rate.stdev,
+        f"{prefix}_duration_mean_seconds": duration.mean,
+        f"{prefix}_duration_stdev_seconds": duration.stdev,
+        "checkpoint_size_GB": found[0].size_bytes / GIB,
+    }
+
+
+def _phase_lines(
+    found: Mapping[str, Any], prefix: str, title: str, io_title: str, *, digits: int
+) -> list[str]:
+    def line(name: str, key: str, unit: str, places: int) -> str:
+        mean, stdev = found[f"{prefix}_{key}_mean_{unit}"], found[f"{prefix}_{key}_stdev_{unit}"]
+        return f"[METRIC] {name}: {mean:.{places}f} ({stdev:.{places}f})"
+
+    return [
+        line(f"{title} Accelerator Utilization [AU] (%)", "au", "percentage", 4),
+        line(f"{title} Throughput (samples/second)", "throughput", "samples_per_second", digits),
+        line(io_title, "io", "MB_per_second", digits),
+        f"[METRIC] {prefix}_au_meet_expectation: {found[f'{prefix}_au_meet_expectation']}",
+    ]
+
+
+def _checkpoint_lines(found: Mapping[str, Any], prefix: str) -> list[str]:
+    key = f"{prefix}_checkpoint"
+    duration = (found[f"{key}_duration_mean_seconds"], found[f"{key}_duration_stdev_seconds"])
+    rate = (found[f"{key}_io_mean_GB_per_second"], found[f"{key}_io_stdev_GB_per_second"])
+    return [
+        "[METRIC] Checkpoint {} duration (seconds): {:.4f} ({:.4f})".format(prefix, *duration),
+        "[METRIC] Checkpoint {} I/O Throughput (GiB/second): {:.4f} ({:.4f})".format(prefix, *rate),
+    ]
