@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
@@ -138,10 +138,13 @@ def _go_on_as(role: Callable[[], int]) -> NoReturn:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         exit_code = role()
     finally:
-        if (error := sys.exception()) is not None:
-            traceback.print_exception(error)
+        error = sys.exception()
+        # First of all: whatever is wrong with this process, and with whoever listens to it.
         end_processes(psutil.Process().children(recursive=True))
-        sys.stderr.flush()
+        with suppress(OSError):  # a launcher that is gone has left a broken pipe
+            if error is not None:
+                traceback.print_exception(error)
+            sys.stderr.flush()
         os._exit(exit_code)
 
 
@@ -235,9 +238,14 @@ class Guard:
     def _watch_elders(self) -> None:
         """What stands between this guard and the job: without its launcher a rank's output goes nowhere."""
         for pid, name in self._elders.items():
-            if pid > 0:  # 0 is a parent outside this container, whom nobody here can watch
+            if pid <= 0:  # a parent outside this container, whom nobody here can watch
+                continue
+            cause = f"{name}, process {pid}, was killed"
+            try:
                 pidfd = os.pidfd_open(pid)
-                cause = f"{name}, process {pid}, was killed"
+            except ProcessLookupError:  # a job that is stopped while it starts
+                self._fail(self._own_failure(cause, Ending.FAILED))
+            else:
                 self._selector.register(pidfd, selectors.EVENT_READ, partial(self._miss, pidfd, cause))
 
     def _miss(self, pidfd: int, cause: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -116,6 +117,15 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_all(jobs: Jobs, after_s: f
     job.process.send_signal(signal.SIGINT)
     assert job.end() == 130
     assert job.namesakes() == []
+
+
+def test_a_guard_that_comes_too_late_to_watch_its_launcher_ends_its_rank() -> None:
+    program = Path(__file__).parent / "programs" / "orphaned.py"
+    guard = subprocess.run(
+        [sys.executable, str(program)], check=False, stdout=subprocess.PIPE, text=True, timeout=30
+    )
+    assert guard.returncode == 1
+    assert not psutil.pid_exists(int(guard.stdout))
 
 
 def test_a_second_interrupt_does_not_leave_anything_behind(jobs: Jobs) -> None:

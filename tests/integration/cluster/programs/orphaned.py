@@ -1,0 +1,43 @@
+"""A guard whose launcher is dead before it can be watched, and whose standard error nobody reads any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+
+from penstock.cluster.guard import Guard, Post, _go_on_as
+from penstock.cluster.wire import Failed, Wire
+
+
+def _forked(seconds: float) -> int:
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        time.sleep(seconds)
+        os._exit(0)
+    return pid
+
+
+def _say(failure: Failed) -> None:
+    sys.stderr.write(failure.cause)
+    sys.stderr.flush()
+
+
+def main() -> None:
+    dead = _forked(0)
+    os.waitpid(dead, 0)
+    rank = _forked(60)
+    os.write(sys.stdout.fileno(), str(rank).encode())
+    unread, broken = os.pipe()
+    os.close(unread)
+    os.dup2(broken, sys.stderr.fileno())
+    ours, _theirs = socket.socketpair()
+    post = Post(rank=2, host="here", announce=_say)
+    _go_on_as(lambda: Guard(post, Wire(ours), rank=rank, elders={dead: "its launcher"}).run())
+
+
+if __name__ == "__main__":
+    main()
