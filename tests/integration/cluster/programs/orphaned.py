@@ -34,7 +34,8 @@ def main() -> None:
     unread, broken = os.pipe()
     os.close(unread)
     os.dup2(broken, sys.stderr.fileno())
-    ours, _theirs = socket.socketpair()
+    ours, theirs = socket.socketpair()
+    theirs.close()
     post = Post(rank=2, host="here", announce=_say)
     _go_on_as(lambda: Guard(post, Wire(ours), rank=rank, elders={dead: "its launcher"}).run())
 
