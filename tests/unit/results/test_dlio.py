@@ -19,7 +19,7 @@ from penstock.results.dlio.reading import read_dlio_result
 from penstock.results.dlio.run import DlioRun, checkpoint_sizes
 from penstock.results.dlio.summary import metric_lines, summary
 from penstock.results.events import Phase, RankEvents, SpanKind
-from penstock.results.figures import phase_figures
+from penstock.results.figures import mean_of, phase_figures
 from penstock.results.host import HostFacts
 from penstock.results.overview import view_run
 from penstock.testing.events import RankScript, even_run
@@ -31,9 +31,9 @@ PUBLISHED = Path(os.environ.get("PENSTOCK_MLPERF_RESULTS", "/nowhere"))
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 SUMMARY_KEYS = {
-    "start", "end", "epochs", "num_accelerators", "num_hosts", "hostname",
-    "num_files_train", "num_files_eval", "num_samples_per_file", "host_cpu_count", "host_processor_name", "host_memory_GB", "host_cpuinfo",
-    "host_meminfo", "data_size_per_host_GB", "potential_caching", "metric",
+    "start", "end", "epochs", "num_accelerators", "num_hosts", "hostname", "num_files_train",
+    "num_files_eval", "num_samples_per_file", "host_cpu_count", "host_processor_name", "host_memory_GB",
+    "host_cpuinfo", "host_meminfo", "data_size_per_host_GB", "potential_caching", "metric",
 }  # fmt: skip
 PHASE_KEYS = {
     "au_percentage", "au_mean_percentage", "au_stdev_percentage", "au_meet_expectation",
@@ -323,8 +323,6 @@ def test_every_published_run_is_read_whole() -> None:
 @published
 def test_our_formulas_of_means_and_sizes_are_those_of_published_summaries() -> None:
     """Means, deviations, nominal I/O and sizes, recomputed from the published figures of each epoch."""
-    from penstock.results.figures import mean_of
-
     for folder in published_runs():
         found = read_dlio_result(folder)
         rates, record_bytes = mean_of(found.samples_per_s), found.workload["dataset"]["record_length"]

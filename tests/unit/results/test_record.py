@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import string
 import subprocess
 import sys
 from dataclasses import replace
@@ -295,7 +296,7 @@ def test_no_secret_of_a_command_line_is_recorded(words: list[str], wanted: list[
     assert redacted(words) == tuple(wanted)
 
 
-@given(st.text(min_size=8, max_size=20).filter(str.isalnum))
+@given(st.text(string.ascii_letters + string.digits, min_size=8, max_size=20))
 def test_a_secret_value_never_shows(secret: str) -> None:
     secret = f"zq{secret}"
     words = ["-o", f"secret_access_key={secret}", "--token", secret, f"s3://b?password={secret}"]
