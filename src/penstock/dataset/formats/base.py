@@ -1,7 +1,7 @@
 """The narrow waist of data files: what a file is, what of it is read, and the six things a format can do.
 
-Between the data set's specification and whoever writes, reads or verifies its files. Invariant: a `Plan` is a
-pure function of (data set, seed, index), so any file is known alone; only `survey` looks at a stored file.
+Between a data set's specification and whoever writes, reads or verifies files. Invariant: a `Plan` is a pure
+function of (data set, seed, index), so any file is known alone; only `survey` looks at a stored file.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ Sample = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One stored object of a data file: itself, or an index beside it.
-
-    `pattern` makes its key from the file's; `size_bytes` is None where only an encoder knows it.
-    """
+    """One object of a data file: itself, or an index beside it. A size only an encoder knows is None."""
 
     pattern: str = "{}"
     size_bytes: int | None
@@ -36,9 +33,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One data file before it exists. All its samples have the same `dims` of `dtype`.
+    """One data file before it exists. Its samples have `sample_bytes` each, and decode to `dims` of `dtype`.
 
-    `block_samples` samples in a row are read together: an order shuffles blocks, then samples within reach.
+    `block_samples` in a row are read together: an order shuffles blocks, then samples within reach.
     """
 
     name: str
@@ -53,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """One range of one part that a training run asks storage for."""
+    """One range of one part that training asks storage for."""
 
     part: int = 0
     offset: int
@@ -70,10 +67,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileMap:
-    """What only the stored file tells: its size, `known` bytes that `survey` read, and each block's ranges.
-
-    `opened` is a library's own form of it. Formats whose layout is computed need nothing: `COMPUTED`.
-    """
+    """What only the stored file tells: size, `known` bytes of it, blocks' ranges, a library's own view."""
 
     size_bytes: int = 0
     known: tuple[Extent, ...] = ()
@@ -81,14 +75,14 @@ class FileMap:
     opened: object = None
 
 
-COMPUTED = FileMap()
+COMPUTED = FileMap()  # of formats whose layout is computed: nothing to find out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The first wrong byte of a stored part; `sample` is the first wrong one, None if none can be named.
+    """The first wrong byte of a stored part, and the first wrong sample, None if none can be named.
 
-    `samples_intact`: all decode to what they should, so that only the format around them differs.
+    `samples_intact`: all decode to what they should; only the format around them differs.
     """
 
     name: str
@@ -106,7 +100,7 @@ class Checksum(Enum):
 
 
 class Content(Protocol):
-    """The bytes of one file as a function of their offset: what `penstock.dataset.content` makes."""
+    """The bytes of one file as a function of their offset: see `penstock.dataset.content`."""
 
     def fill(self, buffer: memoryview, offset: int) -> None:
         """Write the bytes that belong at `offset`."""
@@ -119,14 +113,13 @@ class Pen(Protocol):
     """Takes a file front to back: one pen writes it, another holds it against what is stored."""
 
     content: Content
-    offset: int
-    """How many bytes were taken so far."""
+    offset: int  # how many bytes were taken so far
 
     def literal(self, text: bytes | memoryview) -> None:
         """Bytes of the format itself, or of an encoder; `text` may be changed after the call."""
 
     def fill(self, size_bytes: int) -> None:
-        """That much content, at the content's offset which is the file's."""
+        """That much content, from the file's own offset on."""
 
     def start_sum(self, kind: Checksum) -> None:
         """Sum up what comes from here on."""
@@ -148,10 +141,10 @@ class FileFormat(Protocol):
         """Read of the stored file what `reads` and `decode` must know; once for each opened file."""
 
     def reads(self, plan: Plan, found: FileMap, samples: range) -> Iterator[Read]:
-        """The ranges to read for these samples, in order, after the survey's; whole blocks where needed."""
+        """The ranges to read for these samples, in order; the survey's own came before."""
 
     def decode(self, plan: Plan, found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
-        """These samples, first axis, from the pieces that `reads` asked of part 0 or more."""
+        """These samples, first axis, from the pieces that `reads` asked for of part 0."""
 
     def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
         """What `decode` must give for these samples."""

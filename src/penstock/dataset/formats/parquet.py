@@ -1,7 +1,7 @@
 """Parquet files of the columns asked for, or of one column `data` of byte strings, by row group.
 
 One of the formats behind `FileFormat`. Invariant: row groups follow each other in the content; in a row group
-each column's elements stand together. A sample is the bytes of a row's columns that are marked `read`, in order.
+each column's elements stand together. A sample is the bytes of a row's columns that are marked `read`.
 Memory holds one batch of row groups while a file is made.
 """
 
@@ -147,8 +147,11 @@ class ParquetFormat:
             rows = [column.to_rows(table.column(column.name)) for column in columns]
         except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
             raise damaged(plan, str(error)) from error
-        start = first * plan.block_samples
-        return np.concatenate(rows, axis=1)[samples.start - start : samples.stop - start]
+        before = samples.start - first * plan.block_samples
+        wanted = [column[before : before + len(samples)] for column in rows]
+        if any(len(column) != len(samples) for column in wanted):
+            raise damaged(plan, f"row groups {first} to {last} have other numbers of rows than planned")
+        return np.concatenate(wanted, axis=1)
 
     def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
         """The rows' bytes as their columns' types hold them."""

@@ -19,6 +19,22 @@ if TYPE_CHECKING:
     from penstock.storage import Source
 
 
+class Gathered:
+    """Pieces of a file that were read, in any order, to be asked for what is where."""
+
+    def __init__(self, pieces: Iterable[Extent]) -> None:
+        self._pieces = sorted(pieces, key=lambda one: one.offset)
+        self._starts = [piece.offset for piece in self._pieces]
+
+    def run_at(self, offset: int) -> memoryview:
+        """A run of bytes that begins at `offset`; empty where nothing was read."""
+        for number in range(bisect_right(self._starts, offset) - 1, -1, -1):
+            run = memoryview(self._pieces[number].content)[offset - self._starts[number] :]
+            if run.nbytes:
+                return run
+        return memoryview(b"")
+
+
 class _SeekableFile(io.RawIOBase):
     """Position and size; how bytes are found is up to its kinds."""
 
@@ -71,22 +87,13 @@ class PiecesFile(_SeekableFile):
 
     def __init__(self, size_bytes: int, pieces: Iterable[Extent]) -> None:
         super().__init__(size_bytes)
-        self._pieces = sorted(pieces, key=lambda one: one.offset)
-        self._starts = [piece.offset for piece in self._pieces]
+        self._gathered = Gathered(pieces)
 
     def _fetch(self, offset: int, target: memoryview) -> None:
         done = 0
         while done < target.nbytes:
-            found = self._from(offset + done)[: target.nbytes - done]
+            found = self._gathered.run_at(offset + done)[: target.nbytes - done]
+            if not found.nbytes:
+                raise OSError(f"byte {offset + done} was not read")
             target[done : done + found.nbytes] = found
             done += found.nbytes
-
-    def _from(self, offset: int) -> memoryview:
-        """The longest run of bytes that begins at `offset`."""
-        best = memoryview(b"")
-        for piece in self._pieces[: bisect_right(self._starts, offset)]:
-            rest = memoryview(piece.content)[offset - piece.offset :]
-            best = max(best, rest, key=len)
-        if not best.nbytes:
-            raise OSError(f"byte {offset} was not read")
-        return best

@@ -34,10 +34,15 @@ _HOME: Final[Mapping[Format, tuple[str, str]]] = MappingProxyType(
 )
 
 
-def open_format(dataset: Dataset, seed: int) -> FileFormat:
-    """The format of `dataset`, whose sample sizes are drawn by `seed`."""
+def open_format(dataset: Dataset, seed: int, *, transfer_bytes: int | None = None) -> FileFormat:
+    """The format of `dataset`, whose sample sizes are drawn by `seed`.
+
+    `transfer_bytes` is the workload's `transfer_size`; it counts where files are streams: TFRecord.
+    """
     module, name = _HOME[dataset.format]
     if dataset.format is Format.NPZ and dataset.compression is not Compression.NONE:
         name = "CompressedNpzFormat"
-    home = import_module(f"penstock.dataset.formats.{module}")
-    return cast("FileFormat", getattr(home, name)(dataset, seed))
+    kind = getattr(import_module(f"penstock.dataset.formats.{module}"), name)
+    if dataset.format is Format.TFRECORD and transfer_bytes is not None:
+        return cast("FileFormat", kind(dataset, seed, transfer_bytes))
+    return cast("FileFormat", kind(dataset, seed))

@@ -7,15 +7,16 @@ record of a file has the same length, so that any record is found by its number.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import google_crc32c
 import numpy as np
 
-from penstock.dataset.formats.base import Checksum, Content, Extent, FileMap, Part, Pen, Plan, Sample
-from penstock.dataset.formats.raw import ReadWhole, as_array, bytes_at, damaged, made, refuse_compression
+from penstock.dataset.formats.base import Checksum, Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.partial import Gathered
+from penstock.dataset.formats.raw import ComputedLayout, as_array, damaged, made, range_of, refuse_compression
 from penstock.dataset.formats.sizes import draw_shape
 
 if TYPE_CHECKING:
@@ -26,13 +27,18 @@ _SUM_BYTES: Final = 4
 _DELIMITED: Final = 2
 
 
-class TFRecordFormat(ReadWhole):
-    """Files that TensorFlow and DALI read, front to back."""
+DEFAULT_TRANSFER_BYTES: Final = 256 << 10
+"""The buffer of TensorFlow's own reader, where a workload names no `transfer_size`."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
+
+class TFRecordFormat(ComputedLayout):
+    """Files that TensorFlow and DALI read, front to back, in pieces of `transfer_bytes`."""
+
+    def __init__(self, dataset: Dataset, seed: int, transfer_bytes: int = DEFAULT_TRANSFER_BYTES) -> None:
         refuse_compression(dataset)
         self._dataset = dataset
         self._seed = seed
+        self._transfer_bytes = transfer_bytes
 
     def plan(self, index: int, name: str) -> Plan:
         """One block a file: readers take a file's records one after the other."""
@@ -59,30 +65,35 @@ class TFRecordFormat(ReadWhole):
             pen.fill(plan.sample_bytes)
             pen.literal(struct.pack("<I", mask(pen.end_sum())))
 
+    def reads(self, plan: Plan, _found: FileMap, samples: range) -> Iterator[Read]:
+        """The whole file in pieces, whichever samples are wanted: readers cannot jump."""
+        end = plan.num_samples * record_bytes(plan.sample_bytes) if samples else 0
+        for offset in range(0, end, self._transfer_bytes):
+            yield Read(offset=offset, size_bytes=min(self._transfer_bytes, end - offset))
+
     def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
         """The images; their records' lengths and sums are checked."""
-        return np.concatenate(
-            [as_array(plan, self._checked_image(plan, pieces, sample)) for sample in samples]
-        )
+        gathered = Gathered(pieces)
+        images = [as_array(plan, _checked_image(plan, gathered, sample)) for sample in samples]
+        return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
     def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
         """The images' content."""
-        return np.concatenate(
-            [
-                as_array(plan, made(content, image_offset(plan, sample), plan.sample_bytes))
-                for sample in samples
-            ]
-        )
+        images = [
+            as_array(plan, made(content, image_offset(plan, sample), plan.sample_bytes)) for sample in samples
+        ]
+        return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
-    def _checked_image(self, plan: Plan, pieces: Sequence[Extent], sample: int) -> memoryview:
-        length, head = record_head(plan.sample_bytes)
-        start = sample * record_bytes(plan.sample_bytes)
-        record = bytes_at(plan, pieces, start, record_bytes(plan.sample_bytes))
-        example = record[_LENGTH_BYTES:-_SUM_BYTES]
-        (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
-        if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
-            raise damaged(plan, f"record {sample} does not match its checksums")
-        return example[len(head) :]
+
+def _checked_image(plan: Plan, gathered: Gathered, sample: int) -> memoryview:
+    length, head = record_head(plan.sample_bytes)
+    start = sample * record_bytes(plan.sample_bytes)
+    record = range_of(plan, gathered, start, record_bytes(plan.sample_bytes))
+    example = record[_LENGTH_BYTES:-_SUM_BYTES]
+    (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
+    if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
+        raise damaged(plan, f"record {sample} does not match its checksums")
+    return example[len(head) :]
 
 
 def mask(crc: int) -> int:

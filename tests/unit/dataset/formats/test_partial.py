@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.dataset.formats.base import Extent
+from penstock.dataset.formats.partial import Gathered, PiecesFile, RecordingFile
+from penstock.storage.memory import MemoryStorage
+from penstock.storage.whole import write_object
+
+TEXT = bytes(range(200))
+pieces = st.lists(st.tuples(st.integers(0, 199), st.integers(0, 60)), max_size=8)
+
+
+def _extents(cuts: list[tuple[int, int]]) -> list[Extent]:
+    return [Extent(start, TEXT[start : start + length]) for start, length in cuts]
+
+
+@given(cuts=pieces, offset=st.integers(0, 199), length=st.integers(1, 40))
+def test_a_file_of_pieces_reads_what_they_hold_and_refuses_the_rest(
+    cuts: list[tuple[int, int]], offset: int, length: int
+) -> None:
+    held = {at for start, size in cuts for at in range(start, min(200, start + size))}
+    wanted = range(offset, min(200, offset + length))
+    file = PiecesFile(200, _extents(cuts))
+    file.seek(offset)
+    if held.issuperset(wanted):
+        assert file.read(length) == TEXT[offset : offset + length]
+        assert file.tell() == wanted.stop
+    else:
+        with pytest.raises(OSError, match="was not read"):
+            file.read(length)
+
+
+@given(cuts=pieces, offset=st.integers(0, 199))
+def test_a_run_begins_where_asked_for(cuts: list[tuple[int, int]], offset: int) -> None:
+    run = Gathered(_extents(cuts)).run_at(offset)
+    assert bytes(run) == TEXT[offset : offset + run.nbytes]
+    if any(start <= offset < min(200, start + size) for start, size in cuts):
+        assert run.nbytes > 0
+
+
+def test_a_file_of_pieces_seeks_as_files_do() -> None:
+    file = PiecesFile(200, [Extent(0, TEXT)])
+    assert file.readable()
+    assert file.seekable()
+    assert file.seek(-5, io.SEEK_END) == 195
+    assert file.read() == TEXT[195:]
+    assert file.read(5) == b""
+    assert file.seek(10) == 10
+    assert file.seek(7, io.SEEK_CUR) == 17
+    assert file.read(1) == TEXT[17:18]
+
+
+def test_a_recording_keeps_what_was_read_and_where() -> None:
+    storage = MemoryStorage()
+    write_object(storage, "file", [TEXT])
+    file = RecordingFile(storage.open("file"))
+    file.seek(20)
+    file.read(5)
+    file.seek(190)
+    file.read(50)
+    assert file.extents == [Extent(20, TEXT[20:25]), Extent(190, TEXT[190:])]

@@ -1,0 +1,264 @@
+"""Writing and verifying one file: what is left behind by failures, and how damage is described."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from penstock.dataset.content import Content
+from penstock.dataset.formats import open_format
+from penstock.dataset.formats.base import Checksum
+from penstock.dataset.formats.pens import BUFFER_BYTES, CheckingPen, Differs, WritingPen, first_difference
+from penstock.dataset.formats.store import buffer_pool, verify_file, write_file
+from penstock.errors import ShortTransfer, StorageError
+from penstock.storage.aligned import BufferPool
+from penstock.storage.memory import MemorySink, MemoryStorage
+from penstock.storage.whole import read_object, write_object
+from penstock.workload.choices import Compression, Format
+from penstock.workload.spec import Column, Dataset, Parquet
+
+if TYPE_CHECKING:
+    from penstock.dataset.formats.base import FileFormat, Pen, Plan
+    from penstock.storage import Release
+
+POOL = buffer_pool()
+CONTENT = Content(1, 0)
+
+
+class _Failing(MemoryStorage):
+    """Storage whose sinks fail at their `failing`th buffer, and remember that they were aborted."""
+
+    def __init__(self, failing: int) -> None:
+        super().__init__()
+        self.failing = failing
+        self.aborted: list[str] = []
+
+    def create(self, key: str, size_bytes: int | None = None) -> MemorySink:
+        storage = self
+
+        class Sink(MemorySink):
+            taken = 0
+
+            def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+                self.taken += 1
+                if self.taken == storage.failing:
+                    raise StorageError("the disk is gone", uri=key)
+                super().submit(buffer, release)
+
+            def abort(self) -> None:
+                storage.aborted.append(key)
+                super().abort()
+
+        return Sink(self, key, size_bytes)
+
+
+def _written(dataset: Dataset) -> tuple[FileFormat, Plan, MemoryStorage]:
+    kind, storage = open_format(dataset, 1), MemoryStorage()
+    plan = kind.plan(0, "file")
+    write_file(kind, plan, storage, CONTENT, POOL)
+    return kind, plan, storage
+
+
+def _dataset(kind: Format, samples: int = 1, size: int = 5000) -> Dataset:
+    return Dataset(format=kind, num_samples_per_file=samples, record_length_bytes=Fraction(size))
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_file_that_cannot_be_written_is_aborted_and_leaves_nothing(failing: int) -> None:
+    storage = _Failing(failing)
+    kind = open_format(_dataset(Format.NPZ, 1, 3 * BUFFER_BYTES), 1)
+    with pytest.raises(StorageError, match="the disk is gone"):
+        write_file(kind, kind.plan(0, "file"), storage, CONTENT, POOL)
+    assert storage.aborted == ["file"]
+    assert list(storage.list()) == []
+
+
+def test_an_index_is_stored_before_the_file_that_needs_it() -> None:
+    storage = _Failing(failing=1)
+    kind = open_format(_dataset(Format.INDEXED_BINARY), 1)
+    with pytest.raises(StorageError):
+        write_file(kind, kind.plan(0, "file"), storage, CONTENT, POOL)
+    assert storage.aborted == ["file.sz.idx"]
+    stored = write_file(kind, kind.plan(0, "file"), MemoryStorage(), CONTENT, POOL)
+    assert [info.key for info in stored] == ["file", "file.off.idx", "file.sz.idx"]
+
+
+def test_a_large_file_goes_through_few_buffers() -> None:
+    class Counting(BufferPool):
+        made = 0
+
+        def take(self) -> memoryview:
+            if not self._idle:
+                self.made += 1
+            return super().take()
+
+    pool, storage = Counting(1 << 16, 4), MemoryStorage()
+    kind = open_format(_dataset(Format.TFRECORD, 5, 600_000), 1)
+    plan = kind.plan(0, "file")
+    write_file(kind, plan, storage, CONTENT, pool)
+    assert pool.made == 1
+    assert verify_file(kind, plan, storage, CONTENT) is None
+
+
+def _damage(storage: MemoryStorage, key: str, offset: int) -> None:
+    stored = read_object(storage, key)
+    stored[offset] ^= 1
+    write_object(storage, key, [stored])
+
+
+@pytest.mark.parametrize(
+    "kind_name", [Format.NPY, Format.TFRECORD, Format.INDEXED_BINARY, Format.HDF5, Format.CSV, Format.PARQUET]
+)
+@pytest.mark.parametrize("sample", [0, 2, 4])
+def test_damage_to_content_is_described_by_its_sample(kind_name: Format, sample: int) -> None:
+    dataset = replace(_dataset(kind_name, 5), parquet=Parquet(row_group_size=1))
+    kind, plan, storage = _written(dataset)
+    text = kind.expected(plan, CONTENT, range(sample, sample + 1)).tobytes()
+    stored = bytes(read_object(storage, "file"))
+    if kind_name is Format.CSV:
+        offset = sample * len(stored) // 5 + 42
+    else:
+        offset = stored.index(text[:1] if kind_name is Format.NPY else text[:16]) + 3
+    if kind_name is Format.NPY:  # its samples are interleaved behind the header
+        offset = len(stored) - 5 * plan.sample_bytes + sample
+    _damage(storage, "file", offset)
+    wrong = verify_file(kind, plan, storage, CONTENT)
+    assert wrong is not None
+    assert wrong.offset == offset
+    assert not wrong.samples_intact
+    if kind_name in (Format.TFRECORD, Format.PARQUET):  # they carry checksums, which say no before we do
+        assert wrong.sample is None
+        assert "damaged" in wrong.what
+    else:
+        assert wrong.sample == sample
+        assert wrong.what == f"sample {sample} differs"
+
+
+def test_damage_around_intact_samples_is_told_from_damage_to_them() -> None:
+    kind, plan, storage = _written(_dataset(Format.NPZ))
+    _damage(storage, "file", 10)  # the date in a local header
+    wrong = verify_file(kind, plan, storage, CONTENT)
+    assert wrong is not None
+    assert wrong.samples_intact
+    assert wrong.sample is None
+    assert "another version of its encoder" in wrong.what
+
+
+def test_damage_to_a_column_that_training_does_not_read_is_damage() -> None:
+    columns = (Column(name="a", dtype="float64", read=False), Column(name="b", dtype="float64"))
+    kind, plan, storage = _written(replace(_dataset(Format.PARQUET, 50), parquet=Parquet(columns=columns)))
+    _damage(storage, "file", 100)
+    wrong = verify_file(kind, plan, storage, CONTENT)
+    assert wrong is not None
+    assert not wrong.samples_intact
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_a_wrong_index_is_named(part: int) -> None:
+    kind, plan, storage = _written(_dataset(Format.INDEXED_BINARY, 9))
+    key = plan.parts[part].key("file")
+    _damage(storage, key, 16)
+    wrong = verify_file(kind, plan, storage, CONTENT)
+    assert wrong is not None
+    assert (wrong.name, wrong.offset, wrong.sample) == (key, 16, None)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        replace(_dataset(Format.NPZ, 3), compression=Compression.ZIP),
+        _dataset(Format.HDF5, 3),
+        replace(_dataset(Format.PARQUET, 3)),
+        _dataset(Format.PNG),
+        _dataset(Format.JPEG),
+    ],
+    ids=lambda dataset: dataset.format.value,
+)
+@pytest.mark.parametrize("filler", [b"\0", b"\xff", b"\x50\x4b"])
+def test_a_file_of_nonsense_is_wrong_and_nothing_worse(dataset: Dataset, filler: bytes) -> None:
+    kind, plan, storage = _written(dataset)
+    size = storage.stat("file").size_bytes
+    write_object(storage, "file", [(filler * size)[:size]])
+    wrong = verify_file(kind, plan, storage, CONTENT)
+    assert wrong is not None
+    assert wrong.offset <= 2
+    assert "damaged" in wrong.what
+    assert wrong.name == "file"
+
+
+@pytest.mark.parametrize("dataset", [_dataset(Format.HDF5, 3), _dataset(Format.PARQUET, 3)])
+def test_a_whole_file_of_another_shape_is_wrong(dataset: Dataset) -> None:
+    kind, plan, storage = _written(dataset)
+    other = open_format(replace(dataset, num_samples_per_file=2), 1)
+    write_file(other, other.plan(0, "file"), storage, CONTENT, POOL)
+    wrong = verify_file(kind, plan, storage, CONTENT)
+    assert wrong is not None
+    assert "damaged" in wrong.what
+
+
+def test_a_compressed_array_of_another_shape_is_damage() -> None:
+    dataset = replace(_dataset(Format.NPZ, 3), compression=Compression.ZIP)
+    kind, plan, storage = _written(dataset)
+    other = open_format(replace(dataset, record_length_bytes=Fraction(6000)), 1)
+    write_file(other, other.plan(0, "file"), storage, CONTENT, POOL)
+    wrong = verify_file(kind, plan, storage, CONTENT)
+    assert wrong is not None
+    assert "another shape" in wrong.what
+
+
+def test_an_image_of_another_shape_is_damage() -> None:
+    kind, plan, storage = _written(_dataset(Format.PNG, 1, 5000))
+    wrong_plan = replace(plan, dims=(1, 2, 3))
+    _damage(storage, "file", 4999)
+    wrong = verify_file(kind, wrong_plan, storage, CONTENT)
+    assert wrong is not None
+    assert "was planned" in wrong.what
+
+
+def test_a_sum_is_the_same_for_who_writes_and_who_checks() -> None:
+    storage = MemoryStorage()
+    sink = storage.create("sums")
+    writing = WritingPen(CONTENT, sink, BufferPool(4096, 2))
+    assert _sums(writing) == CHECK_VALUES
+    writing.flush()
+    sink.finish()
+    assert _sums(CheckingPen(CONTENT, storage.open("sums"), _never)) == CHECK_VALUES
+
+
+CHECK_VALUES = [0xCBF43926, 0xE3069283]
+"""What both algorithms give for the nine digits, by their definitions."""
+
+
+def _sums(pen: Pen) -> list[int]:
+    sums = []
+    for kind in Checksum:
+        pen.start_sum(kind)
+        pen.literal(b"123456789")
+        sums.append(pen.end_sum())
+        pen.fill(10_000)
+    return sums
+
+
+def _never(_needed: int) -> ShortTransfer:
+    raise AssertionError
+
+
+def test_bytes_behind_the_end_are_a_difference() -> None:
+    storage = MemoryStorage()
+    write_object(storage, "more", [b"abcd"])
+    pen = CheckingPen(CONTENT, storage.open("more"), _never)
+    pen.literal(b"abc")
+    with pytest.raises(Differs) as caught:
+        pen.finish()
+    assert caught.value.offset == 3
+
+
+def test_the_first_difference_of_equal_or_empty_buffers_is_none() -> None:
+    some = memoryview(np.arange(10, dtype=np.uint8).data)
+    assert first_difference(some, some) is None
+    assert first_difference(some[:0], some[:0]) is None
+    assert first_difference(some[:3], some[1:4]) == 0
