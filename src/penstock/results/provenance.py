@@ -55,10 +55,10 @@ def redacted(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(shown)
 
 
-def package_versions() -> dict[str, str]:
+def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
     """The versions of those packages that are installed, from their metadata: nothing is imported."""
     found = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
