@@ -54,8 +54,10 @@ def _compile_cached(function: Callable[..., Any], signature: str, folder: Path) 
 def _cache_folder(function: Callable[..., Any], environment: Environment) -> Path | None:
     """Where machine code of the function's module for this processor is kept; None where nothing can be."""
     source = Path(inspect.getfile(function)).read_bytes()
+    settings: Any = numba.config
     processor = f"{llvmlite.binding.get_host_cpu_name()} {llvmlite.binding.get_host_cpu_features().flatten()}"
-    maker = f"{numba.__version__} {llvmlite.__version__} {processor}"
+    pretended = f"{settings.CPU_NAME} {settings.CPU_FEATURES}"
+    maker = f"{numba.__version__} {llvmlite.__version__} {processor} {pretended}"
     try:
         base = user_cache_folder(environment)
         folder = base / f"loops-{hashlib.sha256(source + maker.encode()).hexdigest()[:24]}"
