@@ -1,0 +1,143 @@
+"""A whole run from its first record to its last file, recorded by real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ObjectNotFound
+from penstock.results.dlio.folder import HydraFacts, write_dlio_files
+from penstock.results.dlio.reading import read_dlio_result
+from penstock.results.dlio.run import DlioRun
+from penstock.results.figures import PhaseFigures, phase_figures
+from penstock.results.host import read_host
+from penstock.results.record import OpenRun, Outcome, RunRequest, read_record
+from penstock.results.review import review
+from penstock.results.tables import gather, read_events
+from penstock.workload.loading import load
+from penstock.workload.overrides import parse_settings
+
+RANK = """
+import sys, time
+from pathlib import Path
+from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
+from penstock.bench.steps import StepRecorder, read_clocks
+from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
+from penstock.results.spool import SpoolWriter, spool_path
+from penstock.workload.duration import Duration
+
+folder, rank, clock = Path(sys.argv[1]), int(sys.argv[2]), SystemClock()
+times = ComputeTimes(duration=Duration.fixed(0.004), seed=1, phase=Phase.TRAIN, rank=rank)
+with StepRecorder(SpoolWriter(spool_path(folder, rank), read_clocks(rank, "n"))) as recorder:
+    for epoch in (1, 2):
+        begun = clock.now_ns()
+        for step, compute_ns in enumerate(times.of_epoch(epoch, 5).tolist(), start=1):
+            start = clock.now_ns()
+            clock.sleep(0.001)
+            loaded = clock.now_ns()
+            computed = compute_until(loaded + compute_ns, clock)
+            recorder.add_step(
+                StepEvent(Phase.TRAIN, epoch, 1, step, start, loaded, computed, computed, 7, 100, 7, 900, 5)
+            )
+        recorder.add_span(SpanEvent(SpanKind.BLOCK, Phase.TRAIN, epoch, 1, 5, begun, clock.now_ns(), 0))
+        recorder.add_span(SpanEvent(SpanKind.EPOCH, Phase.TRAIN, epoch, 1, 5, begun, clock.now_ns(), 0))
+"""
+
+WORKLOAD = load("unet3d_h100", overrides=parse_settings(["dataset.num_files_train=105"])).workload
+
+
+def record_ranks(folder: Path, num_ranks: int) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(folder), str(rank)]) for rank in range(num_ranks)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0] * num_ranks
+
+
+def close(run: OpenRun) -> PhaseFigures:
+    """What rank 0 does behind the last barrier."""
+    gather(run.folder, run.record.ranks)
+    ranks = read_events(run.folder)
+    train = phase_figures(ranks, WORKLOAD)
+    assert train is not None
+    finished = DlioRun(
+        workload=WORKLOAD,
+        ranks=ranks,
+        hosts=[read_host("n")],
+        started=datetime.fromisoformat(run.record.started_at),
+        ended=datetime.now(UTC),
+        train=train,
+        evaluation=None,
+    )
+    hydra = HydraFacts(workload_name="unet3d_h100", working_folder="/w", run_folder=str(run.folder))
+    write_dlio_files(run.folder, finished, hydra)
+    run.finish(train=train)
+    return train
+
+
+def request(num_ranks: int) -> RunRequest:
+    return RunRequest(workload=WORKLOAD, ranks=num_ranks, hosts=[read_host("n")], command=["x"])
+
+
+def test_a_run_of_three_processes_leaves_all_its_files_and_the_same_figures_everywhere(
+    tmp_path: Path,
+) -> None:
+    with OpenRun.start(tmp_path, request(3)) as run:
+        record_ranks(run.folder, 3)
+        figures = close(run)
+    names = {path.name for path in run.folder.iterdir()}
+    assert names == {
+        "run.json", "steps.parquet", "spans.parquet", "summary.json", "dlio.log", ".hydra",
+        *(f"{rank}_output.json" for rank in range(3)),
+        *(f"{rank}_per_epoch_stats.json" for rank in range(3)),
+    }  # fmt: skip
+    record = read_record(run.folder)
+    assert record.outcome is Outcome.FINISHED
+    assert record.train is not None
+    assert review(run.folder, record) == figures
+    assert record.train.au_compat_percent == figures.au_compat_percent
+    assert read_dlio_result(run.folder).au_mean_percent == figures.au_compat_percent.mean
+
+
+def test_utilization_follows_from_one_ranks_own_output_file(tmp_path: Path) -> None:
+    """DLIO's formula once more, from nothing but the lists and dates that DLIO's readers see."""
+    with OpenRun.start(tmp_path, request(1)) as run:
+        record_ranks(run.folder, 1)
+        figures = close(run)
+    output = json.loads((run.folder / "0_output.json").read_text())
+    stats = json.loads((run.folder / "0_per_epoch_stats.json").read_text())
+    for epoch in figures.epochs:
+        found, block = output[str(epoch.epoch)], stats[str(epoch.epoch)]["block1"]
+        compute, proc = found["compute"]["block1"], found["proc"]["block1"]
+        assert len(compute) == 5
+        assert all(seconds >= 0.004 for seconds in compute)
+        elapsed_s = _seconds(block["end"]) - _seconds(block["start"])
+        au = 100 * sum(compute[1:]) / (elapsed_s - proc[0])
+        assert au == pytest.approx(epoch.au_compat_percent, abs=0.05)  # dates have microseconds
+        assert found["au"]["block1"] == epoch.au_compat_percent
+
+
+def test_a_run_that_misses_a_ranks_events_has_failed_and_says_which(tmp_path: Path) -> None:
+    folders = []
+
+    def run_of_three() -> None:
+        with OpenRun.start(tmp_path, request(3)) as run:
+            folders.append(run.folder)
+            record_ranks(run.folder, 2)
+            close(run)
+
+    with pytest.raises(ObjectNotFound, match="first rank 2"):
+        run_of_three()
+    record = read_record(folders[0])
+    assert record.outcome is Outcome.FAILED
+    assert "first rank 2" in record.why
+    assert not (folders[0] / "summary.json").exists()
+
+
+def _seconds(date: str) -> float:
+    minutes, seconds = date.split(":")[1:]
+    return int(minutes) * 60 + float(seconds)
