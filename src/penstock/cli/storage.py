@@ -9,7 +9,7 @@ import typer
 from penstock.cli import values
 from penstock.cli.ranks import ranked
 from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cluster.comm import Comm  # noqa: TC001 - typer evaluates the command's signature
+from penstock.cluster.comm import Comm
 
 app = typer.Typer(no_args_is_help=True, help="What can this storage do at best, from here?")
 

@@ -1,0 +1,129 @@
+"""Make a data set, or go on with one that was interrupted: claim the place, write what is missing, say so.
+
+A file appears under its name only when it is whole, so what is there is kept. Invariant: the bytes of every
+file follow from the recipe alone, whoever writes them, in any order, however often it was interrupted.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from penstock.dataset.content import Content
+from penstock.dataset.formats.registry import open_format
+from penstock.dataset.formats.store import buffer_pool, write_file
+from penstock.dataset.manifest import Recipe, claim, write_manifest
+from penstock.dataset.namespace import evaluation_files, training_files
+from penstock.dataset.walk import DataFiles, each_file
+from penstock.errors import ObjectNotFound
+from penstock.storage.space import require_free_space
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.dataset.formats.base import Plan
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+    from penstock.storage.aligned import BufferPool
+    from penstock.workload.spec import Dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What was done, over all ranks. `written_bytes` are new, `kept_files` were there from an earlier try."""
+
+    num_files: int
+    written_files: int
+    kept_files: int
+    written_bytes: int
+    elapsed_s: float
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """What storage took, end to end."""
+        return self.written_bytes / self.elapsed_s if self.elapsed_s else 0.0
+
+
+def data_files(recipe: Recipe) -> DataFiles:
+    """All files of a recipe, as formulas."""
+    return DataFiles(
+        kind=open_format(recipe.dataset, recipe.seed),
+        train=training_files(recipe.dataset),
+        evaluation=evaluation_files(recipe.dataset),
+    )
+
+
+def expected_bytes(dataset: Dataset) -> int:
+    """About how much a data set takes: its samples at their mean size, without what formats add."""
+    num_files = dataset.num_files_train + dataset.num_files_eval
+    return ceil(num_files * dataset.num_samples_per_file * dataset.record_length_bytes)
+
+
+def generate(recipe: Recipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress) -> Generated:
+    """Write all files that are not there yet; collective. Can be interrupted and called again."""
+    files = data_files(recipe)
+    size_bytes = expected_bytes(recipe.dataset)
+    is_resumed = comm.broadcast(
+        _prepare(recipe, storage, size_bytes) if comm.rank == 0 else None,
+        awaiting="rank 0 to claim the place",
+    )
+    writer = _Writer(files=files, recipe=recipe, storage=storage, pool=buffer_pool(), keeps=is_resumed)
+    progress.begin("generating", size_bytes / comm.size)
+    began_s = time.monotonic()
+    written_files = written_bytes = 0
+    for plan, new_bytes in each_file(
+        files, writer.write, rank=comm.rank, num_ranks=comm.size, threads=threads
+    ):
+        written_files += new_bytes is not None
+        written_bytes += new_bytes or 0
+        progress.advance(plan.num_samples * plan.sample_bytes)
+    total_files = comm.reduce(written_files, "sum", awaiting="all ranks to write their files")
+    total_bytes = comm.reduce(written_bytes, "sum", awaiting="the bytes of all ranks")
+    elapsed_s = comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time")
+    if comm.rank == 0:
+        write_manifest(storage, recipe, complete=True)
+    return Generated(
+        num_files=len(files),
+        written_files=total_files,
+        kept_files=len(files) - total_files,
+        written_bytes=total_bytes,
+        elapsed_s=elapsed_s,
+    )
+
+
+def _prepare(recipe: Recipe, storage: Storage, size_bytes: int) -> bool:
+    is_resumed = claim(storage, recipe)
+    if not is_resumed:
+        require_free_space(
+            storage.uri, size_bytes, what="This data set", fix="ask for fewer files or smaller samples"
+        )
+    return is_resumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Writer:
+    """Writes one file after the other, on any thread."""
+
+    files: DataFiles
+    recipe: Recipe
+    storage: Storage
+    pool: BufferPool
+    keeps: bool
+
+    def write(self, plan: Plan) -> tuple[Plan, int | None]:
+        """The plan, and the bytes written for it; None if the file was there."""
+        if self.keeps and self._is_whole(plan):
+            return plan, None
+        content = Content(self.recipe.seed, plan.index, self.recipe.reduction)
+        stored = write_file(self.files.kind, plan, self.storage, content, self.pool)
+        return plan, sum(part.size_bytes for part in stored)
+
+    def _is_whole(self, plan: Plan) -> bool:
+        try:
+            return all(
+                part.size_bytes in (None, self.storage.stat(part.key(plan.name)).size_bytes)
+                for part in plan.parts
+            )
+        except ObjectNotFound:
+            return False

@@ -1,0 +1,153 @@
+"""What a folder of generated data says of itself: `penstock-dataset.json`, written before its first file.
+
+It holds everything that the files' bytes follow from, so that a later run can go on, verify, or refuse to
+mix two data sets. Invariant: `complete` is true only when every file was seen whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock import __version__
+from penstock.dataset.content import CONTENT_VERSION, Reduction
+from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.storage.whole import read_object, write_object
+
+if TYPE_CHECKING:
+    from penstock.storage import Storage
+    from penstock.workload.spec import Dataset
+
+KEY: Final = "penstock-dataset.json"
+_FORMAT_VERSION: Final = 1
+_BYTES_FOLLOW_FROM: Final = (
+    "format",
+    "num_files_train",
+    "num_files_eval",
+    "num_samples_per_file",
+    "record_length_bytes",
+    "record_length_bytes_stdev",
+    "record_dims",
+    "record_element_type",
+    "num_subfolders_train",
+    "num_subfolders_eval",
+    "file_prefix",
+    "compression",
+    "compression_level",
+    "enable_chunking",
+    "chunk_size_bytes",
+    "parquet",
+    "hdf5",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """All that a data set's bytes follow from."""
+
+    dataset: Dataset
+    seed: int
+    reduction: Reduction
+
+    def document(self) -> dict[str, Any]:
+        """The recipe as plain data: two are equal exactly when their files are."""
+        described = asdict(self.dataset)
+        return {
+            "content_version": CONTENT_VERSION,
+            "seed": self.seed,
+            "reduction": asdict(self.reduction),
+            "dataset": {name: _plain(described[name]) for name in _BYTES_FOLLOW_FROM},
+        }
+
+
+def _plain(value: Any) -> Any:
+    """Fractions as exact text, enums as their words, tuples as lists."""
+    if isinstance(value, Fraction):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return str(value) if isinstance(value, str) else value
+
+
+def claim(storage: Storage, recipe: Recipe) -> bool:
+    """Mark the place as this data set's; whether it was already. Another one's is `UsageError`."""
+    held = read_manifest(storage)
+    if held is None:
+        write_manifest(storage, recipe, complete=False)
+        return False
+    _refuse_other(storage, recipe, held)
+    return True
+
+
+def require_same(storage: Storage, recipe: Recipe) -> None:
+    """`UsageError` unless a data set of this recipe lies here, whole or not."""
+    held = read_manifest(storage)
+    if held is None:
+        raise UsageError(
+            "No generated data set lies here",
+            where=f"{storage.uri}/{KEY}",
+            fix="Check --data, or make one with `penstock training generate`.",
+        )
+    _refuse_other(storage, recipe, held)
+
+
+def _refuse_other(storage: Storage, recipe: Recipe, held: Mapping[str, Any]) -> None:
+    differing = _differences(recipe.document(), held["recipe"])
+    if differing:
+        raise UsageError(
+            f"Another data set lies here: it differs in {', '.join(differing)}",
+            where=f"{storage.uri}/{KEY}",
+            fix="Give the same workload, settings and seed, or an empty place as --data for a new one.",
+        )
+
+
+def _differences(asked: Mapping[str, Any], held: Mapping[str, Any], prefix: str = "") -> list[str]:
+    names: list[str] = []
+    for name in asked.keys() | held.keys():
+        one, other = asked.get(name), held.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            names += _differences(one, other, f"{prefix}{name}.")
+        elif one != other:
+            names.append(f"{prefix}{name} ({other} there, {one} asked for)")
+    return sorted(names)
+
+
+def write_manifest(storage: Storage, recipe: Recipe, *, complete: bool) -> None:
+    """Replace the manifest, in one step."""
+    document = {
+        "manifest_version": _FORMAT_VERSION,
+        "penstock": __version__,
+        "complete": complete,
+        "recipe": recipe.document(),
+    }
+    write_object(storage, KEY, [json.dumps(document, indent=2).encode()])
+
+
+def read_manifest(storage: Storage) -> dict[str, Any] | None:
+    """The manifest that lies there, or None. One that cannot be understood is an error, never ignored."""
+    try:
+        text = read_object(storage, KEY)
+    except ObjectNotFound:
+        return None
+    try:
+        document: dict[str, Any] = json.loads(text)
+        version = document["manifest_version"]
+        document["recipe"]["dataset"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"The data set's manifest cannot be understood: {error}",
+            uri=f"{storage.uri}/{KEY}",
+            fix="Remove the manifest and generate again: files that are whole are kept.",
+        ) from error
+    if version != _FORMAT_VERSION:
+        raise StorageError(
+            f"The data set's manifest has version {version}; this penstock knows {_FORMAT_VERSION}",
+            uri=f"{storage.uri}/{KEY}",
+            fix="Use the penstock that made it, or a newer one.",
+        )
+    return document
