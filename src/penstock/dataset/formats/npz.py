@@ -8,6 +8,7 @@ content, too: thousands of zeros would be the same blocks in every file.
 from __future__ import annotations
 
 import io
+import lzma
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,8 @@ _METHODS: Final[Mapping[Compression, int]] = MappingProxyType(
         Compression.XZ: zipfile.ZIP_LZMA,
     }
 )
+_UNPACKING: Final = (lzma.LZMAError, OSError, KeyError, ValueError, NotImplementedError, RuntimeError)
+"""What zipfile and its decompressors raise for damaged members."""
 _STEP_BYTES: Final = 1 << 20
 
 
@@ -170,7 +173,7 @@ class CompressedNpzFormat(NpzFormat):
         try:
             with zipfile.ZipFile(whole) as archive:
                 text = memoryview(archive.read("x.npy"))
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, KeyError, ValueError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, *_UNPACKING) as error:
             raise damaged(plan, str(error)) from error
         if text[: len(head)] != head or text.nbytes != len(head) + plan.num_samples * plan.sample_bytes:
             raise damaged(plan, "its array has another shape than planned")

@@ -39,6 +39,8 @@ _CODECS: Final[Mapping[Compression, str]] = MappingProxyType(
         Compression.ZSTD: "ZSTD",
     }
 )
+_UNREADABLE: Final = (pa.ArrowException, OSError, ValueError, KeyError, TypeError)
+"""What pyarrow raises for damaged files; a few damaged footers end the process instead."""
 _WITH_LEVEL: Final = (Compression.GZIP, Compression.ZSTD)
 
 
@@ -107,15 +109,15 @@ class ParquetFormat:
 
     def survey(self, plan: Plan, source: Source) -> FileMap:
         """Read the footer: the file's last 64 KiB, and the rest of it where it is longer."""
+        wanted = {column.name for column in self._columns_of(plan) if column.read}
         try:
             metadata = pq.read_metadata(RecordingFile(source))
-        except (pa.ArrowException, OSError, ValueError) as error:
+            blocks = tuple(
+                merged(_column_ranges(metadata.row_group(number), wanted))
+                for number in range(metadata.num_row_groups)
+            )
+        except _UNREADABLE as error:
             raise damaged(plan, str(error)) from error
-        wanted = {column.name for column in self._columns_of(plan) if column.read}
-        blocks = tuple(
-            merged(_column_ranges(metadata.row_group(number), wanted))
-            for number in range(metadata.num_row_groups)
-        )
         if metadata.num_rows != plan.num_samples or len(blocks) != -(-plan.num_samples // plan.block_samples):
             raise damaged(plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups")
         return FileMap(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
@@ -145,7 +147,7 @@ class ParquetFormat:
                 list(range(first, last + 1)), columns=[column.name for column in columns], use_threads=False
             )
             rows = [column.to_rows(table.column(column.name)) for column in columns]
-        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        except _UNREADABLE as error:
             raise damaged(plan, str(error)) from error
         before = samples.start - first * plan.block_samples
         wanted = [column[before : before + len(samples)] for column in rows]

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class ReadsPartly(Protocol):
-    """A format of whose samples training may read a part; verification wants them whole."""
+class Encoded(Protocol):
+    """A format whose files only a library takes apart, and which ends the process over some damaged ones.
+
+    So verification never hands it a file that differs from what it would write itself.
+    """
 
     def complete(self) -> FileFormat:
         """The same files, with everything of each sample read."""

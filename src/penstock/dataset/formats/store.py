@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from penstock.dataset.formats.base import Content, Extent, FileFormat, FileMap, Mismatch, Plan, Read, Sample
 from penstock.dataset.formats.pens import BUFFER_BYTES, CheckingPen, Differs, WritingPen, too_short
-from penstock.dataset.formats.raw import ReadsPartly
+from penstock.dataset.formats.raw import Encoded
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
+from penstock.storage.memory import MemoryStorage
 
 if TYPE_CHECKING:
     from penstock.storage import ObjectInfo, Source, Storage
@@ -95,9 +96,10 @@ def check_size(plan: Plan, part: int, source: Source) -> None:
 
 
 def _describe(kind: FileFormat, plan: Plan, storage: Storage, content: Content, offset: int) -> Mismatch:
-    """Which sample the wrong byte at `offset` of the file belongs to, found by decoding them all."""
+    """Which sample the wrong byte at `offset` of the file belongs to."""
+    find = _first_wrong_block if isinstance(kind, Encoded) else _first_wrong_sample
     try:
-        wrong = _first_wrong_sample(kind, plan, storage, content)
+        wrong = find(kind, plan, storage, content)
     except StorageError as error:
         return Mismatch(name=plan.name, offset=offset, sample=None, samples_intact=False, what=error.what)
     what = f"sample {wrong} differs"
@@ -110,9 +112,7 @@ def _describe(kind: FileFormat, plan: Plan, storage: Storage, content: Content, 
 
 
 def _first_wrong_sample(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> int | None:
-    if isinstance(kind, ReadsPartly):
-        kind = kind.complete()
-        plan = kind.plan(plan.index, plan.name)
+    """The first sample that decodes to something else."""
     with closing(storage.open(plan.name)) as source:
         found = kind.survey(plan, source)
         for start in range(0, plan.num_samples, plan.block_samples):
@@ -122,6 +122,24 @@ def _first_wrong_sample(kind: FileFormat, plan: Plan, storage: Storage, content:
             for sample, stored, right in zip(block, decoded, expected, strict=True):
                 if stored.tobytes() != right.tobytes():
                     return sample
+    return None
+
+
+def _first_wrong_block(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> int | None:
+    """The first sample of the first block with other bytes than in a file made for comparison, in memory."""
+    assert isinstance(kind, Encoded)
+    whole = kind.complete()
+    plan = whole.plan(plan.index, plan.name)
+    right = MemoryStorage()
+    write_file(whole, plan, right, content, buffer_pool())
+    with closing(storage.open(plan.name)) as stored, closing(right.open(plan.name)) as made:
+        found = whole.survey(plan, made)
+        for start in range(0, plan.num_samples, plan.block_samples):
+            for read in whole.reads(plan, found, range(start, start + 1)):
+                if read.offset + read.size_bytes > stored.size_bytes:
+                    return start
+                if _read(stored, read) != _read(made, read):
+                    return start
     return None
 
 

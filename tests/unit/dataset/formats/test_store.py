@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.base import Checksum
 from penstock.dataset.formats.pens import BUFFER_BYTES, CheckingPen, Differs, WritingPen, first_difference
-from penstock.dataset.formats.store import buffer_pool, verify_file, write_file
+from penstock.dataset.formats.store import buffer_pool, read_samples, verify_file, write_file
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
 from penstock.storage.memory import MemorySink, MemoryStorage
@@ -130,7 +131,7 @@ def test_damage_to_content_is_described_by_its_sample(kind_name: Format, sample:
     assert wrong is not None
     assert wrong.offset == offset
     assert not wrong.samples_intact
-    if kind_name in (Format.TFRECORD, Format.PARQUET):  # they carry checksums, which say no before we do
+    if kind_name is Format.TFRECORD:  # its checksums say no before samples are compared
         assert wrong.sample is None
         assert "damaged" in wrong.what
     else:
@@ -186,18 +187,49 @@ def test_a_file_of_nonsense_is_wrong_and_nothing_worse(dataset: Dataset, filler:
     wrong = verify_file(kind, plan, storage, CONTENT)
     assert wrong is not None
     assert wrong.offset <= 2
-    assert "damaged" in wrong.what
+    assert not wrong.samples_intact
     assert wrong.name == "file"
 
 
+@pytest.mark.parametrize("kind_name", [Format.HDF5, Format.PARQUET])
+@pytest.mark.parametrize("kept", [0, 5, 200])
+def test_a_loader_is_told_of_a_file_whose_metadata_is_gone(kind_name: Format, kept: int) -> None:
+    kind, plan, storage = _written(_dataset(kind_name, 3))
+    stored = read_object(storage, "file")
+    write_object(storage, "file", [stored[:kept], bytes(len(stored) - kept)])
+    with pytest.raises(StorageError, match="file is damaged") as caught:
+        kind.survey(plan, storage.open("file"))
+    assert caught.value.uri == "file"
+
+
+@pytest.mark.parametrize("kind_name", [Format.HDF5, Format.PARQUET, Format.NPZ])
+def test_a_loader_is_told_of_a_sample_that_does_not_unpack(kind_name: Format) -> None:
+    dataset = replace(_dataset(kind_name, 4), compression=Compression.GZIP)
+    kind, plan, storage = _written(dataset)
+    with closing(storage.open("file")) as source:
+        found = kind.survey(plan, source)
+        read = next(kind.reads(plan, found, range(1)))
+        _damage(storage, "file", read.offset + read.size_bytes // 2)
+    with closing(storage.open("file")) as source, pytest.raises(StorageError, match="file is damaged"):
+        read_samples(kind, plan, found, source, range(1))
+
+
+@pytest.mark.parametrize("dataset", [_dataset(Format.HDF5, 3), replace(_dataset(Format.PARQUET, 3))])
+def test_a_loader_is_told_of_a_file_with_other_samples_than_planned(dataset: Dataset) -> None:
+    kind, plan, storage = _written(replace(dataset, num_samples_per_file=9))
+    fewer = replace(plan, num_samples=2, block_samples=1)
+    with pytest.raises(StorageError, match="damaged"):
+        kind.survey(fewer, storage.open("file"))
+
+
 @pytest.mark.parametrize("dataset", [_dataset(Format.HDF5, 3), _dataset(Format.PARQUET, 3)])
-def test_a_whole_file_of_another_shape_is_wrong(dataset: Dataset) -> None:
+def test_encoded_files_of_another_shape_are_wrong(dataset: Dataset) -> None:
     kind, plan, storage = _written(dataset)
     other = open_format(replace(dataset, num_samples_per_file=2), 1)
     write_file(other, other.plan(0, "file"), storage, CONTENT, POOL)
     wrong = verify_file(kind, plan, storage, CONTENT)
     assert wrong is not None
-    assert "damaged" in wrong.what
+    assert not wrong.samples_intact
 
 
 def test_a_compressed_array_of_another_shape_is_damage() -> None:
