@@ -1,4 +1,4 @@
-"""Whence a run's figures come: command line, versions, state of the working folder, and whose process it was.
+"""Whence a run's figures come: command line, settings, versions, state of the working folder, process.
 
 Place in the flow: read once, before a run starts. Invariant: no word that may be a secret leaves here.
 """
@@ -12,9 +12,13 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from penstock.environment import user_settings
 from penstock.results.host import PROC
+
+if TYPE_CHECKING:
+    from penstock.environment import Environment
 
 PACKAGES: Final = (
     "numpy", "numba", "pyarrow", "h5py", "Pillow", "obstore", "minio", "s3dlio", "s3torchconnector",
@@ -53,6 +57,14 @@ def redacted(words: Sequence[str]) -> tuple[str, ...]:
         follows_secret_option = shown and shown[-1].startswith("--") and _is_secret_option(shown[-1])
         shown.append(_HIDDEN if follows_secret_option else _redacted_word(word))
     return tuple(shown)
+
+
+def redacted_settings(environment: Environment) -> dict[str, str]:
+    """The user's own variables (`AWS_*`, `PENSTOCK_*`), without secrets."""
+    return {
+        name: _HIDDEN if _SECRET_NAME.search(name) else _redacted_word(value)
+        for name, value in sorted(user_settings(environment).items())
+    }
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -34,11 +34,13 @@ from penstock.results.provenance import (
     mark_of_this_process,
     package_versions,
     redacted,
+    redacted_settings,
 )
 from penstock.results.spec import spec_values
 from penstock.units import format_seconds
 
 if TYPE_CHECKING:
+    from penstock.environment import Environment
     from penstock.workload.spec import Workload
 
 FORMAT_VERSION: Final = 1
@@ -61,13 +63,15 @@ class Outcome(StrEnum):
 class RunRequest:
     """What is known before a run starts.
 
-    `plan` is what was derived from the workload, as plain values with units in their keys.
+    `plan` is what was derived from the workload, as plain values with units in their keys; of `environment`
+    the user's own settings are kept, without secrets.
     """
 
     workload: Workload
     ranks: int
     hosts: Sequence[HostFacts]
     command: Sequence[str]
+    environment: Environment = field(default_factory=dict)
     seeds: Mapping[str, int] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
@@ -92,6 +96,7 @@ class RunRecord:
     ended_at: str | None
     ranks: int
     command: tuple[str, ...]
+    settings: Mapping[str, str]
     penstock_version: str
     python_version: str
     package_versions: Mapping[str, str]
@@ -219,6 +224,7 @@ def _first_record(request: RunRequest, run_id: str, now: datetime) -> RunRecord:
         ended_at=None,
         ranks=request.ranks,
         command=redacted(request.command),
+        settings=redacted_settings(request.environment),
         penstock_version=__version__,
         python_version=platform.python_version(),
         package_versions=package_versions(),

@@ -81,6 +81,7 @@ def golden_record() -> RunRecord:
         ended_at="2026-01-02T03:14:05.000000+00:00",
         ranks=2,
         command=("penstock", "training", "run", "unet3d", "--accelerator", "h100"),
+        settings={"AWS_ENDPOINT_URL": "http://node9:9000"},
         penstock_version="0.1.0",
         python_version="3.12.1",
         package_versions={"numpy": "2.4.6"},
@@ -301,6 +302,20 @@ def test_a_secret_value_never_shows(secret: str) -> None:
     secret = f"zq{secret}"
     words = ["-o", f"secret_access_key={secret}", "--token", secret, f"s3://b?password={secret}"]
     assert secret not in " ".join(redacted(words))
+
+
+def test_the_users_settings_are_recorded_without_secrets(tmp_path: Path) -> None:
+    environment = {
+        "AWS_SECRET_ACCESS_KEY": "zq-hidden",
+        "AWS_ENDPOINT_URL": "https://me:zq-hidden@host:9000",
+        "PENSTOCK_CONTROL_TOKEN": "zq-hidden",
+        "PATH": "/usr/bin",
+    }
+    with OpenRun.start(tmp_path, request(environment=environment)) as run:
+        run.finish()
+    settings = {"AWS_ENDPOINT_URL": "https://***@host:9000", "AWS_SECRET_ACCESS_KEY": "***"}
+    assert read_record(run.folder).settings == settings
+    assert b"zq-hidden" not in (run.folder / "run.json").read_bytes()
 
 
 def test_facts_of_this_host_are_read() -> None:
