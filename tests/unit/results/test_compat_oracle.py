@@ -96,7 +96,7 @@ rules = st.builds(
     rules,
     st.sampled_from(Phase),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_both_implementations_agree_on_any_table(
     tables: list[list[list[Step]]], harness: float, rule: Rule, phase: Phase
 ) -> None:

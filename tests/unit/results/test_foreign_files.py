@@ -38,7 +38,7 @@ TREES = st.recursive(
     max_leaves=12,
 )
 LENIENT = settings(
-    max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
