@@ -68,12 +68,15 @@ class Hdf5Format:
         whole = io.BytesIO()
         with h5py.File(whole, "w") as file:
             targets = [self._create(file, plan, number) for number in range(self._num_datasets)]
-            step = max(1, _BATCH_BYTES // plan.sample_bytes) * plan.block_samples
+            step = max(1, _BATCH_BYTES // (plan.sample_bytes * plan.block_samples)) * plan.block_samples
+            batch = memoryview(bytearray(min(step, plan.num_samples) * plan.sample_bytes))
             for start in range(0, plan.num_samples, step):
-                samples = range(start, min(start + step, plan.num_samples))
-                parts = self._cut(plan, self.expected(plan, pen.content, samples))
+                stop = min(start + step, plan.num_samples)
+                text = batch[: (stop - start) * plan.sample_bytes]
+                pen.content.fill(text, start * plan.sample_bytes)
+                parts = self._cut(plan, as_array(plan, text, stop - start))
                 for target, part in zip(targets, parts, strict=True):
-                    target[samples.start : samples.stop] = part
+                    target[start:stop] = part
             labels = made(pen.content, plan.num_samples * plan.sample_bytes, plan.num_samples * 8)
             file.create_dataset("labels", data=np.frombuffer(labels, dtype="<i8"))
         pen.literal(whole.getbuffer())
