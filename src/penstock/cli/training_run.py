@@ -11,16 +11,33 @@ from penstock.cli import values
 from penstock.cli.ranks import ranked
 from penstock.cli.terminal import JsonFlag, Terminal, table
 from penstock.cli.training import Accelerator, Settings, WorkloadName
+from penstock.cli.training_data import Data, StorageOption
 from penstock.cluster.comm import Comm
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
     from penstock.bench.loader.native import NativeOptions
     from penstock.bench.order import Division
     from penstock.bench.training.outcome import TrainingResult
+    from penstock.bench.training.run import TrainingRequest
     from penstock.results.utilization import EpochRate
     from penstock.workload.spec import Workload
+
+
+Results = Annotated[
+    str, typer.Option("--results", metavar="DIR", help="The folder in which the run's own is made.")
+]
+Loader = Annotated[str, typer.Option("--loader", metavar="NAME", help="Who reads: native.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Reads in flight on each rank.")]
+Seed = Annotated[
+    int | None, typer.Option("--seed", min=0, help="Of the order; else the workload's train.seed.")
+]
+DivisionWord = Annotated[
+    str, typer.Option("--division", metavar="WORD", help="Uneven remainders: rotate, drop, pad, error.")
+]
 
 
 @ranked
@@ -28,29 +45,15 @@ def run(
     comm: Comm,
     workload: WorkloadName,
     *,
-    data: Annotated[
-        str,
-        typer.Option("--data", metavar="URI", help="Where the data set is: a path, direct:///..., s3://..."),
-    ],
-    results: Annotated[
-        str, typer.Option("--results", metavar="DIR", help="The folder in which the run's own is made.")
-    ],
+    data: Data,
+    results: Results,
     accelerator: Accelerator = "",
-    loader: Annotated[str, typer.Option("--loader", metavar="NAME", help="Who reads: native.")] = "native",
+    loader: Loader = "native",
     settings: Settings = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="Reads in flight on each rank.")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Of the order; else the workload's train.seed.")
-    ] = None,
-    division: Annotated[
-        str, typer.Option("--division", metavar="WORD", help="Uneven remainders: rotate, drop, pad, error.")
-    ] = "rotate",
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-o", metavar="NAME=VALUE", help="An option of the storage; repeatable."),
-    ] = None,
+    threads: Threads = None,
+    seed: Seed = None,
+    division: DivisionWord = "rotate",
+    option: StorageOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train as the workload says, with emulated computation, and tell how busy accelerators were kept.
@@ -64,35 +67,57 @@ def run(
 
       penstock training run retinanet_b200 --data s3://bucket/retinanet --results runs --threads 32 --json
     """
-    from pathlib import Path
-
-    from penstock.bench.training.run import TrainingRequest, train
+    from penstock.bench.training.run import train
     from penstock.environment import process_environment
     from penstock.storage import open_storage
     from penstock.workload.loading import load
     from penstock.workload.overrides import parse_settings
 
     loaded = load(workload, accelerator=accelerator, overrides=parse_settings(settings or ()))
-    options = _loader_options(loader, loaded.workload, threads)
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
     remarks = (*map(str, loaded.remarks), *_not_done(loaded.workload))
     for remark in remarks:
         terminal.note(remark)
-    request = TrainingRequest(
-        workload=loaded.workload,
-        results=Path(results),
+    request = _request(
+        loaded.workload,
+        results=results,
         seed=_choose_seed(comm, loaded.workload, seed),
         division=_division(division),
-        loader=options,
-        command=("penstock", *sys.argv[1:]),
-        overrides=tuple(f"++workload.{text}" for text in settings or ()),
+        loader=_loader_options(loader, loaded.workload, threads),
+        settings=settings or (),
         remarks=remarks,
     )
-    storage_options = values.assignments("--option", option or ())
-    storage = open_storage(data, process_environment(), options=storage_options, rank=comm.rank)
+    options = values.assignments("--option", option or ())
+    storage = open_storage(data, process_environment(), options=options, rank=comm.rank)
     with terminal.progress() as progress:
         result = train(request, storage, comm=comm, progress=progress)
     terminal.result(result.document(), lambda console: _draw(console, result))
+
+
+def _request(
+    workload: Workload,
+    *,
+    results: str,
+    seed: int,
+    division: Division,
+    loader: NativeOptions,
+    settings: Sequence[str],
+    remarks: tuple[str, ...],
+) -> TrainingRequest:
+    from pathlib import Path
+
+    from penstock.bench.training.run import TrainingRequest
+
+    return TrainingRequest(
+        workload=workload,
+        results=Path(results),
+        seed=seed,
+        division=division,
+        loader=loader,
+        command=("penstock", *sys.argv[1:]),
+        overrides=tuple(f"++workload.{text}" for text in settings),
+        remarks=remarks,
+    )
 
 
 def _loader_options(name: str, workload: Workload, threads: int | None) -> NativeOptions:

@@ -1,0 +1,121 @@
+"""The files of a training run: their names as formulas, and their sizes where our generator made them.
+
+Place in the flow: opened once a run, before the plan. Invariant: a size that is expected of a file
+follows from the data set's own manifest; of files from elsewhere nothing is presumed but their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from penstock.dataset.content import Reduction
+from penstock.dataset.formats import open_format
+from penstock.dataset.formats.raw import ComputedLayout
+from penstock.dataset.manifest import Recipe, read_manifest, require_same
+from penstock.dataset.namespace import evaluation_files, training_files
+from penstock.dataset.walk import DataFiles
+from penstock.errors import UsageError
+from penstock.results.events import Phase
+from penstock.workload.choices import Format
+
+if TYPE_CHECKING:
+    from penstock.dataset.formats.base import FileFormat, Plan
+    from penstock.storage import Storage
+    from penstock.workload.spec import Dataset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFiles:
+    """The files that a run reads: the first `num_train` and `num_eval` of those that lie there."""
+
+    dataset: Dataset
+    lie: DataFiles
+    num_train: int
+    num_eval: int
+    are_ours: bool
+
+    @property
+    def kind(self) -> FileFormat:
+        """The format of all of them."""
+        return self.lie.kind
+
+    @property
+    def needs_survey(self) -> bool:
+        """Whether ranges are known only from a look into each file."""
+        kind = self.lie.kind
+        if not isinstance(kind, ComputedLayout):
+            return True
+        # A format may share all of a computed layout but this, as compressed files do.
+        return type(kind).survey is not ComputedLayout.survey  # type: ignore[comparison-overlap]  # self differs
+
+    @property
+    def streams(self) -> bool:
+        """Whether a file is read front to back while its samples are used, rather than block by block."""
+        return self.dataset.format is Format.TFRECORD
+
+    def plan(self, phase: Phase, number: int) -> Plan:
+        """File `number` of a phase, counting from 0."""
+        return self.lie.plan(number if phase is Phase.TRAIN else len(self.lie.train) + number)
+
+    def block_samples(self) -> int:
+        """How many samples are read together; 1 where the data set has no file."""
+        return self.lie.plan(0).block_samples if len(self.lie) else 1
+
+    def keys(self, *, first: int, step: int) -> Iterator[str]:
+        """The keys of every `step`-th file of both phases, with all parts."""
+        for place in range(first, self.num_train + self.num_eval, step):
+            yield from self.keys_at(place)
+
+    def keys_at(self, place: int) -> Iterator[str]:
+        """The keys of one file: training files are at the first places, then those of evaluation."""
+        is_training = place < self.num_train
+        plan = self.plan(Phase.TRAIN, place) if is_training else self.plan(Phase.EVAL, place - self.num_train)
+        for part in plan.parts:
+            yield part.key(plan.name)
+
+
+def open_files(dataset: Dataset, storage: Storage, *, seed: int, evaluates: bool) -> TrainingFiles:
+    """The files at `storage` for a run of `dataset`; `UsageError` where fewer or other ones lie there.
+
+    Reads the manifest that generation left, if there is one. `seed` draws sizes where there is none.
+    """
+    held = None if dataset.format is Format.SYNTHETIC else read_manifest(storage)
+    lying = dataset if held is None else _as_generated(dataset, storage, held)
+    return TrainingFiles(
+        dataset=dataset,
+        lie=DataFiles(
+            kind=open_format(dataset, seed if held is None else int(held["recipe"]["seed"])),
+            train=training_files(lying),
+            evaluation=evaluation_files(lying),
+        ),
+        num_train=dataset.num_files_train,
+        num_eval=dataset.num_files_eval if evaluates else 0,
+        are_ours=held is not None,
+    )
+
+
+def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> Dataset:
+    """The data set with the numbers of files that lie there, which their names contain."""
+    recipe = held["recipe"]
+    there = recipe["dataset"]
+    asked = {"num_files_train": dataset.num_files_train, "num_files_eval": dataset.num_files_eval}
+    for name, num_files in asked.items():
+        if there[name] < num_files:
+            raise UsageError(
+                f"The data set has {there[name]:,} files where dataset.{name} asks for {num_files:,}",
+                where=storage.uri,
+                fix=f"Generate all of them into an empty place, or set dataset.{name}={there[name]}.",
+            )
+    lying = replace(
+        dataset,
+        num_files_train=int(there["num_files_train"]),
+        num_files_eval=int(there["num_files_eval"]),
+        num_subfolders_train=int(there["num_subfolders_train"]),
+        num_subfolders_eval=int(there["num_subfolders_eval"]),
+    )
+    require_same(
+        storage, Recipe(dataset=lying, seed=int(recipe["seed"]), reduction=Reduction(**recipe["reduction"]))
+    )
+    return lying

@@ -1,0 +1,166 @@
+"""A whole training run: prepare, ceiling, epochs, figures, results folder.
+
+Collective: every rank calls `train` and gets the same result. Invariant: the run's folder says how it ended,
+whichever way that was; only the loop's steps count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.bench.loader.native import NativeLoader, NativeOptions
+from penstock.bench.order import Division
+from penstock.bench.steps import StepRecorder, read_clocks
+from penstock.bench.training.caches import drop_caches, keeps_page_cache
+from penstock.bench.training.ceiling import run_ceiling
+from penstock.bench.training.finish import finish
+from penstock.bench.training.loop import Loop, phase_works
+from penstock.bench.training.outcome import EpochStage, Stages, TrainingResult
+from penstock.bench.training.prepare import prepare
+from penstock.results.events import Phase
+from penstock.results.host import one_per_host, read_host
+from penstock.results.record import OpenRun, RunRequest
+from penstock.results.spool import SpoolWriter, spool_path
+from penstock.storage import Counters
+
+if TYPE_CHECKING:
+    from penstock.bench.training.loop import PhaseWork
+    from penstock.bench.training.prepare import Prepared
+    from penstock.cluster.comm import Comm
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+    from penstock.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRequest:
+    """One run. `results` is the folder in which the run's own is made; `overrides` are in DLIO's words."""
+
+    workload: Workload
+    results: Path
+    seed: int
+    division: Division = Division.ROTATE
+    loader: NativeOptions
+    command: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+
+
+def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress) -> TrainingResult:
+    """Run the workload on the files at `storage`; the same result on every rank."""
+    prepared = prepare(
+        request.workload,
+        storage,
+        seed=request.seed,
+        division=request.division,
+        comm=comm,
+        progress=progress,
+    )
+    hosts = one_per_host(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
+    with ExitStack() as open_things:
+        run = None
+        if comm.rank == 0:
+            asked = RunRequest(
+                workload=request.workload,
+                ranks=comm.size,
+                hosts=hosts,
+                command=request.command,
+                seeds={"order": request.seed},
+                plan=prepared.plan.document(),
+                remarks=request.remarks,
+            )
+            run = open_things.enter_context(OpenRun.start(request.results, asked))
+        folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
+        session = _Session(request, storage, comm, progress, prepared)
+        stages = session.run(folder, run)
+        result = None
+        if run is not None:
+            result = finish(run, stages, workload=request.workload, hosts=hosts, overrides=request.overrides)
+        return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """One rank's part of a run between its plan and its figures."""
+
+    request: TrainingRequest
+    storage: Storage
+    comm: Comm
+    progress: Progress
+    prepared: Prepared
+
+    def run(self, folder: Path, run: OpenRun | None) -> Stages:
+        """Ceiling, then all epochs; their steps lie in the folder's spools afterwards."""
+        workload = self.request.workload
+        began_s = time.monotonic()
+        ceiling = run_ceiling(
+            workload,
+            self.prepared,
+            self.storage,
+            options=self.request.loader,
+            comm=self.comm,
+            progress=self.progress,
+        )
+        ceiling_s = time.monotonic() - began_s
+        works = phase_works(workload, self.prepared, self.storage, rank=self.comm.rank)
+        spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
+        sign = run.sign_of_life if run else _nobody_asks
+        with StepRecorder(spool, on_flush=sign) as recorder:
+            began_s = time.monotonic()
+            with closing(NativeLoader(self.storage, self.request.loader)) as loader:
+                loader_start_s = time.monotonic() - began_s
+                loop = Loop(
+                    comm=self.comm,
+                    loader=loader,
+                    recorder=recorder,
+                    progress=self.progress,
+                    planned_ahead=self.request.loader.prefetch_batches + 2,
+                )
+                epochs = tuple(self._epochs(loop, works))
+        counters = self.comm.gather(
+            self.storage.counters.snapshot(), awaiting="what the storages of all ranks counted"
+        )
+        survey_bytes = sum(work.batches.survey_bytes for work in works.values())
+        return Stages(
+            opening_s=self.prepared.opening_s,
+            validation=self.prepared.validation,
+            planning_s=self.prepared.planning_s,
+            loader=self.request.loader,
+            loader_start_s=self.comm.reduce(loader_start_s, "max", awaiting="all ranks' loaders"),
+            ceiling=ceiling,
+            ceiling_s=ceiling_s,
+            epochs=epochs,
+            survey_bytes=self.comm.reduce(survey_bytes, "sum", awaiting="all ranks' surveys"),
+            storage_uri=self.storage.uri,
+            storage_options=self.storage.options,
+            counters=sum(counters, Counters()),
+        )
+
+    def _epochs(self, loop: Loop, works: Mapping[Phase, PhaseWork]) -> Iterator[EpochStage]:
+        """Run every epoch; what came before each of them, as its epoch is over."""
+        plan = self.prepared.plan
+        ended_s = time.monotonic()
+        for epoch in plan.epochs:
+            cache = None
+            if keeps_page_cache(self.storage):
+                cache = drop_caches(self.prepared.files, self.storage, comm=self.comm)
+            self.comm.barrier(awaiting=f"all ranks to begin epoch {epoch.epoch}")
+            self.progress.begin(f"epoch {epoch.epoch} of {len(plan.epochs)}, steps", epoch.num_steps)
+            began_ns = time.monotonic_ns()
+            change_s = began_ns / 1e9 - ended_s - (cache.elapsed_s if cache else 0.0)
+            loop.train(works[Phase.TRAIN], epoch.epoch, epoch.num_steps)
+            if epoch.epoch in plan.eval_epochs:
+                self.progress.begin(f"evaluation after epoch {epoch.epoch}, steps", plan.eval_steps)
+                loop.evaluate(works[Phase.EVAL], epoch.epoch, plan.eval_steps)
+            loop.note_epoch(epoch.epoch, began_ns)
+            ended_s = time.monotonic()
+            yield EpochStage(epoch=epoch.epoch, cache=cache, change_s=change_s)
+
+
+def _nobody_asks() -> None:
+    """Only rank 0 gives signs of life."""
