@@ -1,0 +1,129 @@
+"""Sizes known beforehand against what a format really lays, for files that no test could store."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.dataset.content import Content
+from penstock.dataset.formats import open_format
+from penstock.dataset.formats.base import COMPUTED
+from penstock.workload.choices import Format
+from penstock.workload.spec import Dataset
+
+if TYPE_CHECKING:
+    from penstock.dataset.formats.base import Checksum
+    from penstock.dataset.formats.base import Content as Bytes
+
+RAW = [Format.NPY, Format.NPZ, Format.TFRECORD, Format.INDEXED_BINARY, Format.MMAP_INDEXED_BINARY]
+
+
+class Ruler:
+    """A pen that only measures, and remembers where content begins."""
+
+    def __init__(self) -> None:
+        self.content: Bytes = Content(1, 1)
+        self.offset = 0
+        self.fills: list[tuple[int, int]] = []
+
+    def literal(self, text: bytes | memoryview) -> None:
+        self.offset += memoryview(text).nbytes
+
+    def fill(self, size_bytes: int) -> None:
+        self.fills.append((self.offset, size_bytes))
+        self.offset += size_bytes
+
+    def start_sum(self, kind: Checksum) -> None:
+        del kind
+
+    def end_sum(self) -> int:
+        return 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("kind_name", RAW)
+@settings(deadline=None)
+@given(
+    size=st.integers(1, 1 << 36),
+    stdev=st.integers(0, 1 << 20),
+    samples=st.integers(1, 300),
+    element=st.sampled_from(["uint8", "int32", "float64"]),
+)
+def test_a_file_of_any_size_is_laid_as_large_as_planned(
+    kind_name: Format, size: int, stdev: int, samples: int, element: str
+) -> None:
+    dataset = Dataset(
+        format=kind_name,
+        num_samples_per_file=samples,
+        record_length_bytes=Fraction(size),
+        record_length_bytes_stdev=Fraction(stdev),
+        record_element_type=element,
+    )
+    kind = open_format(dataset, 5)
+    plan = kind.plan(12_345, "file")
+    for part, planned in enumerate(plan.parts):
+        ruler = Ruler()
+        kind.lay(plan, part, ruler)
+        assert ruler.offset == planned.size_bytes
+        if part == 0:
+            assert sum(length for _, length in ruler.fills) >= plan.num_samples * plan.sample_bytes
+
+
+@pytest.mark.parametrize("gibibytes", [3, 4, 5, 300])
+def test_a_zip_beyond_4_gib_is_measured_with_its_wide_records(gibibytes: int) -> None:
+    dataset = Dataset(format=Format.NPZ, record_length_bytes=Fraction(gibibytes << 30))
+    kind, ruler = open_format(dataset, 5), Ruler()
+    plan = kind.plan(0, "file")
+    kind.lay(plan, 0, ruler)
+    assert ruler.offset == plan.parts[0].size_bytes
+
+
+@settings(deadline=None)
+@given(
+    element=st.sampled_from(["uint8", "int8", "uint16", "int64", "uint64", "float16", "float32", "float64"]),
+    samples=st.integers(1, 9),
+    size=st.integers(1, 600),
+)
+def test_rows_of_text_have_the_size_planned_and_end_with_lines(element: str, samples: int, size: int) -> None:
+    class Keeping(Ruler):
+        text = b""
+
+        def literal(self, text: bytes | memoryview) -> None:
+            super().literal(text)
+            self.text += bytes(text)
+
+    dataset = Dataset(
+        format=Format.CSV,
+        num_samples_per_file=samples,
+        record_length_bytes=Fraction(size),
+        record_element_type=element,
+    )
+    kind, pen = open_format(dataset, 5), Keeping()
+    plan = kind.plan(0, "file")
+    kind.lay(plan, 0, pen)
+    assert pen.offset == plan.parts[0].size_bytes
+    lines = pen.text.decode("ascii").splitlines()
+    assert len(lines) == samples
+    assert pen.text.endswith(b"\n")
+    number = float if "float" in element else int
+    parsed = np.array([[number(entry) for entry in line.split(",")] for line in lines], dtype=plan.dtype)
+    expected = kind.expected(plan, pen.content, range(samples))
+    np.testing.assert_array_equal(parsed, expected)
+    assert (expected >= 0).all()
+
+
+@pytest.mark.parametrize("kind_name", [*RAW, Format.CSV])
+def test_a_file_of_fifty_million_is_known_alone(kind_name: Format) -> None:
+    dataset = Dataset(
+        format=kind_name, record_length_bytes=Fraction(3000), record_length_bytes_stdev=Fraction(500)
+    )
+    plans = [open_format(dataset, 5).plan(49_999_999, "last") for _ in range(2)]
+    assert plans[0] == plans[1]
+    reads = list(open_format(dataset, 5).reads(plans[0], COMPUTED, range(1)))
+    assert max(read.offset + read.size_bytes for read in reads if read.part == 0) <= (
+        plans[0].parts[0].size_bytes or 0
+    )

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.dataset.formats.outbox import Outbox
+from penstock.dataset.formats.zipped import Member, central_directory, end_of_archive, local_header, trailer
+
+LIMIT = 0xFFFFFFFF
+
+
+@given(bodies=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
+def test_what_is_zipped_comes_out_again(bodies: list[bytes]) -> None:
+    archive, entries = bytearray(), []
+    for number, body in enumerate(bodies):
+        member = Member(f"member{number}", len(archive), len(body))
+        archive += local_header(member) + body + trailer(member, zlib.crc32(body))
+        entries.append((member, zlib.crc32(body)))
+    directory = central_directory(entries)
+    archive += directory + end_of_archive(len(entries), len(directory), len(archive))
+    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+        assert opened.testzip() is None
+        assert [opened.read(name) for name in opened.namelist()] == bodies
+
+
+@pytest.mark.parametrize("size", [0, 1, LIMIT - 1, LIMIT, LIMIT + 1, 1 << 40])
+@pytest.mark.parametrize("offset", [0, LIMIT - 1, LIMIT, 1 << 41])
+def test_a_directory_tells_sizes_and_offsets_of_any_width(size: int, offset: int) -> None:
+    member = Member("x", offset, size)
+    entry = central_directory([(member, 7)])
+    parsed = zipfile.ZipInfo()
+    parsed.file_size = int.from_bytes(entry[24:28], "little")
+    parsed.compress_size = int.from_bytes(entry[20:24], "little")
+    parsed.header_offset = int.from_bytes(entry[42:46], "little")
+    wide = iter(int.from_bytes(entry[at : at + 8], "little") for at in range(46 + 1 + 4, len(entry), 8))
+    for field, value in (("file_size", size), ("compress_size", size), ("header_offset", offset)):
+        short = getattr(parsed, field)
+        assert (next(wide) if short == LIMIT else short) == value
+    assert next(wide, None) is None
+    assert len(trailer(member, 0)) == (24 if size >= LIMIT else 16)
+    assert member.is_large is (size >= LIMIT)
+
+
+@given(crcs=st.tuples(st.integers(0, LIMIT), st.integers(0, LIMIT)), size=st.integers(0, 1 << 40))
+def test_no_record_changes_its_length_with_a_sum(crcs: tuple[int, int], size: int) -> None:
+    member = Member("x", 5, size)
+    one, other = ((trailer(member, crc), central_directory([(member, crc)])) for crc in crcs)
+    assert [len(record) for record in one] == [len(record) for record in other]
+
+
+class _Taken:
+    """What a pen was given."""
+
+    def __init__(self) -> None:
+        self.text = b""
+
+    def literal(self, text: bytes | memoryview) -> None:
+        self.text += bytes(text)
+
+
+@given(texts=st.lists(st.one_of(st.binary(max_size=20), st.none())))
+def test_an_outbox_hands_over_everything_once_and_in_order(texts: list[bytes | None]) -> None:
+    outbox, pen = Outbox(), _Taken()
+    assert outbox.writable()
+    written = b""
+    for text in texts:
+        if text is None:
+            outbox.drain(pen)  # type: ignore[arg-type]  # a drain calls literal() alone
+            assert pen.text == written
+        else:
+            assert outbox.write(text) == len(text)
+            written += text
+        assert outbox.tell() == len(written)
+    outbox.drain(pen)  # type: ignore[arg-type]
+    assert pen.text == written
