@@ -13,7 +13,17 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.cli import demo, doctor, results, storage, training, training_data, training_run, workloads
+from penstock.cli import (
+    demo,
+    doctor,
+    results,
+    storage,
+    training,
+    training_data,
+    training_plan,
+    training_run,
+    workloads,
+)
 from penstock.cli.terminal import clear_progress
 from penstock.errors import PenstockError
 
@@ -37,6 +47,7 @@ app = typer.Typer(
 
 training.app.command()(training_data.generate)
 training.app.command()(training_data.verify)
+training.app.command()(training_plan.plan)
 training.app.command()(training_run.run)
 app.add_typer(training.app, name="training")
 app.add_typer(storage.app, name="storage")

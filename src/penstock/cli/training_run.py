@@ -82,7 +82,7 @@ def run(
         loaded.workload,
         results=results,
         seed=_choose_seed(comm, loaded.workload, seed),
-        division=_division(division),
+        division=values.division("--division", division),
         loader=_loader_options(loader, loaded.workload, threads),
         settings=settings or (),
         remarks=remarks,
@@ -132,16 +132,6 @@ def _loader_options(name: str, workload: Workload, threads: int | None) -> Nativ
         threads=threads or reader.read_threads or NativeOptions().threads,
         prefetch_batches=reader.prefetch_size,
     )
-
-
-def _division(word: str) -> Division:
-    from penstock.bench.order import Division
-    from penstock.errors import UsageError
-
-    words = ", ".join(each.value for each in Division)
-    if word not in set(Division):
-        raise UsageError(f"{word!r} is no way to divide", where="--division", fix=f"Choose of: {words}.")
-    return Division(word)
 
 
 def _choose_seed(comm: Comm, workload: Workload, asked: int | None) -> int:

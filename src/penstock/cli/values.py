@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_rate, parse_seconds
+
+if TYPE_CHECKING:
+    from penstock.bench.order import Division
 
 T = TypeVar("T")
 
@@ -39,6 +42,16 @@ def seconds(option: str, text: str) -> float:
 def assignments(option: str, texts: Iterable[str]) -> dict[str, str]:
     """Several `name=value`; the last of a name wins."""
     return dict(_read(option, _assignment, text) for text in texts)
+
+
+def division(option: str, text: str) -> Division:
+    """What happens to a remainder: `rotate`, `drop`, `pad` or `error`."""
+    from penstock.bench.order import Division
+
+    words = ", ".join(each.value for each in Division)
+    if text not in set(Division):
+        raise UsageError(f"{text!r} is no way to divide", where=option, fix=f"Choose of: {words}.")
+    return Division(text)
 
 
 def _read(option: str, parse: Callable[[str], T], text: str) -> T:
