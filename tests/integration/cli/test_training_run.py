@@ -1,0 +1,138 @@
+"""`penstock training run` as a person types it: on ranks, what it prints and leaves, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mpi4py")
+
+SIZES = ("--set", "dataset.num_files_train=28", "--set", "dataset.record_length_bytes=40KiB")
+SETTINGS = (
+    *SIZES,
+    "--set", "dataset.record_length_bytes_stdev=4KiB", "--set", "reader.batch_size=3",
+    "--set", "train.epochs=2", "--set", "train.computation_time=5ms",
+)  # fmt: skip
+
+
+def penstock(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+
+
+def run(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    where = ("--data", str(place / "data"), "--results", str(place / "runs"))
+    return penstock("training", "run", "unet3d_h100", *SETTINGS, *where, *words)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    made = penstock("training", "generate", "unet3d_h100", *SETTINGS, "--data", str(tmp_path / "data"))
+    assert made.returncode == 0, made.stderr
+    return tmp_path
+
+
+def sizes(place: Path) -> list[int]:
+    return [path.stat().st_size for path in (place / "data" / "train").iterdir()]
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(1, 9), (2, 4), (4, 2)])
+def test_ranks_end_with_utilization_and_compatible_files(place: Path, ranks: int, steps: int) -> None:
+    result = run(place, "--ranks", str(ranks), "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert 0 < document["au_compat"] <= 100
+    assert 0 < document["au_strict"] <= 100
+    assert document["accelerators"] == ranks
+    assert document["samples_per_s"] > 0
+    assert [epoch["samples"] for epoch in document["epochs"]] == [ranks * steps * 3] * 2
+    assert 0 < document["read_bytes"] <= 2 * sum(sizes(place))
+    assert document["bottleneck"] in ("none", "storage", "client CPU", "barrier")
+    folder = Path(document["results_dir"])
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["num_accelerators"] == ranks
+    assert len(summary["metric"]["train_au_percentage"]) == 2
+    for rank in range(ranks):
+        output = json.loads((folder / f"{rank}_output.json").read_text())
+        assert len(output["1"]["load"]["block1"]) == steps
+    record = json.loads((folder / "run.json").read_text())
+    assert record["outcome"] == "finished"
+    assert [len(epoch["ranks"]) for epoch in record["plan"]["epochs"]] == [ranks, ranks]
+    left_out = [epoch["left_out"]["samples"] for epoch in record["plan"]["epochs"]]
+    assert left_out == [28 - ranks * steps * 3] * 2
+
+
+def test_people_get_a_table_and_the_evidence(place: Path) -> None:
+    result = run(place)
+    assert result.returncode == 0, result.stderr
+    for said in (
+        "unet3d_h100, 1 accelerator",
+        "AU strict",
+        "by DLIO's formula",
+        "ceiling",
+        "limit",
+        "results",
+    ):
+        assert said in result.stdout
+    assert "[METRIC]" not in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_short_file_ends_all_ranks_and_is_named_with_its_rank(place: Path, ranks: int) -> None:
+    victim = place / "data" / "train" / "img_13_of_28.npz"
+    victim.write_bytes(victim.read_bytes()[:-7])
+    result = run(place, "--ranks", str(ranks), "--set", "reader.batch_size=2")
+    assert result.returncode == 1
+    assert "img_13_of_28.npz" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert ranks == 1 or "Rank " in result.stderr
+    (folder,) = (place / "runs").iterdir()
+    seen = json.loads(penstock("results", "show", str(folder), "--json").stdout)
+    assert "running" not in json.dumps(seen)
+
+
+def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
+    (place / "data" / "train" / "img_27_of_28.npz").unlink()
+    result = run(place, "--ranks", "2")
+    assert result.returncode == 1
+    assert "img_27_of_28.npz" in result.stderr
+    assert "training generate" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--loader", "magic"), "No loader is called 'magic' (--loader). There is: native."),
+        (("--division", "halve"), "'halve' is no way to divide (--division). Choose of: rotate, drop, pad"),
+        (("--set", "dataset.num_files_train=99"), "has 28 files where dataset.num_files_train asks for 99"),
+        (("--set", "reader.batch_size=50"), "28 samples are too few for 1 ranks with batches of 50"),
+    ],
+)
+def test_wrong_usage_says_what_would_be_right(place: Path, words: tuple[str, ...], said: str) -> None:
+    result = run(place, *words)
+    assert said in result.stderr
+    assert result.returncode in (1, 2)
+
+
+def test_what_is_asked_for_and_not_done_is_said_and_recorded(place: Path) -> None:
+    result = run(place, "--set", "workflow.checkpoint=true", "--set", "reader.preprocess_time=1ms", "--json")
+    assert result.returncode == 0, result.stderr
+    assert "takes no checkpoints yet" in result.stderr
+    assert "samples are not preprocessed" in result.stderr
+    record = json.loads((Path(json.loads(result.stdout)["results_dir"]) / "run.json").read_text())
+    assert any("checkpoints" in remark for remark in record["remarks"])
+
+
+def test_the_seed_is_the_workloads_the_users_or_drawn_anew_and_always_recorded(place: Path) -> None:
+    def seed(*words: str) -> int:
+        document = json.loads(run(place, "--json", *words).stdout)
+        record = json.loads((Path(document["results_dir"]) / "run.json").read_text())
+        return int(record["seeds"]["order"])
+
+    assert seed() == 123
+    assert seed("--seed", "7") == 7
+    assert seed("--set", "reader.file_shuffle=random") != seed("--set", "reader.file_shuffle=random")
