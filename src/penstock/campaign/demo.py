@@ -1,6 +1,6 @@
 """The tour of the system on this machine's own disk: each flow once, small, and one page about all of them.
 
-Invariant: the tour writes only below its own folder, and leaves nothing there but its report.
+Invariant: the tour writes only below its own folder, and leaves nothing there but its report and its runs.
 """
 
 from __future__ import annotations
@@ -11,20 +11,33 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from socket import gethostname
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
+from penstock.bench.loader.native import NativeOptions
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe
 from penstock.bench.probe.rows import headline_rows, measurement_rows
+from penstock.bench.training.run import TrainingRequest, train
 from penstock.cluster.doctor import Diagnosis, examine
 from penstock.cluster.solo import SoloComm
+from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.generate import generate
+from penstock.dataset.manifest import Recipe
 from penstock.results.page import Page, Section, render
+from penstock.storage import open_storage
 from penstock.units import format_bytes
+from penstock.workload.loading import load
+from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
+    from penstock.bench.training.outcome import TrainingResult
     from penstock.environment import Environment
     from penstock.progress import Progress
 
+_NUM_FILES = 28
+_SAMPLE_BYTES = 8 << 20
+_NUM_EPOCHS = 2
 PROBE_SIZE_BYTES = 512 << 20
 PROBE_MAX_SECONDS = 4.0
 
@@ -37,6 +50,10 @@ _METHOD = (
     "file and folder included. Before a buffered read the files were dropped from memory. Streams are "
     "threads with one block in flight each."
 )
+_TRAINING = (
+    "{workload} with {files} small files, its computation emulated and its reading real. AU is the share of "
+    "time in which the accelerator computed instead of waiting: by DLIO's formula, and strictly."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +62,7 @@ class Tour:
 
     report: Path
     probe: ProbeResult
+    training: TrainingResult
     diagnoses: tuple[Diagnosis, ...]
 
     def document(self) -> Mapping[str, Any]:
@@ -52,6 +70,7 @@ class Tour:
         return {
             "report": str(self.report),
             "probe": asdict(self.probe),
+            "training": self.training.document(),
             "diagnoses": [asdict(seen) for seen in self.diagnoses],
         }
 
@@ -73,10 +92,57 @@ def tour(
         options={},
         progress=progress,
     )
-    seen = Tour(report=out / "report.html", probe=limits, diagnoses=diagnoses)
+    training = _train(out, environment=environment, progress=progress)
+    seen = Tour(report=out / "report.html", probe=limits, training=training, diagnoses=diagnoses)
     seen.report.write_text(render(_page(seen)), encoding="utf-8")
     seen.report.with_suffix(".json").write_text(json.dumps(seen.document(), indent=2), encoding="utf-8")
     return seen
+
+
+def training_rows(result: TrainingResult) -> list[dict[str, str]]:
+    """One row an epoch, and the ceiling: the same run on storage that costs nothing."""
+    rows = [
+        {
+            "run": f"epoch {rate.epoch}",
+            "AU %": f"{rate.au_compat_percent:.2f}",
+            "strictly": "-" if rate.au_strict_percent is None else f"{rate.au_strict_percent:.2f}",
+            "samples/s": f"{rate.samples_per_s_strict:,.1f}",
+        }
+        for rate in result.train.epochs
+    ]
+    ceiling = result.stages.ceiling
+    if ceiling is not None:
+        strict = ceiling.au_strict_percent
+        rows.append(
+            {
+                "run": "ceiling",
+                "AU %": f"{ceiling.au_compat_percent:.2f}",
+                "strictly": "-" if strict is None else f"{strict:.2f}",
+                "samples/s": f"{ceiling.samples_per_s:,.1f}",
+            }
+        )
+    return rows
+
+
+def _train(out: Path, *, environment: Environment, progress: Progress) -> TrainingResult:
+    """A small U-Net 3D: its data made past the page cache, trained on, and removed."""
+    asked = (f"dataset.num_files_train={_NUM_FILES}", f"dataset.record_length_bytes={_SAMPLE_BYTES}")
+    settings = (*asked, "dataset.record_length_bytes_stdev=0", f"train.epochs={_NUM_EPOCHS}")
+    workload = load("unet3d", accelerator="h100", overrides=parse_settings(settings)).workload
+    comm, seed = SoloComm(gethostname()), workload.train.seed
+    with TemporaryDirectory(dir=out.resolve(), prefix="data-") as folder:
+        storage = open_storage(folder, environment)
+        recipe = Recipe(dataset=workload.dataset, seed=seed, reduction=IRREDUCIBLE)
+        generate(recipe, storage, comm=comm, threads=2, progress=progress)
+        request = TrainingRequest(
+            workload=workload,
+            results=out / "runs",
+            seed=seed,
+            loader=NativeOptions(threads=workload.reader.read_threads or 4),
+            command=("penstock", "demo"),
+            overrides=tuple(f"++workload.{text}" for text in settings),
+        )
+        return train(request, storage, comm=comm, progress=progress)
 
 
 def _page(seen: Tour) -> Page:
@@ -97,6 +163,15 @@ def _page(seen: Tour) -> Page:
                 prose=(_METHOD.format(size=format_bytes(seen.probe.size_bytes)), *seen.probe.notes),
                 rows=measurement_rows(seen.probe.measurements),
                 bars="GiB/s",
+            ),
+            Section(
+                title="Can it feed an accelerator?",
+                prose=(
+                    _TRAINING.format(workload=seen.training.workload, files=_NUM_FILES),
+                    *(seen.training.train.verdict.evidence if seen.training.train.verdict else ()),
+                ),
+                rows=training_rows(seen.training),
+                bars="AU %",
             ),
             Section(
                 title="This machine",

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.terminal import JsonFlag, Terminal, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.campaign.demo import Tour
 
 
 def demo(
@@ -25,16 +30,24 @@ def demo(
 
       penstock demo --out /mnt/pfs/demo --json
     """
-    from penstock.bench.probe.rows import headline_rows
     from penstock.campaign.demo import tour
     from penstock.environment import process_environment
 
     terminal = Terminal(as_json=as_json)
-    terminal.note(f"Measuring what the storage at {out.resolve()} can do at best ...")
+    terminal.note(
+        f"A tour at {out.resolve()}: what this storage can do at best, and a small training run ..."
+    )
     with terminal.progress() as progress:
         seen = tour(out, environment=process_environment(), progress=progress)
     for remark in seen.probe.notes:
         terminal.note(remark)
-    title = f"The limits of {out.resolve()}"
-    terminal.result(seen.document(), table(title, headline_rows(seen.probe.measurements)))
+    terminal.result(seen.document(), lambda console: _draw(console, seen))
     terminal.note(f"The whole report: {seen.report}")
+
+
+def _draw(console: Console, seen: Tour) -> None:
+    from penstock.bench.probe.rows import headline_rows
+    from penstock.campaign.demo import training_rows
+
+    table(f"The limits of {seen.probe.uri}", headline_rows(seen.probe.measurements))(console)
+    table(f"Training {seen.training.workload}, small", training_rows(seen.training))(console)

@@ -51,6 +51,7 @@ h1 { margin-bottom: 0; font-size: 1.6rem; } h2 { margin: 2.2rem 0 .4rem; font-si
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
 th, td { padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align: left;
          white-space: nowrap; }
+.long { min-width: 17rem; white-space: normal; }
 th { color: var(--faint); font-weight: 600; } .number { text-align: right; }
 .bar { min-width: 7rem;
        background: linear-gradient(var(--bar), var(--bar)) no-repeat left bottom / var(--share) .28rem; }
@@ -63,6 +64,10 @@ $sections
 </body>
 </html>
 """)
+
+
+_LONG_TEXT: Final = 36
+"""Characters from which on a cell may break its lines."""
 
 
 def render(page: Page) -> str:
@@ -88,7 +93,7 @@ def _table(section: Section) -> str:
     largest = max(_number(row[section.bars]) for row in section.rows) if section.bars else 0.0
 
     def cell(column: str, text: str) -> str:
-        kind = "number" if column in numeric else ""
+        kind = "number" if column in numeric else "long" if len(text) > _LONG_TEXT else ""
         if column != section.bars or largest <= 0:
             return _cell("td", text, kind)
         share = 100 * _number(text) / largest

@@ -29,11 +29,17 @@ class _Phases(Silent):
 
 def test_the_tour_leaves_its_report_and_nothing_else(tmp_path: Path) -> None:
     seen = tour(tmp_path / "out", environment=dict(os.environ), progress=Silent(), probe_size_bytes=16 << 20)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["report.html", "report.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "report.html",
+        "report.json",
+        "runs",
+    ]
     page = seen.report.read_text(encoding="utf-8")
     assert "What this storage can do at best" in page
     assert "random read" in page
     document = json.loads(seen.report.with_suffix(".json").read_text(encoding="utf-8"))
+    assert document["training"]["au_compat"] > 50
+    assert "Can it feed an accelerator?" in page
     assert {row["mode"] for row in document["probe"]["measurements"]} == {"buffered", "direct"}
 
 

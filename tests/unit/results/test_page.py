@@ -82,3 +82,10 @@ def test_a_page_suits_phones_and_dark_rooms() -> None:
     text = render(PAGE)
     assert 'name="viewport"' in text
     assert "prefers-color-scheme: dark" in text
+
+
+def test_long_texts_break_their_lines() -> None:
+    rows = [{"found": "short", "fix": "a remedy that takes more than a few words to tell"}]
+    text = render(Page(title="t", subtitle="s", sections=(Section(title="x", rows=rows),)))
+    assert '<td class="long">a remedy' in text
+    assert "<td>short</td>" in text
