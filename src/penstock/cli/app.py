@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback as traceback_module
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -79,9 +80,14 @@ def root(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
-    words, debug = _take_debug(sys.argv[1:] if arguments is None else arguments)
+    words, debug = take_debug(sys.argv[1:] if arguments is None else arguments)
+    return at_the_edge(lambda: app(words, prog_name="penstock", obj=words), debug=debug)
+
+
+def at_the_edge(program: Callable[[], object], *, debug: bool) -> int:
+    """Run a program of ours to its exit code, and explain whatever ends it."""
     try:
-        app(words, prog_name="penstock", obj=words)
+        program()
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 0
         return _explain("interrupted", code) if code == INTERRUPTED else code
@@ -94,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _take_debug(arguments: list[str]) -> tuple[list[str], bool]:
+def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     """`--debug` is understood anywhere before a `--`, because one adds it to the end of what just failed."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     rest = arguments[len(own) :]

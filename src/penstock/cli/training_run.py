@@ -75,15 +75,15 @@ def run(
 
     loaded = load(workload, accelerator=accelerator, overrides=parse_settings(settings or ()))
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
-    remarks = (*map(str, loaded.remarks), *_not_done(loaded.workload))
+    remarks = (*map(str, loaded.remarks), *left_undone(loaded.workload))
     for remark in remarks:
         terminal.note(remark)
     request = _request(
         loaded.workload,
         results=results,
-        seed=_choose_seed(comm, loaded.workload, seed),
+        seed=choose_seed(comm, loaded.workload, seed),
         division=values.division("--division", division),
-        loader=_loader_options(loader, loaded.workload, threads),
+        loader=loader_options(loader, loaded.workload, threads),
         settings=settings or (),
         remarks=remarks,
     )
@@ -107,6 +107,7 @@ def _request(
     from pathlib import Path
 
     from penstock.bench.training.run import TrainingRequest
+    from penstock.environment import process_environment
 
     return TrainingRequest(
         workload=workload,
@@ -115,12 +116,13 @@ def _request(
         division=division,
         loader=loader,
         command=("penstock", *sys.argv[1:]),
+        environment=process_environment(),
         overrides=tuple(f"++workload.{text}" for text in settings),
         remarks=remarks,
     )
 
 
-def _loader_options(name: str, workload: Workload, threads: int | None) -> NativeOptions:
+def loader_options(name: str, workload: Workload, threads: int | None) -> NativeOptions:
     """The native loader as the workload and `--threads` ask for it."""
     from penstock.bench.loader.native import NativeOptions
     from penstock.errors import UsageError
@@ -134,7 +136,7 @@ def _loader_options(name: str, workload: Workload, threads: int | None) -> Nativ
     )
 
 
-def _choose_seed(comm: Comm, workload: Workload, asked: int | None) -> int:
+def choose_seed(comm: Comm, workload: Workload, asked: int | None) -> int:
     """The seed that was asked for, or a new one where the workload's shuffling is to be random."""
     import secrets
 
@@ -147,19 +149,19 @@ def _choose_seed(comm: Comm, workload: Workload, asked: int | None) -> int:
     return workload.train.seed
 
 
-def _not_done(workload: Workload) -> tuple[str, ...]:
+def left_undone(workload: Workload) -> tuple[str, ...]:
     """What the workload asks for and this command does not do: said once, and recorded."""
     from penstock.workload.choices import FileAccess, ReadType
 
     reader = workload.reader
-    left_undone = {
+    undone = {
         "workflow.checkpoint: training takes no checkpoints yet": workload.workflow.checkpoint,
         "workflow.profiling: nothing observes the run from outside": workload.workflow.profiling,
         "reader.preprocess_time: samples are not preprocessed": not reader.preprocess_time.is_zero,
         "reader.read_type: samples are read when they are wanted": reader.read_type is ReadType.MEMORY,
         "reader.file_access: each rank reads files of its own": reader.file_access is not FileAccess.MULTI,
     }
-    return tuple(text for text, is_asked in left_undone.items() if is_asked)
+    return tuple(text for text, is_asked in undone.items() if is_asked)
 
 
 def _draw(console: Console, result: TrainingResult) -> None:

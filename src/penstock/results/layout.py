@@ -21,6 +21,14 @@ from penstock.storage.files.calls import explaining
 
 RUN_FILE: Final = "run.json"
 SUMMARY_FILE: Final = "summary.json"
+_LEFT_BY_RUNS: Final = (
+    SUMMARY_FILE,
+    "*.parquet",
+    "stages.json",
+    "spool/*.events",
+    "[0-9]*_output.json",
+    "[0-9]*_per_epoch_stats.json",
+)
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -32,6 +40,16 @@ def make_run_folder(parent: Path, name: str, now: datetime) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     return folder
+
+
+def take_run_folder(folder: Path) -> None:
+    """Make `folder` ready for a run: make it where it is missing, clear it of what an earlier run left."""
+    with explaining("Making the folder of this run", str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / RUN_FILE).is_file():
+            return
+        for left in [path for pattern in _LEFT_BY_RUNS for path in folder.glob(pattern)]:
+            left.unlink()
 
 
 def resolve_run(text: str, parent: Path) -> Path:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from penstock import __version__
-from penstock.errors import StorageError
+from penstock.errors import StorageError, UsageError
 from penstock.results.durable import write_file
 from penstock.results.figures import PhaseFigures  # noqa: TC001 - pydantic reads the annotations
 from penstock.results.host import HostFacts  # noqa: TC001 - likewise
-from penstock.results.layout import RUN_FILE, make_run_folder
+from penstock.results.layout import RUN_FILE, make_run_folder, take_run_folder
 from penstock.results.provenance import (
     GitState,
     ProcessMark,
@@ -128,6 +128,14 @@ class OpenRun:
         now = datetime.now(UTC)
         folder = make_run_folder(parent, request.workload.full_name, now)
         return cls(folder, _first_record(request, folder.name, now))
+
+    @classmethod
+    def start_in(cls, folder: Path, request: RunRequest) -> Self:
+        """The same in a folder that its user named. An earlier run there gives way, unless it goes on."""
+        if (folder / RUN_FILE).is_file() and read_record(folder).outcome is Outcome.RUNNING:
+            raise UsageError("A run is under way here", where=str(folder), fix="Name another folder.")
+        take_run_folder(folder)
+        return cls(folder, _first_record(request, folder.name, datetime.now(UTC)))
 
     def sign_of_life(self) -> None:
         """Tell readers on other hosts that the run goes on; cheap, for every few seconds."""

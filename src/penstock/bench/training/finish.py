@@ -22,20 +22,16 @@ from penstock.results.provenance import redacted
 from penstock.results.tables import gather, read_events
 
 if TYPE_CHECKING:
+    from penstock.bench.training.run import TrainingRequest
     from penstock.results.host import HostFacts
     from penstock.results.record import OpenRun
-    from penstock.workload.spec import Workload
 
 
 def finish(
-    run: OpenRun,
-    stages: Stages,
-    *,
-    workload: Workload,
-    hosts: Sequence[HostFacts],
-    overrides: Sequence[str],
+    run: OpenRun, stages: Stages, *, request: TrainingRequest, hosts: Sequence[HostFacts]
 ) -> TrainingResult:
     """Close the run, whose ranks have all written their last event."""
+    workload = request.workload
     num_ranks = run.record.ranks
     gather(run.folder, num_ranks)
     events = read_events(run.folder)
@@ -58,10 +54,12 @@ def finish(
         ),
         HydraFacts(
             workload_name=workload.full_name,
-            overrides=redacted(overrides),
+            overrides=redacted(request.overrides),
+            subfolder=request.hydra_subfolder,
             working_folder=str(Path.cwd()),
             run_folder=str(run.folder),
         ),
+        log_before=request.log_before,
     )
     run.finish(train=train, evaluation=evaluation)
     return TrainingResult(

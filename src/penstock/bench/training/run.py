@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from penstock.bench.training.finish import finish
 from penstock.bench.training.loop import Loop, phase_works
 from penstock.bench.training.outcome import EpochStage, Stages, TrainingResult
 from penstock.bench.training.prepare import prepare
+from penstock.results.dlio.folder import HYDRA_FOLDER
 from penstock.results.events import Phase
 from penstock.results.host import one_per_host, read_host
 from penstock.results.record import OpenRun, RunRequest
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.loop import PhaseWork
     from penstock.bench.training.prepare import Prepared
     from penstock.cluster.comm import Comm
+    from penstock.environment import Environment
     from penstock.progress import Progress
     from penstock.storage import Storage
     from penstock.workload.spec import Workload
@@ -39,7 +41,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRequest:
-    """One run. `results` is the folder in which the run's own is made; `overrides` are in DLIO's words."""
+    """One run. `results` is the folder in which the run's own is made, unless `run_folder` names that itself.
+
+    `overrides` are in DLIO's words; `hydra_subfolder` and `log_before` are of DLIO's files: where the
+    configuration goes ("": nowhere), and the log's lines about what came before the run.
+    """
 
     workload: Workload
     results: Path
@@ -47,8 +53,12 @@ class TrainingRequest:
     division: Division = Division.ROTATE
     loader: NativeOptions
     command: Sequence[str] = ()
+    environment: Environment = field(default_factory=dict)
     overrides: Sequence[str] = ()
     remarks: Sequence[str] = ()
+    run_folder: Path | None = None
+    hydra_subfolder: str = HYDRA_FOLDER
+    log_before: Sequence[str] = ()
 
 
 def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress) -> TrainingResult:
@@ -70,18 +80,25 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
                 ranks=comm.size,
                 hosts=hosts,
                 command=request.command,
+                environment=request.environment,
                 seeds={"order": request.seed},
                 plan=prepared.plan.document(),
                 remarks=request.remarks,
             )
-            run = open_things.enter_context(OpenRun.start(request.results, asked))
+            run = open_things.enter_context(_open_run(request, asked))
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
         session = _Session(request, storage, comm, progress, prepared)
         stages = session.run(folder, run)
         result = None
         if run is not None:
-            result = finish(run, stages, workload=request.workload, hosts=hosts, overrides=request.overrides)
+            result = finish(run, stages, request=request, hosts=hosts)
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
+
+
+def _open_run(request: TrainingRequest, asked: RunRequest) -> OpenRun:
+    if request.run_folder is not None:
+        return OpenRun.start_in(request.run_folder, asked)
+    return OpenRun.start(request.results, asked)
 
 
 @dataclass(frozen=True, slots=True)

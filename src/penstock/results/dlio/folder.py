@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +24,7 @@ from penstock.results.spec import spec_values
 if TYPE_CHECKING:
     from penstock.results.dlio.run import DlioRun
     from penstock.results.utilization import EpochRate
+    from penstock.workload.spec import Workload
 
 HYDRA_FOLDER: Final = ".hydra"
 
@@ -31,7 +33,8 @@ HYDRA_FOLDER: Final = ".hydra"
 class HydraFacts:
     """What the sub-folder of configuration tells: DLIO's words, and where the run wrote.
 
-    `overrides` are redacted words such as `++workload.dataset.num_files_train=42`.
+    `overrides` are redacted words such as `++workload.dataset.num_files_train=42`. Without a `subfolder`
+    ("") nothing of it is written.
     """
 
     subfolder: str = HYDRA_FOLDER
@@ -41,23 +44,44 @@ class HydraFacts:
     run_folder: str
 
 
-def write_dlio_files(folder: Path, run: DlioRun, hydra: HydraFacts) -> list[str]:
-    """Write the whole set into `folder`; the `[METRIC]` lines, which are in the log as well."""
+def write_dlio_files(
+    folder: Path, run: DlioRun, hydra: HydraFacts, *, log_before: Sequence[str] = ()
+) -> list[str]:
+    """Write the whole set into `folder`; the `[METRIC]` lines, which are in the log as well.
+
+    `log_before` are the log's lines about what was done before the run.
+    """
     found = summary(run)
     lines = metric_lines(found)
-    for name, text in _configuration(run, hydra).items():
-        write_text(folder / hydra.subfolder, name, text)
+    write_configuration(folder, run.workload, hydra)
     sizes = checkpoint_sizes(run.ranks)
     for rank in run.ranks:
         number = rank.clock.rank
         write_json(folder, f"{number}_output.json", rank_output(run, rank))
         write_json(folder, f"{number}_per_epoch_stats.json", rank_per_epoch_stats(rank, sizes))
-    write_text(folder, run.workload.output.log_file, "".join(f"{line}\n" for line in _log(run, lines)))
+    write_log(folder, run.workload, [*log_before, *_log(run, lines)])
     write_json(folder, SUMMARY_FILE, found)
     return lines
 
 
-def _configuration(run: DlioRun, hydra: HydraFacts) -> dict[str, str]:
+def write_configuration(folder: Path, workload: Workload, hydra: HydraFacts) -> None:
+    """Write the sub-folder of configuration alone."""
+    if hydra.subfolder:
+        for name, text in _configuration(workload, hydra).items():
+            write_text(folder / hydra.subfolder, name, text)
+
+
+def write_log(folder: Path, workload: Workload, lines: Sequence[str]) -> None:
+    """Write the log alone, under the name that the workload gives it."""
+    write_text(folder, workload.output.log_file, "".join(f"{line}\n" for line in lines))
+
+
+def log_line(moment: datetime, text: str) -> str:
+    """One line of the log, as DLIO dates it."""
+    return f"[OUTPUT] {dlio_date(moment)} {text}"
+
+
+def _configuration(workload: Workload, hydra: HydraFacts) -> dict[str, str]:
     task = [f"workload={hydra.workload_name}", *hydra.overrides]
     tree = {
         "hydra": {
@@ -77,7 +101,7 @@ def _configuration(run: DlioRun, hydra: HydraFacts) -> dict[str, str]:
         }
     }
     return {
-        "config.yaml": _yaml({"workload": spec_values(run.workload)}),
+        "config.yaml": _yaml({"workload": spec_values(workload)}),
         "overrides.yaml": _yaml(task),
         "hydra.yaml": _yaml(tree),
     }
@@ -86,20 +110,19 @@ def _configuration(run: DlioRun, hydra: HydraFacts) -> dict[str, str]:
 def _log(run: DlioRun, lines: Sequence[str]) -> Iterator[str]:
     """What DLIO tells while it runs, told afterwards from rank 0's events."""
     first = run.ranks[0]
-    yield f"[OUTPUT] {dlio_date(run.started)} Running with {len(run.ranks)} process(es)"
+    yield log_line(run.started, f"Running with {len(run.ranks)} process(es)")
     for phase, title in ((Phase.TRAIN, "Training"), (Phase.EVAL, "Evaluation")):
         figures = run.figures(phase)
         for epoch in figures.epochs if figures else ():
             blocks = first.blocks(phase, epoch.epoch)
-            date = dlio_date(first.clock.date(blocks[-1].end_ns))
+            date = first.clock.date(blocks[-1].end_ns)
             num_steps = sum(len(block.steps) for block in blocks)
-            yield from (f"[OUTPUT] {date} {text}" for text in _epoch_texts(epoch, title, num_steps))
+            yield from (log_line(date, text) for text in _epoch_texts(epoch, title, num_steps))
     for kind, verb in ((SpanKind.SAVE, "Saved"), (SpanKind.LOAD, "Loaded")):
         for span in first.spans_of(kind):
-            date, elapsed_s = dlio_date(first.clock.date(span.end_ns)), (span.end_ns - span.start_ns) / 1e9
-            yield (
-                f"[OUTPUT] {date} {verb} the checkpoint of epoch {span.epoch}, step {span.step} "
-                f"in {elapsed_s:.4f} s"
+            date, elapsed_s = first.clock.date(span.end_ns), (span.end_ns - span.start_ns) / 1e9
+            yield log_line(
+                date, f"{verb} the checkpoint of epoch {span.epoch}, step {span.step} in {elapsed_s:.4f} s"
             )
     yield from lines
 
