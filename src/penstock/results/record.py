@@ -153,7 +153,7 @@ class OpenRun:
         if self.record.outcome is not Outcome.RUNNING:
             return
         if isinstance(error, KeyboardInterrupt):
-            self._end(Outcome.INTERRUPTED, "Stopped by its user.")
+            self._end(Outcome.INTERRUPTED, "Stopped: by its user, or because another rank failed.")
         elif kind is not None:
             self._end(Outcome.FAILED, f"{kind.__name__}: {error}")
         else:

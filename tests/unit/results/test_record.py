@@ -157,7 +157,7 @@ def test_a_run_is_recorded_before_it_starts_and_closed_with_its_figures(tmp_path
 @pytest.mark.parametrize(
     ("ending", "outcome", "why"),
     [
-        (KeyboardInterrupt(), Outcome.INTERRUPTED, "Stopped by its user."),
+        (KeyboardInterrupt(), Outcome.INTERRUPTED, "Stopped: by its user, or because another rank failed."),
         (StorageError("The disk is gone", uri="/x"), Outcome.FAILED, "StorageError: The disk is gone (/x)"),
     ],
 )
