@@ -145,7 +145,11 @@ def test_every_epoch_reads_every_byte_once(ground: Ground, shuffle: Shuffle) -> 
 
 
 def test_the_run_leaves_its_record_and_what_readers_of_dlio_know(ground: Ground) -> None:
-    result = ground.make().run(command=("penstock", "training", "run"), remarks=("said",))
+    result = ground.make().run(
+        command=("penstock", "training", "run"),
+        environment={"AWS_REGION": "here", "HOME": "there"},
+        remarks=("said",),
+    )
     folder = Path(result.results_dir)
     names = {path.name for path in folder.iterdir()}
     assert names == {
@@ -156,6 +160,8 @@ def test_the_run_leaves_its_record_and_what_readers_of_dlio_know(ground: Ground)
     assert record.outcome is Outcome.FINISHED
     assert record.seeds == {"order": 5}
     assert record.remarks == ("said",)
+    assert "AWS_REGION" in (folder / "run.json").read_text()
+    assert '"HOME"' not in (folder / "run.json").read_text()
     assert [epoch["ranks"][0]["samples"] for epoch in record.plan["epochs"]] == [24, 24]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["metric"]["train_au_mean_percentage"] == pytest.approx(result.document()["au_compat"])

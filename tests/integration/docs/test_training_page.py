@@ -1,0 +1,44 @@
+"""docs/training.md: its commands run as a reader would type them, and its names are those of the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.order import Division
+from penstock.bench.training.batches import TRANSFER_BYTES
+from penstock.bench.training.ceiling import FEWEST_STEPS, LONGEST_S, MOST_STEPS
+from penstock.bench.training.outcome import STAGES_FILE
+
+PAGE = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+QUOTED = set(re.findall(r"`([^`\n]+)`", PAGE))
+
+
+@pytest.mark.parametrize("text", BLOCKS, ids=[text.split("\n")[0][:40] for text in BLOCKS])
+def test_the_commands_on_the_page_work(text: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["bash", "-euc", text],
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert list((tmp_path / "runs").iterdir())
+
+
+def test_limits_and_words_on_the_page_are_those_of_the_code() -> None:
+    assert f"some {LONGEST_S:g} seconds ({FEWEST_STEPS} to {MOST_STEPS} steps" in PAGE
+    assert f"({TRANSFER_BYTES >> 10} KiB)" in PAGE
+    assert {division.value for division in Division} | {STAGES_FILE} <= QUOTED
+    assert len(BLOCKS) == 2
