@@ -23,6 +23,7 @@ from penstock.cli import (
     training_data,
     training_plan,
     training_run,
+    training_sweep,
     workloads,
 )
 from penstock.cli.terminal import clear_progress
@@ -50,6 +51,7 @@ training.app.command()(training_data.generate)
 training.app.command()(training_data.verify)
 training.app.command()(training_plan.plan)
 training.app.command()(training_run.run)
+training.app.command()(training_sweep.sweep)
 app.add_typer(training.app, name="training")
 app.add_typer(storage.app, name="storage")
 app.add_typer(results.app, name="results")

@@ -1,0 +1,61 @@
+"""`penstock training sweep`: real runs, one after the other, until the answer is known."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("mpi4py")
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SMALL = (
+    *("--set", "dataset.num_files_train=12", "--set", "dataset.record_length_bytes=64KiB"),
+    *("--set", "dataset.record_length_bytes_stdev=0", "--set", "reader.batch_size=1"),
+    *("--set", "train.epochs=1", "--set", "train.computation_time=20ms"),
+)
+
+
+def _training(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "training", *words]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=180)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    place = str(tmp_path / "data")
+    made = _training("generate", "unet3d_h100", *SMALL, "--data", place)
+    assert made.returncode == 0, made.stderr
+    return place
+
+
+def test_a_sweep_runs_until_most_are_fed_and_keeps_every_run(tmp_path: Path, data: str) -> None:
+    results = tmp_path / "runs"
+    words = ("--data", data, "--results", str(results), "--most", "2", "--set", "metric.au=0.05", "--json")
+    result = _training("sweep", "unet3d_h100", *SMALL, *words)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["accelerators"] == 2
+    assert document["is_most"] is True
+    assert [seen["accelerators"] for seen in document["tries"]] == [1, 2]
+    assert len(list(results.iterdir())) == 2
+
+
+def test_a_storage_that_feeds_nobody_is_a_failed_check(tmp_path: Path, data: str) -> None:
+    words = ("--data", data, "--results", str(tmp_path / "runs"), "--most", "4", "--set", "metric.au=1")
+    result = _training("sweep", "unet3d_h100", *SMALL, *words)
+    assert result.returncode == 1, result.stderr
+    assert "0 accelerators are fed" in result.stdout
+
+
+def test_a_run_that_fails_ends_the_sweep_with_its_words(tmp_path: Path) -> None:
+    words = ("--data", str(tmp_path / "nothing"), "--results", str(tmp_path / "runs"), "--most", "4")
+    result = _training("sweep", "unet3d_h100", *SMALL, *words)
+    assert result.returncode == 1
+    assert "are missing" in result.stderr
+    assert "The run with 1 accelerators failed" in result.stderr
