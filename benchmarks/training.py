@@ -1,0 +1,199 @@
+"""The native loader beside what DLIO does inside: torch's DataLoader over `numpy.load`, in workers.
+
+Same files, batches, emulated computation, and page cache dropped before each epoch. Both drop their samples;
+ours reads the bytes, numpy also builds the array and checks its sum. Printed besides: what a sample costs
+the loader alone, and what the harness reaches on storage that costs nothing, for two workloads as shipped.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from harness import Ratio, interleave
+from penstock.bench.loader.base import BatchRequest, ReadRequest
+from penstock.bench.loader.native import NativeLoader, NativeOptions
+from penstock.bench.order import Division
+from penstock.bench.training.caches import drop_caches
+from penstock.bench.training.ceiling import EventList, ZeroCostStorage, run_ceiling
+from penstock.bench.training.loop import Loop, phase_works
+from penstock.bench.training.prepare import Prepared, prepare
+from penstock.cluster.solo import SoloComm
+from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.generate import generate
+from penstock.dataset.manifest import Recipe, write_manifest
+from penstock.progress import Silent
+from penstock.results.events import Phase
+from penstock.storage import Storage, open_storage
+from penstock.storage.memory import MemoryStorage
+from penstock.workload.choices import Format
+from penstock.workload.duration import Duration
+from penstock.workload.loading import load
+from penstock.workload.spec import Dataset, Reader, Train, Workload
+
+COMM = SoloComm()
+WORKERS = 4
+COMPUTE_S = 0.020
+WORKLOAD = Workload(
+    name="side-by-side",
+    dataset=Dataset(format=Format.NPZ, num_files_train=64, record_length_bytes=Fraction(4 << 20)),
+    reader=Reader(batch_size=4),
+    train=Train(computation_time=Duration.fixed(COMPUTE_S)),
+)
+GIB = 2**30
+
+
+def measure(repetitions: int) -> list[Ratio]:
+    """Ours over theirs for utilization, work a CPU second does, and how fast an epoch starts."""
+    _print_overhead()
+    _print_ceilings()
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        storage = open_storage(folder, {})
+        recipe = Recipe(dataset=WORKLOAD.dataset, seed=1, reduction=IRREDUCIBLE)
+        generate(recipe, storage, comm=COMM, threads=2, progress=Silent())
+        ratios = []
+        for start in ("fork", "spawn"):
+            side = _TorchSide(storage, Path(folder), start)
+            found = interleave(
+                lambda: _native(storage),
+                side.run,
+                repetitions=repetitions if start == "fork" else min(repetitions, 3),
+                unit="",
+            )
+            ratios += [replace(ratio, name=f"{ratio.name}, workers by {start}") for ratio in found]
+    return ratios
+
+
+def _prepared(workload: Workload, storage: Storage) -> Prepared:
+    return prepare(workload, storage, seed=1, division=Division.ROTATE, comm=COMM, progress=Silent())
+
+
+def _print_overhead() -> None:
+    """What the loader itself costs a sample: small files, batches of 24, reads that take no time."""
+    keys = [f"{number:06}" for number in range(24_000)]
+    storage = ZeroCostStorage(MemoryStorage(), dict.fromkeys(keys, 4096))
+    requests = [
+        BatchRequest(tuple(ReadRequest(key) for key in keys[start : start + 24]), 24)
+        for start in range(0, len(keys), 24)
+    ]
+    with closing(NativeLoader(storage, NativeOptions(threads=WORKERS))) as loader:
+        began_s = time.monotonic()
+        for _ in loader.epoch(requests):
+            pass
+        elapsed_s = time.monotonic() - began_s
+    print(f"  overhead of the native loader: {elapsed_s / len(keys) * 1e6:.1f} us a sample", flush=True)
+
+
+def _print_ceilings() -> None:
+    """AU of the harness alone: one accelerator, shipped files and steps, a manifest and no file behind it."""
+    for name in ("unet3d_h100", "retinanet_b200"):
+        shipped = load(name).workload
+        files = replace(shipped.dataset, listing_validation_interval=0)
+        workload = replace(shipped, dataset=files, train=replace(shipped.train, epochs=1))
+        storage = MemoryStorage()
+        write_manifest(storage, Recipe(dataset=files, seed=1, reduction=IRREDUCIBLE), complete=True)
+        options = NativeOptions(threads=WORKERS)
+        found = run_ceiling(
+            workload, _prepared(workload, storage), storage, options=options, comm=COMM, progress=Silent()
+        )
+        assert found is not None
+        print(
+            f"  ceiling of {name}: AU {found.au_compat_percent:.2f} %, strictly "
+            f"{found.au_strict_percent or 0:.2f} %, in {found.num_steps} steps",
+            flush=True,
+        )
+
+
+def _native(storage: Storage) -> Mapping[str, float]:
+    prepared = _prepared(WORKLOAD, storage)
+    drop_caches(prepared.files, storage, comm=COMM)
+    works = phase_works(WORKLOAD, prepared, storage, rank=0)
+    recorder = EventList()
+    with closing(NativeLoader(storage, NativeOptions(threads=WORKERS))) as loader:
+        loop = Loop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=4)
+        began_s = time.process_time()
+        loop.train(works[Phase.TRAIN], 1, prepared.plan.epochs[0].num_steps)
+        cpu_s = time.process_time() - began_s
+    steps = recorder.events(rank=0, host=COMM.host).steps
+    waits_s = (steps["loaded_ns"] - steps["start_ns"]) / 1e9
+    computed_s = (steps["computed_ns"] - steps["loaded_ns"]) / 1e9
+    return _figures(waits_s, computed_s, cpu_s=cpu_s, read_bytes=int(steps["read_bytes"].sum()))
+
+
+def _figures(waits_s: Any, computed_s: Any, *, cpu_s: float, read_bytes: int) -> Mapping[str, float]:
+    return {
+        "AU after the first step": 100 * computed_s[1:].sum() / (computed_s[1:].sum() + waits_s[1:].sum()),
+        "GiB a CPU second": read_bytes / GIB / cpu_s,
+        "first batches a second": 1 / waits_s[0],
+    }
+
+
+class NumpyFiles:
+    """A map-style data set as DLIO's: a file a sample, loaded by numpy."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> int:
+        with np.load(self.paths[index]) as archive:
+            return int(archive["x"].nbytes)
+
+
+@dataclass(frozen=True)
+class _TorchSide:
+    storage: Storage
+    folder: Path
+    start: str
+
+    def run(self) -> Mapping[str, float]:
+        """One epoch through worker processes, made for it as DLIO does."""
+        from torch.utils.data import DataLoader  # noqa: PLC0415 - heavy, and ours runs without
+
+        drop_caches(_prepared(WORKLOAD, self.storage).files, self.storage, comm=COMM)
+        paths = sorted(str(path) for path in self.folder.glob("train/*.npz"))
+        before_s = _cpu_s()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch advises no more workers than cores
+            loader: Any = DataLoader(
+                cast("Any", NumpyFiles(paths)),
+                batch_size=WORKLOAD.reader.batch_size,
+                num_workers=WORKERS,
+                multiprocessing_context=self.start,
+                prefetch_factor=2,
+            )
+            waits_s, computed_s = _walk(iter(loader))
+        read_bytes = sum(os.stat(path).st_size for path in paths)  # noqa: PTH116 - a path as text
+        return _figures(waits_s, computed_s, cpu_s=_cpu_s() - before_s, read_bytes=read_bytes)
+
+
+def _walk(batches: Iterator[Any]) -> tuple[Any, Any]:
+    waits_s: list[float] = []
+    computed_s: list[float] = []
+    while True:
+        began_s = time.monotonic()
+        if next(batches, None) is None:
+            return np.array(waits_s), np.array(computed_s)
+        loaded_s = time.monotonic()
+        time.sleep(COMPUTE_S)
+        waits_s.append(loaded_s - began_s)
+        computed_s.append(time.monotonic() - loaded_s)
+
+
+def _cpu_s() -> float:
+    """Of this process and of the workers that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
