@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+from penstock.testing.servers import BUCKET
+
+if TYPE_CHECKING:
+    from penstock.testing.servers import S3Server
 
 pytest.importorskip("mpi4py")
 
@@ -19,9 +27,15 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def penstock(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "penstock", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+def penstock(*words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", *words],
+        check=False,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def run(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -136,3 +150,20 @@ def test_the_seed_is_the_workloads_the_users_or_drawn_anew_and_always_recorded(p
     assert seed() == 123
     assert seed("--seed", "7") == 7
     assert seed("--set", "reader.file_shuffle=random") != seed("--set", "reader.file_shuffle=random")
+
+
+def test_ranks_train_from_an_object_service(moto: S3Server, tmp_path: Path) -> None:
+    uri = f"s3://{BUCKET}/{tmp_path.name}"
+    made = penstock(
+        "training", "generate", "unet3d_h100", *SETTINGS, "--data", uri, environment=moto.environment
+    )
+    assert made.returncode == 0, made.stderr
+    where = ("--data", uri, "--results", str(tmp_path / "runs"), "--ranks", "2", "--json")
+    result = penstock("training", "run", "unet3d_h100", *SETTINGS, *where, environment=moto.environment)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert [epoch["samples"] for epoch in document["epochs"]] == [24, 24]
+    assert document["read_bytes"] > 0
+    assert [epoch["cache"] for epoch in document["outside_of_score"]["epochs"]] == [None, None]
+    text = (Path(document["results_dir"]) / "run.json").read_text()
+    assert moto.environment["AWS_SECRET_ACCESS_KEY"] not in text

@@ -1,0 +1,178 @@
+"""The timed loop alone, on memory: what it records, when ranks meet, and that failures come out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import closing
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from penstock.bench.loader.native import NativeLoader, NativeOptions
+from penstock.bench.order import Division
+from penstock.bench.training.ceiling import EventList, run_ceiling
+from penstock.bench.training.loop import Loop, PhaseWork, phase_works
+from penstock.bench.training.prepare import Prepared, prepare
+from penstock.cluster.solo import SoloComm
+from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.generate import generate
+from penstock.dataset.manifest import Recipe
+from penstock.errors import ObjectNotFound
+from penstock.progress import Silent
+from penstock.results.events import Phase, RankEvents, SpanKind
+from penstock.storage.memory import MemoryStorage
+from penstock.workload.choices import Format
+from penstock.workload.duration import Duration, Law
+from penstock.workload.spec import Dataset, Evaluation, Reader, Train, Workflow, Workload
+
+WORKLOAD = Workload(
+    name="w",
+    workflow=Workflow(evaluation=True),
+    dataset=Dataset(
+        format=Format.NPY, num_files_train=12, num_files_eval=4, record_length_bytes=Fraction(2000)
+    ),
+    reader=Reader(batch_size=3, batch_size_eval=2),
+    train=Train(epochs=2, computation_time=Duration.fixed(0.002)),
+    evaluation=Evaluation(eval_time=Duration.fixed(0.001)),
+)
+
+
+class MeetingComm(SoloComm):
+    """Says whom it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited: list[str] = []
+
+    def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
+        self.awaited.append(awaiting)
+        super().barrier(awaiting=awaiting, timeout_s=timeout_s)
+
+
+class Counting(Silent):
+    """Counts the steps that were told."""
+
+    advanced = 0.0
+
+    def advance(self, amount: float) -> None:
+        self.advanced += amount
+
+
+class Scene:
+    """A data set in memory and everything that a loop needs."""
+
+    def __init__(self, workload: Workload = WORKLOAD) -> None:
+        self.workload = workload
+        self.storage = MemoryStorage()
+        recipe = Recipe(dataset=workload.dataset, seed=1, reduction=IRREDUCIBLE)
+        generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
+        self.comm, self.recorder, self.progress = MeetingComm(), EventList(), Counting()
+        self.prepared = self._prepare()
+        self.works = phase_works(workload, self.prepared, self.storage, rank=0)
+        self.comm.awaited.clear()
+        self.progress.advanced = 0
+
+    def _prepare(self) -> Prepared:
+        return prepare(
+            self.workload,
+            self.storage,
+            seed=3,
+            division=Division.ROTATE,
+            comm=self.comm,
+            progress=self.progress,
+        )
+
+    def run(self, phase: Phase, num_steps: int) -> RankEvents:
+        with closing(NativeLoader(self.storage, NativeOptions(threads=2))) as loader:
+            loop = Loop(
+                comm=self.comm,
+                loader=loader,
+                recorder=self.recorder,
+                progress=self.progress,
+                planned_ahead=3,
+            )
+            began_ns = time.monotonic_ns()
+            work: PhaseWork = self.works[phase]
+            (loop.train if phase is Phase.TRAIN else loop.evaluate)(work, 1, num_steps)
+            loop.note_epoch(1, began_ns)
+        return self.recorder.events(rank=0, host="here")
+
+
+def test_every_step_of_training_meets_all_ranks() -> None:
+    scene = Scene()
+    events = scene.run(Phase.TRAIN, 4)
+    assert scene.comm.awaited == [f"all ranks to finish step {step}" for step in (1, 2, 3, 4)]
+    assert events.steps["step"].tolist() == [1, 2, 3, 4]
+    assert scene.progress.advanced == 4
+
+
+def test_evaluation_meets_nobody_and_takes_its_own_time() -> None:
+    scene = Scene()
+    events = scene.run(Phase.EVAL, 2)
+    assert scene.comm.awaited == []
+    assert set(events.steps["phase"].tolist()) == {Phase.EVAL}
+    computed = events.steps["computed_ns"] - events.steps["loaded_ns"]
+    assert (computed >= 1_000_000).all()
+    assert events.steps["samples"].tolist() == [2, 2]
+
+
+def test_a_block_holds_all_steps_and_an_epoch_its_block() -> None:
+    events = Scene().run(Phase.TRAIN, 4)
+    (block,) = events.spans_of(SpanKind.BLOCK)
+    (epoch,) = events.spans_of(SpanKind.EPOCH)
+    assert epoch.start_ns <= block.start_ns <= int(events.steps["start_ns"][0])
+    assert int(events.steps["barrier_ns"][-1]) <= block.end_ns <= epoch.end_ns
+    assert block.step == 4
+
+
+def test_steps_say_what_was_read_for_them() -> None:
+    scene = Scene()
+    events = scene.run(Phase.TRAIN, 4)
+    stored = sum(info.size_bytes for info in scene.storage.list("train"))
+    assert int(events.steps["read_bytes"].sum()) == stored
+    assert events.steps["reads"].tolist() == [3, 3, 3, 3]
+    assert (events.steps["read_ns"] > 0).all()
+
+
+def test_computation_is_drawn_anew_each_step_where_it_has_a_law() -> None:
+    law = Duration(law=Law.UNIFORM, min_s=0.001, max_s=0.01)
+    scene = Scene(replace(WORKLOAD, train=replace(WORKLOAD.train, computation_time=law)))
+    events = scene.run(Phase.TRAIN, 4)
+    computed = (events.steps["computed_ns"] - events.steps["loaded_ns"]).tolist()
+    assert len({round(each / 1e5) for each in computed}) > 1
+    assert all(each >= 1_000_000 for each in computed)
+
+
+def test_a_read_that_fails_comes_out_of_the_loop_and_leaves_no_thread() -> None:
+    scene = Scene()
+    scene.storage.delete("train/img_07_of_12.npy")
+    with pytest.raises(ObjectNotFound, match="img_07_of_12"):
+        scene.run(Phase.TRAIN, 4)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-")]
+
+
+def test_a_ceiling_run_reads_nothing_and_takes_the_same_steps() -> None:
+    scene = Scene()
+    before = scene.storage.counters.snapshot().read_bytes
+    ceiling = run_ceiling(
+        WORKLOAD,
+        scene.prepared,
+        scene.storage,
+        options=NativeOptions(threads=2),
+        comm=scene.comm,
+        progress=scene.progress,
+    )
+    assert ceiling is not None
+    assert ceiling.num_steps == 4
+    assert scene.storage.counters.snapshot().read_bytes == before
+    assert scene.comm.awaited[1:] == [f"all ranks to finish step {step}" for step in (1, 2, 3, 4)]
+
+
+def test_two_runs_after_one_another_do_not_disturb_each_other() -> None:
+    scene = Scene()
+    first = scene.run(Phase.TRAIN, 4).steps.copy()
+    second = scene.run(Phase.TRAIN, 4).steps[4:]
+    assert first["read_bytes"].sum() == second["read_bytes"].sum()
+    assert second["step"].tolist() == [1, 2, 3, 4]
