@@ -1,0 +1,236 @@
+"""What the words of `penstock-dlio` mean, before anything is done: stages, folders, remarks, and places."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock import __version__
+from penstock.cli.dlio import OUTPUT_VARIABLE, check_stages, main, replaced, run_folder
+from penstock.cli.dlio_place import data_place
+from penstock.errors import UsageError
+from penstock.workload.loading import load
+from penstock.workload.overrides import parse_dlio_words, parse_settings
+
+if TYPE_CHECKING:
+    from penstock.workload.spec import Workload
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def unet3d(*settings: str) -> Workload:
+    return load("unet3d_h100", overrides=parse_settings(settings)).workload
+
+
+def folder_of(words: str, *settings: str, environment: dict[str, str] | None = None) -> Path:
+    return run_folder(parse_dlio_words(words.split()), unet3d(*settings), environment or {}, now=NOW)
+
+
+def s3(*settings: str) -> Workload:
+    where = ("storage.storage_type=s3", "storage.storage_root=bucket", "dataset.data_folder=data/unet3d/")
+    return unet3d(*where, *settings)
+
+
+def option(text: str) -> str:
+    return f"storage.storage_options.{text}"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["workload=unet3d_h100", "--help"]])
+def test_help_explains_dlios_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    for word in (
+        "workload=",
+        "++workload.",
+        "hydra.run.dir=",
+        "hydra.output_subdir=",
+        "--config-dir",
+        "Exit",
+    ):
+        assert word in shown
+
+
+def test_no_words_are_wrong_usage_and_get_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Usage: penstock-dlio" in capsys.readouterr().out
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"penstock-dlio {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["hydra.run.dir=x"], "No workload is named"),
+        (["workload=unet3d_h100", "hydra.verbose=true"], "'hydra.verbose=true' is not understood"),
+        (["workload=unet3d_h100", "--config-dir"], "--config-dir names no folder"),
+        (["workload=unet4d_h100"], "Did you mean unet3d_h100?"),
+        (
+            ["workload=unet3d_h100", "++workload.dataset.num_fils_train=3"],
+            "did you mean dataset.num_files_train?",
+        ),
+        (["workload=bert_v100"], "++workload.workflow.checkpoint=False"),
+    ],
+)
+def test_what_makes_no_sense_is_said_with_exit_code_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.out == ""
+    assert "Traceback" not in shown.err
+
+
+def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload=unet4d", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_stages_that_can_run_are_let_through() -> None:
+    check_stages(unet3d())
+    check_stages(unet3d("workflow.generate_data=true", "workflow.train=false"))
+    check_stages(unet3d("workflow.evaluation=true", "dataset.num_files_eval=2"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["workflow.checkpoint=true"], "workflow.checkpoint"),
+        (["workflow.train=false", "workflow.checkpoint=true"], "workflow.checkpoint"),
+        (["workflow.train=false"], "workflow"),
+        (["workflow.train=false", "workflow.evaluation=true"], "workflow.evaluation"),
+    ],
+)
+def test_stages_that_cannot_run_are_refused_by_their_key(settings: list[str], key: str) -> None:
+    with pytest.raises(UsageError, match=r"\+\+workload\.workflow\.") as refused:
+        check_stages(unet3d(*settings))
+    assert refused.value.where == key
+
+
+def test_a_folder_that_nobody_names_is_hydras_own() -> None:
+    assert folder_of("workload=x") == Path.cwd() / "hydra_log" / "unet3d" / "2026-01-02-03-04-05"
+
+
+def test_hydras_folder_is_taken_as_it_is_written() -> None:
+    assert folder_of("hydra.run.dir=/out/run") == Path("/out/run")
+    assert folder_of("hydra.run.dir=out/run") == Path.cwd() / "out" / "run"
+
+
+def test_the_workloads_folder_comes_first_then_the_environments() -> None:
+    told = {OUTPUT_VARIABLE: "/from/environment"}
+    assert folder_of("hydra.run.dir=/out", environment=told) == Path("/from/environment")
+    assert folder_of("hydra.run.dir=/out", "output.folder=/own", environment=told) == Path("/own")
+
+
+def test_an_interpolation_is_refused_rather_than_made_a_folder() -> None:
+    with pytest.raises(UsageError, match="interpolation"):
+        folder_of("hydra.run.dir='out/${now:%Y}'")
+
+
+def test_the_loader_that_a_workload_names_is_told_to_be_replaced() -> None:
+    (said,) = replaced(unet3d())
+    assert "pytorch is not used" in said
+    (said,) = replaced(unet3d("reader.data_loader=dali"))
+    assert "dali is not used" in said
+
+
+def test_reading_options_that_other_means_replace_are_told() -> None:
+    said = replaced(unet3d(option("prefetch_window=8"), option("columns=[label]"), option("decode=arrow")))
+    assert len(said) == 4
+    assert any("read_threads says how many" in text for text in said)
+    assert any("dataset.parquet.columns" in text for text in said)
+    assert any("not decoded" in text for text in said)
+
+
+def test_local_data_lies_in_the_root_joined_with_its_folder() -> None:
+    assert data_place(unet3d("storage.storage_root=/mnt"), {}).uri == "file:///mnt/data/unet3d"
+    assert data_place(unet3d(), {}).uri == f"file://{Path.cwd()}/data/unet3d"
+
+
+def test_an_absolute_data_folder_needs_no_root() -> None:
+    settings = ("storage.storage_root=/mnt", "dataset.data_folder=/data/./unet3d/")
+    assert data_place(unet3d(*settings), {}).uri == "file:///data/unet3d"
+
+
+@pytest.mark.parametrize("setting", ["storage.storage_type=direct_fs", "reader.odirect=true"])
+def test_direct_files_are_read_past_the_page_cache(setting: str) -> None:
+    place = data_place(unet3d("dataset.data_folder=/data", setting), {})
+    assert place.uri == "direct:///data"
+    assert place.options == {}
+
+
+def test_objects_lie_in_the_root_as_bucket_under_the_folder_as_prefix() -> None:
+    place = data_place(s3(), {"HOME": "/root"})
+    assert place.uri == "s3://bucket/data/unet3d"
+    assert place.options == {}
+    assert place.environment == {"HOME": "/root"}
+    assert data_place(s3("storage.storage_root=s3://bucket"), {}).uri == place.uri
+    assert data_place(s3("dataset.data_folder=./data//unet3d"), {}).uri == place.uri
+
+
+def test_every_option_of_an_object_service_reaches_its_client() -> None:
+    given = (
+        "endpoint_url=http://10.0.0.1:9000",
+        "region=eu-1",
+        "s3_force_path_style=false",
+        "s3_max_attempts=7",
+        "max_outstanding=32",
+        "secure=false",
+    )
+    place = data_place(s3("storage.storage_library=minio", *map(option, given)), {})
+    assert place.options == {
+        "client": "minio",
+        "endpoints": "http://10.0.0.1:9000",
+        "region": "eu-1",
+        "path_style": "false",
+        "attempts": "7",
+        "ranges_in_flight": "32",
+    }
+
+
+def test_keys_go_into_the_environment_of_the_client_and_are_never_shown() -> None:
+    keys = (option("access_key_id=who"), option("secret_access_key=hidden"))
+    place = data_place(s3(*keys), {"AWS_ACCESS_KEY_ID": "other", "AWS_REGION": "r"})
+    assert place.environment == {
+        "AWS_ACCESS_KEY_ID": "who",
+        "AWS_SECRET_ACCESS_KEY": "hidden",
+        "AWS_REGION": "r",
+    }
+    assert "hidden" not in repr(place)
+
+
+@pytest.mark.parametrize(
+    ("secure", "url"), [([], "https://h:9000"), (["true"], "https://h:9000"), (["false"], "http://h:9000")]
+)
+def test_an_endpoint_without_a_scheme_has_that_of_secure(secure: list[str], url: str) -> None:
+    settings = [option("endpoint_url=h:9000"), *(option(f"secure={word}") for word in secure)]
+    assert data_place(s3(*settings), {}).options["endpoints"] == url
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ([option("endpoint_url=http://h:9000"), option("secure=true")], "storage.storage_options.secure"),
+        ([option("uri_scheme=file")], "storage.storage_options.uri_scheme"),
+        ([option("s3_profile=mine")], "storage.storage_options.s3_profile"),
+        (["storage.storage_type=aistore"], "storage.storage_type"),
+        (["storage.storage_root=./"], "storage.storage_root, dataset.data_folder"),
+        (["dataset.data_folder=s3://bucket/data"], "storage.storage_root, dataset.data_folder"),
+    ],
+)
+def test_places_that_cannot_be_reached_are_refused_by_their_key(settings: list[str], where: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        data_place(s3(*settings), {})
+    assert refused.value.where == where
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize("scheme", ["gs", "az"])
+def test_other_clouds_are_reached_by_their_scheme(scheme: str) -> None:
+    assert data_place(s3(option(f"uri_scheme={scheme}")), {}).uri == f"{scheme}://bucket/data/unet3d"
