@@ -35,7 +35,9 @@ def finish(
     num_ranks = run.record.ranks
     gather(run.folder, num_ranks)
     events = read_events(run.folder)
-    share = stages.ceiling.compute_share if stages.ceiling else None
+    # Without computation every ceiling is near 0, and says nothing about this client.
+    is_computing = not workload.train.computation_time.is_zero
+    share = stages.ceiling.compute_share if stages.ceiling and is_computing else None
     train = phase_figures(events, workload, ceiling=share)
     if train is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))

@@ -245,6 +245,14 @@ def test_slow_storage_is_named_as_the_bottleneck(tmp_path: Path) -> None:
     assert document["ceiling"]["au_compat"] > document["au_compat"]
 
 
+def test_without_computation_the_longest_wait_is_the_verdict(tmp_path: Path) -> None:
+    inside = Ground(MemoryStorage(), tmp_path).make()
+    asked = workload(train=Train(epochs=1))
+    document = Ground(_SlowStorage(inside.storage), tmp_path).run(asked).document()
+    assert document["bottleneck"] == "storage"
+    assert document["ceiling"]["samples_per_s"] > document["samples_per_s"]
+
+
 def test_one_step_is_too_short_for_a_ceiling_or_a_verdict(ground: Ground) -> None:
     asked = workload(train=Train(epochs=1, total_training_steps=1))
     document = ground.make().run(asked).document()
