@@ -15,16 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from penstock.bench.loader.base import Batch, BatchRequest, ReadRequest
-from penstock.errors import PenstockError, ShortTransfer, UsageError
-from penstock.storage.aligned import aligned_buffer
+from penstock.bench.loader.ranges import DEFAULT_BUFFER_BYTES, RangeReader
+from penstock.errors import PenstockError, UsageError
 
 if TYPE_CHECKING:
-    from penstock.storage import Source, Storage
-
-DEFAULT_BUFFER_BYTES: Final = 8 << 20
+    from penstock.storage import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ class NativeLoader:
         return arrival
 
     def _serve(self) -> None:
-        reader = _Reader(self._storage, self._options.buffer_bytes)
+        reader = RangeReader(self._storage, self._options.buffer_bytes)
         try:
             while (task := self._tasks.get()) is not None:
                 task.run(reader)
@@ -161,7 +159,7 @@ class _Task:
     arrival: _Arrival
     request: ReadRequest
 
-    def run(self, reader: _Reader) -> None:
+    def run(self, reader: RangeReader) -> None:
         """Read and note, whatever happens: a batch that nobody completes would be waited for for ever."""
         read_bytes = 0
         began_ns = time.monotonic_ns()
@@ -171,47 +169,3 @@ class _Task:
                     read_bytes = reader.read(self.request)
             finally:
                 self.arrival.note(read_bytes, time.monotonic_ns() - began_ns, sys.exception())
-
-
-class _Reader:
-    """One thread's buffer, and the object that it read last, still open: ranges of one file come in runs."""
-
-    def __init__(self, storage: Storage, buffer_bytes: int) -> None:
-        self._storage = storage
-        self._buffer = aligned_buffer(buffer_bytes)
-        self._key: str | None = None
-        self._source: Source | None = None
-
-    def read(self, request: ReadRequest) -> int:
-        """Read one range, piece by piece; its length."""
-        source = self._open(request.key)
-        size_bytes = source.size_bytes - request.offset if request.size_bytes is None else request.size_bytes
-        if request.expected_bytes is not None and source.size_bytes != request.expected_bytes:
-            raise ShortTransfer(
-                f"This file has {source.size_bytes} bytes instead of {request.expected_bytes}",
-                uri=f"{self._storage.uri}/{request.key}",
-                expected_bytes=request.expected_bytes,
-                actual_bytes=source.size_bytes,
-                fix="Generate or copy it again; `penstock training verify` finds all such files.",
-            )
-        done = 0
-        while done < size_bytes:
-            piece = self._buffer[: min(len(self._buffer), size_bytes - done)]
-            source.read_into(request.offset + done, piece)
-            done += len(piece)
-        if request.size_bytes is None:
-            self.close()  # read whole: it is not asked for again in this epoch
-        return done
-
-    def _open(self, key: str) -> Source:
-        if self._source is None or key != self._key:
-            self.close()
-            self._source = self._storage.open(key)
-            self._key = key
-        return self._source
-
-    def close(self) -> None:
-        """Let go of the open object."""
-        if self._source is not None:
-            self._source.close()
-            self._source = self._key = None
