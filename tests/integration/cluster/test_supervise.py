@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from penstock.cluster.guard import end_processes, how_it_ended
+from penstock.cluster.guard import how_it_ended
 from penstock.cluster.launch import Flavour, FoundLauncher, LaunchPlan
 from penstock.cluster.supervise import run_ranks
 from penstock.environment import process_environment
@@ -55,9 +56,10 @@ def test_ranks_that_never_start_end_the_wait_by_name(capfdbinary: pytest.Capture
 
 
 def test_a_launcher_that_ignores_sigterm_is_killed(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    before = psutil.Process().children(recursive=True)
     with pytest.raises(RankFailed, match="ranks to start"):
         run_ranks(plan("sh", "-c", "trap '' TERM; sleep 60 & wait; sleep 60"), start_timeout_s=0.2)
-    assert not psutil.Process().children(recursive=True)
+    assert psutil.Process().children(recursive=True) == before
 
 
 def test_a_rank_that_was_never_heard_of_is_counted(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -117,7 +119,11 @@ def test_an_end_is_told_by_code_or_by_signal() -> None:
 
 
 def test_processes_that_are_gone_already_are_no_trouble() -> None:
-    ended = psutil.Popen(["true"])
-    ended.wait(timeout=10)
-    end_processes([ended])
-    assert not psutil.Process().children()
+    # In a process of its own: whoever calls it loses all its children.
+    program = (
+        "import psutil; from penstock.cluster.guard import end_processes\n"
+        "ended, _other = psutil.Popen(['true']), psutil.Popen(['sleep', '60'])\n"
+        "ended.wait(timeout=10); end_processes([ended])\n"
+        "assert not psutil.Process().children()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
