@@ -21,7 +21,7 @@ from penstock.environment import process_environment
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.native import NativeOptions
+    from penstock.bench.loader.base import LoaderOptions
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
     from penstock.results.dlio.folder import HydraFacts
@@ -176,7 +176,7 @@ class _Session:
     comm: Comm
     terminal: Terminal
     storage: Storage
-    loader: NativeOptions
+    loader: LoaderOptions
     folder: Path
     subfolder: str | None
     words: tuple[str, ...]

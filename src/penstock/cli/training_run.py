@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from penstock.bench.loader.native import NativeOptions
+    from penstock.bench.loader.base import LoaderOptions, OpenStorage
+    from penstock.bench.loader.pytorch import PytorchOptions
     from penstock.bench.order import Division
     from penstock.bench.training.outcome import TrainingResult
     from penstock.bench.training.run import TrainingRequest
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Results = Annotated[
     str, typer.Option("--results", metavar="DIR", help="The folder in which the run's own is made.")
 ]
-Loader = Annotated[str, typer.Option("--loader", metavar="NAME", help="Who reads: native.")]
+Loader = Annotated[str, typer.Option("--loader", metavar="NAME", help="Who reads: native or pytorch.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Reads in flight on each rank.")]
 Seed = Annotated[
     int | None, typer.Option("--seed", min=0, help="Of the order; else the workload's train.seed.")
@@ -67,6 +68,8 @@ def run(
 
       penstock training run retinanet_b200 --data s3://bucket/retinanet --results runs --threads 32 --json
     """
+    from functools import partial
+
     from penstock.bench.training.run import train
     from penstock.environment import process_environment
     from penstock.storage import open_storage
@@ -78,19 +81,20 @@ def run(
     remarks = (*map(str, loaded.remarks), *left_undone(loaded.workload))
     for remark in remarks:
         terminal.note(remark)
+    options = values.assignments("--option", option or ())
+    reopen = partial(open_storage, data, process_environment(), options=options, rank=comm.rank)
     request = _request(
         loaded.workload,
         results=results,
         seed=choose_seed(comm, loaded.workload, seed),
         division=values.division("--division", division),
         loader=loader_options(loader, loaded.workload, threads),
+        reopen=reopen,
         settings=settings or (),
         remarks=remarks,
     )
-    options = values.assignments("--option", option or ())
-    storage = open_storage(data, process_environment(), options=options, rank=comm.rank)
     with terminal.progress() as progress:
-        result = train(request, storage, comm=comm, progress=progress)
+        result = train(request, reopen(), comm=comm, progress=progress)
     terminal.result(result.document(), lambda console: _draw(console, result))
 
 
@@ -100,7 +104,8 @@ def _request(
     results: str,
     seed: int,
     division: Division,
-    loader: NativeOptions,
+    loader: LoaderOptions,
+    reopen: OpenStorage,
     settings: Sequence[str],
     remarks: tuple[str, ...],
 ) -> TrainingRequest:
@@ -115,6 +120,7 @@ def _request(
         seed=seed,
         division=division,
         loader=loader,
+        reopen=reopen,
         command=("penstock", *sys.argv[1:]),
         environment=process_environment(),
         overrides=tuple(f"++workload.{text}" for text in settings),
@@ -122,17 +128,41 @@ def _request(
     )
 
 
-def loader_options(name: str, workload: Workload, threads: int | None) -> NativeOptions:
-    """The native loader as the workload and `--threads` ask for it."""
+def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
+    """The loader of this name as the workload and `--threads` ask for it."""
     from penstock.bench.loader.native import NativeOptions
     from penstock.errors import UsageError
 
+    if name == "pytorch":
+        return _pytorch_options(workload, threads)
     if name != "native":
-        raise UsageError(f"No loader is called {name!r}", where="--loader", fix="There is: native.")
+        raise UsageError(f"No loader is called {name!r}", where="--loader", fix="There are: native, pytorch.")
     reader = workload.reader
     return NativeOptions(
         threads=threads or reader.read_threads or NativeOptions().threads,
         prefetch_batches=reader.prefetch_size,
+    )
+
+
+def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
+    """One worker for each read in flight; none where the workload says `read_threads: 0`."""
+    from penstock.bench.loader.native import NativeOptions
+    from penstock.errors import Unavailable
+
+    try:
+        from penstock.bench.loader.pytorch import PytorchOptions
+    except ImportError as error:
+        raise Unavailable(
+            "The pytorch loader needs torch", where="--loader", fix="pip install 'penstock[torch]'"
+        ) from error
+    reader, dataset = workload.reader, workload.dataset
+    workers = reader.read_threads if threads is None else threads
+    return PytorchOptions(
+        workers=NativeOptions().threads if workers is None else workers,
+        sample_bytes=max(1, int(dataset.record_length_bytes_resize or dataset.record_length_bytes)),
+        prefetch_batches=reader.prefetch_size,
+        context=reader.multiprocessing_context,
+        pin_memory=reader.pin_memory,
     )
 
 

@@ -6,9 +6,15 @@ Invariant: batches arrive in the order of their requests, and each says what was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from penstock.storage import Counters, Storage
+
+OpenStorage = Callable[[], "Storage"]
+"""Opens the rank's storage once more, in another process, where it travels by pickling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +51,23 @@ class Loader(Protocol):
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """The batches of one epoch, in order; the first failed request's error comes out at its batch."""
 
+    @property
+    def counters(self) -> Counters:
+        """What storages of the loader's own counted; the rank's storage, if it is read, counts for itself."""
+
     def close(self) -> None:
         """End all workers. Safe twice, and in the middle of an epoch."""
+
+
+class LoaderOptions(Protocol):
+    """Which loader a run takes, and how that works; a frozen record that ranks send to each other."""
+
+    @property
+    def prefetch_batches(self) -> int:
+        """How many batches are read before they are wanted."""
+
+    def start(self, storage: Storage, reopen: OpenStorage | None) -> Loader:
+        """Start it on `storage`; one with processes opens storage by `reopen` and never touches `storage`."""
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, with the loader's name."""

@@ -12,16 +12,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.bench.loader.base import Batch, BatchRequest, ReadRequest
 from penstock.bench.loader.ranges import DEFAULT_BUFFER_BYTES, RangeReader
 from penstock.errors import PenstockError, UsageError
+from penstock.storage import Counters
 
 if TYPE_CHECKING:
+    from penstock.bench.loader.base import OpenStorage
     from penstock.storage import Storage
 
 
@@ -40,6 +42,14 @@ class NativeOptions:
                 fix="Leave an option out for its default.",
             )
 
+    def start(self, storage: Storage, _reopen: OpenStorage | None = None) -> NativeLoader:
+        """Start the threads, which all read from `storage`."""
+        return NativeLoader(storage, self)
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, with the loader's name."""
+        return {"name": "native", **asdict(self)}
+
 
 class NativeLoader:
     """A `Loader` on threads. They are started once and serve all epochs."""
@@ -56,6 +66,11 @@ class NativeLoader:
         self._defect: BaseException | None = None
         for thread in self._threads:
             thread.start()
+
+    @property
+    def counters(self) -> Counters:
+        """Nothing: threads read from the rank's storage."""
+        return Counters()
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """The batches of one epoch, in order."""

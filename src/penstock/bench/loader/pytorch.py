@@ -12,9 +12,9 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,10 +30,8 @@ from penstock.storage import Counters
 from penstock.workload.choices import ProcessStart
 
 if TYPE_CHECKING:
+    from penstock.bench.loader.base import OpenStorage
     from penstock.storage import Storage
-
-OpenStorage = Callable[[], "Storage"]
-"""Called once in each worker, where it travels by pickling: a `partial` of `open_storage`, for example."""
 
 _KILL_S: Final = 5.0
 """How long a worker may take to be gone once its end has begun."""
@@ -52,7 +50,7 @@ class PytorchOptions:
     workers: int
     sample_bytes: int
     prefetch_batches: int = 2
-    start: ProcessStart = ProcessStart.SPAWN
+    context: ProcessStart = ProcessStart.SPAWN
     pin_memory: bool = True
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
 
@@ -67,6 +65,19 @@ class PytorchOptions:
     def prefetch_factor(self) -> int | None:
         """Batches that each worker has in hand, in torch's terms."""
         return max(1, -(-self.prefetch_batches // self.workers)) if self.workers else None
+
+    def start(self, _storage: Storage, reopen: OpenStorage | None) -> PytorchLoader:
+        """Start the workers, each with a storage of its own; `UsageError` where none tells them how."""
+        if reopen is None:
+            raise UsageError(
+                "Nothing tells the pytorch loader's workers how to open storage",
+                fix="Give the request's `reopen`: a picklable call that opens the storage again.",
+            )
+        return PytorchLoader(reopen, self)
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, with the loader's name."""
+        return {"name": "pytorch", **asdict(self)}
 
 
 class PytorchLoader:
@@ -198,7 +209,7 @@ class _Reads(Dataset[_Arrival]):
     def _read(self, request: BatchRequest) -> Batch:
         if self._reader is None:
             self._storage = self._open_storage()
-            if self._options.start is ProcessStart.FORK and get_worker_info() is not None:
+            if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
                 _require_forkable(self._storage)
             self._reader = RangeReader(self._storage, self._options.buffer_bytes)
         began_ns = time.monotonic_ns()
@@ -217,8 +228,8 @@ class _Reads(Dataset[_Arrival]):
 
 
 def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -> DataLoader[_Arrival]:
-    context = multiprocessing.get_context(options.start.value) if options.workers else None
-    if options.start is ProcessStart.FORKSERVER and context is not None:
+    context = multiprocessing.get_context(options.context.value) if options.workers else None
+    if options.context is ProcessStart.FORKSERVER and context is not None:
         # The server imports torch once, and each worker is forked with it in memory.
         context.set_forkserver_preload([__name__])
     return DataLoader(
@@ -230,7 +241,7 @@ def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -
         prefetch_factor=options.prefetch_factor,
         persistent_workers=options.workers > 0,
         multiprocessing_context=context,
-        worker_init_fn=_leave_the_rank if options.start is ProcessStart.FORK else None,
+        worker_init_fn=_leave_the_rank if options.context is ProcessStart.FORK else None,
         pin_memory=options.pin_memory and torch.cuda.is_available(),
     )
 

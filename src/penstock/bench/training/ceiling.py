@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.bench.loader.native import NativeLoader
 from penstock.bench.steps import read_clocks
 from penstock.bench.training.loop import Loop, phase_works
 from penstock.bench.training.outcome import Ceiling
@@ -20,11 +20,11 @@ from penstock.bench.training.plan import RankEpoch
 from penstock.errors import ObjectNotFound
 from penstock.results.events import SPAN_TYPE, STEP_TYPE, Phase, RankEvents, SpanEvent, StepEvent
 from penstock.results.figures import phase_figures
+from penstock.storage.memory import MemoryStorage
 from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import BatchRequest
-    from penstock.bench.loader.native import NativeOptions
+    from penstock.bench.loader.base import BatchRequest, LoaderOptions
     from penstock.bench.training.prepare import Prepared
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
@@ -49,7 +49,7 @@ def run_ceiling(
     prepared: Prepared,
     storage: Storage,
     *,
-    options: NativeOptions,
+    options: LoaderOptions,
     comm: Comm,
     progress: Progress,
 ) -> Ceiling | None:
@@ -58,10 +58,10 @@ def run_ceiling(
     num_steps = ceiling_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
     work = phase_works(workload, prepared, storage, rank=comm.rank, known_files=_KNOWN_FILES)[Phase.TRAIN]
     order = RankEpoch(plan.deal, rank=comm.rank, epoch=1)
-    free = ZeroCostStorage(storage, sizes_of(work.batches.of_epoch(order, num_steps), storage))
+    sizes = sizes_of(work.batches.of_epoch(order, num_steps), storage)
     recorder = EventList()
     progress.begin("ceiling run, steps", num_steps)
-    with closing(NativeLoader(free, options)) as loader:
+    with closing(options.start(ZeroCostStorage(storage, sizes), partial(_free_elsewhere, sizes))) as loader:
         loop = Loop(
             comm=comm,
             loader=loader,
@@ -97,6 +97,11 @@ class ZeroCostStorage(WrappedStorage):
         if key not in self._sizes:
             raise ObjectNotFound("No size was told for this object", uri=f"{self.uri}/{key}")
         return _ZeroCostSource(self._sizes[key])
+
+
+def _free_elsewhere(sizes: Mapping[str, int]) -> Storage:
+    """The same in another process, where the storage around which it would be is not open."""
+    return ZeroCostStorage(MemoryStorage(), sizes)
 
 
 class _ZeroCostSource:

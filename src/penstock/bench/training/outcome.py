@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.native import NativeOptions
+    from penstock.bench.loader.base import LoaderOptions
     from penstock.bench.training.caches import CacheDrop
     from penstock.bench.training.validate import Validation
     from penstock.results.figures import PhaseFigures
@@ -65,7 +65,7 @@ class Stages:
     opening_s: float
     validation: Validation
     planning_s: float
-    loader: NativeOptions
+    loader: LoaderOptions
     loader_start_s: float
     ceiling: Ceiling | None
     ceiling_s: float
@@ -81,7 +81,7 @@ class Stages:
             "opening_s": self.opening_s,
             "validation": asdict(self.validation),
             "planning_s": self.planning_s,
-            "loader": {"name": "native", **asdict(self.loader)},
+            "loader": self.loader.document(),
             "loader_start_s": self.loader_start_s,
             "ceiling": self.ceiling.document() if self.ceiling else None,
             "ceiling_s": self.ceiling_s,

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.bench.loader.native import NativeLoader, NativeOptions
 from penstock.bench.order import Division
 from penstock.bench.steps import StepRecorder, read_clocks
 from penstock.bench.training.caches import drop_caches, keeps_page_cache
@@ -30,6 +29,7 @@ from penstock.results.spool import SpoolWriter, spool_path
 from penstock.storage import Counters
 
 if TYPE_CHECKING:
+    from penstock.bench.loader.base import LoaderOptions, OpenStorage
     from penstock.bench.training.loop import PhaseWork
     from penstock.bench.training.prepare import Prepared
     from penstock.cluster.comm import Comm
@@ -44,14 +44,16 @@ class TrainingRequest:
     """One run. `results` is the folder in which the run's own is made, unless `run_folder` names that itself.
 
     `overrides` are in DLIO's words; `hydra_subfolder` and `log_before` are of DLIO's files: where the
-    configuration goes ("": nowhere), and the log's lines about what came before the run.
+    configuration goes ("": nowhere), and the log's lines about what came before the run. `reopen` is for
+    loaders whose processes open the storage themselves.
     """
 
     workload: Workload
     results: Path
     seed: int
     division: Division = Division.ROTATE
-    loader: NativeOptions
+    loader: LoaderOptions
+    reopen: OpenStorage | None = None
     command: Sequence[str] = ()
     environment: Environment = field(default_factory=dict)
     overrides: Sequence[str] = ()
@@ -129,7 +131,7 @@ class _Session:
         sign = run.sign_of_life if run else _nobody_asks
         with StepRecorder(spool, on_flush=sign) as recorder:
             began_s = time.monotonic()
-            with closing(NativeLoader(self.storage, self.request.loader)) as loader:
+            with closing(self.request.loader.start(self.storage, self.request.reopen)) as loader:
                 loader_start_s = time.monotonic() - began_s
                 loop = Loop(
                     comm=self.comm,
@@ -140,7 +142,8 @@ class _Session:
                 )
                 epochs = tuple(self._epochs(loop, works))
         counters = self.comm.gather(
-            self.storage.counters.snapshot(), awaiting="what the storages of all ranks counted"
+            self.storage.counters.snapshot() + loader.counters,
+            awaiting="what the storages of all ranks counted",
         )
         survey_bytes = sum(work.batches.survey_bytes for work in works.values())
         return Stages(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from penstock.bench.loader.base import BatchRequest, ReadRequest
+from penstock.bench.loader.base import BatchRequest, OpenStorage, ReadRequest
 from penstock.errors import ObjectNotFound, ShortTransfer, Unavailable, UsageError
 from penstock.storage import open_storage
 from penstock.storage.whole import write_object
@@ -24,7 +24,7 @@ from penstock.workload.choices import ProcessStart
 
 pytest.importorskip("torch")
 
-from penstock.bench.loader.pytorch import OpenStorage, PytorchLoader, PytorchOptions
+from penstock.bench.loader.pytorch import PytorchLoader, PytorchOptions
 
 if TYPE_CHECKING:
     from penstock.storage import Storage
@@ -62,7 +62,7 @@ def _loader(
     files: Path, workers: int, start: ProcessStart = FORK, *, prefetch_batches: int = 2
 ) -> PytorchLoader:
     options = PytorchOptions(
-        workers=workers, sample_bytes=64, start=start, prefetch_batches=prefetch_batches, buffer_bytes=4096
+        workers=workers, sample_bytes=64, context=start, prefetch_batches=prefetch_batches, buffer_bytes=4096
     )
     return PytorchLoader(partial(open_storage, f"file://{files}", {}), options)
 
@@ -208,13 +208,13 @@ def _leave() -> Storage:
 
 def test_a_worker_that_ends_while_it_starts_is_an_error_with_its_exit_code() -> None:
     with pytest.raises(Unavailable, match="with exit code 3"):
-        PytorchLoader(_leave, PytorchOptions(workers=1, sample_bytes=1, start=FORK))
+        PytorchLoader(_leave, PytorchOptions(workers=1, sample_bytes=1, context=FORK))
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize("start", [FORK, ProcessStart.FORKSERVER])
 def test_a_storage_that_no_worker_can_open_is_an_error_of_the_start(start: ProcessStart) -> None:
-    options = PytorchOptions(workers=2, sample_bytes=1, start=start)
+    options = PytorchOptions(workers=2, sample_bytes=1, context=start)
     with pytest.raises(UsageError, match="nothere"):
         PytorchLoader(partial(open_storage, "nothere://x", {}), options)
     assert multiprocessing.active_children() == []
@@ -226,7 +226,7 @@ def _defective() -> Storage:
 
 def test_a_defect_in_a_worker_stays_what_it_is(files: Path) -> None:
     with pytest.raises(RuntimeError, match="a defect"):
-        PytorchLoader(_defective, PytorchOptions(workers=1, sample_bytes=1, start=FORK))
+        PytorchLoader(_defective, PytorchOptions(workers=1, sample_bytes=1, context=FORK))
     assert multiprocessing.active_children() == []
 
 
@@ -298,7 +298,7 @@ def _objects(server: S3Server, place: str, client: str) -> OpenStorage:
 @pytest.mark.parametrize(("start", "client"), [(ProcessStart.FORKSERVER, "obstore"), (FORK, "minio")])
 def test_workers_read_objects(moto: S3Server, start: ProcessStart, client: str) -> None:
     open_there = _objects(moto, start.value, client)
-    loader = PytorchLoader(open_there, PytorchOptions(workers=2, sample_bytes=1, start=start))
+    loader = PytorchLoader(open_there, PytorchOptions(workers=2, sample_bytes=1, context=start))
     for _ in range(2):
         batches = loader.epoch([_whole(0), _whole(2), _whole(1)])
         assert [batch.read_bytes for batch in batches] == [_size_of(0), _size_of(2), _size_of(1)]
@@ -309,5 +309,5 @@ def test_workers_read_objects(moto: S3Server, start: ProcessStart, client: str) 
 def test_forked_workers_refuse_a_client_whose_threads_stay_in_the_rank(moto: S3Server) -> None:
     open_there = _objects(moto, "refused", "obstore")
     with pytest.raises(UsageError, match=r"obstore.*forkserver"):
-        PytorchLoader(open_there, PytorchOptions(workers=1, sample_bytes=1, start=FORK))
+        PytorchLoader(open_there, PytorchOptions(workers=1, sample_bytes=1, context=FORK))
     assert multiprocessing.active_children() == []

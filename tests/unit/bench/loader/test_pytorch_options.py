@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.loader.base import BatchRequest, ReadRequest
@@ -34,6 +34,7 @@ def _whole(*indices: int) -> BatchRequest:
     return BatchRequest(tuple(ReadRequest(f"f{index}") for index in indices), len(indices))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 1000))
 def test_all_workers_together_have_the_prefetch_in_hand_and_no_more_than_a_round(
     workers: int, prefetch: int
@@ -58,7 +59,7 @@ def test_impossible_options_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_workers_are_spawned_where_nothing_else_is_asked_for_as_with_dlio() -> None:
-    assert PytorchOptions(workers=1, sample_bytes=1).start is ProcessStart.SPAWN
+    assert PytorchOptions(workers=1, sample_bytes=1).context is ProcessStart.SPAWN
 
 
 def test_without_workers_the_rank_reads_each_epoch_s_own_plan_in_order(storage: MemoryStorage) -> None:

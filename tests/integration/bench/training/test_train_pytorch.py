@@ -1,0 +1,99 @@
+"""Whole training runs on the pytorch loader, by the command line that people type."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.bench.loader.native import NativeOptions
+from penstock.errors import UsageError
+from penstock.storage.memory import MemoryStorage
+
+pytest.importorskip("torch")
+
+from penstock.bench.loader.pytorch import PytorchOptions
+
+DATASET = ("dataset.num_files_train=12", "dataset.record_length_bytes=20KiB")
+SETTINGS = (
+    *DATASET,
+    "dataset.record_length_bytes_stdev=0",
+    "dataset.record_length_bytes_resize=4KiB",
+    "reader.batch_size=2",
+    "train.epochs=3",
+    "train.computation_time=0.01",
+)
+
+
+def _training(verb: str, data: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    command = [sys.executable, "-m", "penstock", "training", verb, "unet3d_h100", "--data", str(data)]
+    return subprocess.run(
+        [*command, *settings, *words, "--json"], capture_output=True, text=True, timeout=110, check=False
+    )
+
+
+def _document(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = tmp_path_factory.mktemp("train") / "data"
+    _document(_training("generate", data))
+    return data
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("ranks", "context"), [(1, "spawn"), (2, "fork"), (2, "forkserver")])
+def test_every_epoch_reads_all_files_whatever_starts_the_workers(
+    data: Path, tmp_path: Path, ranks: int, context: str
+) -> None:
+    words = ["--results", str(tmp_path), "--ranks", str(ranks), "--loader", "pytorch", "--threads", "2"]
+    done = _training("run", data, *words, "--set", f"reader.multiprocessing_context={context}")
+    document = _document(done)
+    epochs = document["epochs"]
+    held = sum(file.stat().st_size for file in data.rglob("*.npz"))
+    assert [(epoch["samples"], epoch["read_bytes"]) for epoch in epochs] == [(12, held)] * 3
+    outside = document["outside_of_score"]
+    loader = outside["loader"]
+    assert (loader["name"], loader["workers"], loader["context"]) == ("pytorch", 2, context)
+    assert loader["sample_bytes"] == 4096
+    assert outside["storage"]["counters"]["read_bytes"] >= 3 * held, "workers' reads are counted"
+    assert document["ceiling"]["samples_per_s"] > 0
+
+
+@pytest.mark.timeout(240)
+def test_a_file_that_shrinks_under_the_workers_is_named_and_nothing_hangs(data: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "data"
+    for file in (path for path in data.rglob("*") if path.is_file()):
+        (copy / file.relative_to(data)).parent.mkdir(parents=True, exist_ok=True)
+        (copy / file.relative_to(data)).write_bytes(file.read_bytes())
+    lost = sorted(copy.rglob("*.npz"))[5]
+    lost.write_bytes(b"short")
+    words = ["--results", str(tmp_path / "runs"), "--ranks", "2", "--loader", "pytorch", "--threads", "1"]
+    context = [
+        "--set",
+        "reader.multiprocessing_context=fork",
+        "--set",
+        "dataset.listing_validation_interval=0",
+    ]
+    done = _training("run", copy, *words, *context)
+    assert done.returncode == 1
+    assert lost.name in done.stderr
+
+
+def test_workers_that_cannot_open_storage_are_refused_before_they_start() -> None:
+    with pytest.raises(UsageError, match="reopen"):
+        PytorchOptions(workers=1, sample_bytes=1).start(MemoryStorage(), None)
+
+
+def test_a_loader_says_in_the_record_which_one_it_is() -> None:
+    assert NativeOptions(threads=3).document()["name"] == "native"
+    assert PytorchOptions(workers=3, sample_bytes=1).document()["workers"] == 3
