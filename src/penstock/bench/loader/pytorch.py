@@ -12,8 +12,9 @@ import signal
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -124,12 +125,10 @@ class PytorchLoader:
         with _deaths_awaited():
             self._arrivals = iter(self._torch)
         self._workers = [child for child in multiprocessing.active_children() if child not in others]
-        try:
-            for _ in self._batches(self._arrivals):
-                pass
-        except BaseException:
-            self.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            deque(self._batches(self._arrivals), maxlen=0)
+            undo.pop_all()
 
     def _batches(self, arrivals: Iterator[_Arrival]) -> Iterator[Batch]:
         while True:
