@@ -120,7 +120,7 @@ def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--loader", "magic"), "No loader is called 'magic' (--loader). There is: native."),
+        (("--loader", "magic"), "No loader is called 'magic' (--loader). There are: native, pytorch."),
         (("--division", "halve"), "'halve' is no way to divide (--division). Choose of: rotate, drop, pad"),
         (("--set", "dataset.num_files_train=99"), "has 28 files where dataset.num_files_train asks for 99"),
         (("--set", "reader.batch_size=50"), "28 samples are too few for 1 ranks with batches of 50"),

@@ -1,0 +1,56 @@
+"""Which loader `--loader` names, and how a workload's reader becomes its options."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.bench.loader.native import NativeOptions
+from penstock.cli.training_run import loader_options
+from penstock.errors import Unavailable, UsageError
+from penstock.workload.loading import load
+from penstock.workload.overrides import parse_settings
+
+if TYPE_CHECKING:
+    from penstock.workload.spec import Workload
+
+
+def _workload(*settings: str) -> Workload:
+    return load("unet3d", accelerator="h100", overrides=parse_settings(settings)).workload
+
+
+def test_an_unknown_loader_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match=r"'dali'.*native, pytorch"):
+        loader_options("dali", _workload(), None)
+
+
+def test_threads_of_the_command_line_win_over_those_of_the_workload() -> None:
+    workload = _workload("reader.read_threads=3", "reader.prefetch_size=5")
+    assert loader_options("native", workload, None) == NativeOptions(threads=3, prefetch_batches=5)
+    assert loader_options("native", workload, 7) == NativeOptions(threads=7, prefetch_batches=5)
+
+
+@pytest.mark.parametrize(("threads", "workers"), [(None, 0), (6, 6)])
+def test_the_pytorch_loader_works_as_the_reader_says(threads: int | None, workers: int) -> None:
+    pytest.importorskip("torch")
+    workload = _workload(
+        "reader.read_threads=0", "reader.multiprocessing_context=fork", "reader.pin_memory=no"
+    )
+    document = loader_options("pytorch", workload, threads).document()
+    assert (document["workers"], document["context"], document["pin_memory"]) == (workers, "fork", False)
+    assert document["sample_bytes"] == int(workload.dataset.record_length_bytes_resize) == 2 << 20
+
+
+def test_samples_that_are_not_resized_arrive_as_they_are() -> None:
+    pytest.importorskip("torch")
+    workload = _workload("dataset.record_length_bytes_resize=0", "dataset.record_length_bytes=3MiB")
+    assert loader_options("pytorch", workload, 1).document()["sample_bytes"] == 3 << 20
+
+
+def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(Unavailable, match=r"penstock\[torch\]"):
+        loader_options("pytorch", _workload(), None)
