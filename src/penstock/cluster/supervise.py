@@ -49,10 +49,11 @@ def run_ranks(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) -> 
     KeyboardInterrupt for SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
     """
     bind = "127.0.0.1" if plan.is_local else EVERYWHERE
-    with ControlServer(ranks=plan.ranks, bind=bind) as server, _interrupts_stop(server):
+    with ControlServer(ranks=plan.ranks, bind=bind) as server, _interrupts_stop(server) as is_launched:
         launcher = _start(plan, server)
         voices = _Voices(launcher, server)
         try:
+            is_launched.set()
             _watch(plan, launcher, server, start_timeout_s)
         except KeyboardInterrupt:
             _wait_until_over(server, launcher)
@@ -169,19 +170,22 @@ def _raise(failure: Failed, voices: _Voices) -> NoReturn:
 
 
 @contextmanager
-def _interrupts_stop(server: ControlServer) -> Iterator[None]:
+def _interrupts_stop(server: ControlServer) -> Iterator[threading.Event]:
     """SIGTERM is Ctrl-C by other means: batch systems send it, and ranks must end either way.
 
-    The server is told first: an exception raised in a finaliser is lost, the job's end must not be.
+    The server is told first: an exception raised in a finaliser is lost, the job's end must not be. While the
+    launcher is being started nothing is raised at all: half started, nobody would end it.
     """
+    is_launched = threading.Event()
 
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
         server.stop(Failed(rank=0, host="", cause="interrupted", ending=Ending.INTERRUPTED))
-        raise KeyboardInterrupt
+        if is_launched.is_set():
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield is_launched
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -357,9 +358,10 @@ def test_a_listing_that_fails_is_an_error_and_not_a_short_list(tmp_path: Path) -
 
 @contextmanager
 def descriptors_unchanged() -> Iterator[None]:
+    gc.collect()  # what other tests left to be collected must not be collected in between
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the listing's own descriptor counts alike
     yield
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - as above
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - as above
 
 
 def count_calls(root: Path, options: FileOptions) -> int:
