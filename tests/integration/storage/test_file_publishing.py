@@ -180,7 +180,6 @@ def test_without_fsync_only_a_new_root_is_made_durable(tmp_path: Path) -> None:
     assert log.names.count("fsync") == 1
     log.names.clear()
     storage.sync("a")
-    # The file, its folder, the root.
     assert log.names.count("fsync") == 3
 
 
