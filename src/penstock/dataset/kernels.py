@@ -14,7 +14,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataset.compiling import compile_loop
+from penstock.compiling import compile_loop
 
 Words = NDArray[np.uint64]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numba
 import pytest
 
-from penstock.dataset.compiling import compile_loop
+from penstock.compiling import compile_loop
 
 PROGRAM = """
 import sys

@@ -1,0 +1,1 @@
+"""The checkpoint engine, a library for training loops that knows nothing of benchmarks."""

@@ -1,0 +1,1 @@
+"""Is a result valid: rules as data, judged from files alone."""

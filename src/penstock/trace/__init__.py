@@ -1,0 +1,1 @@
+"""I/O traces: captured, loaded, asked, compared, explained."""
