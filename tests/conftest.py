@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from hypothesis import settings
 
-from penstock.testing.server_fixtures import moto, radosgw
+from penstock.testing.server_fixtures import faulty, lasting_fake, moto, radosgw
 
-__all__ = ["moto", "radosgw"]
+__all__ = ["faulty", "lasting_fake", "moto", "radosgw"]
 
 pytest.register_assert_rewrite("penstock.testing.contract")
 
 # Tests hold invariants, benchmarks hold speed: on a busy machine a deadline fails what is right.
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
+
+# Whoever starts the tests in the background may have them ignore Ctrl-C, and all programs that they start
+# would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)

@@ -5,7 +5,7 @@ A server starts once a session, and only if a test asks for it; without its prog
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from penstock.errors import Unavailable
 
 if TYPE_CHECKING:
+    from penstock.testing.server_fake import FakeServer
     from penstock.testing.servers import S3Server
 
 
@@ -37,3 +38,28 @@ def radosgw() -> Iterator[S3Server]:
             yield server
     except Unavailable as error:
         pytest.skip(f"Ceph is installed but did not start: {error}")
+
+
+@pytest.fixture(scope="session")
+def lasting_fake() -> Iterator[FakeServer]:
+    """One fake for the whole session: some clients know one endpoint per process. `faulty` gives it plans."""
+    from penstock.testing.server_fake import running_fake  # noqa: PLC0415 - only if a test asks
+
+    with running_fake() as server:
+        yield server
+
+
+@pytest.fixture
+def faulty(lasting_fake: FakeServer) -> Callable[..., FakeServer]:
+    """The lasting fake with these faults, and nothing else on it."""
+    from penstock.testing.server_fake_store import FakeBucket  # noqa: PLC0415 - only if a test asks
+    from penstock.testing.server_plan import Fault, FaultPlan  # noqa: PLC0415 - as above
+
+    def start(*faults: Fault) -> FakeServer:
+        lasting_fake.plan = FaultPlan(*faults)
+        lasting_fake.bucket = FakeBucket()
+        lasting_fake.requests.clear()
+        lasting_fake.payload_modes.clear()
+        return lasting_fake
+
+    return start

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from penstock.storage import Storage, open_storage
-from penstock.testing.server_fake import FakeServer, running_fake
-from penstock.testing.server_fake_store import FakeBucket
-from penstock.testing.server_plan import Fault, FaultPlan
 from penstock.testing.servers import BUCKET, S3Server
 
 PATIENCE = {"request_timeout_s": "20s", "attempts": "2", "backoff_s": "20ms", "part_bytes": "5MiB"}
@@ -35,24 +32,3 @@ def corner() -> OpenCorner:
         return open_storage(uri, server.environment, options={"client": client, **limits, **options})
 
     return open_corner
-
-
-@pytest.fixture(scope="session")
-def lasting_fake() -> Iterator[FakeServer]:
-    """A fake for clients that know one endpoint per process; `faulty` gives it new plans."""
-    with running_fake() as server:
-        yield server
-
-
-@pytest.fixture
-def faulty(lasting_fake: FakeServer) -> Callable[..., FakeServer]:
-    """A strict server with these faults, and nothing else on it."""
-
-    def start(*faults: Fault) -> FakeServer:
-        lasting_fake.plan = FaultPlan(*faults)
-        lasting_fake.bucket = FakeBucket()
-        lasting_fake.requests.clear()
-        lasting_fake.payload_modes.clear()
-        return lasting_fake
-
-    return start
