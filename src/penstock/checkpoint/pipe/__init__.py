@@ -1,0 +1,1 @@
+"""The pipe: bytes from a producer through owned buffers to storage, and back to a verifier (`base`)."""
