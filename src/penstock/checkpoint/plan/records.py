@@ -1,0 +1,94 @@
+"""The narrow waist between planning and moving bytes: what ranks hold, and what each saves, reads and sends.
+
+Planners make these records, the save and load sides carry them out. Invariant: a plan follows from what all
+ranks hold alone, so every rank that derives it derives the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.checkpoint.pieces import item_bytes_of
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.pieces import Boxes, Ints, TensorFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldObject:
+    """A leaf that is no tensor: its name, and what tells whether other ranks hold the same."""
+
+    name: str
+    size_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one rank holds of a state: `boxes` count in its own `tensors`. Replicas hold equal boxes."""
+
+    tensors: tuple[TensorFacts, ...]
+    boxes: Boxes
+    objects: tuple[HeldObject, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """What a user may ask of a save plan."""
+
+    writers: int = 2
+    """Files of each rank, written side by side."""
+    separation_hint: str | None = None
+    """Names that begin with it go to files of their own, which begin with it, too."""
+    min_cut_bytes: int = 64 * 1024
+    """A replicated box below twice this size is written whole by one rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedObject:
+    """An object that this rank writes: `name` is the leaf's, `stored_name` the checkpoint's.
+
+    They differ where ranks hold different objects under one name: see `plan.objects`.
+    """
+
+    name: str
+    stored_name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One file of one rank: its objects first, then its boxes, in this order. There are no empty ones."""
+
+    file: str
+    objects: tuple[PlacedObject, ...]
+    boxes: Boxes
+    """Count in the plan's `tensors`. A box may be a part of one that the rank holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePlan:
+    """What one rank writes. `tensors` are all of the job, the same on every rank."""
+
+    rank: int
+    tensors: tuple[TensorFacts, ...]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes of tensors; envelopes and objects come on top."""
+        items = item_bytes_of(self.tensors)
+        return sum(int(bucket.boxes.num_bytes(items).sum()) for bucket in self.buckets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedSavePlan:
+    """What all ranks write together: row by row the writing rank and its bucket; every byte exactly once."""
+
+    tensors: tuple[TensorFacts, ...]
+    boxes: Boxes
+    rank: Ints
+    bucket: Ints
+    """Counts the files of the rank; -1 - k is the k-th of the separated ones."""
+    num_ranks: int
