@@ -20,10 +20,6 @@ from penstock.cli import (
     results,
     storage,
     training,
-    training_data,
-    training_plan,
-    training_run,
-    training_sweep,
     workloads,
 )
 from penstock.cli.terminal import clear_progress
@@ -47,11 +43,6 @@ app = typer.Typer(
 )
 
 
-training.app.command()(training_data.generate)
-training.app.command()(training_data.verify)
-training.app.command()(training_plan.plan)
-training.app.command()(training_run.run)
-training.app.command()(training_sweep.sweep)
 app.add_typer(training.app, name="training")
 app.add_typer(storage.app, name="storage")
 app.add_typer(results.app, name="results")

@@ -83,7 +83,7 @@ def _as_rank(words: Sequence[str]) -> None:
 def _open_session(words: Sequence[str], comm: Comm, environment: Environment) -> _Session:
     """What the words ask for, understood and possible, before anything is done."""
     from penstock.cli.dlio_place import data_place
-    from penstock.cli.training_run import left_undone, loader_options
+    from penstock.cli.training.reading import left_undone, loader_options
     from penstock.storage import open_storage
     from penstock.workload.loading import load
     from penstock.workload.overrides import parse_dlio_words
@@ -219,7 +219,7 @@ class _Session:
     def _train(self) -> None:
         from penstock.bench.order import Division
         from penstock.bench.training.run import TrainingRequest, train
-        from penstock.cli.training_run import choose_seed
+        from penstock.cli.training.reading import choose_seed
 
         request = TrainingRequest(
             workload=self.workload,

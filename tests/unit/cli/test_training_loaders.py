@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.bench.loader.native import NativeOptions
-from penstock.cli.training_run import loader_options
+from penstock.cli.training.reading import loader_options
 from penstock.errors import Unavailable, UsageError
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings

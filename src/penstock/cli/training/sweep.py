@@ -7,9 +7,15 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cli.training import Accelerator, Settings, WorkloadName
-from penstock.cli.training_data import Data, StorageOption
-from penstock.cli.training_run import Results, Threads
+from penstock.cli.training.words import (
+    Accelerator,
+    Data,
+    ReadThreads,
+    Results,
+    Settings,
+    StorageOption,
+    WorkloadName,
+)
 
 Most = Annotated[int, typer.Option("--most", min=1, metavar="N", help="Try at most N accelerators.")]
 RunWords = Annotated[
@@ -26,7 +32,7 @@ def sweep(
     most: Most,
     accelerator: Accelerator = "",
     settings: Settings = None,
-    threads: Threads = None,
+    threads: ReadThreads = None,
     option: StorageOption = None,
     as_json: JsonFlag = False,
 ) -> None:

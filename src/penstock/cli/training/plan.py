@@ -8,8 +8,14 @@ import typer
 
 from penstock.cli import values
 from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cli.training import Accelerator, Settings, WorkloadName
-from penstock.cli.training_run import DivisionWord, Seed
+from penstock.cli.training.words import (
+    Accelerator,
+    DivisionWord,
+    OrderSeed,
+    Settings,
+    WorkloadName,
+    load_workload,
+)
 
 Ranks = Annotated[int, typer.Option("--ranks", min=1, metavar="N", help="Of a job of N ranks; starts none.")]
 
@@ -24,7 +30,7 @@ def plan(
     division: DivisionWord = "rotate",
     accelerator: Accelerator = "",
     settings: Settings = None,
-    seed: Seed = None,
+    seed: OrderSeed = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show the first samples that a rank reads in an epoch, and their files; at once, whatever the size.
@@ -38,13 +44,9 @@ def plan(
     from dataclasses import asdict
 
     from penstock.bench.training.preview import preview
-    from penstock.workload.loading import load_data_set
-    from penstock.workload.overrides import parse_settings
 
     terminal = Terminal(as_json=as_json)
-    loaded = load_data_set(workload, accelerator=accelerator, overrides=parse_settings(settings or ()))
-    for remark in loaded.remarks:
-        terminal.note(str(remark))
+    loaded = load_workload(terminal, workload, accelerator, settings, is_data_set=True)
     seen = preview(
         loaded.workload,
         num_ranks=ranks,

@@ -1,4 +1,4 @@
-"""`penstock training`: whether a storage can feed N accelerators."""
+"""`penstock training size` and `whatif`: what a workload needs, by arithmetic, with the proof."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from penstock.cli import values
 from penstock.cli.terminal import JsonFlag, Terminal
+from penstock.cli.training.words import Accelerator, Settings, WorkloadName, load_workload
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,28 +19,7 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
     from penstock.workload.whatif import Forecast
 
-app = typer.Typer(no_args_is_help=True, help="Can this storage feed N accelerators?")
 
-
-@app.callback()
-def training() -> None:
-    """Group the verbs of training."""
-
-
-WorkloadName = Annotated[
-    str,
-    typer.Argument(
-        metavar="WORKLOAD", help="unet3d, unet3d_h100, ... or a YAML file; see `penstock workloads`."
-    ),
-]
-Accelerator = Annotated[str, typer.Option("--accelerator", help="h100, b200, ...; part of some names.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a value, e.g. reader.batch_size=14; repeatable."),
-]
-
-
-@app.command()
 def size(
     workload: WorkloadName,
     *,
@@ -67,22 +47,20 @@ def size(
     """
     from penstock.workload import sizing
 
-    loaded = _load(workload, accelerator, settings)
+    terminal = Terminal(as_json=as_json)
+    loaded = load_workload(terminal, workload, accelerator, settings)
     request = sizing.sizing_request(
         loaded.workload, num_accelerators=accelerators, host_memory_bytes=_memories(host_memory, hosts)
     )
     found = sizing.size(request)
     verdict = found.judge(loaded.workload.dataset.num_files_train)
     command = _next_command(workload, accelerator, settings or [], found)
-    terminal = Terminal(as_json=as_json)
-    _say_remarks(terminal, loaded)
     terminal.result(
         _sizing_document(loaded, found, verdict, command),
         lambda console: _draw_sizing(console, loaded.workload, found, verdict, command),
     )
 
 
-@app.command()
 def whatif(
     workload: WorkloadName,
     *,
@@ -103,25 +81,12 @@ def whatif(
     """
     from penstock.workload.whatif import forecast
 
-    loaded = _load(workload, accelerator, settings)
-    found = forecast(loaded.workload, Fraction(values.rate("--bandwidth", bandwidth)))
     terminal = Terminal(as_json=as_json)
-    _say_remarks(terminal, loaded)
+    loaded = load_workload(terminal, workload, accelerator, settings)
+    found = forecast(loaded.workload, Fraction(values.rate("--bandwidth", bandwidth)))
     terminal.result(
         _forecast_document(loaded, found), lambda console: _draw_forecast(console, loaded.workload, found)
     )
-
-
-def _load(name: str, accelerator: str, settings: list[str] | None) -> Loaded:
-    from penstock.workload.loading import load
-    from penstock.workload.overrides import parse_settings
-
-    return load(name, accelerator=accelerator, overrides=parse_settings(settings or ()))
-
-
-def _say_remarks(terminal: Terminal, loaded: Loaded) -> None:
-    for remark in loaded.remarks:
-        terminal.note(str(remark))
 
 
 def _memories(text: str, hosts: int | None) -> tuple[int, ...]:

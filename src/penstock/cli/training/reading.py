@@ -1,0 +1,77 @@
+"""How a run reads: the loader that a name stands for, the seed of its order, and what it leaves undone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.bench.loader.base import LoaderOptions
+    from penstock.bench.loader.pytorch import PytorchOptions
+    from penstock.cluster.comm import Comm
+    from penstock.workload.spec import Workload
+
+
+def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
+    """The loader of this name as the workload and `--threads` ask for it."""
+    from penstock.bench.loader.native import NativeOptions
+    from penstock.errors import UsageError
+
+    if name == "pytorch":
+        return _pytorch_options(workload, threads)
+    if name != "native":
+        raise UsageError(f"No loader is called {name!r}", where="--loader", fix="There are: native, pytorch.")
+    reader = workload.reader
+    return NativeOptions(
+        threads=threads or reader.read_threads or NativeOptions().threads,
+        prefetch_batches=reader.prefetch_size,
+    )
+
+
+def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
+    """One worker for each read in flight; none where the workload says `read_threads: 0`."""
+    from penstock.bench.loader.native import NativeOptions
+    from penstock.errors import Unavailable
+
+    try:
+        from penstock.bench.loader.pytorch import PytorchOptions
+    except ImportError as error:
+        raise Unavailable(
+            "The pytorch loader needs torch", where="--loader", fix="pip install 'penstock[torch]'"
+        ) from error
+    reader, dataset = workload.reader, workload.dataset
+    workers = reader.read_threads if threads is None else threads
+    return PytorchOptions(
+        workers=NativeOptions().threads if workers is None else workers,
+        sample_bytes=max(1, int(dataset.record_length_bytes_resize or dataset.record_length_bytes)),
+        prefetch_batches=reader.prefetch_size,
+        context=reader.multiprocessing_context,
+        pin_memory=reader.pin_memory,
+    )
+
+
+def choose_seed(comm: Comm, workload: Workload, asked: int | None) -> int:
+    """The seed that was asked for, or a new one where the workload's shuffling is to be random."""
+    import secrets
+
+    from penstock.workload.choices import Shuffle
+
+    if asked is not None:
+        return asked
+    if Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):
+        return comm.broadcast(secrets.randbits(31), awaiting="rank 0 to draw a seed")
+    return workload.train.seed
+
+
+def left_undone(workload: Workload) -> tuple[str, ...]:
+    """What the workload asks for and this command does not do: said once, and recorded."""
+    from penstock.workload.choices import FileAccess, ReadType
+
+    reader = workload.reader
+    undone = {
+        "workflow.checkpoint: training takes no checkpoints yet": workload.workflow.checkpoint,
+        "workflow.profiling: nothing observes the run from outside": workload.workflow.profiling,
+        "reader.preprocess_time: samples are not preprocessed": not reader.preprocess_time.is_zero,
+        "reader.read_type: samples are read when they are wanted": reader.read_type is ReadType.MEMORY,
+        "reader.file_access: each rank reads files of its own": reader.file_access is not FileAccess.MULTI,
+    }
+    return tuple(text for text, is_asked in undone.items() if is_asked)
