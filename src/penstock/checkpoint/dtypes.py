@@ -1,0 +1,79 @@
+"""What elements tensors are made of: one table of every element type that can lie in a checkpoint.
+
+Inside the engine a type is its name in torch without the `torch.`; this table says how wide it is, and what
+torch's archives and safetensors files call it. No torch is needed to know it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from penstock.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """One element type. Names that a format has no word for are None."""
+
+    name: str
+    size_bytes: int
+    typed_storage: str | None
+    """The class in `torch` that archives name for its storage; None: torch archives it as plain bytes."""
+    safetensors: str | None
+
+
+def _table(*rows: tuple[str, int, str | None, str | None]) -> Mapping[str, ElementType]:
+    return MappingProxyType({row[0]: ElementType(*row) for row in rows})
+
+
+ELEMENT_TYPES: Mapping[str, ElementType] = _table(
+    ("float32", 4, "FloatStorage", "F32"),
+    ("float64", 8, "DoubleStorage", "F64"),
+    ("float16", 2, "HalfStorage", "F16"),
+    ("bfloat16", 2, "BFloat16Storage", "BF16"),
+    ("int8", 1, "CharStorage", "I8"),
+    ("int16", 2, "ShortStorage", "I16"),
+    ("int32", 4, "IntStorage", "I32"),
+    ("int64", 8, "LongStorage", "I64"),
+    ("uint8", 1, "ByteStorage", "U8"),
+    ("bool", 1, "BoolStorage", "BOOL"),
+    ("complex64", 8, "ComplexFloatStorage", "C64"),
+    ("complex128", 16, "ComplexDoubleStorage", None),
+    ("complex32", 4, None, None),
+    ("uint16", 2, None, "U16"),
+    ("uint32", 4, None, "U32"),
+    ("uint64", 8, None, "U64"),
+    ("float8_e4m3fn", 1, None, "F8_E4M3"),
+    ("float8_e5m2", 1, None, "F8_E5M2"),
+    ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ"),
+    ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ"),
+    ("float8_e8m0fnu", 1, None, "F8_E8M0"),
+    ("float4_e2m1fn_x2", 1, None, None),
+    ("bits8", 1, None, None),
+    ("bits16", 2, None, None),
+    ("bits1x8", 1, None, None),
+    ("bits2x4", 1, None, None),
+    ("bits4x2", 1, None, None),
+)
+"""By name. Types that torch itself cannot save (its sub-byte and bare quantized ones) are not here."""
+
+BY_STORAGE: Mapping[str, ElementType] = MappingProxyType(
+    {kind.typed_storage: kind for kind in ELEMENT_TYPES.values() if kind.typed_storage}
+)
+BY_SAFETENSORS: Mapping[str, ElementType] = MappingProxyType(
+    {kind.safetensors: kind for kind in ELEMENT_TYPES.values() if kind.safetensors}
+)
+
+
+def element_type(name: str) -> ElementType:
+    """The type of this name, with or without `torch.` before it; `UsageError` names the nearest."""
+    bare = name.removeprefix("torch.")
+    kind = ELEMENT_TYPES.get(bare)
+    if kind is None:
+        near = difflib.get_close_matches(bare, ELEMENT_TYPES, n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(ELEMENT_TYPES)}."
+        raise UsageError(f"No tensor element type is called {name!r}", fix=hint)
+    return kind

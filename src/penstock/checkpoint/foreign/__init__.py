@@ -1,0 +1,1 @@
+"""Formats of others that hold tensors: archives of `torch.save`, and safetensors."""
