@@ -38,26 +38,67 @@ class Division(StrEnum):
 class EpochOrder:
     """The order of all items of one epoch: `num_items` in turn, or a permutation of them by (seed, epoch).
 
-    `Shuffle.SEED` and `RANDOM` are alike here: whoever draws a random seed gives it, and records it.
+    Runs of `run_items` neighbours are permuted as a whole, their items stay in turn; a last run that is
+    shorter stays last. `Shuffle.SEED` and `RANDOM` are alike here: whoever draws a random seed gives it, and
+    records it.
     """
 
-    __slots__ = ("_order", "num_items")
+    __slots__ = ("_num_runs", "_order", "_run_items", "num_items")
 
-    def __init__(self, num_items: int, seed: int, epoch: int, shuffle: Shuffle) -> None:
+    def __init__(
+        self, num_items: int, seed: int, epoch: int, shuffle: Shuffle, *, run_items: int = 1
+    ) -> None:
         self.num_items = num_items
+        self._run_items = run_items
+        self._num_runs = num_items // run_items
         self._order = (
-            InTurn(num_items)
-            if shuffle is Shuffle.OFF
-            else Permutation(num_items, f"epoch {seed} {epoch}".encode())
+            InTurn(self._num_runs)
+            if shuffle is Shuffle.OFF or not self._num_runs
+            else Permutation(self._num_runs, f"epoch {seed} {epoch}".encode())
         )
 
     def item(self, position: int) -> int:
         """The item at one position, in microseconds."""
-        return self._order.item(position)
+        run, place = divmod(position, self._run_items)
+        return self._order.item(run) * self._run_items + place if run < self._num_runs else position
 
     def items(self, positions: Positions) -> Positions:
         """The items at many positions."""
-        return self._order.items(positions)
+        if self._run_items == 1:
+            return self._order.items(positions)
+        runs, places = np.divmod(positions, self._run_items)
+        is_whole = runs < self._num_runs
+        items = positions.copy()
+        items[is_whole] = self._order.items(runs[is_whole]) * self._run_items + places[is_whole]
+        return items
+
+
+class DealtItems:
+    """What one epoch deals out to all ranks together, by place: an order of items, `left_out` ones skipped.
+
+    Places beyond the order begin it anew.
+    """
+
+    __slots__ = ("_left_out", "_order")
+
+    def __init__(self, order: EpochOrder, left_out: tuple[range, ...]) -> None:
+        self._order = order
+        self._left_out = left_out
+
+    def item(self, place: int) -> int:
+        """The item at one place, in microseconds."""
+        item = self._order.item(place % self._order.num_items)
+        for hole in self._left_out:
+            if item >= hole.start:
+                item += len(hole)
+        return item
+
+    def items(self, places: Positions) -> Positions:
+        """The items at many places."""
+        items = self._order.items(places % self._order.num_items)
+        for hole in self._left_out:
+            items[items >= hole.start] += len(hole)
+        return items
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +173,12 @@ class Shard:
 class RankOrder:
     """What one rank reads in one epoch: `item(position)` for positions in [0, `len`)."""
 
-    __slots__ = ("_order", "_skipped", "shard")
+    __slots__ = ("_dealt", "shard")
 
     def __init__(self, shard: Shard, *, seed: int, epoch: int, shuffle: Shuffle) -> None:
         self.shard = shard
-        self._order = EpochOrder(shard.num_items - shard.num_left_out, seed, epoch, shuffle)
-        self._skipped = shard.left_out(epoch)
+        order = EpochOrder(shard.num_items - shard.num_left_out, seed, epoch, shuffle)
+        self._dealt = DealtItems(order, shard.left_out(epoch))
 
     def __len__(self) -> int:
         return self.shard.num_per_rank
@@ -146,22 +187,15 @@ class RankOrder:
         """The item at one of this rank's positions, in microseconds."""
         if not 0 <= position < len(self):
             raise IndexError(f"position {position} of {len(self)}")
-        place = position * self.shard.num_ranks + self.shard.rank
-        item = self._order.item(place % self._order.num_items)
-        for hole in self._skipped:
-            if item >= hole.start:
-                item += len(hole)
-        return item
+        return self._dealt.item(position * self.shard.num_ranks + self.shard.rank)
 
     def items(self, start: int, stop: int) -> Positions:
         """The items at this rank's positions from `start` up to `stop`."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"positions {start} to {stop} of {len(self)}")
-        places = np.arange(start, stop, dtype=np.int64) * self.shard.num_ranks + self.shard.rank
-        items = self._order.items(places % self._order.num_items)
-        for hole in self._skipped:
-            items[items >= hole.start] += len(hole)
-        return items
+        return self._dealt.items(
+            np.arange(start, stop, dtype=np.int64) * self.shard.num_ranks + self.shard.rank
+        )
 
     def iterate(self, start: int = 0) -> Iterator[int]:
         """The items from position `start` on, in bounded memory."""

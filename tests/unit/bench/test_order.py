@@ -230,3 +230,19 @@ def test_fifty_million_items_on_a_thousand_ranks_take_little_memory() -> None:
     peak_kib, num_positions = said.stdout.split()
     assert int(peak_kib) < 100 << 10
     assert int(num_positions) == 48_828
+
+
+@given(st.integers(1, 300), st.integers(1, 12), seeds, epochs)
+def test_runs_are_shuffled_whole_and_stay_in_turn_within(
+    num_items: int, run_items: int, seed: int, epoch: int
+) -> None:
+    order = EpochOrder(num_items, seed, epoch, Shuffle.SEED, run_items=run_items)
+    items = order.items(np.arange(num_items, dtype=np.int64)).tolist()
+    assert items == [order.item(position) for position in range(num_items)]
+    assert sorted(items) == list(range(num_items))
+    whole = num_items // run_items * run_items
+    for begin in range(0, whole, run_items):
+        run = items[begin : begin + run_items]
+        assert run[0] % run_items == 0
+        assert run == list(range(run[0], run[0] + run_items))
+    assert items[whole:] == list(range(whole, num_items))

@@ -141,19 +141,15 @@ class _CountedSource(WrappedSource):
 
 def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
     """The rank's blocks in order, up to that many samples."""
-    deal = order.deal
     position = 0
-    for items in order.pieces():
-        for item in items.tolist():
-            number, place = divmod(item, deal.items_per_file)
-            begin = place * deal.item_samples
-            end = min(begin + deal.item_samples, deal.samples_per_file)
-            for first in range(begin, end, deal.block_samples):
-                if position >= num_samples:
-                    return
-                samples = range(first, min(first + deal.block_samples, end))
-                yield _Block(position, number, samples)
-                position += len(samples)
+    step = order.deal.block_samples
+    for number, item in order.samples():
+        for first in range(item.start, item.stop, step):
+            if position >= num_samples:
+                return
+            samples = range(first, min(first + step, item.stop))
+            yield _Block(position, number, samples)
+            position += len(samples)
 
 
 def ahead(requests: Iterator[BatchRequest], depth: int) -> Generator[BatchRequest, None, None]:

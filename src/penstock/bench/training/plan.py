@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.order import Division, EpochOrder, Shard
+from penstock.bench.order import DealtItems, Division, EpochOrder, Shard
 from penstock.errors import UsageError
 from penstock.results.events import Phase
-from penstock.workload.choices import Shuffle
+from penstock.workload.choices import FileAccess, Shuffle
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload
@@ -48,6 +48,8 @@ class Deal:
     window_samples: int
     """The stream of samples is shuffled in pieces of this many; 0 takes them in turn."""
     new_order_each_epoch: bool = True
+    run_items: int = 1
+    """So many items in a row are shuffled as a whole, and stay in turn."""
 
     @property
     def items_per_file(self) -> int:
@@ -121,8 +123,10 @@ def _deal(
     reader, samples_per_file = workload.reader, workload.dataset.num_samples_per_file
     is_training = phase is Phase.TRAIN
     mixes_samples = is_training and _is_on(reader.sample_shuffle)
-    # Samples that stay in turn are read file by file, unless there are too few files to go round.
-    item_samples = block_samples if mixes_samples or num_files < num_ranks else samples_per_file
+    # Samples that stay in turn are read file by file, unless ranks shall share files or there are too few.
+    is_shared = reader.file_access is not FileAccess.MULTI
+    is_split = mixes_samples or is_shared or num_files < num_ranks
+    item_samples = block_samples if is_split else samples_per_file
     batch_size = reader.batch_size if is_training else reader.batch_size_eval
     return Deal(
         num_files=num_files,
@@ -137,6 +141,7 @@ def _deal(
         shuffle=shuffle,
         window_samples=reader.shuffle_size if mixes_samples and block_samples > 1 else 0,
         new_order_each_epoch=workload.train.seed_change_epoch,
+        run_items=-(-samples_per_file // item_samples) if is_shared and not mixes_samples else 1,
     )
 
 
@@ -152,28 +157,34 @@ class RankEpoch:
         self.deal = deal
         self._rank = rank
         self._num_places = shard.num_ranks
-        self._skipped = shard.left_out(epoch)
-        self._order = EpochOrder(
+        order = EpochOrder(
             deal.num_items - shard.num_left_out,
             deal.seed,
             epoch if deal.new_order_each_epoch else 1,
             deal.shuffle,
+            run_items=deal.run_items,
         )
+        self._dealt = DealtItems(order, shard.left_out(epoch))
         self.num_items = shard.num_per_rank * deal.group
 
     def items(self, start: int, stop: int) -> Items:
         """The items at this rank's positions from `start` up to `stop`."""
         turns, slots = np.divmod(np.arange(start, stop, dtype=np.int64), self.deal.group)
-        places = turns * self._num_places + self._rank * self.deal.group + slots
-        items = self._order.items(places % self._order.num_items)
-        for hole in self._skipped:
-            items[items >= hole.start] += len(hole)
-        return items
+        return self._dealt.items(turns * self._num_places + self._rank * self.deal.group + slots)
 
     def pieces(self) -> Iterator[Items]:
         """All items, in arrays of bounded length."""
         for start in range(0, self.num_items, _STEP_ITEMS):
             yield self.items(start, min(start + _STEP_ITEMS, self.num_items))
+
+    def samples(self) -> Iterator[tuple[int, range]]:
+        """For each item its file, and its samples therein."""
+        deal = self.deal
+        for items in self.pieces():
+            for item in items.tolist():
+                number, place = divmod(item, deal.items_per_file)
+                begin = place * deal.item_samples
+                yield number, range(begin, min(begin + deal.item_samples, deal.samples_per_file))
 
     def count_samples(self) -> int:
         """How many samples they hold."""

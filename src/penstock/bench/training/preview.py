@@ -64,10 +64,6 @@ def preview(
 
 
 def _samples(order: RankEpoch) -> Iterator[int]:
-    deal = order.deal
-    for items in order.pieces():
-        for item in items.tolist():
-            number, place = divmod(item, deal.items_per_file)
-            begin = place * deal.item_samples
-            end = min(begin + deal.item_samples, deal.samples_per_file)
-            yield from range(number * deal.samples_per_file + begin, number * deal.samples_per_file + end)
+    for number, samples in order.samples():
+        first = number * order.deal.samples_per_file
+        yield from range(first + samples.start, first + samples.stop)

@@ -29,7 +29,7 @@ from penstock.bench.training.plan import (
 from penstock.bench.training.prepare import plan_training
 from penstock.cluster.solo import SoloComm
 from penstock.errors import UsageError
-from penstock.workload.choices import Shuffle
+from penstock.workload.choices import FileAccess, Shuffle
 from penstock.workload.spec import Dataset, Evaluation, Reader, Train, Workflow, Workload
 
 
@@ -257,3 +257,22 @@ def test_any_position_of_a_huge_data_set_is_found_at_once() -> None:
     seen = last.items(last.num_items - 24, last.num_items)
     assert len(set(seen.tolist())) == 24
     assert 0 <= seen.min() <= seen.max() < 50_000_000
+
+
+@pytest.mark.parametrize("shuffle", [Shuffle.OFF, Shuffle.SEED])
+def test_ranks_that_share_files_read_parts_of_the_same_one_at_the_same_time(shuffle: Shuffle) -> None:
+    asked = workload(file_access=FileAccess.SHARED, file_shuffle=shuffle)
+    one = training_deal(asked, block_samples=2, num_ranks=2, division=Division.ROTATE, seed=1)
+    first, second = (list(RankEpoch(one, rank=rank, epoch=1).samples()) for rank in range(2))
+    assert [number for number, _ in first] == [number for number, _ in second]
+    assert [samples.stop for _, samples in first] == [samples.start for _, samples in second]
+    files = [number for number, _ in first[::2]]
+    assert sorted(files) == list(range(10))
+    assert (files == list(range(10))) is (shuffle is Shuffle.OFF)
+    alone = training_deal(
+        workload(file_shuffle=shuffle), block_samples=2, num_ranks=2, division=Division.ROTATE, seed=1
+    )
+    mine, others = (
+        {number for number, _ in RankEpoch(alone, rank=rank, epoch=1).samples()} for rank in range(2)
+    )
+    assert not mine & others
