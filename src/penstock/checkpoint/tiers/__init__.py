@@ -1,0 +1,1 @@
+"""Levels of a checkpoint: node-local cache, redundancy over failure domains, background flush, rebuild."""
