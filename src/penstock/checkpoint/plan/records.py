@@ -84,11 +84,9 @@ class SavePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedSavePlan:
-    """What all ranks write together: row by row the writing rank and its bucket; every byte exactly once."""
+    """What all ranks write: row by row a box and the rank that writes it; every byte exactly once."""
 
     tensors: tuple[TensorFacts, ...]
     boxes: Boxes
     rank: Ints
-    bucket: Ints
-    """Counts the files of the rank; -1 - k is the k-th of the separated ones."""
     num_ranks: int

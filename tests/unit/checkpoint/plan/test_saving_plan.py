@@ -1,0 +1,182 @@
+"""Save plans: every byte once, by somebody who holds it, with equal loads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.checkpoint.plan.states import jobs, painted, region
+
+from penstock.checkpoint.pieces import Boxes, TensorFacts, item_bytes_of, whole_boxes
+from penstock.checkpoint.plan.coverage import NotCovered
+from penstock.checkpoint.plan.overlaps import overlaps
+from penstock.checkpoint.plan.records import Held, PlacedObject, SaveOptions
+from penstock.checkpoint.plan.saving import rank_plan, share_saving
+from penstock.errors import UsageError
+
+FINE = SaveOptions(min_cut_bytes=1)
+
+
+def held_by_all(facts: TensorFacts, num_ranks: int) -> list[Held]:
+    return [Held(tensors=(facts,), boxes=whole_boxes([facts]))] * num_ranks
+
+
+@given(jobs(), st.sampled_from([1, 16, 65536]))
+@settings(max_examples=50)
+def test_every_element_is_written_once_by_a_rank_that_holds_it(job: list[Held], min_cut_bytes: int) -> None:
+    shared = share_saving(job, SaveOptions(min_cut_bytes=min_cut_bytes))
+    for counts in painted(shared.tensors, shared.boxes):
+        assert (counts == 1).all()
+    for row in range(len(shared.boxes)):
+        number = int(shared.boxes.tensor[row])
+        holder = job[int(shared.rank[row])]
+        place = region(shared.boxes, row, len(shared.tensors[number].shape))
+        (own_number,) = [i for i, t in enumerate(holder.tensors) if t == shared.tensors[number]]
+        own = holder.boxes.take(holder.boxes.tensor == own_number)
+        (count,) = painted(
+            (holder.tensors[own_number],), Boxes(np.zeros(len(own), dtype=np.int64), own.offsets, own.sizes)
+        )
+        assert (count[place] == 1).all()
+
+
+@given(jobs())
+@settings(max_examples=25)
+def test_every_tensor_is_on_record_even_an_empty_one(job: list[Held]) -> None:
+    shared = share_saving(job, FINE)
+    assert set(shared.boxes.tensor.tolist()) == set(range(len(shared.tensors)))
+
+
+@given(jobs())
+@settings(max_examples=25)
+def test_the_same_job_gives_the_same_plan(job: list[Held]) -> None:
+    one, other = share_saving(job, FINE), share_saving(job, FINE)
+    assert one.tensors == other.tensors
+    assert (one.rank == other.rank).all()
+    assert (one.boxes.offsets == other.boxes.offsets).all()
+
+
+@given(jobs(), st.integers(1, 3), st.sampled_from([None, "w1"]))
+@settings(max_examples=25)
+def test_ranks_deal_their_pieces_to_files_without_losing_one(
+    job: list[Held], writers: int, hint: str | None
+) -> None:
+    options = SaveOptions(writers=writers, separation_hint=hint, min_cut_bytes=1)
+    shared = share_saving(job, options)
+    objects = [PlacedObject(name=name, stored_name=name, size_bytes=100) for name in ("w1.step", "lr")]
+    plans = [rank_plan(shared, rank, objects if rank == 0 else [], options) for rank in range(len(job))]
+    files = [bucket.file for plan in plans for bucket in plan.buckets]
+    assert len(set(files)) == len(files)
+    written = Boxes.concatenated([bucket.boxes for plan in plans for bucket in plan.buckets])
+    for counts in painted(shared.tensors, written):
+        assert (counts == 1).all()
+    assert sorted(each.name for bucket in plans[0].buckets for each in bucket.objects) == ["lr", "w1.step"]
+    for bucket in (bucket for plan in plans for bucket in plan.buckets):
+        names = [shared.tensors[number].name for number in bucket.boxes.tensor]
+        names += [each.name for each in bucket.objects]
+        if hint is not None:
+            assert {name.startswith(hint) for name in names} == {bucket.file.startswith(hint)}
+        assert names, "a file that holds nothing is not made"
+
+
+def test_replicas_write_equal_shares_of_what_they_all_hold() -> None:
+    facts = TensorFacts("w", "float32", (1024, 1024), 4)
+    shared = share_saving(held_by_all(facts, 4), SaveOptions())
+    loads = np.bincount(shared.rank, weights=shared.boxes.num_bytes(item_bytes_of(shared.tensors)))
+    assert loads.tolist() == [1024 * 1024] * 4
+
+
+def test_a_rank_that_holds_more_alone_writes_less_of_what_is_shared() -> None:
+    shared_facts = TensorFacts("shared", "float32", (1000, 1024), 4)
+    alone = TensorFacts("alone", "float32", (500, 1024), 4)
+    both = (shared_facts, alone)
+    job = [
+        Held(tensors=both, boxes=whole_boxes(both)),
+        Held(tensors=(shared_facts,), boxes=whole_boxes([shared_facts])),
+    ]
+    plan = share_saving(job, SaveOptions())
+    loads = np.bincount(plan.rank, weights=plan.boxes.num_bytes(item_bytes_of(plan.tensors)))
+    assert loads.tolist() == [750 * 4096, 750 * 4096]
+
+
+def test_a_small_tensor_is_not_cut() -> None:
+    facts = TensorFacts("bias", "float32", (1024,), 4)
+    shared = share_saving(held_by_all(facts, 4), SaveOptions())
+    assert len(shared.boxes) == 1
+
+
+def test_a_tensor_with_leading_ones_is_cut_along_its_first_real_dimension() -> None:
+    facts = TensorFacts("w", "int8", (1, 1, 8, 3), 1)
+    shared = share_saving(held_by_all(facts, 2), FINE)
+    assert shared.boxes.sizes.tolist() == [[1, 1, 4, 3], [1, 1, 4, 3]]
+
+
+def test_the_fullest_file_of_a_rank_is_nearly_as_small_as_can_be() -> None:
+    tensors = tuple(TensorFacts(f"w{size}", "int8", (size,), 1) for size in (7, 6, 5, 4, 2))
+    plan = rank_plan(share_saving([Held(tensors=tensors, boxes=whole_boxes(tensors))], FINE), 0, [], FINE)
+    loads = [int(bucket.boxes.sizes.sum()) for bucket in plan.buckets]
+    assert sorted(loads) == [11, 13]
+    assert plan.num_bytes == 24
+
+
+def test_a_rank_with_nothing_to_write_has_no_file() -> None:
+    facts = TensorFacts("bias", "float32", (8,), 4)
+    shared = share_saving(held_by_all(facts, 2), SaveOptions())
+    plans = [rank_plan(shared, rank, [], SaveOptions()) for rank in (0, 1)]
+    assert sorted(len(plan.buckets) for plan in plans) == [0, 1]
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("bfloat16", (4, 4)), ("float32", (4, 5))])
+def test_ranks_that_disagree_on_a_tensor_are_named(dtype: str, shape: tuple[int, ...]) -> None:
+    one = TensorFacts("layer.w", "float32", (4, 4), 4)
+    other = TensorFacts("layer.w", dtype, shape, 2 if dtype == "bfloat16" else 4)
+    job = [Held(tensors=(each,), boxes=whole_boxes([each])) for each in (one, one, other)]
+    with pytest.raises(UsageError, match=r"'layer.w': float32 \[4, 4\] on rank 0, .* on rank 2"):
+        share_saving(job, SaveOptions())
+
+
+def held_as(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Held]:
+    facts = (TensorFacts("w", "float32", shape, 4),)
+    return [Held(tensors=facts, boxes=Boxes.from_rows([(0, *box)])) for box in boxes]
+
+
+@pytest.mark.parametrize(
+    ("job", "complaint"),
+    [
+        (held_as((8, 2), ((0, 0), (3, 2)), ((4, 0), (4, 2))), "2 elements of 'w' .* belong to no piece"),
+        (held_as((8, 2), ((0, 0), (5, 2)), ((4, 0), (4, 2))), "overlap"),
+        (held_as((8, 2), ((0, 0), (4, 2)), ((4, 0), (5, 2))), "leaves its shape"),
+        (held_as((8, 2), ((0, 0), (5, 2)), ((4, 0), (3, 2))), "overlap"),
+        (held_as((8,), ((-1,), (8,))), "leaves its shape"),
+    ],
+)
+def test_pieces_that_do_not_make_up_their_tensor_are_refused(job: list[Held], complaint: str) -> None:
+    with pytest.raises(NotCovered, match=complaint) as caught:
+        share_saving(job, SaveOptions())
+    assert caught.value.tensor == "w"
+
+
+@given(jobs(), jobs())
+@settings(max_examples=50)
+def test_overlaps_are_what_comparing_all_pairs_finds(one: list[Held], other: list[Held]) -> None:
+    left = Boxes.concatenated([each.boxes for each in one])
+    right = Boxes.concatenated([each.boxes for each in other])
+    width = max(left.num_dims, right.num_dims)
+    left, right = left.widened(width), right.widened(width)
+    expected = []
+    for i in range(len(left)):
+        for j in range(len(right)):
+            begin = np.maximum(left.offsets[i], right.offsets[j])
+            end = np.minimum(left.offsets[i] + left.sizes[i], right.offsets[j] + right.sizes[j])
+            full = left.sizes[i].all() and right.sizes[j].all()
+            if left.tensor[i] == right.tensor[j] and full and (end > begin).all():
+                expected.append((i, j, begin.tolist(), (end - begin).tolist()))
+    met = overlaps(left, right)
+    found = zip(
+        met.left.tolist(),
+        met.right.tolist(),
+        met.boxes.offsets.tolist(),
+        met.boxes.sizes.tolist(),
+        strict=True,
+    )
+    assert list(found) == expected
