@@ -15,6 +15,7 @@ import typer
 
 from penstock import __version__
 from penstock.cli import (
+    checkpoint,
     demo,
     doctor,
     results,
@@ -44,6 +45,7 @@ app = typer.Typer(
 
 
 app.add_typer(training.app, name="training")
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(storage.app, name="storage")
 app.add_typer(results.app, name="results")
 app.command(name="workloads")(workloads.workloads)

@@ -19,6 +19,7 @@ from penstock.workload.document import read_workload
 from penstock.workload.nearest import advice
 from penstock.workload.records import parquet_row_bytes
 from penstock.workload.shipped import Family, families
+from penstock.workload.shipped_models import shipped_card
 from penstock.workload.tree import Problem, Stack, dotted
 from penstock.workload.yamlfile import parse_yaml
 
@@ -60,8 +61,16 @@ def load(
 
     A file `NAME.yaml` of `config_dir`, or of its folder `workload`, comes before a shipped one.
     """
-    origin = _file_origin(name, accelerator, config_dir)
+    origin = _file_origin(name, accelerator, config_dir) or _model_origin(name)
     return _finish(origin or _shipped_origin(name, accelerator), overrides)
+
+
+def load_sections(
+    sections: Mapping[str, Any], *, name: str, source: str, overrides: Sequence[Override] = ()
+) -> Loaded:
+    """The workload of these sections, which somebody read from `source`."""
+    origin = _Origin(name=name, accelerator="", source=source, layers=(sections,), is_ours=False)
+    return _finish(origin, overrides)
 
 
 def load_data_set(
@@ -88,20 +97,37 @@ def _file_origin(name: str, accelerator: str, config_dir: FilePath | None) -> _O
     path = _find_file(name, config_dir)
     if path is None:
         return None
+    tree = parse_yaml(read_text(path), source=str(path))
+    return _Origin(name=path.stem, accelerator=accelerator, source=str(path), layers=(tree,), is_ours=False)
+
+
+def read_text(path: FilePath) -> str:
+    """The text of a file that a user named."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"Cannot read the workload: {error}",
             where=str(path),
             fix="Name a YAML file, or see `penstock workloads`.",
         ) from error
-    tree = parse_yaml(text, source=str(path))
-    return _Origin(name=path.stem, accelerator=accelerator, source=str(path), layers=(tree,), is_ours=False)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a word names a file rather than something shipped."""
+    return name.endswith(_SUFFIXES) or "/" in name
+
+
+def _model_origin(name: str) -> _Origin | None:
+    """A shipped model card: its checkpoints, without any training."""
+    card = shipped_card(name)
+    if card is None:
+        return None
+    return _Origin(name=card.name, accelerator="", source=card.name, layers=(card.sections,), is_ours=True)
 
 
 def _find_file(name: str, config_dir: FilePath | None) -> FilePath | None:
-    if name.endswith(_SUFFIXES) or "/" in name:
+    if is_file_name(name):
         return FilePath(name)
     folders = (config_dir, config_dir / "workload") if config_dir else ()
     candidates = (folder / f"{name}{suffix}" for folder in folders for suffix in _SUFFIXES)
