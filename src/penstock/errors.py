@@ -6,8 +6,10 @@
     ├── StorageError (OSError)                  storage refused, failed or lied                 exit 1
     │   ├── ObjectNotFound (FileNotFoundError)
     │   ├── AccessRefused (PermissionError)
+    │   ├── AlreadyThere (FileExistsError)      somebody else has the name, or changed it first
     │   ├── OutOfSpace
     │   ├── ShortTransfer                       fewer bytes than asked, or an object of another size
+    │   ├── DataDamaged                         stored bytes are not those that were written
     │   └── StorageTimeout (TimeoutError)
     └── RankError                               one of many processes failed                    exit 1
         ├── RankFailed (RuntimeError)           which rank, on which host, and why
@@ -92,6 +94,10 @@ class AccessRefused(StorageError, PermissionError):
     """The key leaves its root, or the storage denies this user."""
 
 
+class AlreadyThere(StorageError, FileExistsError):
+    """Somebody else has this name, or changed the object since it was read."""
+
+
 class OutOfSpace(StorageError):
     """The device, the quota or the bucket is full."""
 
@@ -105,6 +111,10 @@ class ShortTransfer(StorageError):
         super().__init__(what, uri=uri, where=where, fix=fix)
         self.expected_bytes = expected_bytes
         self.actual_bytes = actual_bytes
+
+
+class DataDamaged(StorageError):
+    """Stored bytes are not those that were written, or not what their format says they are."""
 
 
 class StorageTimeout(StorageError, TimeoutError):
