@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ObjectNotFound, ShortTransfer
+from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
 from penstock.storage.base import ObjectInfo, OptionValue, Release
 from penstock.storage.counters import Counters
 from penstock.storage.options import parse_options
@@ -39,6 +39,7 @@ class MemoryOptions:
 class _StoredObject:
     content: Bytes
     modified_s: float
+    version: str
 
 
 def open_memory(location: Location, _environment: Environment, _rank: int) -> MemoryStorage:
@@ -55,6 +56,7 @@ class MemoryStorage:
         self.options: Mapping[str, OptionValue] = dict(options or {})
         self.counters = Counters()
         self._objects: dict[str, _StoredObject] = {}
+        self._num_stored = 0
         self._lock = threading.Lock()
 
     def create(self, key: str, size_bytes: int | None = None) -> MemorySink:
@@ -88,11 +90,33 @@ class MemoryStorage:
         """Check the prefix: memory has no other promise to keep."""
         check_prefix(prefix, self.uri)
 
+    @property
+    def has_conditions(self) -> bool:
+        """Memory always can."""
+        return True
+
+    def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
+        """Store a small object, if what is there is what `replaces` says."""
+        check_key(key, self.uri)
+        with self._lock:
+            held = self._objects.get(key)
+            if (held and held.version) != replaces:
+                raise AlreadyThere(
+                    "Another object is there", uri=f"{self.uri}/{key}", fix="Read it, and decide anew."
+                )
+            stored = self._store(key, np.frombuffer(content, dtype=np.uint8))
+        self.counters.add(requests=1, written_bytes=len(content))
+        return _describe(key, stored)
+
+    def _store(self, key: str, content: Bytes) -> _StoredObject:
+        self._num_stored += 1
+        stored = self._objects[key] = _StoredObject(content, time.time(), str(self._num_stored))
+        return stored
+
     def publish(self, key: str, content: Bytes) -> ObjectInfo:
         """Make `content` the object of this key. Sinks call it, once, when all bytes are in."""
-        stored = _StoredObject(content, time.time())
         with self._lock:
-            self._objects[key] = stored
+            stored = self._store(key, content)
         return _describe(key, stored)
 
     def _find(self, key: str) -> _StoredObject:
@@ -109,7 +133,12 @@ class MemoryStorage:
 
 
 def _describe(key: str, stored: _StoredObject) -> ObjectInfo:
-    return ObjectInfo(key=key, size_bytes=stored.content.nbytes, modified_s=stored.modified_s)
+    return ObjectInfo(
+        key=key,
+        size_bytes=stored.content.nbytes,
+        modified_s=stored.modified_s,
+        checksum=stored.version,
+    )
 
 
 class MemorySink:

@@ -32,6 +32,7 @@ from penstock.storage.files.direct import DirectAccess
 from penstock.storage.files.folders import Folders
 from penstock.storage.files.sink import FileSink, NewFile, Writer, is_unfinished, unfinished_name
 from penstock.storage.files.transfer import OpenFile
+from penstock.storage.files.tree import FileTree
 from penstock.storage.options import parse_options
 from penstock.storage.uri import Location, check_key, check_prefix
 
@@ -122,6 +123,8 @@ class PosixStorage:
         self._access = access
         self._calls = calls
         self._folders = Folders(location.root, location.scheme, calls, keep_names=options.fsync)
+        self.tree = FileTree(self._folders, calls)
+        """Whole folders: made, listed, renamed, exchanged, removed (`penstock.storage.powers`)."""
 
     def create(self, key: str, size_bytes: int | None = None) -> FileSink:
         """Begin a file, under a hidden name unless publish=in_place; missing folders are made."""

@@ -242,7 +242,12 @@ class _Handler(BaseHTTPRequestHandler):
         if action == "lose":
             self._answer(200, ETag=f'"{md5_hex(body)}"')
             return
-        stored = self.server.bucket.put(request.key, body)
+        stored = self.server.bucket.put(
+            request.key,
+            body,
+            if_none=self.headers.get("if-none-match") == "*",
+            if_match=self.headers.get("if-match", "").strip('"'),
+        )
         self._answer(200, ETag=f'"{stored.etag}"')
 
     def _DeleteObject(self, request: _Request, _body: bytes, _action: str) -> None:  # noqa: N802

@@ -82,10 +82,15 @@ class FakeBucket:
         with self._lock:
             return [upload.key for upload in self._uploads.values()]
 
-    def put(self, key: str, content: bytes) -> StoredObject:
-        """Store an object whole."""
+    def put(self, key: str, content: bytes, *, if_none: bool = False, if_match: str = "") -> StoredObject:
+        """Store an object whole, if the conditions that a request may set hold."""
         stored = StoredObject(content, md5_hex(content), time.time())
         with self._lock:
+            older = self._objects.get(key)
+            if if_match and older is None:
+                raise Refused(404, "NoSuchKey")
+            if (if_none and older is not None) or (if_match and older is not None and older.etag != if_match):
+                raise Refused(412, "PreconditionFailed")
             self._objects[key] = stored
         return stored
 

@@ -26,6 +26,16 @@ def _fallocate(descriptor: int, size_bytes: int) -> None:
     raise_on_failure(libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)))
 
 
+def _rename_exchange(one: str, other: str) -> None:
+    """renameat2(2) with RENAME_EXCHANGE: both names change at once. ENOSYS where the C library lacks it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    at_cwd, exchange = -100, 2
+    names = os.fsencode(one), os.fsencode(other)
+    raise_on_failure(libc.renameat2(at_cwd, names[0], at_cwd, names[1], ctypes.c_uint(exchange)))
+
+
 def raise_on_failure(result: int) -> None:
     """Raise what a C function left in errno (of a library opened with use_errno) unless it returned 0."""
     if result != 0:
@@ -49,7 +59,9 @@ class FileCalls:
     scandir: Callable[[str], os._ScandirIterator[str]] = os.scandir
     mkdir: Callable[[str], None] = os.mkdir
     rename: Callable[[str, str], None] = os.rename
+    exchange: Callable[[str, str], None] = _rename_exchange
     unlink: Callable[[str], None] = os.unlink
+    rmdir: Callable[[str], None] = os.rmdir
 
 
 REAL_CALLS = FileCalls()

@@ -84,6 +84,14 @@ class SupportsStream(Protocol):
         """
 
 
+@runtime_checkable
+class SupportsConditions(Protocol):
+    """A client that can put on a condition, which the service itself judges."""
+
+    def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
+        """Like `put`, if the object there has the ETag `replaces`, or is absent for None; else 412 or 409."""
+
+
 Connect = Callable[[ClientSettings], ObjectClient]
 
 CLIENTS: Mapping[ClientName, str] = MappingProxyType(

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from penstock.errors import Unavailable
@@ -97,6 +97,15 @@ class ObstoreClient:
         """Store an object in one request, straight from `content`."""
         with _translated():
             return _bare(obstore.put(self._store, key, content, use_multipart=False)["e_tag"])
+
+    def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
+        """Store an object in one request with `If-None-Match: *`, or `If-Match` the ETag that it replaces."""
+        mode: Any = "create" if replaces is None else {"e_tag": f'"{replaces}"'}
+        try:
+            with _translated():
+                return _bare(obstore.put(self._store, key, content, use_multipart=False, mode=mode)["e_tag"])
+        except (AlreadyExistsError, PreconditionError) as error:
+            raise RequestFailed("answer", "the condition does not hold", status=412) from error
 
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
         """Upload `parts` as they come. obstore aborts its upload when they raise."""

@@ -8,11 +8,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
+from penstock.errors import AlreadyThere
 from penstock.storage.base import ObjectInfo, OptionValue
 from penstock.storage.counters import Counters
-from penstock.storage.objects.client import ObjectClient, RemoteObject, SupportsStream, connect
+from penstock.storage.objects.client import (
+    ObjectClient,
+    RemoteObject,
+    SupportsConditions,
+    SupportsStream,
+    connect,
+)
 from penstock.storage.objects.refusals import Asked, RequestFailed
 from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, Requests
 from penstock.storage.objects.sink import NewObject, ObjectSink
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
 
 PAGE_KEYS = 1000
 """Keys in one page of a listing, which is one request."""
+_CONDITION_FAILED = (409, 412)
 STALL_GRACE_S = 5.0
 """An upload is given up so long after its client should have given up by itself."""
 
@@ -88,6 +97,32 @@ class ObjectStorage:
             return StreamUpload(spec, endpoint, self.counters)
         pool = self._pool("parts", options.parts_in_flight)
         return PartUpload(spec, self._requests, pool, self.counters)
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether the client can put on a condition."""
+        return isinstance(self._requests.any_client, SupportsConditions)
+
+    def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
+        """Write a small object in one request, if the service finds there what `replaces` says."""
+        remote, uri = self._remote(check_key(key, self.uri)), self._uri_of(key)
+
+        def put(client: ObjectClient) -> str | None:
+            try:
+                return cast("SupportsConditions", client).put_if(
+                    remote, memoryview(content), replaces=replaces
+                )
+            except RequestFailed as failure:
+                is_gone = replaces is not None and failure.is_missing and failure.code != "NoSuchBucket"
+                if failure.status not in _CONDITION_FAILED and not is_gone:
+                    raise
+                raise AlreadyThere(
+                    f"Another object is there ({failure})", uri=uri, fix="Read it, and decide anew."
+                ) from failure
+
+        etag = self._requests.call("PutObject", uri, put)
+        self.counters.add(written_bytes=len(content))
+        return replace(self.stat(key), checksum=etag)
 
     def open(self, key: str) -> ObjectSource:
         """Open an object for ranged reads: one request, for its size."""
