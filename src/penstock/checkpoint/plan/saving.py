@@ -107,23 +107,38 @@ def _worth_an_item(tensors: Sequence[TensorFacts], boxes: Boxes) -> Ints:
     return np.asarray(rows[~is_empty | lone])
 
 
-def rank_plan(
-    shared: SharedSavePlan, rank: int, objects: Sequence[PlacedObject], options: SaveOptions
-) -> SavePlan:
-    """What `rank` writes, dealt to its files: the largest piece first, each to the emptiest file."""
-    boxes = shared.boxes.take(np.flatnonzero(shared.rank == rank))
+def rank_plans(
+    shared: SharedSavePlan,
+    objects: Sequence[Sequence[PlacedObject]],
+    options: SaveOptions,
+    *,
+    only: int | None = None,
+) -> list[SavePlan]:
+    """What each rank writes, or `only` one of them, dealt to its files; `objects` is by rank.
+
+    The largest piece goes first, each to the file with the fewest bytes so far.
+    """
     hint = options.separation_hint
-    if hint is None:
-        apart = np.zeros(len(boxes), dtype=np.bool_)
-    else:
-        begins = np.array([facts.name.startswith(hint) for facts in shared.tensors], dtype=np.bool_)
-        apart = begins[boxes.tensor]
-    objects_apart = tuple(each for each in objects if hint is not None and each.name.startswith(hint))
-    together = tuple(each for each in objects if each not in objects_apart)
+    begins = [hint is not None and facts.name.startswith(hint) for facts in shared.tensors]
+    apart = np.array(begins, dtype=np.bool_)
     item_bytes = item_bytes_of(shared.tensors)
-    buckets = _deal(boxes.take(~apart), item_bytes, together, (f"__{rank}_", options.writers))
-    buckets += _deal(boxes.take(apart), item_bytes, objects_apart, (f"{hint}__{rank}_", options.writers))
-    return SavePlan(rank=rank, tensors=shared.tensors, buckets=buckets)
+    ranks = range(shared.num_ranks) if only is None else (only,)
+    order = np.argsort(shared.rank, kind="stable")
+    ends = np.searchsorted(shared.rank[order], np.arange(shared.num_ranks + 1))
+    plans = []
+    for rank in ranks:
+        boxes = shared.boxes.take(order[ends[rank] : ends[rank + 1]])
+        mine = objects[rank]
+        is_apart = apart[boxes.tensor]
+        mine_apart = [each for each in mine if hint is not None and each.name.startswith(hint)]
+        mine_together = [each for each in mine if each not in mine_apart]
+        names = (f"__{rank}_", options.writers)
+        buckets = _deal(boxes.take(~is_apart), item_bytes, mine_together, names)
+        if hint is not None:
+            names = (f"{hint}__{rank}_", options.writers)
+            buckets += _deal(boxes.take(is_apart), item_bytes, mine_apart, names)
+        plans.append(SavePlan(rank=rank, tensors=shared.tensors, buckets=buckets))
+    return plans
 
 
 def _deal(

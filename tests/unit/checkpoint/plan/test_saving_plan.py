@@ -12,7 +12,7 @@ from penstock.checkpoint.pieces import Boxes, TensorFacts, item_bytes_of, whole_
 from penstock.checkpoint.plan.coverage import NotCovered
 from penstock.checkpoint.plan.overlaps import overlaps
 from penstock.checkpoint.plan.records import Held, PlacedObject, SaveOptions
-from penstock.checkpoint.plan.saving import rank_plan, share_saving
+from penstock.checkpoint.plan.saving import rank_plans, share_saving
 from penstock.errors import UsageError
 
 FINE = SaveOptions(min_cut_bytes=1)
@@ -64,7 +64,7 @@ def test_ranks_deal_their_pieces_to_files_without_losing_one(
     options = SaveOptions(writers=writers, separation_hint=hint, min_cut_bytes=1)
     shared = share_saving(job, options)
     objects = [PlacedObject(name=name, stored_name=name, size_bytes=100) for name in ("w1.step", "lr")]
-    plans = [rank_plan(shared, rank, objects if rank == 0 else [], options) for rank in range(len(job))]
+    plans = rank_plans(shared, [objects if rank == 0 else [] for rank in range(len(job))], options)
     files = [bucket.file for plan in plans for bucket in plan.buckets]
     assert len(set(files)) == len(files)
     written = Boxes.concatenated([bucket.boxes for plan in plans for bucket in plan.buckets])
@@ -113,7 +113,7 @@ def test_a_tensor_with_leading_ones_is_cut_along_its_first_real_dimension() -> N
 
 def test_the_fullest_file_of_a_rank_is_nearly_as_small_as_can_be() -> None:
     tensors = tuple(TensorFacts(f"w{size}", "int8", (size,), 1) for size in (7, 6, 5, 4, 2))
-    plan = rank_plan(share_saving([Held(tensors=tensors, boxes=whole_boxes(tensors))], FINE), 0, [], FINE)
+    (plan,) = rank_plans(share_saving([Held(tensors=tensors, boxes=whole_boxes(tensors))], FINE), [[]], FINE)
     loads = [int(bucket.boxes.sizes.sum()) for bucket in plan.buckets]
     assert sorted(loads) == [11, 13]
     assert plan.num_bytes == 24
@@ -122,7 +122,7 @@ def test_the_fullest_file_of_a_rank_is_nearly_as_small_as_can_be() -> None:
 def test_a_rank_with_nothing_to_write_has_no_file() -> None:
     facts = TensorFacts("bias", "float32", (8,), 4)
     shared = share_saving(held_by_all(facts, 2), SaveOptions())
-    plans = [rank_plan(shared, rank, [], SaveOptions()) for rank in (0, 1)]
+    plans = rank_plans(shared, [[], []], SaveOptions())
     assert sorted(len(plan.buckets) for plan in plans) == [0, 1]
 
 
