@@ -12,8 +12,9 @@ import inspect
 import logging
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import llvmlite.binding  # type: ignore[import-untyped]  # it has no types
@@ -25,14 +26,19 @@ logger = logging.getLogger(__name__)
 
 
 def compile_loop(
-    function: Callable[..., Any], signature: str, environment: Environment | None = None
+    function: Callable[..., Any],
+    signature: str,
+    environment: Environment | None = None,
+    *,
+    parts: tuple[ModuleType, ...] = (),
 ) -> Callable[..., Any]:
     """`function` as machine code for one numba `signature`; it runs without the GIL.
 
-    Takes milliseconds from the cache and some tenths of a second without. A cache that is full, read-only or
-    damaged costs that time and a warning, never the run.
+    `parts` are the other modules whose functions it is compiled from. Takes milliseconds from the cache and
+    some tenths of a second without. A cache that is full, read-only or damaged costs that time and a warning,
+    never the run.
     """
-    folder = _cache_folder(function, process_environment() if environment is None else environment)
+    folder = _cache_folder((function, *parts), process_environment() if environment is None else environment)
     if folder is not None:
         try:
             return _compile_cached(function, signature, folder)
@@ -51,9 +57,9 @@ def _compile_cached(function: Callable[..., Any], signature: str, folder: Path) 
         settings.CACHE_DIR = usual
 
 
-def _cache_folder(function: Callable[..., Any], environment: Environment) -> Path | None:
-    """Where machine code of the function's module for this processor is kept; None where nothing can be."""
-    source = Path(inspect.getfile(function)).read_bytes()
+def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment: Environment) -> Path | None:
+    """Where machine code of these modules for this processor is kept; None where nothing can be."""
+    source = b"".join(Path(inspect.getfile(part)).read_bytes() for part in parts)
     settings: Any = numba.config
     processor = f"{llvmlite.binding.get_host_cpu_name()} {llvmlite.binding.get_host_cpu_features().flatten()}"
     pretended = f"{settings.CPU_NAME} {settings.CPU_FEATURES}"
