@@ -1,0 +1,179 @@
+"""What a synthetic trace shall contain: runs of ranks that do patterns of calls, and how long those take.
+
+Place in the flow: the edge of synthesis. One invariant: a description fixes every byte of the traces; nothing
+in it is drawn by chance.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from penstock.errors import UsageError
+from penstock.trace.documents import Document, parse_document, read_document
+
+Count = Annotated[int, Field(ge=0)]
+Ranks = Literal["all", "others"] | tuple[Count, ...]
+"""Which ranks: named ones, all, or those of the run that no earlier entry of the same list named."""
+
+
+class Call(Document):
+    """Calls of one operation: one for each of `sizes`, or as many as `total_bytes` has chunks, or `count`."""
+
+    op: str
+    cat: str = "POSIX"
+    count: Count | None = None
+    sizes: tuple[Count, ...] = ()
+    total_bytes: Count = 0
+    chunk_bytes: Annotated[int, Field(gt=0)] | None = None
+    lane: str = "main"
+    is_pathless: bool = False
+    is_stamped: bool = False
+
+    def num_bytes_each(self) -> list[int | None]:
+        """The size of each call, None for calls that move nothing."""
+        if self.sizes:
+            return [*self.sizes]
+        if self.chunk_bytes:
+            whole, rest = divmod(self.total_bytes, self.chunk_bytes)
+            return [*([self.chunk_bytes] * whole), *([rest] if rest else [])]
+        return [None] * (1 if self.count is None else self.count)
+
+
+class Pattern(Document):
+    """What is done with one file. In its path stand {copy}, {step}, {epoch}, {rank}, {host} and places."""
+
+    path: str = ""
+    copies: Annotated[int, Field(gt=0)] = 1
+    calls: tuple[Call, ...]
+
+
+class Lane(Document):
+    """Where calls happen: so long after a checkpoint began; on the main thread or on fresh threads."""
+
+    after_us: Count = 0
+    threads: Count = 0
+
+
+class Doing(Document):
+    """A pattern done by ranks, in every checkpoint or once; `fixed_us`: times by file name and operation."""
+
+    pattern: str
+    ranks: Ranks = "all"
+    is_once: bool = False
+    at: dict[str, str] = Field(default_factory=dict)
+    omit: tuple[str, ...] = ()
+    fixed_us: dict[str, dict[str, list[Count]]] = Field(default_factory=dict)
+
+
+class Budget(Document):
+    """How long calls take over the whole run, to the microsecond: by rank, and for each of the `others`.
+
+    A call belongs to the first budget that speaks of its pattern and operation; there is no budget a call
+    must have: without one it takes a microsecond.
+    """
+
+    patterns: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    us: dict[int | Literal["others"], Count]
+
+
+class Checkpoints(Document):
+    """When checkpoints begin."""
+
+    steps: tuple[Count, ...] = (0,)
+    epoch: Count = 1
+    first_us: Count = 0
+    every_us: Count = 1_000_000
+
+
+class Damage(Document):
+    """A damage to the trace file of one rank; `line` counts its events from 0, negative ones from the end."""
+
+    kind: Literal[
+        "control_characters",
+        "bad_utf8",
+        "cut_line",
+        "garbage_line",
+        "truncated_gzip",
+        "no_opening",
+        "no_closing",
+        "two_members",
+        "plain_text",
+        "empty_file",
+    ]
+    rank: Count = 0
+    line: int = -1
+
+
+class Run(Document):
+    """One job: its ranks on its hosts (dealt in blocks), and what they do."""
+
+    ranks: Annotated[int, Field(gt=0)] = 1
+    world: int | None = None
+    hosts: tuple[str, ...] = ("host0",)
+    start_us: Count = 1_700_000_000_000_000
+    checkpoints: Checkpoints = Checkpoints()
+    places: dict[str, str] = Field(default_factory=dict)
+    does: tuple[Doing, ...]
+    budgets: tuple[Budget, ...] = ()
+    damage: tuple[Damage, ...] = ()
+
+    def host_of(self, rank: int) -> str:
+        """Blocks of ranks by host, as `srun` deals them."""
+        each = -(-(self.world or self.ranks) // len(self.hosts))
+        return self.hosts[min(rank // each, len(self.hosts) - 1)]
+
+
+class Description(Document):
+    """A set of runs. `compare` is written beside the traces, ready for `penstock trace compare`."""
+
+    generation: Literal[1, 2, 3] = 3
+    patterns: dict[str, Pattern]
+    lanes: dict[str, Lane] = Field(default_factory=dict)
+    runs: dict[str, Run]
+    compare: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Self:
+        for name, run in self.runs.items():
+            if len(set(run.hosts)) > run.ranks:
+                raise ValueError(f"run {name} has more hosts than ranks")
+            for doing in run.does:
+                if doing.pattern not in self.patterns:
+                    known = ", ".join(self.patterns)
+                    raise ValueError(f"run {name} does {doing.pattern!r}; there are the patterns {known}")
+        lanes = {"main", *self.lanes}
+        for pattern_name, pattern in self.patterns.items():
+            for call in pattern.calls:
+                if call.lane not in lanes:
+                    raise ValueError(
+                        f"pattern {pattern_name} uses no lane of this description: {call.lane!r}"
+                    )
+        return self
+
+
+def shipped_names() -> list[str]:
+    """Descriptions that come with the package."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _shipped().iterdir())
+
+
+def read_description(name_or_path: str) -> Description:
+    """A shipped description by its name, or the one in a file."""
+    if name_or_path in shipped_names():
+        text = _shipped().joinpath(f"{name_or_path}.yaml").read_text(encoding="utf-8")
+        return parse_document(Description, text, source=name_or_path)
+    path = Path(name_or_path)
+    if not path.exists():
+        raise UsageError(
+            f"There is no description {name_or_path!r}",
+            fix=f"Name a YAML file, or one of the shipped: {', '.join(shipped_names())}.",
+        )
+    return read_document(Description, path)
+
+
+def _shipped() -> Any:
+    return resources.files("penstock.trace.synthesize") / "shipped"
