@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.cluster.carried import ByteComm
+from penstock.cluster.wait import Wait
 from penstock.errors import RankError, Unavailable, WaitTimeout
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from penstock.cluster.wait import Wait
 
 
 class MpiComm(ByteComm):
@@ -39,6 +38,10 @@ class MpiComm(ByteComm):
         self._mpi.Free()
         if self._at_close is not None:
             self._at_close()
+
+    def transfer(self) -> MpiTransfer:
+        """A transfer between the same ranks, in a duplicate of its own."""
+        return MpiTransfer(self._mpi.Dup())
 
     def _finish(self, request: MPI.Request, wait: Wait) -> None:
         try:
@@ -68,6 +71,44 @@ class MpiComm(ByteComm):
         mine = np.frombuffer(payload, dtype=np.uint8)
         self._finish(self._mpi.Iallgatherv(mine, [received, layout]), wait)
         return [part.tobytes() for part in np.split(received, ends[:-1])]
+
+
+class MpiTransfer:
+    """Point to point through MPI, polled; any thread may call, because MPI was told of threads."""
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        self.rank = communicator.Get_rank()
+        self.size = communicator.Get_size()
+        self._mpi = communicator
+        self._given_up: list[MPI.Request] = []
+
+    def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> MpiMoving:
+        """Begin to send the whole of `buffer`."""
+        return MpiMoving(self._mpi.Isend(np.frombuffer(buffer, dtype=np.uint8), to, tag), self._given_up)
+
+    def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> MpiMoving:
+        """Begin to fill the whole of `buffer`."""
+        return MpiMoving(self._mpi.Irecv(np.frombuffer(buffer, dtype=np.uint8), source, tag), self._given_up)
+
+    def close(self) -> None:
+        """Free the duplicate."""
+        self._mpi.Free()
+
+
+class MpiMoving:
+    """One send or receive of MPI."""
+
+    def __init__(self, request: MPI.Request, given_up: list[MPI.Request]) -> None:
+        self._request = request
+        self._given_up = given_up
+
+    def wait(self, *, awaiting: str, timeout_s: float) -> None:
+        """Return when the bytes have left, or arrived."""
+        try:
+            Wait(awaiting, timeout_s).until(self._request.Test)
+        except (WaitTimeout, KeyboardInterrupt):
+            self._given_up.append(self._request)
+            raise
 
 
 def join_mpi(host: str, expected_size: int) -> MpiComm:

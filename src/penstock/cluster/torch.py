@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.cluster.carried import ByteComm
-from penstock.errors import Unavailable, UsageError
+from penstock.errors import RankError, Unavailable, UsageError, WaitTimeout
 
 if TYPE_CHECKING:
     from penstock.cluster.wait import Wait
@@ -52,6 +52,13 @@ class TorchComm(ByteComm):
         if self._at_close is not None:
             self._at_close()
 
+    def transfer(self) -> TorchTransfer:
+        """A transfer between the same ranks, in a group of its own, so that no collective is in its way."""
+        ranks = dist.get_process_group_ranks(self._group)
+        own = dist.new_group(ranks, LONGEST_CALL, backend="gloo", use_local_synchronization=True)
+        assert isinstance(own, dist.ProcessGroup), "this process is in the group of its own communicator"
+        return TorchTransfer(own, self.host)
+
     def _finish(self, work: dist.Work | None, wait: Wait) -> None:
         assert work is not None, "this process is not in the group, so it has no communicator for it"
         wait.until(work.is_completed)
@@ -78,6 +85,64 @@ class TorchComm(ByteComm):
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
         self._finish(dist.all_gather(parts, padded, group=self._group, async_op=True), wait)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+
+class TorchTransfer:
+    """Point to point through gloo, whose waits let go of the GIL and of the core."""
+
+    def __init__(self, group: dist.ProcessGroup, host: str) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group = group
+        self._place = f"rank {self.rank} on {host}"
+
+    def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> TorchMoving:
+        """Begin to send the whole of `buffer`."""
+        return self._begun(dist.isend, buffer, group_dst=to, tag=tag)
+
+    def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> TorchMoving:
+        """Begin to fill the whole of `buffer`."""
+        return self._begun(dist.irecv, buffer, group_src=source, tag=tag)
+
+    def close(self) -> None:
+        """End the group that was made for this transfer."""
+        dist.destroy_process_group(self._group)
+
+    def _begun(self, begin: Callable[..., dist.Work | None], buffer: memoryview, **ends: int) -> TorchMoving:
+        if not buffer.nbytes:
+            return TorchMoving(None, self._place)
+        tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+        try:
+            return TorchMoving(begin(tensor, group=self._group, **ends), self._place)
+        except RuntimeError as error:
+            raise _broken(error, "a connection", self._place) from error
+
+
+class TorchMoving:
+    """One send or receive of gloo; nothing moves where nothing was asked for."""
+
+    def __init__(self, work: dist.Work | None, place: str) -> None:
+        self._work = work
+        self._place = place
+
+    def wait(self, *, awaiting: str, timeout_s: float) -> None:
+        """Return when the bytes have left, or arrived."""
+        if self._work is None:
+            return
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                raise WaitTimeout(awaiting, timeout_s) from error
+            raise _broken(error, awaiting, self._place) from error
+
+
+def _broken(error: RuntimeError, awaiting: str, place: str) -> RankError:
+    return RankError(
+        f"The connection between ranks broke while waiting for {awaiting}: {error}",
+        where=place,
+        fix="Look for a rank that died, or for a network that drops connections.",
+    )
 
 
 def _tensor(payload: bytes) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.cluster.collect import collect
 from penstock.cluster.join import join
+from penstock.cluster.transfer import SupportsTransfer, open_transfer
 from penstock.environment import process_environment
 from penstock.errors import RankError, RankFailed, WaitTimeout
 
@@ -114,6 +115,26 @@ def _a_failed_step_fails_everywhere(comm: Comm) -> None:
     )
 
 
+def _bytes_go_round_a_ring(comm: Comm) -> None:
+    if not isinstance(comm, SupportsTransfer):
+        return
+    transfer = open_transfer(comm)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.size > 1:
+        for tag, num_bytes in ((3, BIG_BYTES), (0, 1), (7, 0)):
+            mine = memoryview(bytearray([comm.rank % 256]) * num_bytes)
+            received = memoryview(bytearray(num_bytes))
+            moves = (
+                transfer.receive(before, received, tag=tag),
+                transfer.send(after, mine, tag=tag),
+            )
+            for move in moves:
+                move.wait(awaiting="a ring of bytes", timeout_s=LIMIT_S)
+            assert received == bytes([before % 256]) * num_bytes, "a message was damaged or mixed up"
+    comm.barrier(awaiting="all ranks to have their bytes", timeout_s=LIMIT_S)
+    transfer.close()
+
+
 CLAUSES: tuple[Callable[[Comm], None], ...] = (
     _knows_its_place,
     _barrier_holds_everyone,
@@ -124,6 +145,7 @@ CLAUSES: tuple[Callable[[Comm], None], ...] = (
     _reductions_agree_to_the_bit,
     _what_cannot_travel_fails_everywhere,
     _a_failed_step_fails_everywhere,
+    _bytes_go_round_a_ring,
 )
 
 

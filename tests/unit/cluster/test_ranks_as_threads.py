@@ -5,74 +5,21 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cluster.carried import ByteComm
 from penstock.cluster.collect import collect
 from penstock.errors import RankError, RankFailed
 from penstock.testing.comm_contract import check_absence, check_comm
-
-if TYPE_CHECKING:
-    from penstock.cluster.wait import Wait
-
-Result = TypeVar("Result")
+from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-
-
-class Board:
-    """Where the threads of one job leave what they carry, a row for each collective call."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.rows: dict[int, dict[int, bytes]] = {}
-        self.lock = threading.Lock()
-
-    def post(self, call: int, rank: int, payload: bytes) -> dict[int, bytes]:
-        with self.lock:
-            row = self.rows.setdefault(call, {})
-            row[rank] = payload
-            return row
-
-
-class ThreadComm(ByteComm):
-    """One thread's view of a job of threads."""
-
-    def __init__(self, board: Board, rank: int) -> None:
-        super().__init__(rank, board.size, f"thread-{rank}")
-        self.board = board
-        self.closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-    def _move_nothing(self, wait: Wait) -> None:
-        self._gather_bytes(b"", wait)
-
-    def _broadcast_bytes(self, payload: bytes | None, wait: Wait) -> bytes:
-        return self._gather_bytes(payload or b"", wait)[0]
-
-    def _gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
-        row = self.board.post(self._call, self.rank, payload)
-        wait.until(lambda: len(row) == self.size)
-        return [row[rank] for rank in range(self.size)]
-
-
-def on_ranks(size: int, program: Callable[[ThreadComm], Result]) -> list[Result]:
-    """What `program` returns on each of `size` ranks; the first error of any is raised."""
-    board = Board(size)
-    with ThreadPoolExecutor(size) as threads:
-        futures = [threads.submit(program, ThreadComm(board, rank)) for rank in range(size)]
-        return [future.result(timeout=60) for future in futures]
 
 
 def errors_of(size: int, program: Callable[[ThreadComm], object]) -> list[str]:
