@@ -1,0 +1,84 @@
+"""Checkpoints whose every byte follows from name and generation: what a crash sweep saves and looks for.
+
+Place in the flow: above the commit, below the sweeps. Invariant: `assert_known` accepts a root only if each
+of its checkpoints is whole and of one generation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Committed, Seal
+from penstock.checkpoint.commit.place import begin, open_shelf
+from penstock.cluster.collect import collect
+from penstock.cluster.solo import SoloComm
+from penstock.storage.files.buffered import BufferedAccess
+from penstock.storage.posix import FileOptions, PosixStorage
+from penstock.storage.uri import Location
+from penstock.storage.whole import read_object, write_object
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.storage import Storage
+    from penstock.storage.files.calls import FileCalls
+
+NUM_FILES: Final = 2
+"""Of each rank."""
+_GENERATIONS: Final = range(4)
+
+
+def known_bytes(name: str, generation: int, file_name: str) -> bytes:
+    """The content of a file: a few thousand bytes that no other file shares."""
+    seed = hashlib.sha256(f"{name}/{generation}/{file_name}".encode()).digest()
+    return seed * (100 + seed[0])
+
+
+def save_known(storage: Storage, name: str, generation: int, comm: Comm) -> Committed:
+    """Save the checkpoint `name` of this generation; collective."""
+    place = begin(storage, name, comm)
+    names = [f"__{comm.rank}_{number}.distcp" for number in range(NUM_FILES)]
+
+    def write() -> dict[str, int]:
+        for file_name in names:
+            write_object(storage, place.key(file_name), [known_bytes(name, generation, file_name)])
+        return {file_name: len(known_bytes(name, generation, file_name)) for file_name in names}
+
+    shares = collect(comm, write, awaiting="all ranks to write their files")
+    sizes = {file_name: size for share in shares for file_name, size in share.items()}
+    seal = Seal(
+        manifest=known_bytes(name, generation, MANIFEST_NAME),
+        metadata=known_bytes(name, generation, METADATA_NAME),
+        sizes=sizes,
+    )
+    return place.commit(seal if comm.rank == 0 else None)
+
+
+def save_known_alone(calls: FileCalls, *, root: Path, name: str, generation: int) -> None:
+    """The same in a process of its own, as a program of a crash sweep."""
+    save_known(files_below(root, calls), name, generation, SoloComm())
+
+
+def files_below(root: Path, calls: FileCalls) -> PosixStorage:
+    """Files below `root` through these system calls."""
+    return PosixStorage(Location("file", str(root)), FileOptions(), BufferedAccess(), calls=calls)
+
+
+def assert_known(storage: Storage, num_ranks: int = 1) -> dict[str, int]:
+    """The generation of each committed checkpoint; AssertionError where one is not whole, or mixed."""
+    shelf = open_shelf(storage)
+    return {name: _generation_of(storage, shelf.find(name), num_ranks) for name in shelf.names()}
+
+
+def _generation_of(storage: Storage, committed: Committed, num_ranks: int) -> int:
+    prefix = f"{committed.folder}/"
+    names = {info.key.removeprefix(prefix) for info in storage.list(committed.folder)}
+    expected = {f"__{rank}_{number}.distcp" for rank in range(num_ranks) for number in range(NUM_FILES)}
+    expected |= {MANIFEST_NAME, METADATA_NAME}
+    assert names == expected, f"{committed.name} holds {sorted(names)}, which is not all or too much"
+    stored = {name: bytes(read_object(storage, committed.key(name))) for name in names}
+    for generation in _GENERATIONS:
+        if all(known_bytes(committed.name, generation, name) == stored[name] for name in names):
+            return generation
+    raise AssertionError(f"{committed.name} is of no generation, or of several: {sorted(names)}")

@@ -1,0 +1,202 @@
+"""What a power cut leaves: a program's calls of storage, recorded, and played back up to any of them.
+
+`OperationLog` records, `Disk` is the model: a file has the bytes of its last fsync, a folder the names of its
+last fsync, and whatever came later may be lost. Invariant: the model never lets survive what was not synced,
+unless asked to.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from penstock.testing.file_faults import Call
+
+Arguments = tuple[Any, ...]
+Kind = Literal["file", "folder"]
+Choice = Callable[[Kind], bool]
+"""Asked once for each file and folder: whether what came after its last fsync survives."""
+
+_CHANGING = frozenset(
+    (
+        "open",
+        "close",
+        "pwrite",
+        "fsync",
+        "ftruncate",
+        "fallocate",
+        "mkdir",
+        "rename",
+        "exchange",
+        "unlink",
+        "rmdir",
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call that succeeded: its name, what it was given (buffers as bytes), what it returned."""
+
+    name: str
+    arguments: Arguments
+    result: Any
+
+
+@dataclass(slots=True)
+class OperationLog:
+    """No fault: records every call that changes something, in the order in which they took effect."""
+
+    operations: list[Operation] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def around(self, name: str, call: Call) -> Call:
+        """The call, and its record once it has succeeded; one at a time, so that the order is true."""
+        if name not in _CHANGING:
+            return call
+
+        def recorded(*arguments: Any) -> Any:
+            with self.lock:
+                result = call(*arguments)
+                kept = tuple(bytes(each) if isinstance(each, memoryview) else each for each in arguments)
+                self.operations.append(Operation(name, kept, result))
+            return result
+
+        return recorded
+
+
+@dataclass(slots=True, eq=False)
+class _File:
+    content: bytearray = field(default_factory=bytearray)
+    synced: bytes = b""
+
+    def sync(self) -> None:
+        self.synced = bytes(self.content)
+
+
+@dataclass(slots=True, eq=False)
+class _Folder:
+    names: dict[str, _File | _Folder] = field(default_factory=dict)
+    synced: dict[str, _File | _Folder] = field(default_factory=dict)
+
+    def sync(self) -> None:
+        self.synced = dict(self.names)
+
+
+class Disk:
+    """A tree of files as a kernel holds it: what is, and what would be left if the power went now."""
+
+    def __init__(self, top: Path) -> None:
+        """What lies below `top` now, all of it durable."""
+        self._top = top
+        self._root = _loaded(top)
+        self._opened: dict[int, _File | _Folder] = {}
+
+    def apply(self, operation: Operation) -> None:
+        """Let one recorded call happen."""
+        getattr(self, f"_{operation.name}")(operation.result, *operation.arguments)
+
+    def write_survivors(self, target: Path, survives: Choice) -> None:
+        """Write what a power cut would leave to the new folder `target`.
+
+        What each file and folder had beyond its last fsync survives where `survives` says so.
+        """
+        _write(self._root, target, survives)
+
+    def _at(self, path: str) -> tuple[_Folder, str]:
+        folder = self._root
+        *above, name = Path(path).relative_to(self._top).parts
+        for part in above:
+            below = folder.names[part]
+            assert isinstance(below, _Folder), f"{part} of {path} is no folder"
+            folder = below
+        return folder, name
+
+    def _find(self, path: str) -> _File | _Folder:
+        if Path(path) == self._top:
+            return self._root
+        folder, name = self._at(path)
+        return folder.names[name]
+
+    def _open(self, descriptor: int, path: str, flags: int, _mode: int) -> None:
+        if not Path(path).is_relative_to(self._top):
+            return
+        if flags & os.O_CREAT:
+            folder, name = self._at(path)
+            folder.names.setdefault(name, _File())
+        found = self._find(path)
+        if flags & os.O_TRUNC and isinstance(found, _File):
+            found.content.clear()
+        self._opened[descriptor] = found
+
+    def _close(self, _result: None, descriptor: int) -> None:
+        self._opened.pop(descriptor, None)
+
+    def _pwrite(self, moved: int, descriptor: int, buffer: bytes, offset: int) -> None:
+        content = self._file(descriptor).content
+        content.extend(bytes(max(0, offset - len(content))))
+        content[offset : offset + moved] = buffer[:moved]
+
+    def _fsync(self, _result: None, descriptor: int) -> None:
+        if descriptor in self._opened:
+            self._opened[descriptor].sync()
+
+    def _ftruncate(self, _result: None, descriptor: int, size_bytes: int) -> None:
+        content = self._file(descriptor).content
+        del content[size_bytes:]
+        content.extend(bytes(size_bytes - len(content)))
+
+    def _fallocate(self, _result: None, descriptor: int, size_bytes: int) -> None:
+        content = self._file(descriptor).content
+        content.extend(bytes(max(0, size_bytes - len(content))))
+
+    def _mkdir(self, _result: None, path: str) -> None:
+        folder, name = self._at(path)
+        folder.names[name] = _Folder()
+
+    def _rename(self, _result: None, old: str, new: str) -> None:
+        (above, name), (above_new, name_new) = self._at(old), self._at(new)
+        above_new.names[name_new] = above.names.pop(name)
+
+    def _exchange(self, _result: None, one: str, other: str) -> None:
+        (above, name), (above_other, name_other) = self._at(one), self._at(other)
+        found, found_other = above.names[name], above_other.names[name_other]
+        above.names[name], above_other.names[name_other] = found_other, found
+
+    def _unlink(self, _result: None, path: str) -> None:
+        folder, name = self._at(path)
+        del folder.names[name]
+
+    _rmdir = _unlink
+
+    def _file(self, descriptor: int) -> _File:
+        found = self._opened[descriptor]
+        assert isinstance(found, _File), "a folder is not written to"
+        return found
+
+
+def _loaded(path: Path) -> _Folder:
+    folder = _Folder()
+    for below in path.iterdir():
+        if below.is_dir():
+            folder.names[below.name] = _loaded(below)
+        else:
+            content = below.read_bytes()
+            folder.names[below.name] = _File(bytearray(content), content)
+    folder.sync()
+    return folder
+
+
+def _write(folder: _Folder, target: Path, survives: Choice) -> None:
+    target.mkdir()
+    names = folder.names if survives("folder") else folder.synced
+    for name, below in names.items():
+        if isinstance(below, _Folder):
+            _write(below, target / name, survives)
+        else:
+            (target / name).write_bytes(bytes(below.content) if survives("file") else below.synced)
