@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from penstock.results.events import Phase
     from penstock.workload.duration import Duration
 
+_PREPROCESSING: Final = 1  # tells its draws from those of computation
+
 SPIN_NS: Final = 200_000
 """Sleep until this long before the end, then watch the clock: a sleep wakes up 50 to 150 us late."""
 
@@ -92,3 +94,22 @@ class ComputeTimes:
         """A counter-based generator: its key says whose it is, its counter which step's."""
         philox = np.random.Philox(key=key, counter=[0, 0, step, epoch])
         return self.duration.draw(np.random.Generator(philox))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreprocessTimes:
+    """How long the samples of one rank are worked on before they are a batch, keyed by epoch and step."""
+
+    duration: Duration
+    seed: int
+    phase: Phase
+    rank: int
+
+    def of_batch(self, epoch: int, step: int, num_samples: int) -> tuple[int, ...]:
+        """Nanoseconds for each sample of a step's batch; none where samples are taken as they are."""
+        if self.duration.is_zero:
+            return ()
+        identity = (self.seed, int(self.phase), self.rank, _PREPROCESSING)
+        key = np.random.SeedSequence(identity).generate_state(4).view(np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, step, epoch]))
+        return tuple(round(self.duration.draw(generator) * 1e9) for _ in range(num_samples))

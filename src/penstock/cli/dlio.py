@@ -21,7 +21,7 @@ from penstock.environment import process_environment
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import LoaderOptions
+    from penstock.bench.loader.base import LoaderOptions, OpenStorage
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
     from penstock.results.dlio.folder import HydraFacts
@@ -82,8 +82,10 @@ def _as_rank(words: Sequence[str]) -> None:
 
 def _open_session(words: Sequence[str], comm: Comm, environment: Environment) -> _Session:
     """What the words ask for, understood and possible, before anything is done."""
+    from functools import partial
+
     from penstock.cli.dlio_place import data_place
-    from penstock.cli.training.reading import left_undone, loader_options
+    from penstock.cli.training.reading import left_undone
     from penstock.storage import open_storage
     from penstock.workload.loading import load
     from penstock.workload.overrides import parse_dlio_words
@@ -99,17 +101,20 @@ def _open_session(words: Sequence[str], comm: Comm, environment: Environment) ->
     check_stages(workload)
     place = data_place(workload, environment)
     folder = run_folder(asked, workload, environment, now=datetime.now().astimezone())
+    reopen = partial(open_storage, place.uri, place.environment, options=place.options, rank=comm.rank)
+    loader, replacing = chosen_loader(workload)
     return _Session(
         workload=workload,
         comm=comm,
         terminal=Terminal(as_json=False, speaks=comm.rank == 0),
-        storage=open_storage(place.uri, place.environment, options=place.options, rank=comm.rank),
-        loader=loader_options("native", workload, None),
+        storage=reopen(),
+        reopen=reopen,
+        loader=loader,
         folder=comm.broadcast(folder, awaiting="rank 0 to name the folder of the run"),
         subfolder=asked.output_subdir,
         words=tuple(words),
         overrides=tuple(override.source for override in asked.overrides),
-        remarks=(*map(str, loaded.remarks), *left_undone(workload), *replaced(workload)),
+        remarks=(*map(str, loaded.remarks), *left_undone(workload), *replacing, *replaced(workload)),
     )
 
 
@@ -150,20 +155,36 @@ def run_folder(asked: DlioWords, workload: Workload, environment: Environment, *
     return Path(named).absolute()
 
 
+def chosen_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
+    """Torch's own loader where the workload asks for it and torch is here, else ours, and that said."""
+    from penstock.cli.training.reading import loader_options
+    from penstock.errors import Unavailable
+    from penstock.workload.choices import LoaderKind
+
+    asked = workload.reader.data_loader
+    if asked is LoaderKind.PYTORCH:
+        try:
+            return loader_options("pytorch", workload, None), ()
+        except Unavailable:
+            why = "is not used, because torch is not installed"
+    else:
+        why = "is not used"
+    said = (
+        f"reader.data_loader: {asked} {why}; penstock's own loader takes the same batches, read_threads and "
+        "prefetch_size"
+    )
+    return loader_options("native", workload, None), (said,)
+
+
 def replaced(workload: Workload) -> tuple[str, ...]:
     """What is done by other means than the workload names: said once, and recorded."""
-    from penstock.workload.choices import Decode
-
     options = workload.storage.storage_options
     other_means = {
-        f"reader.data_loader: {workload.reader.data_loader} is not used; penstock's own loader takes the "
-        "same batches, read_threads and prefetch_size": True,
         "storage.storage_options.prefetch_window and prefetch_workers: reader.read_threads says how many "
         "reads a rank keeps in flight": bool(options.prefetch_window or options.prefetch_workers),
         "storage.storage_options.columns: those of dataset.parquet.columns marked `read` are read": bool(
             options.columns
         ),
-        "storage.storage_options.decode: Parquet is read, but not decoded": options.decode is Decode.ARROW,
     }
     return tuple(text for text, is_so in other_means.items() if is_so)
 
@@ -176,6 +197,7 @@ class _Session:
     comm: Comm
     terminal: Terminal
     storage: Storage
+    reopen: OpenStorage
     loader: LoaderOptions
     folder: Path
     subfolder: str | None
@@ -219,7 +241,7 @@ class _Session:
     def _train(self) -> None:
         from penstock.bench.order import Division
         from penstock.bench.training.run import TrainingRequest, train
-        from penstock.cli.training.reading import choose_seed
+        from penstock.cli.training.reading import asks_to_decode, choose_seed
 
         request = TrainingRequest(
             workload=self.workload,
@@ -228,6 +250,8 @@ class _Session:
             seed=choose_seed(self.comm, self.workload, None),
             division=Division.DROP,
             loader=self.loader,
+            reopen=self.reopen,
+            decodes=asks_to_decode(self.workload),
             command=("penstock-dlio", *self.words),
             overrides=self.overrides,
             remarks=self.remarks,

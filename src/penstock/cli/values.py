@@ -9,6 +9,7 @@ from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
+    from penstock.bench.loader.decoding import ContentCheck
     from penstock.bench.order import Division
 
 T = TypeVar("T")
@@ -52,6 +53,16 @@ def division(option: str, text: str) -> Division:
     if text not in set(Division):
         raise UsageError(f"{text!r} is no way to divide", where=option, fix=f"Choose of: {words}.")
     return Division(text)
+
+
+def content_check(option: str, text: str) -> ContentCheck:
+    """How much of what is read is checked: `off`, `sample` or `full`."""
+    from penstock.bench.loader.decoding import ContentCheck
+
+    words = ", ".join(each.value for each in ContentCheck)
+    if text not in set(ContentCheck):
+        raise UsageError(f"{text!r} is no extent of a check", where=option, fix=f"Choose of: {words}.")
+    return ContentCheck(text)
 
 
 def _read(option: str, parse: Callable[[str], T], text: str) -> T:

@@ -60,6 +60,7 @@ SCALED_DOWN = (
     "dataset.num_files_train=2",
     "dataset.record_length_bytes_stdev=0",
     "reader.batch_size=2",
+    "reader.read_threads=0",  # torch's loader reads in the rank itself
     "train.epochs=2",
     "train.computation_time=0.001",
 )
@@ -138,7 +139,7 @@ def test_every_shipped_workload_leaves_dlios_files(
 
 
 def test_two_ranks_under_mpiexec_leave_files_of_both(here: Path) -> None:
-    settings = ("dataset.num_files_train=8", "train.epochs=1")
+    settings = ("dataset.num_files_train=8", "train.epochs=1", "reader.data_loader=dali")
     result = on_ranks(2, [*command("unet3d_h100", *settings), "hydra.run.dir=out"], here)
     assert result.returncode == 0, result.stderr
     check_files(here / "out", ranks=2, epochs=1)
@@ -202,12 +203,13 @@ def test_a_reader_of_dlios_results_reads_ours(here: Path) -> None:
 
 
 def test_remainders_are_dropped_as_by_dlio_and_remarks_recorded(here: Path) -> None:
-    assert main([*command("unet3d_h100", "dataset.num_files_train=5"), "hydra.run.dir=out"]) == 0
+    settings = ("dataset.num_files_train=5", "reader.data_loader=dali")
+    assert main([*command("unet3d_h100", *settings), "hydra.run.dir=out"]) == 0
     record = read_record(here / "out")
     assert record.plan["division"] == "drop"
     assert record.plan["epochs"][0]["steps"] == 2
     assert record.plan["epochs"][0]["left_out"]["samples"] == 1
-    assert any("pytorch is not used" in remark for remark in record.remarks)
+    assert any("dali is not used" in remark for remark in record.remarks)
     assert record.command[:2] == ("penstock-dlio", "workload=unet3d_h100")
 
 
@@ -238,7 +240,7 @@ def test_a_workload_of_ones_own_folder_is_found(here: Path) -> None:
         "framework": "pytorch",
         "workflow": {"generate_data": True, "train": True},
         "dataset": {"data_folder": "mine", "format": "npy", "num_files_train": 4, "record_length": 4096},
-        "reader": {"batch_size": 2, "data_loader": "pytorch"},
+        "reader": {"batch_size": 2, "data_loader": "pytorch", "read_threads": 0},
         "train": {"epochs": 1, "computation_time": 0.001},
     }
     (here / "conf" / "workload").mkdir(parents=True)
@@ -258,7 +260,7 @@ def test_files_that_are_not_kept_are_deleted_at_the_end(
 
 
 def test_a_folder_that_is_used_again_holds_only_the_later_run(here: Path) -> None:
-    settings = ("dataset.num_files_train=4", "train.epochs=1")
+    settings = ("dataset.num_files_train=4", "train.epochs=1", "reader.data_loader=tensorflow")
     words = [*command("unet3d_h100", *settings), "hydra.run.dir=out"]
     assert on_ranks(2, words, here).returncode == 0
     assert main(words) == 0

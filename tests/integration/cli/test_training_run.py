@@ -121,6 +121,7 @@ def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
     ("words", "said"),
     [
         (("--loader", "magic"), "No loader is called 'magic' (--loader). There are: native, pytorch."),
+        (("--check", "half"), "'half' is no extent of a check (--check). Choose of: off, sample, full."),
         (("--division", "halve"), "'halve' is no way to divide (--division). Choose of: rotate, drop, pad"),
         (("--set", "dataset.num_files_train=99"), "has 28 files where dataset.num_files_train asks for 99"),
         (("--set", "reader.batch_size=50"), "28 samples are too few for 1 ranks with batches of 50"),
@@ -133,10 +134,10 @@ def test_wrong_usage_says_what_would_be_right(place: Path, words: tuple[str, ...
 
 
 def test_what_is_asked_for_and_not_done_is_said_and_recorded(place: Path) -> None:
-    result = run(place, "--set", "workflow.checkpoint=true", "--set", "reader.preprocess_time=1ms", "--json")
+    result = run(place, "--set", "workflow.checkpoint=true", "--set", "workflow.profiling=true", "--json")
     assert result.returncode == 0, result.stderr
     assert "takes no checkpoints yet" in result.stderr
-    assert "samples are not preprocessed" in result.stderr
+    assert "nothing observes the run" in result.stderr
     record = json.loads((Path(json.loads(result.stdout)["results_dir"]) / "run.json").read_text())
     assert any("checkpoints" in remark for remark in record["remarks"])
 

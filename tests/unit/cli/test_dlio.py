@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock import __version__
-from penstock.cli.dlio import OUTPUT_VARIABLE, check_stages, main, replaced, run_folder
+from penstock.cli.dlio import OUTPUT_VARIABLE, check_stages, chosen_loader, main, replaced, run_folder
 from penstock.cli.dlio_place import data_place
 from penstock.errors import UsageError
 from penstock.workload.loading import load
@@ -133,19 +134,32 @@ def test_an_interpolation_is_refused_rather_than_made_a_folder() -> None:
         folder_of("hydra.run.dir='out/${now:%Y}'")
 
 
-def test_the_loader_that_a_workload_names_is_told_to_be_replaced() -> None:
-    (said,) = replaced(unet3d())
-    assert "pytorch is not used" in said
-    (said,) = replaced(unet3d("reader.data_loader=dali"))
-    assert "dali is not used" in said
+def test_torchs_loader_is_used_where_the_workload_asks_for_it() -> None:
+    pytest.importorskip("torch")
+    options, said = chosen_loader(unet3d("reader.read_threads=3"))
+    assert (options.document()["name"], options.document()["workers"], said) == ("pytorch", 3, ())
+
+
+def test_without_torch_the_loader_that_replaces_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    options, (said,) = chosen_loader(unet3d())
+    assert options.document()["name"] == "native"
+    assert "pytorch is not used, because torch is not installed" in said
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "dali", "native_dali", "synthetic"])
+def test_other_loaders_are_replaced_and_that_is_told(name: str) -> None:
+    options, (said,) = chosen_loader(unet3d(f"reader.data_loader={name}", "reader.read_threads=5"))
+    assert options.document()["threads"] == 5
+    assert f"{name} is not used; penstock's own" in said
 
 
 def test_reading_options_that_other_means_replace_are_told() -> None:
     said = replaced(unet3d(option("prefetch_window=8"), option("columns=[label]"), option("decode=arrow")))
-    assert len(said) == 4
+    assert len(said) == 2
     assert any("read_threads says how many" in text for text in said)
     assert any("dataset.parquet.columns" in text for text in said)
-    assert any("not decoded" in text for text in said)
 
 
 def test_local_data_lies_in_the_root_joined_with_its_folder() -> None:

@@ -6,11 +6,12 @@ Invariant: batches arrive in the order of their requests, and each says what was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from penstock.dataset.formats.base import Extent, FileMap, Plan
     from penstock.storage import Counters, Storage
 
 OpenStorage = Callable[[], "Storage"]
@@ -28,21 +29,45 @@ class ReadRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRequest:
-    """All that one batch of `num_samples` needs from storage."""
+class BlockRequest:
+    """Samples of one file that are decoded once all their ranges are here; `found` is what a survey found."""
 
-    requests: tuple[ReadRequest, ...]
+    reads: tuple[ReadRequest, ...]
+    plan: Plan
+    found: FileMap
+    samples: range
+    is_checked: bool = False
+    """Whether what they decode to is held against their generator."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """All that one batch of `num_samples` needs; `preprocess_ns` is how long each sample is worked on."""
+
+    requests: tuple[ReadRequest | BlockRequest, ...]
     num_samples: int
+    preprocess_ns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch that has arrived. `read_ns` is summed over its requests, which may have overlapped."""
+    """A batch that has arrived. Times are summed over its requests, which may have overlapped.
+
+    `decode_ns` is all work on what was read: decoding, checking and preprocessing.
+    """
 
     num_samples: int
     read_bytes: int
     num_reads: int
     read_ns: int
+    decode_ns: int = 0
+
+
+class Decoder(Protocol):
+    """Works on what was read, on the thread or in the process that read it; it travels by pickling."""
+
+    def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
+        """Make samples of `pieces`, which are read over afterwards; a `StorageError` names what is wrong."""
 
 
 class Loader(Protocol):
@@ -66,8 +91,11 @@ class LoaderOptions(Protocol):
     def prefetch_batches(self) -> int:
         """How many batches are read before they are wanted."""
 
-    def start(self, storage: Storage, reopen: OpenStorage | None) -> Loader:
-        """Start it on `storage`; one with processes opens storage by `reopen` and never touches `storage`."""
+    def start(self, storage: Storage, reopen: OpenStorage | None, decoder: Decoder | None = None) -> Loader:
+        """Start it on `storage`; one with processes opens storage by `reopen` and never touches `storage`.
+
+        Without `decoder` no request is a `BlockRequest`.
+        """
 
     def document(self) -> dict[str, Any]:
         """As plain data, with the loader's name."""

@@ -1,7 +1,8 @@
 """The native loader: threads that read ranges straight into buffers of their own, some batches ahead.
 
 Files and objects get the same depth: `threads` requests in flight, whatever their batch. Invariant: memory
-is one buffer a thread, whatever the size of samples, files and batches; nothing is copied or kept.
+is one buffer a thread, whatever the size of samples, files and batches, and one block a thread where blocks
+are decoded; nothing else is copied or kept.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.loader.base import Batch, BatchRequest, ReadRequest
-from penstock.bench.loader.ranges import DEFAULT_BUFFER_BYTES, RangeReader
+from penstock.bench.loader.base import Batch, BatchRequest
+from penstock.bench.loader.ranges import DEFAULT_BUFFER_BYTES, RangeReader, Served
 from penstock.errors import PenstockError, UsageError
 from penstock.storage import Counters
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import OpenStorage
+    from penstock.bench.loader.base import Decoder, OpenStorage
     from penstock.storage import Storage
 
 
@@ -42,9 +44,11 @@ class NativeOptions:
                 fix="Leave an option out for its default.",
             )
 
-    def start(self, storage: Storage, _reopen: OpenStorage | None = None) -> NativeLoader:
+    def start(
+        self, storage: Storage, _reopen: OpenStorage | None = None, decoder: Decoder | None = None
+    ) -> NativeLoader:
         """Start the threads, which all read from `storage`."""
-        return NativeLoader(storage, self)
+        return NativeLoader(storage, self, decoder)
 
     def document(self) -> dict[str, Any]:
         """As plain data, with the loader's name."""
@@ -54,9 +58,10 @@ class NativeOptions:
 class NativeLoader:
     """A `Loader` on threads. They are started once and serve all epochs."""
 
-    def __init__(self, storage: Storage, options: NativeOptions) -> None:
+    def __init__(self, storage: Storage, options: NativeOptions, decoder: Decoder | None = None) -> None:
         self._storage = storage
         self._options = options
+        self._decoder = decoder
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, name=f"penstock-loader-{number}", daemon=True)
@@ -102,15 +107,22 @@ class NativeLoader:
             thread.join()
 
     def _ask(self, request: BatchRequest) -> _Arrival:
-        arrival = _Arrival(request)
-        for read in request.requests:
-            self._tasks.put(_Task(arrival, read))
+        works = [partial(RangeReader.serve, request=read) for read in request.requests]
+        works += [partial(_preprocess, some) for some in self._shares(request.preprocess_ns)]
+        arrival = _Arrival(request.num_samples, len(works))
+        for work in works:
+            self._tasks.put(_Task(arrival, work))
         if self._defect is not None:
             self._refuse_tasks(self._defect)
         return arrival
 
+    def _shares(self, preprocess_ns: tuple[int, ...]) -> list[int]:
+        """A batch's preprocessing, for as many threads as there are: those that wait behind its reads."""
+        threads = self._options.threads
+        return [sum(some) for first in range(threads) if (some := preprocess_ns[first::threads])]
+
     def _serve(self) -> None:
-        reader = RangeReader(self._storage, self._options.buffer_bytes)
+        reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
         try:
             while (task := self._tasks.get()) is not None:
                 task.run(reader)
@@ -125,30 +137,28 @@ class NativeLoader:
         while not self._tasks.empty():
             task = self._tasks.get()
             if task is not None:
-                task.arrival.note(0, 0, reason)
+                task.arrival.note(Served(), reason)
 
 
 class _Arrival:
     """A batch on its way: what has come, what is missing, and the first thing that went wrong."""
 
-    def __init__(self, request: BatchRequest) -> None:
-        self._num_samples = request.num_samples
-        self._missing = self._num_reads = len(request.requests)
-        self._read_bytes = 0
-        self._read_ns = 0
+    def __init__(self, num_samples: int, num_tasks: int) -> None:
+        self._num_samples = num_samples
+        self._missing = num_tasks
+        self._served = Served()
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Nobody will wait for this batch: reads that have not begun are skipped."""
+        """Nobody will wait for this batch: what has not begun is skipped."""
         self.cancelled = True
 
-    def note(self, read_bytes: int, read_ns: int, error: BaseException | None) -> None:
-        """One request is over."""
+    def note(self, served: Served, error: BaseException | None) -> None:
+        """One task is over."""
         with self._changed:
-            self._read_bytes += read_bytes
-            self._read_ns += read_ns
+            self._served = self._served.plus(served)
             self._error = self._error or error
             self._missing -= 1
             if self._missing == 0:
@@ -159,28 +169,34 @@ class _Arrival:
         self.wait_until_quiet()
         if self._error is not None:
             raise self._error
-        return Batch(self._num_samples, self._read_bytes, self._num_reads, self._read_ns)
+        return Batch(self._num_samples, *self._served)
 
     def wait_until_quiet(self) -> None:
-        """Return once no request of this batch is being read or will be."""
+        """Return once nothing of this batch is being done or will be."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One request of one batch, for whichever thread is free."""
+    """One piece of work for one batch, for whichever thread is free."""
 
     arrival: _Arrival
-    request: ReadRequest
+    work: Callable[[RangeReader], Served]
 
     def run(self, reader: RangeReader) -> None:
-        """Read and note, whatever happens: a batch that nobody completes would be waited for for ever."""
-        read_bytes = 0
-        began_ns = time.monotonic_ns()
+        """Work and note, whatever happens: a batch that nobody completes would be waited for for ever."""
+        served = Served()
         with suppress(PenstockError):  # it comes out where the batch is awaited
             try:
                 if not self.arrival.cancelled:
-                    read_bytes = reader.read(self.request)
+                    served = self.work(reader)
             finally:
-                self.arrival.note(read_bytes, time.monotonic_ns() - began_ns, sys.exception())
+                self.arrival.note(served, sys.exception())
+
+
+def _preprocess(duration_ns: int, _reader: RangeReader) -> Served:
+    """Work on samples for that long; the thread reads nothing meanwhile, as a worker of DLIO."""
+    began_ns = time.monotonic_ns()
+    time.sleep(duration_ns / 1e9)
+    return Served(decode_ns=time.monotonic_ns() - began_ns)

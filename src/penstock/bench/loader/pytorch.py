@@ -25,13 +25,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from penstock.bench.loader.base import Batch, BatchRequest
-from penstock.bench.loader.ranges import DEFAULT_BUFFER_BYTES, RangeReader
+from penstock.bench.loader.ranges import DEFAULT_BUFFER_BYTES, RangeReader, Served
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.storage import Counters
 from penstock.workload.choices import ProcessStart
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import OpenStorage
+    from penstock.bench.loader.base import Decoder, OpenStorage
     from penstock.storage import Storage
 
 _KILL_S: Final = 5.0
@@ -67,14 +67,16 @@ class PytorchOptions:
         """Batches that each worker has in hand, in torch's terms."""
         return max(1, -(-self.prefetch_batches // self.workers)) if self.workers else None
 
-    def start(self, _storage: Storage, reopen: OpenStorage | None) -> PytorchLoader:
+    def start(
+        self, _storage: Storage, reopen: OpenStorage | None, decoder: Decoder | None = None
+    ) -> PytorchLoader:
         """Start the workers, each with a storage of its own; `UsageError` where none tells them how."""
         if reopen is None:
             raise UsageError(
                 "Nothing tells the pytorch loader's workers how to open storage",
                 fix="Give the request's `reopen`: a picklable call that opens the storage again.",
             )
-        return PytorchLoader(reopen, self)
+        return PytorchLoader(reopen, self, decoder)
 
     def document(self) -> dict[str, Any]:
         """As plain data, with the loader's name."""
@@ -84,9 +86,11 @@ class PytorchOptions:
 class PytorchLoader:
     """A `Loader` on torch's. Its workers have started when it is made, and serve all epochs."""
 
-    def __init__(self, open_storage: OpenStorage, options: PytorchOptions) -> None:
+    def __init__(
+        self, open_storage: OpenStorage, options: PytorchOptions, decoder: Decoder | None = None
+    ) -> None:
         self._requests = _Requests()
-        self._reads = _Reads(open_storage, options)
+        self._reads = _Reads(open_storage, options, decoder)
         self._torch = _torch_loader(self._reads, self._requests, options)
         self._workers: list[BaseProcess] = []
         self._arrivals: Any = None
@@ -181,9 +185,12 @@ class _Arrival(NamedTuple):
 class _Reads(Dataset[_Arrival]):
     """The data set of torch's loader, whose items are whole batches. It is used where they are read."""
 
-    def __init__(self, open_storage: OpenStorage, options: PytorchOptions) -> None:
+    def __init__(
+        self, open_storage: OpenStorage, options: PytorchOptions, decoder: Decoder | None = None
+    ) -> None:
         self._open_storage = open_storage
         self._options = options
+        self._decoder = decoder
         self._storage: Storage | None = None
         self._reader: RangeReader | None = None
         self._sample: torch.Tensor | None = None
@@ -210,11 +217,15 @@ class _Reads(Dataset[_Arrival]):
             self._storage = self._open_storage()
             if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
                 _require_forkable(self._storage)
-            self._reader = RangeReader(self._storage, self._options.buffer_bytes)
-        began_ns = time.monotonic_ns()
-        read_bytes = sum(map(self._reader.read, request.requests))
-        read_ns = time.monotonic_ns() - began_ns
-        return Batch(request.num_samples, read_bytes, len(request.requests), read_ns)
+            self._reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
+        served = Served()
+        for one in request.requests:
+            served = served.plus(self._reader.serve(one))
+        if request.preprocess_ns:
+            began_ns = time.monotonic_ns()
+            time.sleep(sum(request.preprocess_ns) / 1e9)
+            served = served.plus(Served(decode_ns=time.monotonic_ns() - began_ns))
+        return Batch(request.num_samples, *served)
 
     def _collate(self, num_samples: int) -> torch.Tensor | None:
         """A batch as large as the samples after decoding; in a worker, torch makes it in shared memory."""

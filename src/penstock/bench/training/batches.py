@@ -11,14 +11,17 @@ from collections import OrderedDict, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from penstock.bench.loader.base import BatchRequest, ReadRequest
+from penstock.bench.loader.base import BatchRequest, BlockRequest, ReadRequest
+from penstock.bench.loader.decoding import ContentCheck
 from penstock.dataset.formats.base import COMPUTED
 from penstock.storage.aligned import round_up
 from penstock.storage.wrapping import WrappedSource
 
 if TYPE_CHECKING:
+    from penstock.bench.compute import PreprocessTimes
     from penstock.bench.training.files import TrainingFiles
     from penstock.bench.training.plan import RankEpoch
     from penstock.dataset.formats.base import FileMap, Plan
@@ -29,6 +32,15 @@ TRANSFER_BYTES: Final = 256 << 10
 """One sequential read where the workload does not say: what TensorFlow reads of a TFRecord file."""
 KNOWN_FILES: Final = 64
 """Files that have been looked into and may come again soon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """What becomes of samples once they are read; by default they are dropped as they came."""
+
+    decodes: bool = False
+    check: ContentCheck = ContentCheck.OFF
+    preprocess: PreprocessTimes | None = None
 
 
 class _Block(NamedTuple):
@@ -53,10 +65,12 @@ class Batches:
         *,
         transfer_bytes: int | None = None,
         known_files: int = KNOWN_FILES,
+        handling: Handling | None = None,
     ) -> None:
         self._files = files
         self._storage = storage
         self._phase = phase
+        self._handling = handling or Handling()
         self._transfer_bytes = transfer_bytes or TRANSFER_BYTES
         self._max_known = known_files
         self._known: OrderedDict[int, tuple[Plan, FileMap]] = OrderedDict()
@@ -76,22 +90,74 @@ class Batches:
             while waiting is not None and waiting[0] < reach:
                 requests.append(waiting[1])
                 waiting = next(reads, None)
-            yield BatchRequest(tuple(requests), deal.batch_size)
+            times = self._handling.preprocess
+            preprocess_ns = times.of_batch(order.epoch, step, deal.batch_size) if times else ()
+            yield BatchRequest(tuple(requests), deal.batch_size, preprocess_ns)
 
-    def _reads(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest]]:
+    def _reads(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
         """Every read of an epoch, with the position of the first sample that needs it."""
+        if self._handling.decodes:
+            yield from self._blocks_to_decode(order, num_samples)
+            return
         indexed: set[int] = set()
         for block in _blocks(order, num_samples):
             plan, found = self._look_into(block.number)
             if self._files.streams:
                 yield from self._front_to_back(plan, block)
+            else:
+                for read in self._reads_of(plan, found, block, indexed):
+                    yield block.position, read
+
+    def _reads_of(
+        self, plan: Plan, found: FileMap, block: _Block, indexed: set[int]
+    ) -> Iterator[ReadRequest]:
+        for read in self._files.kind.reads(plan, found, block.samples):
+            # An index beside a file is loaded when the file is opened, not for every sample.
+            if read.part == 0 or block.number not in indexed:
+                yield self._request(plan, read.part, read.offset, read.size_bytes)
+        if len(plan.parts) > 1:
+            indexed.add(block.number)
+
+    def _blocks_to_decode(
+        self, order: RankEpoch, num_samples: int
+    ) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
+        """Each block with all that its samples decode from; indexes beside files are read, not decoded."""
+        indexed: set[int] = set()
+        for count, block in enumerate(self._pieces_of_streams(_blocks(order, num_samples))):
+            plan, found = self._look_into(block.number)
+            own = plan.parts[0].key(plan.name)
+            reads = (
+                self._records(plan, block.samples)
+                if self._files.streams
+                else self._reads_of(plan, found, block, indexed)
+            )
+            together = []
+            for read in reads:
+                if read.key == own:
+                    together.append(read)
+                else:
+                    yield block.position, read
+            is_checked = self._handling.check.includes(count)
+            yield block.position, BlockRequest(tuple(together), plan, found, block.samples, is_checked)
+
+    def _pieces_of_streams(self, blocks: Iterator[_Block]) -> Iterator[_Block]:
+        """Of a file that is read front to back as many records at a time as one sequential read holds."""
+        for block in blocks:
+            if not self._files.streams:
+                yield block
                 continue
-            for read in self._files.kind.reads(plan, found, block.samples):
-                # An index beside a file is loaded when the file is opened, not for every sample.
-                if read.part == 0 or block.number not in indexed:
-                    yield block.position, self._request(plan, read.part, read.offset, read.size_bytes)
-            if len(plan.parts) > 1:
-                indexed.add(block.number)
+            plan, _ = self._look_into(block.number)
+            step = max(1, self._transfer_bytes // _record_bytes(plan))
+            for first in range(block.samples.start, block.samples.stop, step):
+                samples = range(first, min(first + step, block.samples.stop))
+                yield _Block(block.position + first - block.samples.start, block.number, samples)
+
+    def _records(self, plan: Plan, samples: range) -> Iterator[ReadRequest]:
+        each = _record_bytes(plan)
+        end = samples.stop * each
+        for offset in range(samples.start * each, end, self._transfer_bytes):
+            size_bytes = min(self._transfer_bytes, end - offset)
+            yield ReadRequest(plan.parts[0].key(plan.name), offset, size_bytes, self._expected(plan, 0))
 
     def _front_to_back(self, plan: Plan, block: _Block) -> Iterator[tuple[int, ReadRequest]]:
         """A whole file in pieces, each needed by the first sample that has a byte in it."""
@@ -137,6 +203,13 @@ class _CountedSource(WrappedSource):
         """Read inside, and count."""
         super().read_into(offset, buffer)
         self.read_bytes += buffer.nbytes
+
+
+def _record_bytes(plan: Plan) -> int:
+    """One record of a file whose records are all alike."""
+    size_bytes = plan.parts[0].size_bytes
+    assert size_bytes is not None
+    return size_bytes // plan.num_samples
 
 
 def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from penstock.bench.loader.base import ReadRequest
 from penstock.bench.steps import read_clocks
 from penstock.bench.training.loop import Loop, phase_works
 from penstock.bench.training.outcome import Ceiling
@@ -122,6 +123,7 @@ def sizes_of(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, in
     sizes: dict[str, int] = {}
     for request in requests:
         for read in request.requests:
+            assert isinstance(read, ReadRequest), "the ceiling run decodes nothing"
             if read.expected_bytes is not None:
                 sizes[read.key] = read.expected_bytes
             elif read.size_bytes is not None:

@@ -34,7 +34,13 @@ class TrainingFiles:
     lie: DataFiles
     num_train: int
     num_eval: int
-    are_ours: bool
+    recipe: Recipe | None
+    """All that the files' bytes follow from; None of files from elsewhere."""
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether sizes and content of the files are known."""
+        return self.recipe is not None
 
     @property
     def kind(self) -> FileFormat:
@@ -82,22 +88,23 @@ def open_files(dataset: Dataset, storage: Storage, *, seed: int, evaluates: bool
     Reads the manifest that generation left, if there is one. `seed` draws sizes where there is none.
     """
     held = None if dataset.format is Format.SYNTHETIC else read_manifest(storage)
-    lying = dataset if held is None else _as_generated(dataset, storage, held)
+    recipe = None if held is None else _as_generated(dataset, storage, held)
+    lying = dataset if recipe is None else recipe.dataset
     return TrainingFiles(
         dataset=dataset,
         lie=DataFiles(
-            kind=open_format(dataset, seed if held is None else int(held["recipe"]["seed"])),
+            kind=open_format(dataset, seed if recipe is None else recipe.seed),
             train=training_files(lying),
             evaluation=evaluation_files(lying),
         ),
         num_train=dataset.num_files_train,
         num_eval=dataset.num_files_eval if evaluates else 0,
-        are_ours=held is not None,
+        recipe=recipe,
     )
 
 
-def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> Dataset:
-    """The data set with the numbers of files that lie there, which their names contain."""
+def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> Recipe:
+    """The recipe with the numbers of files that lie there, which their names contain."""
     recipe = held["recipe"]
     there = recipe["dataset"]
     asked = {"num_files_train": dataset.num_files_train, "num_files_eval": dataset.num_files_eval}
@@ -115,7 +122,6 @@ def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> D
         num_subfolders_train=int(there["num_subfolders_train"]),
         num_subfolders_eval=int(there["num_subfolders_eval"]),
     )
-    require_same(
-        storage, Recipe(dataset=lying, seed=int(recipe["seed"]), reduction=Reduction(**recipe["reduction"]))
-    )
-    return lying
+    whole = Recipe(dataset=lying, seed=int(recipe["seed"]), reduction=Reduction(**recipe["reduction"]))
+    require_same(storage, whole)
+    return whole

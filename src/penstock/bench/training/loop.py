@@ -7,15 +7,17 @@ Invariant: nothing happens between a step's four moments but what their names sa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
-from penstock.bench.training.batches import KNOWN_FILES, Batches, ahead
+from penstock.bench.compute import ComputeTimes, PreprocessTimes, SystemClock, compute_until
+from penstock.bench.loader.base import Batch
+from penstock.bench.training.batches import KNOWN_FILES, Batches, Handling, ahead
 from penstock.bench.training.plan import Deal, RankEpoch
 from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
+from penstock.workload.choices import ReadType
 
 if TYPE_CHECKING:
     from penstock.bench.loader.base import Loader
@@ -44,10 +46,18 @@ class PhaseWork:
     deal: Deal
     batches: Batches
     compute: ComputeTimes
+    reads_first: bool = False
+    """Whether an epoch's samples are all read before its first step, which then finds them in memory."""
 
 
 def phase_works(
-    workload: Workload, prepared: Prepared, storage: Storage, *, rank: int, known_files: int = KNOWN_FILES
+    workload: Workload,
+    prepared: Prepared,
+    storage: Storage,
+    *,
+    rank: int,
+    known_files: int = KNOWN_FILES,
+    handling: Handling | None = None,
 ) -> dict[Phase, PhaseWork]:
     """The work of training, and of evaluation where the plan has one."""
     plan, seed = prepared.plan, workload.train.seed
@@ -68,11 +78,26 @@ def phase_works(
                 phase,
                 transfer_bytes=workload.reader.transfer_bytes,
                 known_files=known_files,
+                handling=replace(
+                    handling or Handling(),
+                    preprocess=PreprocessTimes(
+                        duration=workload.reader.preprocess_time, seed=seed, phase=phase, rank=rank
+                    ),
+                ),
             ),
+            reads_first=workload.reader.read_type is ReadType.MEMORY,
             compute=ComputeTimes(duration=durations[phase], seed=seed, phase=phase, rank=rank),
         )
         for phase, deal in deals.items()
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preload:
+    """What one rank read before the first step of an epoch."""
+
+    read_bytes: int
+    elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,51 +110,78 @@ class Loop:
     progress: Progress
     planned_ahead: int
 
-    def train(self, work: PhaseWork, epoch: int, num_steps: int) -> None:
+    def train(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
         """One epoch of training; collective: all ranks meet after each step."""
-        self._run(work, epoch, num_steps, self._meet_all)
+        return self._run(work, epoch, num_steps, self._meet_all)
 
-    def evaluate(self, work: PhaseWork, epoch: int, num_steps: int) -> None:
+    def evaluate(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
         """One evaluation, in which ranks do not wait for each other, as with DLIO."""
-        self._run(work, epoch, num_steps, _meet_nobody)
+        return self._run(work, epoch, num_steps, _meet_nobody)
 
     def note_epoch(self, epoch: int, began_ns: int) -> None:
         """Record that an epoch, its evaluation included, is over."""
         self._note(SpanKind.EPOCH, Phase.TRAIN, epoch, began_ns)
 
-    def _run(self, work: PhaseWork, epoch: int, num_steps: int, meet: Callable[[int], None]) -> None:
-        began_ns = time.monotonic_ns()
+    def _run(
+        self, work: PhaseWork, epoch: int, num_steps: int, meet: Callable[[int], None]
+    ) -> Preload | None:
         durations_ns = work.compute.of_epoch(epoch, num_steps).tolist()
-        clock = SystemClock()
         order = RankEpoch(work.deal, rank=self.comm.rank, epoch=epoch)
         requests = ahead(work.batches.of_epoch(order, num_steps), self.planned_ahead)
         with closing(requests):
+            preload = None
+            began_ns = time.monotonic_ns()
             batches = iter(self.loader.epoch(requests))
-            for step, duration_ns in enumerate(durations_ns, start=1):
-                start_ns = time.monotonic_ns()
-                batch = next(batches)
-                loaded_ns = time.monotonic_ns()
-                computed_ns = compute_until(loaded_ns + duration_ns, clock)
-                meet(step)
-                self.recorder.add_step(
-                    StepEvent(
-                        phase=work.phase,
-                        epoch=epoch,
-                        block=1,
-                        step=step,
-                        start_ns=start_ns,
-                        loaded_ns=loaded_ns,
-                        computed_ns=computed_ns,
-                        barrier_ns=time.monotonic_ns(),
-                        samples=batch.num_samples,
-                        read_bytes=batch.read_bytes,
-                        reads=batch.num_reads,
-                        read_ns=batch.read_ns,
-                        decode_ns=0,
-                    )
-                )
-                self.progress.advance(1)
+            if work.reads_first:
+                preload, batches = self._preload(batches)
+                began_ns = time.monotonic_ns()
+            self._steps(work, epoch, batches, durations_ns, meet)
         self._note(SpanKind.BLOCK, work.phase, epoch, began_ns, step=num_steps)
+        return preload
+
+    def _steps(
+        self,
+        work: PhaseWork,
+        epoch: int,
+        batches: Iterator[Batch],
+        durations_ns: list[int],
+        meet: Callable[[int], None],
+    ) -> None:
+        clock = SystemClock()
+        for step, duration_ns in enumerate(durations_ns, start=1):
+            start_ns = time.monotonic_ns()
+            batch = next(batches)
+            loaded_ns = time.monotonic_ns()
+            computed_ns = compute_until(loaded_ns + duration_ns, clock)
+            meet(step)
+            self.recorder.add_step(
+                StepEvent(
+                    phase=work.phase,
+                    epoch=epoch,
+                    block=1,
+                    step=step,
+                    start_ns=start_ns,
+                    loaded_ns=loaded_ns,
+                    computed_ns=computed_ns,
+                    barrier_ns=time.monotonic_ns(),
+                    samples=batch.num_samples,
+                    read_bytes=batch.read_bytes,
+                    reads=batch.num_reads,
+                    read_ns=batch.read_ns,
+                    decode_ns=batch.decode_ns,
+                )
+            )
+            self.progress.advance(1)
+
+    def _preload(self, batches: Iterator[Batch]) -> tuple[Preload, Iterator[Batch]]:
+        """Read a whole epoch, and wait for all ranks; its batches as memory gives them, without a read."""
+        began_s = time.monotonic()
+        arrived = list(batches)
+        self.comm.barrier(awaiting="all ranks to read their samples before the first step")
+        preload = Preload(
+            read_bytes=sum(batch.read_bytes for batch in arrived), elapsed_s=time.monotonic() - began_s
+        )
+        return preload, (Batch(batch.num_samples, 0, 0, 0) for batch in arrived)
 
     def _meet_all(self, step: int) -> None:
         self.comm.barrier(awaiting=f"all ranks to finish step {step}")

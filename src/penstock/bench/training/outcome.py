@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions
     from penstock.bench.training.caches import CacheDrop
+    from penstock.bench.training.loop import Preload
     from penstock.bench.training.validate import Validation
     from penstock.results.figures import PhaseFigures
     from penstock.results.utilization import EpochRate
@@ -23,11 +24,15 @@ STAGES_FILE: Final = "stages.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochStage:
-    """What came before an epoch. `change_s` is the rest of the time since the epoch before it ended."""
+    """What came before an epoch. `change_s` is the rest of the time since the epoch before it ended.
+
+    `preload` is what was read before its first step, where `reader.read_type` is memory.
+    """
 
     epoch: int
     cache: CacheDrop | None
     change_s: float
+    preload: Preload | None = None
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
@@ -35,6 +40,7 @@ class EpochStage:
             "epoch": self.epoch,
             "cache": self.cache.document() if self.cache else None,
             "change_s": self.change_s,
+            "preload": asdict(self.preload) if self.preload else None,
         }
 
 

@@ -155,6 +155,7 @@ class RankEpoch:
     def __init__(self, deal: Deal, *, rank: int, epoch: int) -> None:
         shard = deal.shard()
         self.deal = deal
+        self.epoch = epoch
         self._rank = rank
         self._num_places = shard.num_ranks
         order = EpochOrder(

@@ -13,24 +13,30 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.bench.loader.decoding import ContentCheck, FormatDecoder
 from penstock.bench.order import Division
 from penstock.bench.steps import StepRecorder, read_clocks
+from penstock.bench.training.batches import Handling
 from penstock.bench.training.caches import drop_caches, keeps_page_cache
 from penstock.bench.training.ceiling import run_ceiling
 from penstock.bench.training.finish import finish
-from penstock.bench.training.loop import Loop, phase_works
+from penstock.bench.training.loop import Loop, Preload, phase_works
 from penstock.bench.training.outcome import EpochStage, Stages, TrainingResult
 from penstock.bench.training.prepare import prepare
+from penstock.errors import UsageError
 from penstock.results.dlio.folder import HYDRA_FOLDER
 from penstock.results.events import Phase
 from penstock.results.host import one_per_host, read_host
 from penstock.results.record import OpenRun, RunRequest
 from penstock.results.spool import SpoolWriter, spool_path
 from penstock.storage import Counters
+from penstock.workload.choices import Format
 
 if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions, OpenStorage
+    from penstock.bench.training.files import TrainingFiles
     from penstock.bench.training.loop import PhaseWork
+    from penstock.bench.training.outcome import Ceiling
     from penstock.bench.training.prepare import Prepared
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
@@ -45,7 +51,8 @@ class TrainingRequest:
 
     `overrides` are in DLIO's words; `hydra_subfolder` and `log_before` are of DLIO's files: where the
     configuration goes ("": nowhere), and the log's lines about what came before the run. `reopen` is for
-    loaders whose processes open the storage themselves.
+    loaders whose processes open the storage themselves. `decodes` makes samples of what is read; `check`
+    holds them against their generator, which takes decoding.
     """
 
     workload: Workload
@@ -54,6 +61,8 @@ class TrainingRequest:
     division: Division = Division.ROTATE
     loader: LoaderOptions
     reopen: OpenStorage | None = None
+    decodes: bool = False
+    check: ContentCheck = ContentCheck.OFF
     command: Sequence[str] = ()
     environment: Environment = field(default_factory=dict)
     overrides: Sequence[str] = ()
@@ -116,22 +125,17 @@ class _Session:
     def run(self, folder: Path, run: OpenRun | None) -> Stages:
         """Ceiling, then all epochs; their steps lie in the folder's spools afterwards."""
         workload = self.request.workload
+        handling, decoder = handling_of(self.request, self.prepared.files, uri=self.storage.uri)
         began_s = time.monotonic()
-        ceiling = run_ceiling(
-            workload,
-            self.prepared,
-            self.storage,
-            options=self.request.loader,
-            comm=self.comm,
-            progress=self.progress,
-        )
+        # Nothing can be decoded of storage that costs nothing, because it holds nothing.
+        ceiling = None if handling.decodes else self._ceiling()
         ceiling_s = time.monotonic() - began_s
-        works = phase_works(workload, self.prepared, self.storage, rank=self.comm.rank)
+        works = phase_works(workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling)
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
         sign = run.sign_of_life if run else _nobody_asks
         with StepRecorder(spool, on_flush=sign) as recorder:
             began_s = time.monotonic()
-            with closing(self.request.loader.start(self.storage, self.request.reopen)) as loader:
+            with closing(self.request.loader.start(self.storage, self.request.reopen, decoder)) as loader:
                 loader_start_s = time.monotonic() - began_s
                 loop = Loop(
                     comm=self.comm,
@@ -161,6 +165,16 @@ class _Session:
             counters=sum(counters, Counters()),
         )
 
+    def _ceiling(self) -> Ceiling | None:
+        return run_ceiling(
+            self.request.workload,
+            self.prepared,
+            self.storage,
+            options=self.request.loader,
+            comm=self.comm,
+            progress=self.progress,
+        )
+
     def _epochs(self, loop: Loop, works: Mapping[Phase, PhaseWork]) -> Iterator[EpochStage]:
         """Run every epoch; what came before each of them, as its epoch is over."""
         plan = self.prepared.plan
@@ -173,13 +187,38 @@ class _Session:
             self.progress.begin(f"epoch {epoch.epoch} of {len(plan.epochs)}, steps", epoch.num_steps)
             began_ns = time.monotonic_ns()
             change_s = began_ns / 1e9 - ended_s - (cache.elapsed_s if cache else 0.0)
-            loop.train(works[Phase.TRAIN], epoch.epoch, epoch.num_steps)
+            preload = loop.train(works[Phase.TRAIN], epoch.epoch, epoch.num_steps)
             if epoch.epoch in plan.eval_epochs:
                 self.progress.begin(f"evaluation after epoch {epoch.epoch}, steps", plan.eval_steps)
                 loop.evaluate(works[Phase.EVAL], epoch.epoch, plan.eval_steps)
             loop.note_epoch(epoch.epoch, began_ns)
             ended_s = time.monotonic()
-            yield EpochStage(epoch=epoch.epoch, cache=cache, change_s=change_s)
+            yield EpochStage(epoch=epoch.epoch, cache=cache, change_s=change_s, preload=self._sum(preload))
+
+    def _sum(self, preload: Preload | None) -> Preload | None:
+        """What all ranks read before the first step, and how long the last one took. Collective."""
+        if preload is None:
+            return None
+        return Preload(
+            read_bytes=self.comm.reduce(preload.read_bytes, "sum", awaiting="what all ranks read first"),
+            elapsed_s=self.comm.reduce(preload.elapsed_s, "max", awaiting="the rank that read longest"),
+        )
+
+
+def handling_of(
+    request: TrainingRequest, files: TrainingFiles, *, uri: str
+) -> tuple[Handling, FormatDecoder | None]:
+    """What becomes of samples, and who does it; `UsageError` where nothing tells what files hold."""
+    decodes = request.decodes or request.check is not ContentCheck.OFF
+    if not decodes or files.dataset.format is Format.SYNTHETIC:
+        return Handling(), None
+    if files.recipe is None:
+        raise UsageError(
+            "Samples can be decoded and checked only where penstock's manifest says how files are laid out",
+            where=uri,
+            fix="Run without --decode and --check, or make the data set with `penstock training generate`.",
+        )
+    return Handling(decodes=True, check=request.check), FormatDecoder(files.kind, files.recipe)
 
 
 def _nobody_asks() -> None:

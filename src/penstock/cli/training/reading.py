@@ -62,16 +62,17 @@ def choose_seed(comm: Comm, workload: Workload, asked: int | None) -> int:
     return workload.train.seed
 
 
+def asks_to_decode(workload: Workload) -> bool:
+    """Whether DLIO's own key asks for samples to be decoded."""
+    from penstock.workload.choices import Decode
+
+    return workload.storage.storage_options.decode is Decode.ARROW
+
+
 def left_undone(workload: Workload) -> tuple[str, ...]:
     """What the workload asks for and this command does not do: said once, and recorded."""
-    from penstock.workload.choices import FileAccess, ReadType
-
-    reader = workload.reader
     undone = {
         "workflow.checkpoint: training takes no checkpoints yet": workload.workflow.checkpoint,
         "workflow.profiling: nothing observes the run from outside": workload.workflow.profiling,
-        "reader.preprocess_time: samples are not preprocessed": not reader.preprocess_time.is_zero,
-        "reader.read_type: samples are read when they are wanted": reader.read_type is ReadType.MEMORY,
-        "reader.file_access: each rank reads files of its own": reader.file_access is not FileAccess.MULTI,
     }
     return tuple(text for text, is_asked in undone.items() if is_asked)

@@ -10,7 +10,7 @@ import typer
 from penstock.cli import values
 from penstock.cli.ranks import ranked
 from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cli.training.reading import choose_seed, left_undone, loader_options
+from penstock.cli.training.reading import asks_to_decode, choose_seed, left_undone, loader_options
 from penstock.cli.training.words import (
     Accelerator,
     Data,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.bench.loader.base import LoaderOptions, OpenStorage
+    from penstock.bench.loader.decoding import ContentCheck
     from penstock.bench.order import Division
     from penstock.bench.training.outcome import TrainingResult
     from penstock.bench.training.run import TrainingRequest
@@ -39,6 +40,15 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
 
 
+_Decode = Annotated[bool, typer.Option("--decode", help="Decode samples, as a trainer would.")]
+_Check = Annotated[
+    str,
+    typer.Option(
+        "--check",
+        metavar="WORD",
+        help="Hold what is read against its generator: off, sample (1 in 16), full.",
+    ),
+]
 _Loader = Annotated[str, typer.Option("--loader", metavar="NAME", help="Who reads: native or pytorch.")]
 
 
@@ -55,6 +65,8 @@ def run(
     threads: ReadThreads = None,
     seed: OrderSeed = None,
     division: DivisionWord = "rotate",
+    decode: _Decode = False,
+    check: _Check = "off",
     option: StorageOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -84,6 +96,8 @@ def run(
         division=values.division("--division", division),
         loader=loader_options(loader, loaded.workload, threads),
         reopen=reopen,
+        decodes=decode or asks_to_decode(loaded.workload),
+        check=values.content_check("--check", check),
         settings=settings or (),
         remarks=(*map(str, loaded.remarks), *undone),
     )
@@ -100,6 +114,8 @@ def _request(
     division: Division,
     loader: LoaderOptions,
     reopen: OpenStorage,
+    decodes: bool,
+    check: ContentCheck,
     settings: Sequence[str],
     remarks: tuple[str, ...],
 ) -> TrainingRequest:
@@ -115,6 +131,8 @@ def _request(
         division=division,
         loader=loader,
         reopen=reopen,
+        decodes=decodes,
+        check=check,
         command=("penstock", *sys.argv[1:]),
         environment=process_environment(),
         overrides=tuple(f"++workload.{text}" for text in settings),

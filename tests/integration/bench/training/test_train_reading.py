@@ -1,0 +1,131 @@
+"""Whole runs that do more with samples than read them: decode, check, preprocess, or read them all first."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.bench.loader.decoding import ContentCheck
+from penstock.bench.loader.native import NativeOptions
+from penstock.bench.training.outcome import STAGES_FILE
+from penstock.bench.training.run import TrainingRequest, train
+from penstock.cluster.solo import SoloComm
+from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.generate import generate
+from penstock.dataset.manifest import KEY, Recipe
+from penstock.errors import StorageError, UsageError
+from penstock.progress import Silent
+from penstock.results.tables import read_events
+from penstock.storage import open_storage
+from penstock.workload.choices import Format, ProcessStart, ReadType, Shuffle
+from penstock.workload.duration import Duration
+from penstock.workload.spec import Dataset, Reader, Train, Workload
+
+if TYPE_CHECKING:
+    from penstock.bench.loader.base import LoaderOptions
+    from penstock.bench.training.outcome import TrainingResult
+
+FILES = Dataset(format=Format.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
+READER = Reader(batch_size=3, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED)
+NATIVE = NativeOptions(threads=2, buffer_bytes=1 << 16)
+
+
+@dataclass
+class Ground:
+    """A generated data set on files, and a folder for results."""
+
+    place: Path
+    dataset: Dataset = FILES
+
+    def __post_init__(self) -> None:
+        self.data = str(self.place / "data")
+        self.storage = open_storage(self.data, {})
+        recipe = Recipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
+        generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
+
+    def run(
+        self, reader: Reader = READER, *, loader: LoaderOptions = NATIVE, **fields: Any
+    ) -> TrainingResult:
+        request = TrainingRequest(
+            workload=Workload(
+                name="small",
+                dataset=self.dataset,
+                reader=reader,
+                train=Train(epochs=2, computation_time=Duration.fixed(0.002)),
+            ),
+            results=self.place / "runs",
+            seed=5,
+            loader=loader,
+            reopen=partial(open_storage, self.data, {}),
+            **fields,
+        )
+        return train(request, self.storage, comm=SoloComm(), progress=Silent())
+
+    def damage(self) -> str:
+        """Flip the last byte of a sample's array, in the file that is read last in neither epoch."""
+        path = sorted(self.place.glob("data/train/*"))[4]
+        content = bytearray(path.read_bytes())
+        content[1000] ^= 1
+        path.write_bytes(content)
+        return path.name
+
+
+def total(result: TrainingResult, column: str) -> int:
+    return sum(int(rank.steps[column].sum()) for rank in read_events(Path(result.results_dir)))
+
+
+@pytest.mark.parametrize("name", ["native", "pytorch"])
+def test_decoding_is_timed_apart_from_reading(tmp_path: Path, name: str) -> None:
+    loader: LoaderOptions = NATIVE
+    if name == "pytorch":
+        pytest.importorskip("torch")
+        from penstock.bench.loader.pytorch import PytorchOptions
+
+        loader = PytorchOptions(workers=1, sample_bytes=64, context=ProcessStart.FORK)
+    result = Ground(tmp_path).run(decodes=True, check=ContentCheck.FULL, loader=loader)
+    assert total(result, "decode_ns") > 0
+    assert total(result, "read_ns") > 0
+    assert result.stages.ceiling is None
+    assert sum(rate.samples for rate in result.train.epochs) == 24
+
+
+def test_without_decoding_nothing_is_decoded(tmp_path: Path) -> None:
+    assert total(Ground(tmp_path).run(), "decode_ns") == 0
+
+
+def test_a_flipped_byte_ends_a_run_that_checks_and_no_other(tmp_path: Path) -> None:
+    ground = Ground(tmp_path)
+    name = ground.damage()
+    ground.run()
+    ground.run(decodes=True)
+    with pytest.raises(StorageError, match=rf"Sample 0 of train/{name} is not what was generated"):
+        ground.run(check=ContentCheck.FULL)
+
+
+def test_decoding_files_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    ground = Ground(tmp_path)
+    (tmp_path / "data" / KEY).unlink()
+    with pytest.raises(UsageError, match=r"only where penstock's manifest.*--decode"):
+        ground.run(decodes=True)
+
+
+def test_samples_are_preprocessed_for_as_long_as_asked(tmp_path: Path) -> None:
+    result = Ground(tmp_path).run(replace(READER, preprocess_time=Duration.fixed(0.001)))
+    assert total(result, "decode_ns") >= 24 * 1_000_000
+
+
+def test_what_shall_be_in_memory_is_read_before_the_first_step_and_not_in_any(tmp_path: Path) -> None:
+    ground = Ground(tmp_path)
+    result = ground.run(replace(READER, read_type=ReadType.MEMORY))
+    assert total(result, "read_bytes") == 0
+    assert total(result, "samples") == 24
+    sizes = sum(path.stat().st_size for path in tmp_path.glob("data/train/*"))
+    stages = json.loads((Path(result.results_dir) / STAGES_FILE).read_text())
+    assert [epoch["preload"]["read_bytes"] for epoch in stages["epochs"]] == [sizes, sizes]
+    assert all(epoch["preload"]["elapsed_s"] > 0 for epoch in stages["epochs"])
