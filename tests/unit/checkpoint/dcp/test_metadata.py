@@ -1,0 +1,256 @@
+"""torch's metadata and ours are one: read either way, equal to the last field; and nothing in them is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.dcp.metadata import read_metadata
+from penstock.checkpoint.dcp.metadata_text import metadata_bytes
+from penstock.checkpoint.dtypes import ELEMENT_TYPES
+from penstock.checkpoint.pieces import UNKNOWN
+from penstock.errors import DataDamaged, UsageError
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint import metadata as stock  # noqa: E402 - torch may be missing
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300)
+
+
+@st.composite
+def stock_metadata(draw: st.DrawFn) -> stock.Metadata:
+    """Some metadata of torch's own, whose tensors are cut along their first dimension."""
+    state: dict[str, Any] = {}
+    storage: dict[stock.MetadataIndex, _StorageInfo] = {}
+    offset = draw(st.sampled_from([0, 300, 1 << 33]))
+
+    def placed(transforms: list[str] | None = None) -> _StorageInfo:
+        nonlocal offset
+        length = draw(st.integers(0, 1 << 40))
+        info = _StorageInfo(f"__{draw(st.integers(0, 3))}_0.distcp", offset, length, transforms)
+        offset += length
+        return info
+
+    for name in draw(st.lists(NAMES, unique=True, max_size=6)):
+        if draw(st.booleans()):
+            state[name] = stock.BytesStorageMetadata()
+            storage[stock.MetadataIndex(name)] = placed()
+            continue
+        rest = draw(st.lists(st.integers(0, 300), max_size=4))
+        cuts = draw(st.lists(st.integers(1, 70000), min_size=1, max_size=3))
+        chunks, row = [], 0
+        for rows in cuts:
+            chunks.append(
+                stock.ChunkStorageMetadata(torch.Size([row, *(0 for _ in rest)]), torch.Size([rows, *rest]))
+            )
+            row += rows
+        dtype = getattr(torch, draw(st.sampled_from(sorted(ELEMENT_TYPES))))
+        size = torch.Size([row, *rest])
+        if draw(st.booleans()):
+            size, chunks = torch.Size([]), [stock.ChunkStorageMetadata(torch.Size([]), torch.Size([]))]
+        state[name] = stock.TensorStorageMetadata(stock.TensorProperties(dtype=dtype), size, chunks)
+        for chunk in chunks:
+            transforms = draw(st.sampled_from([None, None, ["stream.zstd/1"], ["a/1", "b@c/2"]]))
+            storage[stock.MetadataIndex(name, chunk.offsets)] = placed(transforms)
+    paths = {name: ("model", 3, name) for name in state}
+    meta = stock.StorageMeta(checkpoint_id="/ckpt/7", save_id="an id")
+    return stock.Metadata(state, paths, storage, meta, "1.0.0")
+
+
+@settings(max_examples=40)
+@given(theirs=stock_metadata())
+def test_what_torch_wrote_and_we_read_and_write_again_is_to_torch_the_same(theirs: stock.Metadata) -> None:
+    read = read_metadata(pickle.dumps(theirs), "here")
+    again = pickle.loads(metadata_bytes(read))
+    assert again == theirs
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_metadata_of_a_stock_save_tells_where_everything_lies(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(3, 4), "scalar": torch.tensor(2.5)}, "steps": [7, torch.arange(5)]}
+    save(state, checkpoint_id=tmp_path, no_dist=True)
+    read = read_metadata((tmp_path / ".metadata").read_bytes(), "here")
+    contents = read.contents
+    by_name = {facts.name: (facts.dtype, facts.shape) for facts in contents.tensors}
+    assert by_name == {
+        "model.w": ("float32", (3, 4)),
+        "model.scalar": ("float32", ()),
+        "steps.1": ("int64", (5,)),
+    }
+    assert [stored.name for stored in contents.objects] == ["steps.0"]
+    assert read.paths["steps.1"] == ("steps", 1)
+    assert contents.files == ("__0_0.distcp",)
+    assert (contents.stored.payload_offset == UNKNOWN).all()
+    whole = contents.stored.item_bytes.sum() + sum(stored.size_bytes for stored in contents.objects)
+    assert whole == (tmp_path / "__0_0.distcp").stat().st_size
+    assert read.save_id is not None
+    assert read.checkpoint_id == str(tmp_path)
+
+
+def test_transformed_items_are_known_as_packed() -> None:
+    theirs = small_metadata()
+    index = next(iter(theirs.storage_data))
+    theirs.storage_data[index].transform_descriptors = ["stream.zstd/1"]
+    read = read_metadata(pickle.dumps(theirs), "here")
+    assert read.contents.stored.packed.tolist() == [True, False]
+    assert [read.descriptors(row) for row in (0, 1)] == [("stream.zstd/1",), ()]
+
+
+def tensor_w(metadata: stock.Metadata) -> Any:
+    return metadata.state_dict_metadata["w"]
+
+
+def small_metadata() -> stock.Metadata:
+    """A tensor of two rows, each in an item of its own."""
+    chunks = [stock.ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 4])) for row in (0, 1)]
+    about = stock.TensorStorageMetadata(stock.TensorProperties(), torch.Size([2, 4]), chunks)
+    places = {
+        stock.MetadataIndex("w", chunk.offsets): _StorageInfo("__0_0.distcp", 1000 * row, 900)
+        for row, chunk in enumerate(chunks)
+    }
+    return stock.Metadata({"w": about}, None, places)
+
+
+def test_metadata_of_older_versions_is_read() -> None:
+    # torch 2.0 had its properties elsewhere, and neither storage_meta nor version.
+    from torch.distributed._shard.sharded_tensor import metadata as older
+
+    theirs = small_metadata()
+    tensor_w(theirs).properties = older.TensorProperties(dtype=torch.float16)
+    del theirs.__dict__["storage_meta"], theirs.__dict__["version"]
+    read = read_metadata(pickle.dumps(theirs), "here")
+    assert read.contents.tensors[0].dtype == "float16"
+    assert (read.version, read.save_id) == (None, None)
+    assert read.contents.stored.item_offset.tolist() == [0, 1000]
+
+
+def test_unsharded_tensors_that_were_indexed_without_offsets_are_found() -> None:
+    theirs = small_metadata()
+    about = tensor_w(theirs)
+    about.chunks = [stock.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 4]))]
+    theirs.storage_data = {stock.MetadataIndex("w"): _StorageInfo("__0_0.distcp", 7, 900)}
+    assert read_metadata(pickle.dumps(theirs), "here").contents.stored.item_offset.tolist() == [7]
+
+
+class Runs:
+    """A value whose unpickling would run a program."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.flag}",)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_a_pickle_that_would_run_a_program_is_refused_unrun(tmp_path: Path, protocol: int) -> None:
+    theirs = small_metadata()
+    theirs.planner_data = Runs(tmp_path / "ran")
+    with pytest.raises(DataDamaged, match=r"posix\.system"):
+        read_metadata(pickle.dumps(theirs, protocol), "here")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["builtins.eval", "torch.load", "torch.hub.load", "torch.distributed.checkpoint.state_dict_loader.load"],
+)
+def test_names_beyond_the_list_are_refused_even_in_torch(name: str) -> None:
+    module, _, function = name.rpartition(".")
+    with pytest.raises(DataDamaged, match=name):
+        read_metadata(f"c{module}\n{function}\n.".encode(), "here")
+
+
+def test_stand_ins_do_not_remember_what_a_file_did_to_them() -> None:
+    # BUILD with a pair sets attributes, and a class can be its target.
+    module = b"torch.distributed.checkpoint.metadata"
+    spoil = b"\x80\x02c%s\nMetadata\nN}X\x04\x00\x00\x00kindX\x05\x00\x00\x00wrongs\x86b." % module
+    with pytest.raises(DataDamaged):
+        read_metadata(spoil, "here")
+    assert read_metadata(pickle.dumps(small_metadata()), "here").contents.files == ("__0_0.distcp",)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_truncated_metadata_is_damaged(share: float) -> None:
+    whole = pickle.dumps(small_metadata())
+    with pytest.raises(DataDamaged, match="here"):
+        read_metadata(whole[: int(len(whole) * share)], "here")
+
+
+@settings(max_examples=50)
+@given(position=st.integers(0), bit=st.integers(0, 7))
+def test_flipped_bits_are_damage_or_another_reading_but_never_another_error(position: int, bit: int) -> None:
+    content = bytearray(pickle.dumps(small_metadata()))
+    content[position % len(content)] ^= 1 << bit
+    with suppress(DataDamaged, UsageError):
+        read_metadata(content, "here")
+
+
+def test_a_part_outside_its_tensor_is_refused() -> None:
+    theirs = small_metadata()
+    tensor_w(theirs).size = torch.Size([1, 4])
+    with pytest.raises(DataDamaged, match=r"A part of w at \[1, 0\], \[1, 4\] large, is not in its \[1, 4\]"):
+        read_metadata(pickle.dumps(theirs), "here")
+
+
+def test_a_part_that_no_file_holds_is_named() -> None:
+    theirs = small_metadata()
+    del theirs.storage_data[stock.MetadataIndex("w", torch.Size([1, 0]))]
+    with pytest.raises(DataDamaged, match=r"w at \[1, 0\] was never written"):
+        read_metadata(pickle.dumps(theirs), "here")
+
+
+@pytest.mark.parametrize("name", ["../other/__0_0.distcp", "/etc/passwd", ""])
+def test_a_file_outside_the_checkpoint_is_refused(name: str) -> None:
+    theirs = small_metadata()
+    next(iter(theirs.storage_data.values())).relative_path = name
+    with pytest.raises(DataDamaged, match="not in its folder"):
+        read_metadata(pickle.dumps(theirs), "here")
+
+
+def test_items_of_negative_length_are_refused() -> None:
+    theirs = small_metadata()
+    next(iter(theirs.storage_data.values())).length = -1
+    with pytest.raises(DataDamaged, match="-1 bytes long"):
+        read_metadata(pickle.dumps(theirs), "here")
+
+
+def test_sparse_tensors_are_refused_by_name() -> None:
+    theirs = small_metadata()
+    tensor_w(theirs).properties.layout = torch.sparse_coo
+    with pytest.raises(UsageError, match=r"w is stored as torch.sparse_coo"):
+        read_metadata(pickle.dumps(theirs), "here")
+
+
+@pytest.mark.slow
+def test_metadata_of_a_million_parts_survives_the_way_there_and_back() -> None:
+    num_tensors, num_ranks = 1000, 1000
+    chunks = [
+        stock.ChunkStorageMetadata(torch.Size([rank * 16, 0]), torch.Size([16, 8]))
+        for rank in range(num_ranks)
+    ]
+    about = stock.TensorStorageMetadata(stock.TensorProperties(), torch.Size([16 * num_ranks, 8]), chunks)
+    names = [f"layers.{number}.weight" for number in range(num_tensors)]
+    places = {
+        stock.MetadataIndex(name, chunk.offsets): _StorageInfo(f"__{rank}_0.distcp", number * 4096, 1589)
+        for number, name in enumerate(names)
+        for rank, chunk in enumerate(chunks)
+    }
+    theirs = stock.Metadata(dict.fromkeys(names, about), None, places)
+    first = read_metadata(pickle.dumps(theirs), "here")
+    second = read_metadata(metadata_bytes(first), "here")
+    assert len(first.contents.stored) == num_tensors * num_ranks
+    for column in ("file", "item_offset", "item_bytes"):
+        assert np.array_equal(getattr(first.contents.stored, column), getattr(second.contents.stored, column))
+    assert np.array_equal(first.contents.stored.boxes.offsets, second.contents.stored.boxes.offsets)
