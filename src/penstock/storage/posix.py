@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from penstock.errors import (
@@ -116,6 +116,7 @@ class PosixStorage:
     def __init__(
         self, location: Location, options: FileOptions, access: FileAccess, *, calls: FileCalls = REAL_CALLS
     ) -> None:
+        self._location = location
         self.uri = location.uri
         self.options: Mapping[str, OptionValue] = {"access": access.name, **asdict(options)}
         self.counters = Counters()
@@ -184,6 +185,27 @@ class PosixStorage:
             folder = folder.rpartition("/")[0]
             with suppress(ObjectNotFound):
                 self._folders.sync_folder(self._folders.existing(folder))
+
+    def past_cache(self) -> PosixStorage:
+        """The same tree by direct I/O, written in place; buffered, where this file system cannot."""
+        own = self._options
+        chosen = asdict(replace(own, publish="in_place"))
+        if isinstance(own, DirectOptions) or not self._takes_direct_access():
+            return PosixStorage(self._location, type(own)(**chosen), self._access, calls=self._calls)
+        options = DirectOptions(**chosen)
+        access = DirectAccess(options.alignment_bytes, options.bounce_bytes)
+        return PosixStorage(replace(self._location, scheme="direct"), options, access, calls=self._calls)
+
+    def _takes_direct_access(self) -> bool:
+        """Try it on a file without a name: flags that file systems announce say less than what they do."""
+        folder = self._folders.ready("")
+        try:
+            descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT, 0o600)
+        except OSError as error:
+            logger.info("%s is written through the page cache: %s", self.uri, error)
+            return False
+        os.close(descriptor)
+        return True
 
     def local_path(self, key: str) -> str:
         """Where the file of this key is or would be; its folder exists and lies inside the root."""

@@ -80,6 +80,17 @@ class SupportsConditions(Protocol):
         """
 
 
+@runtime_checkable
+class SupportsPastCache(Protocol):
+    """A storage on a file system that may also reach its files past the page cache."""
+
+    def past_cache(self) -> Storage:
+        """The same tree past the page cache, for large files; itself, where the file system cannot.
+
+        Its files are written under their final names at once: it is for callers with a commit of their own.
+        """
+
+
 def innermost(storage: Storage) -> Storage:
     """The storage inside all wrappers."""
     while isinstance(storage, WrappedStorage):
@@ -91,6 +102,11 @@ def find_folders(storage: Storage) -> FolderTree | None:
     """The folders of a storage on a file system, wrapped or not; None for any other."""
     inside = innermost(storage)
     return inside.tree if isinstance(inside, SupportsFolders) else None
+
+
+def for_large_files(storage: Storage) -> Storage:
+    """The best way to the same tree for large files that nobody sees before they are committed."""
+    return storage.past_cache() if isinstance(storage, SupportsPastCache) else storage
 
 
 def conditional(storage: Storage) -> SupportsConditions:

@@ -6,12 +6,14 @@ A back end is imported when its scheme is first asked for: a program on files ne
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
+from penstock.environment import process_environment
 from penstock.errors import UsageError
 from penstock.storage.uri import Location, parse_uri
 
@@ -45,6 +47,11 @@ def open_storage(
     location = parse_uri(uri)
     merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
     return _opener(merged.scheme)(merged, environment, rank)
+
+
+def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
+    """Open a path or URI with this process's own environment: for libraries, whose callers hand over none."""
+    return open_storage(os.fspath(path), process_environment(), rank=rank)
 
 
 def _opener(scheme: str) -> Opener:

@@ -42,7 +42,7 @@ def save_known(storage: Storage, name: str, generation: int, comm: Comm) -> Comm
 
     def write() -> dict[str, int]:
         for file_name in names:
-            write_object(storage, place.key(file_name), [known_bytes(name, generation, file_name)])
+            write_object(place.for_data, place.key(file_name), [known_bytes(name, generation, file_name)])
         return {file_name: len(known_bytes(name, generation, file_name)) for file_name in names}
 
     shares = collect(comm, write, awaiting="all ranks to write their files")
@@ -52,7 +52,7 @@ def save_known(storage: Storage, name: str, generation: int, comm: Comm) -> Comm
         metadata=known_bytes(name, generation, METADATA_NAME),
         sizes=sizes,
     )
-    return place.commit(seal if comm.rank == 0 else None)
+    return place.commit(lambda: seal)
 
 
 def save_known_alone(calls: FileCalls, *, root: Path, name: str, generation: int) -> None:

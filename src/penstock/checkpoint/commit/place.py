@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from penstock.checkpoint.commit.base import LEASE_S, Committed, Draft, Drafts, Seal, Shelf
@@ -18,7 +19,7 @@ from penstock.checkpoint.commit.folders import FolderDrafts, FolderShelf
 from penstock.checkpoint.commit.records import RecordDrafts, RecordShelf
 from penstock.cluster.collect import collect
 from penstock.errors import StorageError
-from penstock.storage.powers import conditional, find_folders
+from penstock.storage.powers import conditional, find_folders, for_large_files
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
@@ -78,8 +79,13 @@ class Place:
         """Where this checkpoint's file of that name is to be written, by whichever rank."""
         return self.draft.key(file_name)
 
-    def commit(self, seal: Seal | None) -> Committed:
-        """Make what all ranks have written one durable checkpoint; rank 0 brings the seal. Collective.
+    @cached_property
+    def for_data(self) -> Storage:
+        """The storage to write data files to: past the page cache where that can be, and in place."""
+        return for_large_files(self.storage)
+
+    def commit(self, make_seal: Callable[[], Seal]) -> Committed:
+        """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.
 
         Every rank's files must be finished. Where this raises, the draft is gone and the older checkpoint of
         this name, if there is one, stands as it was.
@@ -87,7 +93,9 @@ class Place:
         with ExitStack() as undo:
             undo.callback(self.abandon)
             committed = on_lead(
-                self._comm, lambda: self._publish(seal), awaiting=f"rank 0 to commit {self.draft.name}"
+                self._comm,
+                lambda: self._drafts.publish(self.draft, make_seal()),
+                awaiting=f"rank 0 to commit {self.draft.name}",
             )
             self._end()
         return committed
@@ -106,10 +114,6 @@ class Place:
             self._drafts.drop(self.draft)
         except StorageError as error:
             logger.warning("Could not remove the unfinished checkpoint %s: %s", self.draft.folder, error)
-
-    def _publish(self, seal: Seal | None) -> Committed:
-        assert seal is not None, "rank 0 brings the seal"
-        return self._drafts.publish(self.draft, seal)
 
     def _end(self) -> None:
         self._is_over = True
