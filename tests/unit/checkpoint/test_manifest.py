@@ -1,0 +1,211 @@
+"""The manifest survives its file, notices every flipped bit, and agrees with the metadata or says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.manifest import (
+    Manifest,
+    ManifestFile,
+    manifest_bytes,
+    manifest_of,
+    read_manifest,
+    with_manifest,
+)
+from penstock.checkpoint.pieces import UNKNOWN, Boxes, Contents, StoredBoxes, StoredObject, TensorFacts
+from penstock.checkpoint.staging.base import WrittenFile
+from penstock.checkpoint.sums import SUM_BYTES, sum_of
+from penstock.errors import DataDamaged, Unavailable
+
+METADATA = b"the metadata"
+
+
+def columns(*numbers: int) -> Any:
+    return np.array(numbers, dtype=np.int64)
+
+
+def some_contents() -> Contents:
+    """Two tensors, one in two parts, and an object, in two files."""
+    tensors = (TensorFacts("w", "float32", (4, 2), 4), TensorFacts("b", "int8", (3,), 1))
+    boxes = Boxes.from_rows([(0, (0, 0), (2, 2)), (0, (2, 0), (2, 2)), (1, (0,), (3,))])
+    stored = StoredBoxes(
+        boxes,
+        file=columns(0, 1, 1),
+        item_offset=columns(500, 100, 9000),
+        item_bytes=columns(600, 600, 587),
+        payload_offset=columns(UNKNOWN, UNKNOWN, UNKNOWN),
+        packed=np.zeros(3, dtype=np.bool_),
+    )
+    return Contents(tensors, stored, (StoredObject("lr", 0, 0, 400),), ("__0_0.distcp", "__1_0.distcp"))
+
+
+def sums(*texts: bytes) -> bytes:
+    return b"".join(map(sum_of, texts))
+
+
+def some_files() -> tuple[WrittenFile, WrittenFile]:
+    first = WrittenFile(
+        name="__0_0.distcp",
+        size_bytes=1100,
+        item_offset=columns(0, 500),
+        item_bytes=columns(400, 600),
+        payload_offset=columns(0, 600),
+        sums=sums(b"lr", b"w0"),
+    )
+    second = WrittenFile(
+        name="__1_0.distcp",
+        size_bytes=9587,
+        item_offset=columns(100, 9000),
+        item_bytes=columns(600, 587),
+        payload_offset=columns(200, 9100),
+        sums=sums(b"w1", b"b"),
+    )
+    return first, second
+
+
+def some_manifest(**changes: Any) -> Manifest:
+    made = manifest_of(
+        some_contents(), some_files(), METADATA, step=7, world_size=2, mesh={"dp": 2}, facts={"why": "last"}
+    )
+    return replace(made, **changes)
+
+
+def same(one: Manifest, other: Manifest) -> bool:
+    return manifest_bytes(one) == manifest_bytes(other)
+
+
+def test_a_manifest_comes_back_as_it_was_written() -> None:
+    made = some_manifest()
+    read = read_manifest(manifest_bytes(made), "here")
+    assert same(read, made)
+    assert (read.step, read.world_size, dict(read.mesh), dict(read.facts)) == (
+        7,
+        2,
+        {"dp": 2},
+        {"why": "last"},
+    )
+    assert (read.metadata_bytes, read.metadata_sum) == (len(METADATA), sum_of(METADATA))
+    assert read.size_bytes == 1100 + 9587
+    assert [read.names[number] for number in read.files[1].item_name] == ["w", "b"]
+
+
+@settings(max_examples=50)
+@given(
+    names=st.lists(st.text(), max_size=4),
+    rows=st.lists(st.integers(0, 1 << 50), max_size=5),
+    step=st.integers(0),
+)
+def test_any_manifest_comes_back(names: list[str], rows: list[int], step: int) -> None:
+    if not names:
+        rows = []
+    offsets = np.cumsum([0, *rows], dtype=np.int64)
+    file = ManifestFile(
+        name="f",
+        size_bytes=int(offsets[-1]),
+        item_name=columns(*(row % len(names) for row in rows)),
+        item_offset=offsets[:-1],
+        item_bytes=columns(*rows),
+        payload_offset=offsets[:-1],
+        sums=bytes(SUM_BYTES * len(rows)),
+    )
+    made = Manifest(
+        step=step % (1 << 60), metadata_bytes=0, metadata_sum=sum_of(), names=tuple(names), files=(file,)
+    )
+    assert same(read_manifest(manifest_bytes(made), "here"), made)
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed() -> None:
+    whole = manifest_bytes(some_manifest())
+    for position in range(len(whole)):
+        for bit in range(8):
+            flipped = bytearray(whole)
+            flipped[position] ^= 1 << bit
+            with pytest.raises(DataDamaged, match="here"):
+                read_manifest(flipped, "here")
+
+
+@pytest.mark.parametrize("missing", [1, 10, 10_000])
+def test_a_truncated_or_empty_manifest_is_damaged(missing: int) -> None:
+    with pytest.raises(DataDamaged, match="own checksum"):
+        read_manifest(manifest_bytes(some_manifest())[:-missing], "here")
+
+
+def resummed(text: bytes) -> bytes:
+    """A manifest that somebody changed, with a sum that is right."""
+    head, rest = text[:44], text[76:]
+    return head + sum_of(head, rest).hex().encode() + rest
+
+
+def test_a_newer_version_is_said_to_be_newer_not_damaged() -> None:
+    newer = resummed(manifest_bytes(some_manifest()).replace(b'"version":1', b'"version":2'))
+    with pytest.raises(Unavailable, match="has version 2, this Penstock knows 1"):
+        read_manifest(newer, "here")
+
+
+def test_unknown_keys_are_refused_by_name() -> None:
+    strange = resummed(manifest_bytes(some_manifest()).replace(b'"step":7', b'"step":7,"stepp":8'))
+    with pytest.raises(DataDamaged, match="stepp"):
+        read_manifest(strange, "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"item_offset": columns(100, 650)}, "overlap or leave"),
+        ({"item_offset": columns(-1, 9000)}, "overlap or leave"),
+        ({"size_bytes": 9586}, "overlap or leave"),
+        ({"item_name": columns(0, 3)}, "overlap or leave"),
+        ({"payload_offset": columns(99, 9100)}, "overlap or leave"),
+        ({"payload_offset": columns(9100)}, "not equally long"),
+        ({"sums": b""}, "not equally long"),
+        ({"name": "../f"}, "not a plain path"),
+    ],
+)
+def test_items_that_cannot_be_are_refused(change: dict[str, Any], complaint: str) -> None:
+    first, second = some_manifest().files
+    spoiled = some_manifest(files=(first, replace(second, **change)))
+    with pytest.raises(DataDamaged, match=complaint):
+        read_manifest(manifest_bytes(spoiled), "here")
+
+
+def test_the_metadatas_items_get_their_payloads_and_sums() -> None:
+    joined = with_manifest(some_contents(), some_manifest(), "here")
+    assert joined.contents.stored.payload_offset.tolist() == [600, 200, 9100]
+    assert [bytes(row) for row in joined.sums] == [sum_of(b"w0"), sum_of(b"w1"), sum_of(b"b")]
+    assert joined.object_sums == (sum_of(b"lr"),)
+
+
+def test_metadata_and_manifest_of_different_checkpoints_do_not_join() -> None:
+    contents = some_contents()
+    moved = replace(contents.stored, item_offset=contents.stored.item_offset + 1)
+    with pytest.raises(DataDamaged, match=r"items of __0_0\.distcp"):
+        with_manifest(replace(contents, stored=moved), some_manifest(), "here")
+    with pytest.raises(DataDamaged, match=r"does not know the file __9_0\.distcp"):
+        with_manifest(replace(contents, files=("__0_0.distcp", "__9_0.distcp")), some_manifest(), "here")
+
+
+def test_a_file_or_an_item_that_was_not_written_stops_the_commit() -> None:
+    first, second = some_files()
+    with pytest.raises(DataDamaged, match=r"__1_0\.distcp"):
+        manifest_of(some_contents(), (first,), METADATA)
+    short = replace(second, item_offset=columns(100), item_bytes=columns(600), sums=sums(b"w1"))
+    with pytest.raises(DataDamaged, match=r"items of __1_0\.distcp"):
+        manifest_of(some_contents(), (first, short), METADATA)
+
+
+def test_files_without_items_are_left_out() -> None:
+    empty = WrittenFile(
+        name="__2_0.distcp",
+        size_bytes=0,
+        item_offset=columns(),
+        item_bytes=columns(),
+        payload_offset=columns(),
+        sums=b"",
+    )
+    assert len(manifest_of(some_contents(), (*some_files(), empty), METADATA).files) == 2
