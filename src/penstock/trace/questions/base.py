@@ -1,0 +1,124 @@
+"""The waist between questions and whoever shows their answers.
+
+    events (a view with tier, file_class and phase) -> question -> Answer -> terminal, CSV, JSON, Markdown
+
+One invariant: an answer holds exact numbers (microseconds, bytes, counts as integers); only rendering rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.errors import UsageError
+from penstock.trace.event import COLUMNS
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+    from penstock.trace.lens import Lens, PhaseOf
+
+Value = int | float | str | bool | None
+
+DERIVED: Final = ("tier", "file_class", "phase")
+IS_IO: Final = "phase = 'io'"
+IS_WRITE: Final = "op IN ('write', 'pwrite', 'writev', 'pwritev', 'fwrite')"
+IS_READ: Final = "op IN ('read', 'pread', 'readv', 'preadv', 'fread')"
+
+
+class Unit(StrEnum):
+    """What a column's numbers are, so that each reader gets them in a fitting form."""
+
+    TEXT = "text"
+    COUNT = "count"
+    BYTES = "bytes"
+    MICROSECONDS = "us"
+    RATE = "bytes/s"
+    RATIO = "ratio"
+    SHARE = "share"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of an answer; its name carries the unit, as `union_us`."""
+
+    name: str
+    unit: Unit = Unit.TEXT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A table: `name` in files, `title` and `notes` for people."""
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Value]]
+    notes: Sequence[str] = ()
+
+    def records(self) -> list[dict[str, Value]]:
+        """One mapping a row."""
+        names = [column.name for column in self.columns]
+        return [dict(zip(names, row, strict=True)) for row in self.rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """Events that can be asked: a relation of the waist's columns and the derived ones, on a connection."""
+
+    connection: DuckDBPyConnection
+    relation: str
+
+    def ask(self, sql: str) -> list[tuple[Any, ...]]:
+        """The rows of `sql`, in which `{events}` stands for the relation."""
+        return self.connection.execute(sql.replace("{events}", self.relation)).fetchall()
+
+    def ask_one(self, sql: str) -> tuple[Any, ...]:
+        """The only row."""
+        (row,) = self.ask(sql)
+        return row
+
+    def only(self, where: str) -> Events:
+        """Those of them for which the SQL expression `where` holds."""
+        return Events(connection=self.connection, relation=f"(SELECT * FROM {self.relation} WHERE {where})")
+
+
+def through_lens(connection: DuckDBPyConnection, source: str, lens: Lens) -> Events:
+    """The events of `source` with tier, file class and phase as `lens` tells them."""
+    columns, judged = lens.columns_sql(), ""
+    if lens.phase_of is not None:
+        _judge_phases(connection, source, lens.phase_of)
+        columns = columns.replace(lens.phase_sql(), f"coalesce(judged, {lens.phase_sql()})")
+        judged = " LEFT JOIN penstock_phases USING (name, cat, args)"
+    select = f"SELECT {source}.*, {columns} FROM {source}{judged}"
+    connection.execute(f"CREATE OR REPLACE TEMP VIEW penstock_events AS {select}")
+    return Events(connection=connection, relation="penstock_events")
+
+
+def _judge_phases(connection: DuckDBPyConnection, source: str, phase_of: PhaseOf) -> None:
+    """Ask the user's predicate once for each combination that occurs."""
+    kinds = connection.execute(f"SELECT DISTINCT name, cat, args FROM {source}").fetchall()
+    connection.execute(
+        "CREATE OR REPLACE TEMP TABLE penstock_phases"
+        " (name VARCHAR, cat VARCHAR, args VARCHAR, judged VARCHAR)"
+    )
+    judged = [(name, cat, args, phase_of(name, cat, json.loads(args))) for name, cat, args in kinds]
+    if judged:
+        connection.executemany("INSERT INTO penstock_phases VALUES (?, ?, ?, ?)", judged)
+
+
+def check_keys(by: Sequence[str], allowed: Sequence[str]) -> Sequence[str]:
+    """Columns to group by, or an error that names those there are."""
+    for key in by:
+        if key not in allowed:
+            raise UsageError(f"Cannot ask by {key!r}", fix=f"Ask by one of {', '.join(allowed)}.")
+    return by
+
+
+GROUPINGS: Final = (
+    *(column.name for column in COLUMNS if column.name not in ("ts_us", "dur_us", "end_us", "args")),
+    *DERIVED,
+)

@@ -1,0 +1,161 @@
+"""Each question on a few events whose answers are plain to see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import duckdb
+import pytest
+
+from penstock.errors import UsageError
+from penstock.testing.traces import events_table
+from penstock.trace.lens import Lens
+from penstock.trace.questions.base import Answer, Events, through_lens
+from penstock.trace.questions.counts import classes, files, ops
+from penstock.trace.questions.file_events import file_events
+from penstock.trace.questions.overlap import overlap
+from penstock.trace.questions.ranks import ranks
+from penstock.trace.questions.sizes import sizes
+from penstock.trace.questions.summary import summary
+from penstock.trace.questions.timeline import timeline
+
+A, B = {"rank": 0, "host": "a"}, {"rank": 1, "host": "b", "pid": 2}
+F, G = "/fast/f-1.pt", "/slow/g-2.pt"
+ROWS: list[dict[str, Any]] = [
+    {"name": "TorchFramework.compute", "cat": "ai", "ts_us": 0, "dur_us": 100, **A},
+    {"name": "open64", "ts_us": 90, "dur_us": 10, "path": F, **A},
+    {"name": "write", "ts_us": 100, "dur_us": 50, "path": F, "size_bytes": 1000, **A},
+    {"name": "write", "ts_us": 120, "dur_us": 50, "path": F, "size_bytes": 3000, "tid": 2, **A},
+    {"name": "read", "ts_us": 100, "dur_us": 400, "path": G, "size_bytes": 400, **B},
+    {"name": "close", "ts_us": 500, "dur_us": 0, "path": G, **B},
+]
+
+
+@pytest.fixture
+def events() -> Iterator[Events]:
+    with duckdb.connect() as connection:
+        connection.register("events", events_table(ROWS))
+        lens = Lens(tiers={"fast": ["/fast"], "slow": ["/slow"]})
+        yield through_lens(connection, "events", lens)
+
+
+@pytest.fixture
+def nothing() -> Iterator[Events]:
+    with duckdb.connect() as connection:
+        connection.register("events", events_table([]))
+        yield through_lens(connection, "events", Lens())
+
+
+def only_row(answer: Answer, **match: Any) -> Mapping[str, Any]:
+    (row,) = [row for row in answer.records() if all(row[key] == value for key, value in match.items())]
+    return row
+
+
+def test_overlap_tells_union_sum_and_concurrency_and_what_computed_meanwhile(events: Events) -> None:
+    row = only_row(overlap(events), pid=1)
+    assert (row["union_us"], row["sum_us"], row["concurrency"]) == (80, 110, 110 / 80)
+    assert (row["compute_us"], row["overlap_us"]) == (100, 10)
+    assert (row["io_alone_us"], row["compute_alone_us"]) == (70, 90)
+    idle = only_row(overlap(events), pid=2)
+    assert (idle["union_us"], idle["sum_us"], idle["overlap_us"], idle["io_alone_us"]) == (400, 400, 0, 400)
+
+
+def test_overlap_is_asked_by_any_columns_of_events(events: Events) -> None:
+    assert [row["host"] for row in overlap(events, by=("host",)).records()] == ["a", "b"]
+    assert [row["tid"] for row in overlap(events, by=("pid", "tid")).records()] == [1, 2, 1]
+    with pytest.raises(UsageError, match="rank"):
+        overlap(events, by=("rnak",))
+
+
+def test_where_nothing_is_traced_as_io_all_but_compute_is_counted_and_that_is_said(events: Events) -> None:
+    answer = overlap(events.only("cat = 'ai'"))
+    assert answer.rows == []
+    assert "everything but compute" in answer.notes[0]
+
+
+def test_the_summary_counts_and_measures(events: Events) -> None:
+    facts, functions = summary(events)
+    row = facts.records()[0]
+    assert (row["num_hosts"], row["num_ranks"], row["num_files"], row["num_events"]) == (2, 2, 2, 6)
+    assert (row["span_us"], row["moved_bytes"], row["compute_union_us"]) == (500, 4400, 100)
+    assert (row["io_union_us"], row["io_sum_us"], row["overlap_us"]) == (410, 510, 10)
+    write = only_row(functions, op="write")
+    assert (write["min_bytes"], write["median_bytes"], write["max_bytes"]) == (1000, 2000, 3000)
+
+
+def test_operations_files_and_classes_have_calls_bytes_and_times(events: Events) -> None:
+    write = only_row(ops(events), op="write")
+    assert (write["tier"], write["num_events"], write["written_bytes"]) == ("fast", 2, 4000)
+    assert (write["sum_us"], write["union_us"], write["max_us"]) == (100, 70, 50)
+    assert [row["path"] for row in files(events).records()] == ["/slow/g-2.pt", "/fast/f-1.pt"]
+    assert len(files(events, top=1).rows) == 1
+    assert only_row(classes(events), file_class="f.pt", op="open")["num_files"] == 1
+
+
+def test_sizes_are_described_exactly_and_counted(events: Events) -> None:
+    described, counted = sizes(events)
+    assert only_row(described, op="write")["p25_bytes"] == 1500
+    assert counted.records()[1] == {"op": "write", "size_bytes": 1000, "num_events": 1}
+    assert [row["op"] for row in sizes(events, top=1)[1].records()] == ["read", "write"]
+
+
+def test_a_file_is_named_by_its_end_and_its_events_come_in_order(events: Events) -> None:
+    answer = file_events(events, "f-1.pt")
+    assert answer.title == "/fast/f-1.pt"
+    assert [row["name"] for row in answer.records()] == ["open64", "write", "write"]
+    assert answer.records()[0]["since_start_us"] == 90
+
+
+def test_a_file_that_no_event_names_gets_the_nearest_name(events: Events, nothing: Events) -> None:
+    with pytest.raises(UsageError, match=r"nearest name is /fast/f-1\.pt"):
+        file_events(events, "/fast/f-2.pt")
+    with pytest.raises(UsageError, match="no files at all"):
+        file_events(nothing, "x")
+
+
+def test_an_end_that_several_files_share_is_refused_with_their_names(events: Events) -> None:
+    both = events.connection
+    both.register("events", events_table([{"path": "/a/x"}, {"path": "/b/x"}]))
+    with pytest.raises(UsageError, match="/a/x, /b/x"):
+        file_events(through_lens(both, "events", Lens()), "x")
+
+
+def test_a_rank_that_is_busy_much_longer_than_the_median_is_a_straggler(events: Events) -> None:
+    found = {row["rank"]: row for row in ranks(events).records()}
+    assert found[1]["is_straggler"]
+    assert not found[0]["is_straggler"]
+    assert found[1]["to_median"] == 400 / 240
+
+
+def test_a_timeline_shares_long_events_out_to_their_buckets(events: Events) -> None:
+    answer = timeline(events, bucket_us=100)
+    slow = [row for row in answer.records() if row["tier"] == "slow"]
+    assert [row["since_start_us"] for row in slow] == [100, 200, 300, 400, 500]
+    assert [row["read_bytes"] for row in slow] == [100, 100, 100, 100, 0]
+    assert [row["num_started"] for row in slow] == [1, 0, 0, 0, 1]
+    fast = [row for row in answer.records() if row["tier"] == "fast"]
+    assert (fast[1]["concurrency"], fast[1]["busy_share"]) == (1.0, 0.7)
+
+
+def test_a_timeline_of_too_many_buckets_is_refused(events: Events) -> None:
+    events.connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 10**9}]))
+    with pytest.raises(UsageError, match="larger"):
+        timeline(events, bucket_us=1)
+
+
+def test_a_timeline_finds_a_round_width_for_itself(events: Events) -> None:
+    assert "0.000005 s" in timeline(events).notes[0] or "5e-06 s" in timeline(events).notes[0]
+
+
+def test_every_question_answers_a_trace_without_events(nothing: Events) -> None:
+    answers = [
+        overlap(nothing),
+        *summary(nothing),
+        ops(nothing),
+        files(nothing),
+        classes(nothing),
+        ranks(nothing),
+    ]
+    answers += [*sizes(nothing), timeline(nothing)]
+    assert [answer.rows for answer in answers if answer.name != "facts"] == [[]] * (len(answers) - 1)
