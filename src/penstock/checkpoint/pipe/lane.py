@@ -100,8 +100,7 @@ class Lane:
             stamps.opening[job.number, 1] = now_ns()
             self.facts.num_objects += 1
             for _ in range(job.num_chunks):
-                self._submit_next(sink)
-                progress.advance(min(self._shared.chunk_bytes, planned.size_bytes))
+                progress.advance(self._submit_next(sink))
             stamps.ending[job.number, 0] = now_ns()
             info = sink.finish()
             stamps.ending[job.number, 1] = now_ns()
@@ -116,12 +115,14 @@ class Lane:
             undo.pop_all()
         self.facts.durable_bytes += info.size_bytes
 
-    def _submit_next(self, sink: Sink) -> None:
+    def _submit_next(self, sink: Sink) -> int:
         buffer = self._next_ready()
         if not isinstance(buffer, Buffer):
             raise PipeStopped
-        chunk, stamps = buffer.chunk, self._shared.stamps
+        # Once submitted it is not ours to look at: its next owner may have it already.
+        chunk, size_bytes, stamps = buffer.chunk, buffer.size_bytes, self._shared.stamps
         buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
         stamps.submitted[chunk] = now_ns()
         sink.submit(buffer.filled, buffer.release)
         stamps.returned[chunk] = now_ns()
+        return size_bytes

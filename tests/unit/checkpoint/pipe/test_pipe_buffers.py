@@ -1,0 +1,130 @@
+"""Buffers go one way round, and nobody can starve another for good."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from penstock.checkpoint.pipe.base import PipeSettings
+from penstock.checkpoint.pipe.buffers import Buffers, Ownership, PipeStopped
+from penstock.checkpoint.pipe.memory import HUGE_PAGE_BYTES, WarmMemory
+from penstock.errors import PenstockError, StorageTimeout, UsageError
+from penstock.storage.aligned import PAGE_BYTES, address_of
+
+
+def _buffers(streams: int = 1, num_buffers: int = 4, silence_s: float = 300.0) -> Buffers:
+    settings = PipeSettings(
+        streams=streams,
+        chunk_bytes=PAGE_BYTES,
+        buffer_memory_bytes=num_buffers * PAGE_BYTES,
+        silence_s=silence_s,
+    )
+    return Buffers(WarmMemory(settings.buffer_memory_bytes), settings)
+
+
+def test_memory_begins_at_a_huge_page_and_has_the_size_asked_for() -> None:
+    memory = WarmMemory(3 * PAGE_BYTES + 1)
+    memory.touch()
+    assert address_of(memory.view) % HUGE_PAGE_BYTES == 0
+    assert len(memory.view) == memory.size_bytes == 4 * PAGE_BYTES
+
+
+def test_touching_again_changes_no_byte() -> None:
+    memory = WarmMemory(4 * PAGE_BYTES)
+    memory.touch(2 * PAGE_BYTES)
+    memory.view[:] = b"x" * len(memory.view)
+    memory.touch(PAGE_BYTES)
+    assert memory.view[0] == ord("x")
+    memory.touch()
+    assert memory.view[PAGE_BYTES] == ord("x")
+
+
+def test_every_buffer_is_page_aligned_and_memory_of_its_own() -> None:
+    buffers = _buffers()
+    starts = [address_of(buffer.whole) for buffer in buffers.all]
+    assert all(start % PAGE_BYTES == 0 for start in starts)
+    assert len(set(starts)) == len(starts) == 4
+
+
+def test_chunks_that_are_no_whole_pages_still_begin_at_pages() -> None:
+    settings = PipeSettings(streams=1, chunk_bytes=1000, buffer_memory_bytes=3 * PAGE_BYTES)
+    buffers = Buffers(WarmMemory(settings.buffer_memory_bytes), settings)
+    assert [address_of(buffer.whole) % PAGE_BYTES for buffer in buffers.all] == [0, 0, 0]
+    assert {len(buffer.whole) for buffer in buffers.all} == {1000}
+
+
+def test_a_buffer_released_twice_is_an_error_that_names_the_storage() -> None:
+    buffers = _buffers()
+    buffer = buffers.take(0, "an object")
+    buffer.hand_on(Ownership.FILLING, Ownership.READY)
+    buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
+    buffers.give_back(buffer, Ownership.IN_FLIGHT)
+    with pytest.raises(PenstockError, match=r"free was treated as in flight\. A storage must"):
+        buffers.give_back(buffer, Ownership.IN_FLIGHT)
+
+
+def test_a_buffer_cannot_be_submitted_before_it_is_filled() -> None:
+    buffer = _buffers().take(0, "an object")
+    with pytest.raises(PenstockError, match="filling was treated as ready"):
+        buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
+
+
+def test_a_stream_leaves_two_buffers_for_each_other_one() -> None:
+    buffers = _buffers(streams=2, num_buffers=5)
+    taken = [buffers.take(0, "an object") for _ in range(3)]
+    assert not buffers._may_take(0)
+    assert buffers._may_take(1)
+    buffers.take(1, "another")
+    buffers.take(1, "another")
+    assert not buffers._may_take(1)
+    buffers.give_back(taken[0], Ownership.FILLING)
+    assert buffers._may_take(0)
+
+
+def test_what_a_stream_no_longer_needs_is_the_others() -> None:
+    buffers = _buffers(streams=2, num_buffers=4)
+    for _ in range(2):
+        buffers.take(0, "an object")
+    assert not buffers._may_take(0)
+    buffers.retire(1)
+    assert buffers._may_take(0)
+
+
+def test_a_storage_that_lets_go_of_nothing_is_named() -> None:
+    buffers = _buffers(num_buffers=2, silence_s=0.01)
+    for _ in range(2):
+        buffers.take(0, "rank0/model.pt")
+    buffers.expect_returns()
+    with pytest.raises(StorageTimeout, match=r"rank0/model\.pt kept all 2 buffers for 0\.01 s"):
+        buffers.take(0, "rank0/model.pt")
+
+
+def test_stopping_wakes_who_waits_for_a_buffer() -> None:
+    buffers = _buffers(num_buffers=2)
+    for _ in range(2):
+        buffers.take(0, "an object")
+    seen: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            buffers.take(0, "an object")
+        except PipeStopped as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    buffers.stop()
+    thread.join(60)
+    assert len(seen) == 1
+
+
+def test_too_little_memory_for_the_streams_says_how_much_is_needed() -> None:
+    with pytest.raises(UsageError, match="Give at least 64 bytes"):
+        PipeSettings(streams=4, chunk_bytes=8, buffer_memory_bytes=63)
+
+
+@pytest.mark.parametrize("field", ["streams", "chunk_bytes", "sample_every"])
+def test_a_setting_below_one_is_refused(field: str) -> None:
+    with pytest.raises(UsageError, match=f"{field} is 0"):
+        PipeSettings(**{field: 0})  # type: ignore[arg-type]

@@ -1,0 +1,396 @@
+"""The pipe against storages that are late, slow, forgetful or broken: all bytes are right, or it fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+import tracemalloc
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.pipe.base import PipeSettings, PlannedObject, WrongByte
+from penstock.checkpoint.pipe.memory import WarmMemory
+from penstock.checkpoint.pipe.ranks import figures_of
+from penstock.checkpoint.pipe.read import read_objects
+from penstock.checkpoint.pipe.write import WritePipe, write_objects
+from penstock.dataset.content import Content
+from penstock.errors import ObjectNotFound, ShortTransfer, StorageError, StorageTimeout, WaitTimeout
+from penstock.progress import Silent
+from penstock.storage.base import ObjectInfo, Release, Sink, Storage
+from penstock.storage.memory import MemoryStorage
+from penstock.storage.whole import exists, read_object, write_object
+from penstock.storage.wrapping import WrappedSink, WrappedStorage
+from penstock.testing.faults import FailAtCall, Late, Slow
+
+CHUNK = 4096
+SMALL = PipeSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=6 * CHUNK)
+
+
+class Keyed:
+    """Content by the object's key, made and verified."""
+
+    def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+        Content(1, planned.key).fill(buffer, offset)
+
+    def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
+        return Content(1, planned.key).verify(buffer, offset)
+
+
+def _objects(*sizes: int) -> list[PlannedObject]:
+    return [PlannedObject(f"rank0/part{number}", size) for number, size in enumerate(sizes)]
+
+
+def _expected(planned: PlannedObject) -> bytes:
+    content = bytearray(planned.size_bytes)
+    Content(1, planned.key).fill(memoryview(content))
+    return bytes(content)
+
+
+def _assert_stored(storage: Storage, planned: Sequence[PlannedObject]) -> None:
+    for each in planned:
+        assert read_object(storage, each.key) == _expected(each)
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(0, 5 * CHUNK), max_size=5),
+    streams=st.integers(1, 3),
+    chunk_bytes=st.sampled_from([1000, CHUNK, 3 * CHUNK]),
+    extra_buffers=st.integers(0, 3),
+)
+def test_whatever_is_planned_is_stored_and_verified(
+    sizes: list[int], streams: int, chunk_bytes: int, extra_buffers: int
+) -> None:
+    storage, planned = MemoryStorage(), _objects(*sizes)
+    some = PipeSettings(
+        streams=streams,
+        chunk_bytes=chunk_bytes,
+        buffer_memory_bytes=(2 * streams + extra_buffers) * (chunk_bytes + CHUNK),
+    )
+    written = write_objects([storage], planned, Keyed(), some)
+    _assert_stored(storage, planned)
+    assert written.ledger.durable_bytes == written.ledger.generated_bytes == sum(sizes)
+    seen = read_objects([storage], planned, Keyed(), some)
+    assert seen.ledger.verified_bytes == seen.ledger.read_bytes == sum(sizes)
+    assert sum(stream.moved_bytes for stream in seen.streams) == sum(sizes)
+    assert sum(stream.objects for stream in written.streams) == len(sizes)
+
+
+class _SlowToFinish(WrappedStorage):
+    """Keeps every buffer until the object is durable, and takes its time for that."""
+
+    def __init__(self, inside: Storage, finish_s: float) -> None:
+        super().__init__(Late(inside))
+        self._finish_s = finish_s
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        finish_s = self._finish_s
+
+        class Finishing(WrappedSink):
+            def finish(self) -> ObjectInfo:
+                time.sleep(finish_s)
+                return super().finish()
+
+        return Finishing(super().create(key, size_bytes))
+
+
+def test_the_time_of_a_storage_that_acknowledges_late_counts_whole() -> None:
+    roomy = PipeSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=4 * CHUNK)
+    measurement = write_objects([_SlowToFinish(MemoryStorage(), 0.05)], _objects(4 * CHUNK), Keyed(), roomy)
+    figures = figures_of([measurement])
+    assert figures.drain_s >= 0.05
+    assert figures.duration_s >= figures.drain_s
+    assert figures.storage_busy_s >= 0.05
+    assert figures.gib_per_s <= 4 * CHUNK / 2**30 / 0.05
+    assert measurement.latencies_ns.min() >= 0.05e9
+
+
+def test_a_slow_generator_is_reported_not_hidden() -> None:
+    class Sluggish(Keyed):
+        def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+            time.sleep(0.03)
+            super().fill(planned, offset, buffer)
+
+    roomy = PipeSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=16 * CHUNK)
+    measurement = write_objects([MemoryStorage()], _objects(10 * CHUNK), Sluggish(), roomy)
+    assert measurement.content_busy_s >= 0.3
+    # The storage waited nearly all of the time; a tenth of it is what no busy machine makes of that.
+    assert measurement.storage_stall_s >= 0.03
+
+
+class _LosesTheEnd(WrappedStorage):
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        class Losing(WrappedSink):
+            def finish(self) -> ObjectInfo:
+                info = super().finish()
+                return ObjectInfo(key=info.key, size_bytes=info.size_bytes - 1, modified_s=info.modified_s)
+
+        return Losing(super().create(key, size_bytes))
+
+
+def test_a_lost_part_fails_the_phase_and_names_the_object() -> None:
+    with pytest.raises(ShortTransfer, match=r"rank0/part0.*lost a part"):
+        write_objects([_LosesTheEnd(MemoryStorage())], _objects(3 * CHUNK), Keyed(), SMALL)
+
+
+def test_each_reader_keeps_its_own_statistics() -> None:
+    storage = MemoryStorage()
+    planned = _objects(*[8 * CHUNK] * 2)
+    write_objects([storage], planned, Keyed(), SMALL)
+    # Each reader waits for the other's first chunk, so both take part however threads are scheduled.
+    both = threading.Barrier(2)
+    met = threading.local()
+
+    class Together(Silent):
+        def advance(self, amount: float) -> None:
+            if not getattr(met, "done", False):
+                met.done = True
+                both.wait(60)
+
+    seen = read_objects([storage], planned, Keyed(), SMALL, progress=Together())
+    assert [stream.stream for stream in seen.streams] == [0, 1]
+    assert all(stream.chunks >= 1 for stream in seen.streams)
+    assert sum(stream.chunks for stream in seen.streams) == 16
+    assert sum(stream.requests for stream in seen.streams) == seen.counters.requests == 16
+
+
+def test_streams_with_storages_of_their_own_count_their_own_requests() -> None:
+    storages = [MemoryStorage(), MemoryStorage()]
+    measurement = write_objects(storages, _objects(CHUNK, CHUNK, CHUNK), Keyed(), SMALL)
+    assert [stream.requests for stream in measurement.streams] == [
+        storage.counters.requests for storage in storages
+    ]
+    assert measurement.counters.requests == 3
+
+
+class _Nowhere(WrappedStorage):
+    """Takes bytes at no cost, and looks at Python's memory after the first chunks and before the last."""
+
+    def __init__(self, num_chunks: int) -> None:
+        super().__init__(MemoryStorage())
+        self.grown_bytes = self.peak_bytes = -1
+        self._num_chunks = num_chunks
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        return _NowhereSink(self, key, size_bytes or 0, self._num_chunks)
+
+
+class _NowhereSink:
+    def __init__(self, storage: _Nowhere, key: str, size_bytes: int, num_chunks: int) -> None:
+        self._storage = storage
+        self._info = ObjectInfo(key=key, size_bytes=size_bytes, modified_s=0.0)
+        self._num_chunks = num_chunks
+        self._seen = 0
+        self._before = 0
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        self._seen += 1
+        if self._seen == 50:
+            tracemalloc.reset_peak()
+            self._before = tracemalloc.get_traced_memory()[0]
+        if self._seen == self._num_chunks - 10:
+            now, peak = tracemalloc.get_traced_memory()
+            self._storage.grown_bytes, self._storage.peak_bytes = now - self._before, peak - self._before
+        assert release is not None
+        release()
+
+    def finish(self) -> ObjectInfo:
+        return self._info
+
+    def abort(self) -> None:
+        return None
+
+
+def test_the_steady_state_allocates_nothing_per_chunk() -> None:
+    class Nothing:
+        def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+            return None
+
+    num_chunks, chunk_bytes = 1000, 64 * 1024
+    storage = _Nowhere(num_chunks)
+    few = PipeSettings(streams=1, chunk_bytes=chunk_bytes, buffer_memory_bytes=4 * chunk_bytes)
+    memory = WarmMemory(few.buffer_memory_bytes)
+    tracemalloc.start()
+    try:
+        write_objects([storage], _objects(num_chunks * chunk_bytes), Nothing(), few, memory=memory)
+    finally:
+        tracemalloc.stop()
+    # Over 940 chunks: no Python object is as small as 4 bytes. At the peak, a waiting thread holds a lock.
+    assert storage.grown_bytes < 4 * 940
+    assert storage.peak_bytes < 16 * 1024
+
+
+class _Reluctant(WrappedStorage):
+    """Copies each buffer only long after it was submitted, in a thread, and releases it then."""
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        return _ReluctantSink(super().create(key, size_bytes))
+
+
+class _ReluctantSink(WrappedSink):
+    def __init__(self, inside: Sink) -> None:
+        super().__init__(inside)
+        self._threads: list[threading.Thread] = []
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        before = self._threads[-1] if self._threads else None
+
+        def write_later() -> None:
+            if before is not None:
+                before.join()
+            time.sleep(0.001)
+            WrappedSink.submit(self, buffer, release)
+
+        self._threads.append(threading.Thread(target=write_later))
+        self._threads[-1].start()
+
+    def finish(self) -> ObjectInfo:
+        for thread in self._threads:
+            thread.join()
+        return super().finish()
+
+    def abort(self) -> None:
+        for thread in self._threads:
+            thread.join()
+        super().abort()
+
+
+def test_a_slow_writer_with_few_buffers_writes_every_byte_as_it_was_made() -> None:
+    storage, planned = MemoryStorage(), _objects(40 * CHUNK, 25 * CHUNK + 7)
+    fewest = PipeSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=4 * CHUNK)
+    write_objects([_Reluctant(storage)], planned, Keyed(), fewest)
+    _assert_stored(storage, planned)
+
+
+def test_a_storage_that_keeps_all_buffers_for_good_is_an_error_not_a_hang() -> None:
+    impatient = PipeSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=2 * CHUNK, silence_s=0.05)
+    storage = MemoryStorage()
+    with pytest.raises(StorageTimeout, match="rank0/part0 kept all 2 buffers"):
+        write_objects([Late(storage)], _objects(5 * CHUNK), Keyed(), impatient)
+    assert not exists(storage, "rank0/part0")
+
+
+@pytest.mark.parametrize(("verb", "number"), [("create", 2), ("submit", 1), ("submit", 5), ("finish", 1)])
+def test_a_failing_storage_fails_the_phase_and_leaves_no_half_object(verb: str, number: int) -> None:
+    inside = MemoryStorage()
+    storage = FailAtCall(inside, verb, number)  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match=f"Injected fault in {verb}"):
+        write_objects([storage], _objects(4 * CHUNK, 4 * CHUNK), Keyed(), SMALL)
+    for each in _objects(4 * CHUNK, 4 * CHUNK):
+        if exists(inside, each.key):
+            assert read_object(inside, each.key) == _expected(each)
+
+
+def test_what_a_producer_raises_is_what_the_phase_raises() -> None:
+    class Broken(Keyed):
+        def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+            if offset:
+                raise KeyError(planned.key)
+
+    storage = MemoryStorage()
+    with pytest.raises(KeyError, match="rank0/part0"):
+        write_objects([storage], _objects(6 * CHUNK), Broken(), SMALL)
+    assert list(storage.list()) == []
+
+
+def test_bytes_are_made_before_anybody_says_where_to() -> None:
+    planned = _objects(2 * CHUNK, CHUNK)
+    storage = MemoryStorage()
+    memory = WarmMemory(SMALL.buffer_memory_bytes)
+    with WritePipe(planned, Keyed(), SMALL, memory=memory) as pipe:
+        pipe.wait_filled(60)
+        assert list(storage.list()) == []
+        pipe.write_to([storage])
+    _assert_stored(storage, planned)
+
+
+def test_waiting_for_more_bytes_than_there_is_room_for_times_out_by_name() -> None:
+    with (
+        WritePipe(_objects(50 * CHUNK), Keyed(), SMALL, memory=WarmMemory(6 * CHUNK)) as pipe,
+        pytest.raises(WaitTimeout, match="all bytes to be copied into buffers"),
+    ):
+        pipe.wait_filled(0.01)
+
+
+def _written(*sizes: int) -> tuple[MemoryStorage, list[PlannedObject]]:
+    storage, planned = MemoryStorage(), _objects(*sizes)
+    write_objects([storage], planned, Keyed(), SMALL)
+    return storage, planned
+
+
+def _flip(storage: MemoryStorage, key: str, offset: int) -> None:
+    content = read_object(storage, key)
+    content[offset] ^= 1
+    write_object(storage, key, [content])
+
+
+def test_a_wrong_byte_is_named_and_its_chunk_is_not_verified() -> None:
+    storage, planned = _written(4 * CHUNK, 4 * CHUNK)
+    _flip(storage, planned[1].key, 2 * CHUNK + 17)
+    seen = read_objects([storage], planned, Keyed(), SMALL)
+    assert seen.wrong_bytes == (WrongByte("rank0/part1", 2 * CHUNK + 17),)
+    assert seen.ledger.read_bytes == 8 * CHUNK
+    assert seen.ledger.verified_bytes == 7 * CHUNK
+    assert figures_of([seen]).wrong_bytes == 1
+
+
+def test_a_sample_verifies_some_chunks_and_always_the_last() -> None:
+    storage, planned = _written(10 * CHUNK + 5)
+    sampling = PipeSettings(
+        streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=2 * CHUNK, verify="sample", sample_every=4
+    )
+    seen = read_objects([storage], planned, Keyed(), sampling)
+    assert seen.ledger.verified_bytes == 3 * CHUNK + 5
+
+
+def test_without_a_verifier_everything_is_read_and_nothing_verified() -> None:
+    storage, planned = _written(3 * CHUNK)
+    seen = read_objects([storage], planned, None, SMALL)
+    assert (seen.ledger.read_bytes, seen.ledger.verified_bytes) == (3 * CHUNK, 0)
+    assert figures_of([seen]).content_gib_per_s is None
+
+
+def test_reading_an_object_of_another_size_fails_by_name() -> None:
+    storage, planned = _written(3 * CHUNK)
+    write_object(storage, planned[0].key, [bytes(CHUNK)])
+    with pytest.raises(ShortTransfer, match="rank0/part0"):
+        read_objects([storage], planned, Keyed(), SMALL)
+
+
+def test_reading_what_is_not_there_fails_by_name() -> None:
+    with pytest.raises(ObjectNotFound, match="rank0/part0"):
+        read_objects([MemoryStorage()], _objects(CHUNK), Keyed(), SMALL)
+
+
+def test_a_verifier_that_raises_fails_the_phase() -> None:
+    class Broken(Keyed):
+        def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
+            raise KeyError(planned.key)
+
+    storage, planned = _written(30 * CHUNK)
+    with pytest.raises(KeyError, match="rank0/part0"):
+        read_objects([storage], planned, Broken(), SMALL)
+
+
+def test_progress_adds_up_to_what_was_moved() -> None:
+    class Added(Silent):
+        def __init__(self) -> None:
+            self.phases: list[tuple[str, float]] = []
+            self.moved = 0.0
+            self._lock = threading.Lock()
+
+        def begin(self, phase: str, total: float) -> None:
+            self.phases.append((phase, total))
+
+        def advance(self, amount: float) -> None:
+            with self._lock:
+                self.moved += amount
+
+    storage, planned, progress = MemoryStorage(), _objects(2 * CHUNK + 1, 5), Added()
+    write_objects([Slow(storage, 0.0)], planned, Keyed(), SMALL, progress=progress)
+    read_objects([storage], planned, Keyed(), SMALL, progress=progress)
+    assert progress.phases == [("writing", 2 * CHUNK + 6), ("reading", 2 * CHUNK + 6)]
+    assert progress.moved == 2 * (2 * CHUNK + 6)
