@@ -90,3 +90,48 @@ class SharedSavePlan:
     boxes: Boxes
     rank: Ints
     num_ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How loads are planned. All ranks must use the same."""
+
+    min_cut_bytes: int = 64 * 1024
+    """What several ranks want is not cut into smaller parts than this."""
+    min_gap_bytes: int = 256 * 1024
+    """Unwanted bytes between wanted ones are skipped from this on; smaller gaps are read along."""
+    message_bytes: int = 1 << 20
+    """Transfers of fewer bytes between two ranks share a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Transfers:
+    """Parts of what is read and where they go, row by row, in the order of reading."""
+
+    read: Ints
+    """Which of the plan's reads; of a receive it has no meaning."""
+    peer: Ints
+    """The rank at the other end."""
+    want: Ints
+    """Which of the destination rank's wanted boxes."""
+    boxes: Boxes
+    message: Ints
+    """Transfers with the same peer and number travel together, in this order."""
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadPlan:
+    """What one rank reads and passes on. Reads are in the order of files and positions.
+
+    `row` is the stored row that each read box lies in, contiguous in its payload.
+    """
+
+    rank: int
+    row: Ints
+    boxes: Boxes
+    local: Transfers
+    sends: Transfers
+    receives: Transfers

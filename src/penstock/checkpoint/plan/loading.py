@@ -1,0 +1,317 @@
+"""From what all ranks want and what a checkpoint holds to who reads which bytes, and who gets them.
+
+Pure; every rank calls `share_loading` with the same arguments and takes its own plan out of the result. Bytes
+that several ranks want are read by one of them and sent to the others. Invariant: every wanted element has
+exactly one reader, which can open its file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.checkpoint.pieces import Bools, Boxes, Ints, StoredBoxes
+from penstock.checkpoint.plan.columns import RankSets, box_table, equal_rows, ranges, rank_sets
+from penstock.checkpoint.plan.overlaps import overlaps
+from penstock.checkpoint.plan.records import LoadOptions, LoadPlan, Transfers
+from penstock.checkpoint.plan.shares import share_out
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class NobodyCanRead(PenstockError):
+    """A wanted file can be opened by no rank; `file` counts in the checkpoint's files."""
+
+    file: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """What each wanted box has in common with each unit; sorted by unit."""
+
+    want: Ints
+    unit: Ints
+    boxes: Boxes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wishes:
+    """Which rank wants which of the different wanted boxes, and as which of its rows; sorted by box."""
+
+    want: Ints
+    rank: Ints
+    row: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedLoadPlan:
+    """Who reads what. A unit is a stretch of one item's payload; a share of it is read by one rank.
+
+    Shares are in the order of files and of positions in them.
+    """
+
+    stored: StoredBoxes
+    share_unit: Ints
+    share_row: Ints
+    """The row of `stored` that a share is of."""
+    share_boxes: Boxes
+    share_rank: Ints
+    pieces: _Pieces
+    wishes: _Wishes
+
+
+def missing_elements(stored: Boxes, wanted: Boxes) -> Ints:
+    """How many elements of each wanted box no stored box has."""
+    met = overlaps(wanted, stored)
+    found = np.zeros(len(wanted), dtype=np.int64)
+    np.add.at(found, met.left, met.boxes.num_elements)
+    return wanted.num_elements - found
+
+
+def share_loading(
+    stored: StoredBoxes,
+    item_bytes: Ints,
+    wanted: Sequence[Boxes],
+    options: LoadOptions,
+    *,
+    readable: Bools | None = None,
+) -> SharedLoadPlan:
+    """Decide which rank reads which bytes; `wanted` is by rank, in the checkpoint's tensor numbers.
+
+    `item_bytes` is by tensor number. `readable` says which rank (row) can open which file (column); without
+    it all can open all. Elements that nobody stored are for `missing_elements` to find, not for this.
+    """
+    every = Boxes.concatenated(wanted)
+    ranks = np.repeat(np.arange(len(wanted)), [len(each) for each in wanted])
+    rows = np.concatenate([np.arange(len(each)) for each in wanted])
+    groups = equal_rows(box_table(every))
+    order = np.argsort(groups.number, kind="stable")
+    wishes = _Wishes(groups.number[order], ranks[order], rows[order])
+
+    met = overlaps(every.take(groups.first), stored.boxes)
+    source, boxes = _without_wide_gaps(
+        met.boxes, stored.boxes.take(met.right), item_bytes, options.min_gap_bytes
+    )
+    want, row = met.left[source], met.right[source]
+    hulls = _hulls(boxes, stored.boxes.take(row))
+    units = equal_rows(np.concatenate([row[:, None], box_table(hulls)], axis=1))
+    by_unit = np.argsort(units.number, kind="stable")
+    pieces = _Pieces(want[by_unit], units.number[by_unit], boxes.take(by_unit))
+    unit_row, unit_boxes = row[units.first], hulls.take(units.first)
+
+    sets = _reader_sets(pieces, wishes, stored.file[unit_row], readable, len(units))
+    total = int(unit_boxes.num_bytes(item_bytes).sum())
+    shares = share_out(
+        unit_boxes, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
+    )
+    share_row = unit_row[shares.source]
+    start = payload_starts(shares.boxes, stored.boxes.take(share_row))
+    in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
+    return SharedLoadPlan(
+        stored=stored,
+        share_unit=shares.source[in_file],
+        share_row=share_row[in_file],
+        share_boxes=shares.boxes.take(in_file),
+        share_rank=shares.rank[in_file],
+        pieces=pieces,
+        wishes=wishes,
+    )
+
+
+def _min_cut_bytes(total: int, num_ranks: int, options: LoadOptions) -> int:
+    """Items below this are not cut: only who reads a whole item can check its sum on the way.
+
+    A sixteenth of a rank's fair share keeps the loads of ranks within about six percent of each other.
+    """
+    return max(options.min_cut_bytes, total // (16 * num_ranks))
+
+
+def payload_starts(inner: Boxes, outer: Boxes) -> Ints:
+    """Where, in elements, each inner box begins in the row-major payload of its outer box."""
+    width = max(inner.num_dims, outer.num_dims)
+    inner, outer = inner.widened(width), outer.widened(width)
+    strides = np.ones((len(outer), width), dtype=np.int64)
+    for dim in range(width - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * outer.sizes[:, dim + 1]
+    return np.asarray(((inner.offsets - outer.offsets) * strides).sum(axis=1))
+
+
+def _hulls(boxes: Boxes, outer: Boxes) -> Boxes:
+    """The smallest boxes around `boxes` that are contiguous in the payload of `outer`."""
+    width = outer.num_dims
+    boxes = boxes.widened(width)
+    offsets, sizes = boxes.offsets.copy(), boxes.sizes.copy()
+    varies = np.zeros(len(boxes), dtype=np.bool_)
+    for dim in range(width):
+        # Behind the first dimension that varies, contiguous means whole.
+        offsets[varies, dim] = outer.offsets[varies, dim]
+        sizes[varies, dim] = outer.sizes[varies, dim]
+        varies |= boxes.sizes[:, dim] > 1
+    return Boxes(boxes.tensor, offsets, sizes)
+
+
+def _without_wide_gaps(
+    boxes: Boxes, outer: Boxes, item_bytes: Ints, min_gap_bytes: int
+) -> tuple[Ints, Boxes]:
+    """Cut boxes that leave out much of each row of `outer` into rows, so that the gaps need not be read.
+
+    Also says which of `boxes` each part is of.
+    """
+    source = np.arange(len(boxes))
+    outer = outer.widened(max(boxes.num_dims, outer.num_dims))
+    boxes = boxes.widened(outer.num_dims)
+    for dim in range(boxes.num_dims - 1):
+        hulls = _hulls(boxes, outer.take(source))
+        varies_here = (boxes.sizes[:, :dim] == 1).all(axis=1) & (boxes.sizes[:, dim] > 1)
+        gap_bytes = (
+            (hulls.num_elements - boxes.num_elements) // boxes.sizes[:, dim] * item_bytes[boxes.tensor]
+        )
+        cut = varies_here & (gap_bytes >= min_gap_bytes)
+        if not cut.any():
+            continue
+        count = np.where(cut, boxes.sizes[:, dim], 1)
+        owner, number = ranges(np.zeros(len(count), dtype=np.int64), count)
+        offsets, sizes = boxes.offsets[owner], boxes.sizes[owner]
+        offsets[:, dim] += number
+        sizes[cut[owner], dim] = 1
+        source, boxes = source[owner], Boxes(boxes.tensor[owner], offsets, sizes)
+    return source, boxes
+
+
+def _reader_sets(
+    pieces: _Pieces, wishes: _Wishes, file: Ints, readable: Bools | None, num_units: int
+) -> RankSets:
+    """Which ranks may read each unit: those that want it and can; if none of them can, all that can."""
+    begin = np.searchsorted(wishes.want, pieces.want)
+    count = np.searchsorted(wishes.want, pieces.want, side="right") - begin
+    piece, wish = ranges(begin, count)
+    unit, rank = pieces.unit[piece], wishes.rank[wish]
+    if readable is None:
+        return rank_sets(unit, rank, num_units)
+    able = readable[rank, file[unit]]
+    orphans = np.flatnonzero(np.bincount(unit[able], minlength=num_units) == 0)
+    helper, helped = np.nonzero(readable[:, file[orphans]])
+    lost = np.setdiff1d(np.arange(len(orphans)), helped)
+    if len(lost):
+        number = int(file[orphans[lost[0]]])
+        raise NobodyCanRead(f"No rank can open file number {number}", file=number)
+    unit = np.concatenate([unit[able], orphans[helped]])
+    return rank_sets(unit, np.concatenate([rank[able], helper]), num_units)
+
+
+def rank_load_plan(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
+    """What one rank reads, where it goes, and what it gets from others."""
+    reads = np.flatnonzero(shared.share_rank == rank)
+    out = _deliveries_of_shares(shared, reads)
+    to = shared.wishes.rank[out.wish]
+    mine = to == rank
+    incoming = _deliveries_of_wishes(shared, np.flatnonzero(shared.wishes.rank == rank))
+    source = shared.share_rank[incoming.share]
+    others = source != rank
+
+    def transfers(found: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
+        boxes = found.boxes.take(rows)
+        num_bytes = boxes.num_bytes(item_bytes)
+        return Transfers(
+            read=np.searchsorted(reads, found.share[rows]),
+            peer=peer[rows],
+            want=shared.wishes.row[found.wish[rows]],
+            boxes=boxes,
+            message=_messages(peer[rows], num_bytes, options.message_bytes),
+        )
+
+    return LoadPlan(
+        rank=rank,
+        row=shared.share_row[reads],
+        boxes=shared.share_boxes.take(reads),
+        local=transfers(out, mine, to),
+        sends=transfers(out, ~mine, to),
+        receives=transfers(incoming, others, source),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Deliveries:
+    """What of a share goes to which wish; sorted by share, piece and wish, on every rank alike."""
+
+    share: Ints
+    wish: Ints
+    boxes: Boxes
+
+
+def _deliveries_of_shares(shared: SharedLoadPlan, shares: Ints) -> _Deliveries:
+    """All that is to come of some shares."""
+    unit = shared.share_unit[shares]
+    begin = np.searchsorted(shared.pieces.unit, unit)
+    count = np.searchsorted(shared.pieces.unit, unit, side="right") - begin
+    owner, piece = ranges(begin, count)
+    share, piece, boxes = _common(shared, shares[owner], piece)
+    want = shared.pieces.want[piece]
+    begin = np.searchsorted(shared.wishes.want, want)
+    count = np.searchsorted(shared.wishes.want, want, side="right") - begin
+    row, wish = ranges(begin, count)
+    return _ordered(share[row], piece[row], wish, boxes.take(row))
+
+
+def _deliveries_of_wishes(shared: SharedLoadPlan, wishes: Ints) -> _Deliveries:
+    """All that some wishes are to get."""
+    by_want = np.argsort(shared.pieces.want, kind="stable")
+    sorted_want = shared.pieces.want[by_want]
+    want = shared.wishes.want[wishes]
+    begin = np.searchsorted(sorted_want, want)
+    owner, place = ranges(begin, np.searchsorted(sorted_want, want, side="right") - begin)
+    wish, piece = wishes[owner], by_want[place]
+    by_unit = np.argsort(shared.share_unit, kind="stable")
+    sorted_unit = shared.share_unit[by_unit]
+    unit = shared.pieces.unit[piece]
+    begin = np.searchsorted(sorted_unit, unit)
+    row, place = ranges(begin, np.searchsorted(sorted_unit, unit, side="right") - begin)
+    tagged = np.arange(len(row))
+    share, tagged, boxes = _common(shared, by_unit[place], piece[row], tagged)
+    return _ordered(share, piece[row][tagged], wish[row][tagged], boxes)
+
+
+def _common(
+    shared: SharedLoadPlan, share: Ints, piece: Ints, tag: Ints | None = None
+) -> tuple[Ints, Ints, Boxes]:
+    """The pairs of shares and pieces that have something in common, and what; `tag` or `piece` of each."""
+    one, other = shared.share_boxes.take(share), shared.pieces.boxes.take(piece)
+    begin = np.maximum(one.offsets, other.offsets)
+    end = np.minimum(one.offsets + one.sizes, other.offsets + other.sizes)
+    real = (end > begin).all(axis=1)
+    kept = piece if tag is None else tag
+    return share[real], kept[real], Boxes(one.tensor[real], begin[real], (end - begin)[real])
+
+
+def _ordered(share: Ints, piece: Ints, wish: Ints, boxes: Boxes) -> _Deliveries:
+    order = np.lexsort((wish, piece, share))
+    return _Deliveries(share[order], wish[order], boxes.take(order))
+
+
+def _messages(peer: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
+    """Number the messages to or from each peer: small transfers in a row share one, large ones go alone.
+
+    Sender and receiver see the same transfers between them in the same order, so they number them alike.
+    """
+    order = np.argsort(peer, kind="stable")
+    sorted_peer, size = peer[order], num_bytes[order]
+    ends = np.cumsum(size)
+    first = np.ones(len(peer), dtype=np.bool_)
+    first[1:] = sorted_peer[1:] != sorted_peer[:-1]
+    begin = ends - size
+    begin_of_peer = (
+        begin[np.maximum.accumulate(np.where(first, np.arange(len(peer)), 0))] if len(peer) else begin
+    )
+    window = (begin - begin_of_peer) // message_bytes
+    large = size >= message_bytes
+    opens = first | large
+    opens[1:] |= (window[1:] != window[:-1]) | large[:-1]
+    number = np.cumsum(opens)
+    base = np.maximum.accumulate(np.where(first, number, 0)) if len(peer) else number
+    numbered = np.empty(len(peer), dtype=np.int64)
+    numbered[order] = number - base
+    return numbered
