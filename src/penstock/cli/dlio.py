@@ -259,7 +259,9 @@ class _Session:
             log_before=tuple(self.log),
         )
         with self.terminal.progress() as progress:
-            train(request, self.storage, comm=self.comm, progress=progress)
+            result = train(request, self.storage, comm=self.comm, progress=progress)
+        for remark in result.stages.remarks:
+            self.terminal.note(remark)
         if self.terminal.speaks:
             told = (self.folder / self.workload.output.log_file).read_text(encoding="utf-8").splitlines()
             print("\n".join(told[len(self.log) :]))

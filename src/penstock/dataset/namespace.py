@@ -57,6 +57,12 @@ class NumberedFiles:
         index = int(digits)
         return index if index < self.count and self.name(index) == name else None
 
+    def folders(self) -> tuple[str, ...]:
+        """The folders that hold all of them."""
+        if self.num_subfolders <= 1:
+            return (self.folder,)
+        return tuple(self._folder_of(number).rstrip("/") for number in range(self.num_subfolders))
+
     @property
     def _width(self) -> int:
         return len(str(self.count))

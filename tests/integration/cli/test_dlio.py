@@ -273,12 +273,15 @@ def test_synthetic_samples_are_not_generated(here: Path, capsys: pytest.CaptureF
     assert "nothing is generated" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("skip", "said"), [("True", "train/img_0_of_2.npz"), ("False", "No files of this format lie here")]
+)
 def test_missing_data_ends_the_run_and_leaves_what_was_asked(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str], skip: str, said: str
 ) -> None:
-    words = command("unet3d_h100", "workflow.generate_data=False")
+    words = command("unet3d_h100", "workflow.generate_data=False", f"dataset.skip_listing={skip}")
     assert main([*words, "hydra.run.dir=out"]) == 1
-    assert "train/img_0_of_2.npz" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
     assert names_in(here / "out") == {".hydra", "dlio.log"}
 
 

@@ -1,4 +1,4 @@
-"""The files of a training run: their names as formulas, and their sizes where our generator made them.
+"""The files of a training run: their names as formulas or listed, and their sizes where we made them.
 
 Place in the flow: opened once a run, before the plan. Invariant: a size that is expected of a file
 follows from the data set's own manifest; of files from elsewhere nothing is presumed but their names.
@@ -21,6 +21,7 @@ from penstock.results.events import Phase
 from penstock.workload.choices import Format
 
 if TYPE_CHECKING:
+    from penstock.dataset.foreign import ForeignFiles
     from penstock.dataset.formats.base import FileFormat, Plan
     from penstock.storage import Storage
     from penstock.workload.spec import Dataset
@@ -36,6 +37,31 @@ class TrainingFiles:
     num_eval: int
     recipe: Recipe | None
     """All that the files' bytes follow from; None of files from elsewhere."""
+    num_found: int | None = None
+    """How many files a listing found, over both phases; None where names are a formula."""
+
+    @property
+    def are_to_be_listed(self) -> bool:
+        """Whether names are still presumed, and shall not be."""
+        has_files = self.dataset.format is not Format.SYNTHETIC
+        return has_files and self.recipe is None and self.num_found is None and not self.dataset.skip_listing
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know about the files."""
+        num_used = self.num_train + self.num_eval
+        if self.num_found is None or self.num_found <= num_used:
+            return ()
+        return (f"{self.num_found:,} files lie there, and the first {num_used:,} of them are read",)
+
+    def listed(self, found: ForeignFiles) -> TrainingFiles:
+        """The same by the names that were found."""
+        evaluation = self.lie.evaluation if found.evaluation is None else found.evaluation
+        return replace(
+            self,
+            lie=replace(self.lie, train=found.train, evaluation=evaluation),
+            num_found=len(found.train) + (len(found.evaluation) if found.evaluation else 0),
+        )
 
     @property
     def are_ours(self) -> bool:

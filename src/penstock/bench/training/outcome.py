@@ -66,9 +66,14 @@ class Ceiling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """All that a run did outside of its score, over all ranks where it was done by all."""
+    """All that a run did outside of its score, over all ranks where it was done by all.
+
+    `files_found` is None where no listing was needed; `remarks` are about the files.
+    """
 
     opening_s: float
+    files_found: int | None = None
+    remarks: tuple[str, ...] = ()
     validation: Validation
     planning_s: float
     loader: LoaderOptions
@@ -85,6 +90,7 @@ class Stages:
         """What `stages.json` holds. `survey_bytes` found out where samples lie; no step counts them."""
         return {
             "opening_s": self.opening_s,
+            "files_found": self.files_found,
             "validation": asdict(self.validation),
             "planning_s": self.planning_s,
             "loader": self.loader.document(),

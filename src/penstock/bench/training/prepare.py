@@ -26,6 +26,7 @@ from penstock.bench.training.plan import (
 )
 from penstock.bench.training.validate import Validation, validate
 from penstock.cluster.collect import collect
+from penstock.dataset.foreign import list_foreign
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -64,6 +65,9 @@ def prepare(
         lambda: open_files(workload.dataset, storage, seed=workload.train.seed, evaluates=bool(after)),
         awaiting="all ranks to open the data set",
     )[comm.rank]
+    if files.are_to_be_listed:
+        found = list_foreign(workload.dataset, storage, evaluates=bool(after), comm=comm, progress=progress)
+        files = files.listed(found)
     opened_s = time.monotonic()
     validation = validate(files, storage, comm=comm, progress=progress)
     validated_s = time.monotonic()

@@ -94,7 +94,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
                 environment=request.environment,
                 seeds={"order": request.seed},
                 plan=prepared.plan.document(),
-                remarks=request.remarks,
+                remarks=(*request.remarks, *prepared.files.remarks),
             )
             run = open_things.enter_context(_open_run(request, asked))
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
@@ -152,6 +152,8 @@ class _Session:
         survey_bytes = sum(work.batches.survey_bytes for work in works.values())
         return Stages(
             opening_s=self.prepared.opening_s,
+            files_found=self.prepared.files.num_found,
+            remarks=self.prepared.files.remarks,
             validation=self.prepared.validation,
             planning_s=self.prepared.planning_s,
             loader=self.request.loader,

@@ -42,9 +42,10 @@ class _Seen:
 def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Progress) -> Validation:
     """Look up the files that `listing_validation_interval` asks for; `ObjectNotFound` if any is missing.
 
-    Collective. An interval of 0 looks up nothing; a file whose index is missing is missing.
+    Collective. An interval of 0 looks up nothing, nor is looked up what was just listed; a file whose index
+    is missing is missing.
     """
-    interval = files.dataset.listing_validation_interval
+    interval = 0 if files.num_found is not None else files.dataset.listing_validation_interval
     places = checked_places(files, interval)[comm.rank :: comm.size]
     began_s = time.monotonic()
     progress.begin("validating files", len(places))
@@ -96,6 +97,9 @@ def _look_up(files: TrainingFiles, storage: Storage, places: list[int], progress
                     num_missing += 1
                     missing.append((place, key))
             del missing[_NAMED:]
+            if num_missing:
+                left = len(places) - start - len(some)
+                progress.begin(f"validating files, {num_missing:,} missing so far", left)
     return _Seen(len(places), num_missing, tuple(missing))
 
 

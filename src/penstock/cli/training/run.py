@@ -103,6 +103,8 @@ def run(
     )
     with terminal.progress() as progress:
         result = train(request, reopen(), comm=comm, progress=progress)
+    for remark in result.stages.remarks:
+        terminal.note(remark)
     terminal.result(result.document(), lambda console: _draw(console, result))
 
 

@@ -19,8 +19,9 @@ from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.generate import generate
 from penstock.dataset.manifest import KEY, Recipe
-from penstock.errors import StorageError, UsageError
+from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
+from penstock.results.record import read_record
 from penstock.results.tables import read_events
 from penstock.storage import open_storage
 from penstock.workload.choices import Format, ProcessStart, ReadType, Shuffle
@@ -129,3 +130,27 @@ def test_what_shall_be_in_memory_is_read_before_the_first_step_and_not_in_any(tm
     stages = json.loads((Path(result.results_dir) / STAGES_FILE).read_text())
     assert [epoch["preload"]["read_bytes"] for epoch in stages["epochs"]] == [sizes, sizes]
     assert all(epoch["preload"]["elapsed_s"] > 0 for epoch in stages["epochs"])
+
+
+def test_a_data_set_of_others_is_listed_and_more_files_than_asked_for_are_said(tmp_path: Path) -> None:
+    ground = Ground(tmp_path)
+    (tmp_path / "data" / KEY).unlink()
+    for path in sorted((tmp_path / "data" / "train").iterdir()):
+        path.rename(path.with_name(f"case-{path.name}"))
+    ground.dataset = replace(FILES, num_files_train=9)
+    result = ground.run()
+    assert result.stages.files_found == 12
+    assert result.stages.remarks == ("12 files lie there, and the first 9 of them are read",)
+    assert read_record(Path(result.results_dir)).remarks[-1] == result.stages.remarks[0]
+    assert sum(rate.samples for rate in result.train.epochs) == 18
+    assert result.stages.validation.num_files == 0
+
+
+def test_with_skip_listing_names_are_dlios_and_looked_up(tmp_path: Path) -> None:
+    ground = Ground(tmp_path)
+    (tmp_path / "data" / KEY).unlink()
+    ground.dataset = replace(FILES, skip_listing=True)
+    assert ground.run().stages.files_found is None
+    ground.dataset = replace(ground.dataset, num_files_train=13)
+    with pytest.raises(ObjectNotFound, match=r"listing_validation_interval=0"):
+        ground.run()

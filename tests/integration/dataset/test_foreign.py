@@ -1,0 +1,112 @@
+"""Data sets that others made: found by listing, once a node, whatever their files are called."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.cluster.solo import SoloComm
+from penstock.dataset.foreign import list_foreign, together
+from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.progress import Silent
+from penstock.storage import ObjectInfo, open_storage
+from penstock.workload.choices import Format
+from penstock.workload.spec import Dataset
+
+if TYPE_CHECKING:
+    from penstock.dataset.foreign import ForeignFiles
+
+
+def put(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x" * 10)
+
+
+def found(place: Path, dataset: Dataset, *, evaluates: bool = False) -> ForeignFiles:
+    storage = open_storage(str(place), {})
+    return list_foreign(dataset, storage, evaluates=evaluates, comm=SoloComm(), progress=Silent())
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_files_of_any_name_are_found_and_others_are_not(tmp_path: Path, scratch: Path) -> None:
+    place = tmp_path / "data"
+    put(place, "train/b.jpg", "train/deep/a.JPEG", "train/readme.txt", "valid/v.jpeg", "elsewhere.jpg")
+    dataset = Dataset(format=Format.JPEG, num_files_train=2, num_files_eval=1)
+    seen = found(place, dataset, evaluates=True)
+    assert [seen.train.name(index) for index in range(len(seen.train))] == [
+        "train/b.jpg",
+        "train/deep/a.JPEG",
+    ]
+    assert seen.train.size_bytes(0) == 10
+    assert seen.evaluation is not None
+    assert seen.evaluation.name(0) == "valid/v.jpeg"
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("folders", ["dlio", "own"])
+def test_subfolders_are_found_by_dlios_names_and_by_any_other(tmp_path: Path, folders: str) -> None:
+    place = tmp_path / "data"
+    names = [f"{number:02}" if folders == "dlio" else f"class-{number}" for number in range(10)]
+    put(place, *(f"train/{name}/img_{index}.npz" for name in names for index in range(3)))
+    seen = found(place, Dataset(format=Format.NPZ, num_files_train=30, num_subfolders_train=10))
+    assert len(seen.train) == 30
+
+
+def test_fewer_files_than_asked_for_are_an_error_that_says_how_many(tmp_path: Path, scratch: Path) -> None:
+    put(tmp_path / "data", "train/a.npz", "train/b.npz")
+    with pytest.raises(UsageError, match=r"2 files lie here.*num_files_train asks for 3.*num_files_train=2"):
+        found(tmp_path / "data", Dataset(format=Format.NPZ, num_files_train=3))
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("folder", [".", "missing"])
+def test_no_files_at_all_say_how_to_make_some(tmp_path: Path, folder: str) -> None:
+    with pytest.raises(ObjectNotFound, match="training generate"):
+        found(tmp_path / folder, Dataset(format=Format.NPZ, num_files_train=3))
+
+
+def info(key: str) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=1, modified_s=0.0)
+
+
+def test_folders_are_listed_at_once_in_bounded_memory() -> None:
+    barrier = threading.Barrier(3, timeout=30)
+
+    def files(folder: str) -> Iterator[ObjectInfo]:
+        barrier.wait()
+        return (info(f"{folder}/{index}") for index in range(5000))
+
+    seen = [one.key for one in together(files, ["a", "b", "c"], threads=3)]
+    assert len(set(seen)) == len(seen) == 15_000
+
+
+def test_a_folder_that_cannot_be_listed_ends_the_listing_of_all() -> None:
+    def files(folder: str) -> Iterator[ObjectInfo]:
+        if folder == "b":
+            raise StorageError("No such right", uri="b")
+        return (info(f"{folder}/{index}") for index in range(100_000))
+
+    with pytest.raises(StorageError, match="No such right"):
+        list(together(files, list("abcdef"), threads=2))
+
+
+def test_whoever_stops_listening_leaves_no_thread_behind() -> None:
+    stream = together(lambda folder: (info(f"{folder}/{n}") for n in range(10**6)), list("abc"), threads=3)
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(stream.close).result(timeout=60)  # type: ignore[attr-defined]  # a generator
+    assert not [one for one in threading.enumerate() if one.name.startswith("penstock-list")]
