@@ -185,22 +185,37 @@ def _without_wide_gaps(
 def _reader_sets(
     pieces: _Pieces, wishes: _Wishes, file: Ints, readable: Bools | None, num_units: int
 ) -> RankSets:
-    """Which ranks may read each unit: those that want it and can; if none of them can, all that can."""
-    begin = np.searchsorted(wishes.want, pieces.want)
-    count = np.searchsorted(wishes.want, pieces.want, side="right") - begin
-    piece, wish = ranges(begin, count)
-    unit, rank = pieces.unit[piece], wishes.rank[wish]
+    """Which ranks may read each unit: those that want it and can; if none of them can, all that can.
+
+    Works on sets of ranks, never on pairs of units and ranks: those are a billion where a thousand ranks all
+    want a million units.
+    """
+    by_want = rank_sets(wishes.want, wishes.rank, int(wishes.want[-1]) + 1 if len(wishes.want) else 0)
+    unions = rank_sets(pieces.unit, by_want.of_group[pieces.want], num_units)
+    number = np.repeat(np.arange(len(unions)), unions.size)
+    owner, place = ranges(by_want.start[unions.members], by_want.size[unions.members])
+    wanting = rank_sets(number[owner], by_want.members[place], len(unions))
+    of_unit = wanting.of_group[unions.of_group]
     if readable is None:
-        return rank_sets(unit, rank, num_units)
-    able = readable[rank, file[unit]]
-    orphans = np.flatnonzero(np.bincount(unit[able], minlength=num_units) == 0)
+        return RankSets(of_unit, wanting.start, wanting.size, wanting.members)
+    kinds = equal_rows(np.stack([of_unit, file], axis=1))
+    able = _able_sets(wanting, of_unit[kinds.first], file[kinds.first], readable)
+    return RankSets(able.of_group[kinds.number], able.start, able.size, able.members)
+
+
+def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> RankSets:
+    """For each pair of a wanting set and a file, who of the set can open it, or else whoever can."""
+    pair, place = ranges(wanting.start[number], wanting.size[number])
+    rank = wanting.members[place]
+    able = readable[rank, file[pair]]
+    orphans = np.flatnonzero(np.bincount(pair[able], minlength=len(file)) == 0)
     helper, helped = np.nonzero(readable[:, file[orphans]])
     lost = np.setdiff1d(np.arange(len(orphans)), helped)
     if len(lost):
-        number = int(file[orphans[lost[0]]])
-        raise NobodyCanRead(f"No rank can open file number {number}", file=number)
-    unit = np.concatenate([unit[able], orphans[helped]])
-    return rank_sets(unit, np.concatenate([rank[able], helper]), num_units)
+        missing = int(file[orphans[lost[0]]])
+        raise NobodyCanRead(f"No rank can open file number {missing}", file=missing)
+    pairs = np.concatenate([pair[able], orphans[helped]])
+    return rank_sets(pairs, np.concatenate([rank[able], helper]), len(file))
 
 
 def rank_load_plan(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
