@@ -22,33 +22,33 @@ class Column:
 
     name: str
     type: pa.DataType
-    nullable: bool
     meaning: str
+    may_be_missing: bool = False
 
 
 COLUMNS: Final = (
-    Column("ts_us", pa.int64(), False, "when it began: microseconds since 1970 by the clock of its host"),
-    Column("dur_us", pa.int64(), False, "how long it took"),
-    Column("end_us", pa.int64(), False, "when it ended: ts_us + dur_us"),
-    Column("op", pa.string(), False, "what was done, by one name whatever the libc's: open, stat, write"),
-    Column("name", pa.string(), False, "the same as traced: open64, __xstat, write"),
-    Column("cat", pa.string(), False, "the layer that traced it: POSIX, STDIO, checkpoint"),
-    Column("pid", pa.int64(), False, "process, as traced (a rank in traces of DLIO)"),
-    Column("tid", pa.int64(), False, "thread, as traced"),
-    Column("rank", pa.int32(), True, "rank of the process in its job"),
-    Column("host", pa.string(), True, "machine"),
-    Column("path", pa.string(), True, "file that was worked on"),
-    Column("size_bytes", pa.int64(), True, "bytes that were moved"),
-    Column("offset", pa.int64(), True, "where in the file"),
-    Column("ret", pa.int64(), True, "what the call returned"),
-    Column("epoch", pa.int32(), True, "epoch of the training"),
-    Column("step", pa.int32(), True, "step of the training"),
-    Column("args", pa.string(), False, "JSON text of everything else that was traced of it"),
-    Column("run", pa.string(), False, "the run that the file belongs to"),
-    Column("file", pa.string(), False, "the trace file that it was read from"),
+    Column("ts_us", pa.int64(), "when it began: microseconds since 1970 by the clock of its host"),
+    Column("dur_us", pa.int64(), "how long it took"),
+    Column("end_us", pa.int64(), "when it ended: ts_us + dur_us"),
+    Column("op", pa.string(), "what was done, by one name whatever the libc's: open, stat, write"),
+    Column("name", pa.string(), "the same as traced: open64, __xstat, write"),
+    Column("cat", pa.string(), "the layer that traced it: POSIX, STDIO, checkpoint"),
+    Column("pid", pa.int64(), "process, as traced (a rank in traces of DLIO)"),
+    Column("tid", pa.int64(), "thread, as traced"),
+    Column("rank", pa.int32(), "rank of the process in its job", may_be_missing=True),
+    Column("host", pa.string(), "machine", may_be_missing=True),
+    Column("path", pa.string(), "file that was worked on", may_be_missing=True),
+    Column("size_bytes", pa.int64(), "bytes that were moved", may_be_missing=True),
+    Column("offset", pa.int64(), "where in the file", may_be_missing=True),
+    Column("ret", pa.int64(), "what the call returned", may_be_missing=True),
+    Column("epoch", pa.int32(), "epoch of the training", may_be_missing=True),
+    Column("step", pa.int32(), "step of the training", may_be_missing=True),
+    Column("args", pa.string(), "JSON text of everything else that was traced of it"),
+    Column("run", pa.string(), "the run that the file belongs to"),
+    Column("file", pa.string(), "the trace file that it was read from"),
 )
 
-SCHEMA: Final = pa.schema([pa.field(each.name, each.type, each.nullable) for each in COLUMNS])
+SCHEMA: Final = pa.schema([pa.field(each.name, each.type, each.may_be_missing) for each in COLUMNS])
 
 SAMPLES_KEPT: Final = 5
 """Damaged lines that a file's account shows; all are counted."""
@@ -65,11 +65,11 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class FileAccount:
-    """What became of every line of one trace file: `lines = events + salvaged + metadata + blank + dropped`.
+    """What became of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
 
-    `events` were whole, `salvaged` are events of damaged lines (`salvaged_reasons`); both are rows of the table.
-    `metadata` explains other lines, `blank` lines are empty or a bracket. `announced_events` is what the file's
-    writer counted, None if it didn't say; `faults` are about the file as a whole, as a torn end.
+    `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata` explains
+    other lines, `blank` lines are empty or a bracket, `skipped` ones were not asked for. `announced_events` is
+    what the file's writer counted, None if it didn't say; `faults` concern the file as a whole: a torn end.
     """
 
     file: str

@@ -1,0 +1,71 @@
+"""One trace file of any dialect as batches of events and an account: what the table and its workers call.
+
+Place in the flow: the door of this room. Invariant: after the last batch the account is complete, and what is
+wrong with the file stands in it; only a file that cannot be read at all is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.trace.event import FileAccount
+from penstock.trace.reading.columns import Origin
+from penstock.trace.reading.json_lines import JsonLines
+from penstock.trace.reading.pages import read_pages
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+RANK_PATTERN = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d+)"
+"""Where a file's name tells the rank: `trace-3-of-16.pfw.gz`, `run_rank3.pfw`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFile:
+    """A file to read: where it lies, how it is called, which run it belongs to, how its name tells a rank."""
+
+    path: Path
+    name: str = ""
+    run: str = ""
+    rank_pattern: str = RANK_PATTERN
+
+    @property
+    def origin(self) -> Origin:
+        """What all its events have in common."""
+        found = re.search(self.rank_pattern, self.path.name, re.IGNORECASE)
+        return Origin(self.run, self.name or self.path.name, int(found[1]) if found else None)
+
+
+@dataclass(slots=True)
+class Reading:
+    """A file that is being read: iterate over `batches`, then look at `account`."""
+
+    account: FileAccount
+    batches: Iterator[pa.RecordBatch] = field(repr=False)
+
+
+def read_file(file: TraceFile, advance: Callable[[int], None] = lambda _: None) -> Reading:
+    """Begin to read; `advance` hears of bytes taken from disk. OSError if the file cannot be read."""
+    size_bytes = file.path.stat().st_size
+    account = FileAccount(file=file.name or file.path.name, size_bytes=size_bytes)
+    return Reading(account, _batches(file, account, advance))
+
+
+def _batches(
+    file: TraceFile, account: FileAccount, advance: Callable[[int], None]
+) -> Iterator[pa.RecordBatch]:
+    account.dialect = "json lines"
+    pages = read_pages(file.path, account.faults.append, advance)
+    for batch in JsonLines(file.origin, account).batches(pages):
+        _note(batch, account)
+        yield batch
+
+
+def _note(batch: pa.RecordBatch, account: FileAccount) -> None:
+    """Hosts and ranks that the events tell."""
+    account.hosts.update(batch.column("host").dictionary.to_pylist())
+    account.ranks.update(rank for rank in batch.column("rank").unique().to_pylist() if rank is not None)

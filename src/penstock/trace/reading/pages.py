@@ -1,0 +1,174 @@
+"""Trace files as pages of whole lines: plain or gzip, of one member or many, whole or torn.
+
+Place in the flow: the first stage of reading. Invariants: a page ends behind a newline and is followed by
+`SLACK` readable bytes; memory is bounded whatever the file's size; what can be decompressed is delivered, and
+what cannot is told.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from isal import igzip_lib
+
+from penstock.trace.reading.scan import SLACK
+
+PIECE_BYTES: Final = 1 << 20
+"""Decompressed at a time: small enough to be in a cache when it is read next."""
+LINE_LIMIT_BYTES: Final = 8 << 20
+"""A longer line is no event of a trace; it is cut here so that memory stays bounded."""
+
+_READ_BYTES: Final = 1 << 17
+_GZIP_MAGIC: Final = b"\x1f\x8b\x08"
+
+_BAD_GZIP: Any = igzip_lib.IsalError
+
+Tell = Callable[[str], None]
+"""Is told what is wrong with the file as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Whole lines: `content[start:stop]`. `is_torn` says that the file ends here without a newline."""
+
+    content: bytes
+    start: int
+    stop: int
+    is_torn: bool = False
+
+
+def read_pages(path: Path, tell: Tell, advance: Callable[[int], None]) -> Iterator[Page]:
+    """The file's lines in order; `advance` hears of the bytes read from disk."""
+    carry = b""
+    for piece in read_pieces(path, tell, advance):
+        start = 0
+        if carry:
+            start = piece.find(b"\n") + 1
+            if not start and len(carry) + len(piece) < LINE_LIMIT_BYTES:
+                carry += piece
+                continue
+            head = carry + piece[:start] if start else carry + piece + b"\n"
+            yield Page(head + bytes(SLACK), 0, len(head))
+            start = start or len(piece)
+        stop = piece.rfind(b"\n", start, max(start, len(piece) - SLACK)) + 1
+        if stop > start:
+            yield Page(piece, start, stop)
+            start = stop
+        carry = piece[start:]
+    if carry:
+        is_torn = not carry.endswith(b"\n")
+        carry += b"\n" * is_torn
+        yield Page(carry + bytes(SLACK), 0, len(carry), is_torn)
+
+
+def read_pieces(path: Path, tell: Tell, advance: Callable[[int], None]) -> Iterator[bytes]:
+    """The file's bytes, decompressed, in pieces of at most `PIECE_BYTES`."""
+    with path.open("rb", buffering=0) as file:
+        counted = _Counted(file, advance)
+        if file.read(len(_GZIP_MAGIC)) != _GZIP_MAGIC:
+            file.seek(0)
+            while piece := counted.read(PIECE_BYTES):
+                yield piece
+            return
+        file.seek(0)
+        yield from _Members(file, counted, tell).pieces()
+
+
+class _Counted:
+    """Reads of a file, told to whoever shows progress."""
+
+    def __init__(self, file: BinaryIO, advance: Callable[[int], None]) -> None:
+        self._file = file
+        self._advance = advance
+
+    def read(self, num_bytes: int) -> bytes:
+        piece = self._file.read(num_bytes)
+        self._advance(len(piece))
+        return piece
+
+
+class _Members:
+    """The gzip members of a file, one after another, past those that are damaged."""
+
+    def __init__(self, file: BinaryIO, counted: _Counted, tell: Tell) -> None:
+        self._file = file
+        self._counted = counted
+        self._tell = tell
+        self._member_at = 0
+        self._delivered = 0
+
+    def pieces(self) -> Iterator[bytes]:
+        is_more = True
+        while is_more:
+            self._delivered = 0
+            decompressor = igzip_lib.IgzipDecompressor(flag=igzip_lib.DECOMP_GZIP)
+            try:
+                yield from self._member(decompressor)
+            except _BAD_GZIP as error:
+                yield from self._rescue()
+                self._tell(f"gzip member at byte {self._member_at} is damaged: {error}")
+                is_more = self._seek_member(self._member_at + 1)
+                continue
+            is_more = self._next_member(decompressor)
+
+    def _member(self, decompressor: Any) -> Iterator[bytes]:
+        while not decompressor.eof:
+            read = b""
+            if decompressor.needs_input:
+                read = self._counted.read(_READ_BYTES)
+                if not read:
+                    self._tell(f"ends inside the gzip member at byte {self._member_at}: it was cut short")
+                    return
+            piece = decompressor.decompress(read, PIECE_BYTES)
+            self._delivered += len(piece)
+            if piece:
+                yield piece
+
+    def _rescue(self) -> Iterator[bytes]:
+        """What the damaged member still gives behind what was delivered: zlib tells it byte by byte."""
+        self._file.seek(self._member_at)
+        decompressor = zlib.decompressobj(wbits=31)
+        to_skip = self._delivered
+        try:
+            while read := self._file.read(256):
+                for number in range(len(read)):
+                    piece = decompressor.decompress(read[number : number + 1])
+                    if len(piece) > to_skip:
+                        yield piece[to_skip:]
+                    to_skip = max(0, to_skip - len(piece))
+        except zlib.error:
+            return
+
+    def _next_member(self, decompressor: Any) -> bool:
+        """Stand at the next member; False if there is none."""
+        if not decompressor.eof:
+            return False
+        unused = len(decompressor.unused_data)
+        at = self._file.tell() - unused
+        rest = decompressor.unused_data + self._file.read(_READ_BYTES)
+        if not rest.strip(b"\0") and len(rest) < _READ_BYTES:
+            return False
+        if rest.startswith(_GZIP_MAGIC):
+            self._member_at = at
+            self._file.seek(at)
+            return True
+        self._tell(f"bytes from {at} on are no gzip member")
+        return self._seek_member(at)
+
+    def _seek_member(self, at: int) -> bool:
+        """Stand at the first member that begins at `at` or later."""
+        self._file.seek(at)
+        overlap = b""
+        while read := self._file.read(_READ_BYTES):
+            window = overlap + read
+            found = window.find(_GZIP_MAGIC)
+            if found >= 0:
+                self._member_at = self._file.tell() - len(window) + found
+                self._file.seek(self._member_at)
+                return True
+            overlap = window[-len(_GZIP_MAGIC) + 1 :]
+        return False
