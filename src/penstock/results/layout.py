@@ -3,6 +3,7 @@
     PARENT/NAME-20260102-030405-1a2b3c/
         run.json                       what was asked, planned, found; written first, outcome "running"
         steps.parquet spans.parquet    what happened, step by step (`spool/` while the run lasts)
+        checkpoints.json               each checkpoint that was written or read, and what all of them come to
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
 Invariant: a run's folder is made by one process, under a name that nobody else has.
@@ -21,10 +22,13 @@ from penstock.storage.files.calls import explaining
 
 RUN_FILE: Final = "run.json"
 SUMMARY_FILE: Final = "summary.json"
+CHECKPOINTS_FILE: Final = "checkpoints.json"
 _LEFT_BY_RUNS: Final = (
     SUMMARY_FILE,
     "*.parquet",
     "stages.json",
+    CHECKPOINTS_FILE,
+    "progress",
     "spool/*.events",
     "[0-9]*_output.json",
     "[0-9]*_per_epoch_stats.json",

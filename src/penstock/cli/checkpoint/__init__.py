@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli.checkpoint import models, size
+from penstock.cli.checkpoint import models, run, size
 
 app = typer.Typer(no_args_is_help=True, help="Can it take and give back checkpoints, and how fast?")
 
@@ -15,4 +15,5 @@ def checkpoint() -> None:
 
 
 app.command()(models.models)
+app.command()(run.run)
 app.command()(size.size)

@@ -1,0 +1,154 @@
+"""One round on this rank: a checkpoint through the pipe, together with all other ranks.
+
+Place in the flow: called by `run`, round after round. Collective. Invariant: a round that fails on any rank
+fails on all of them, and leaves none of its checkpoint's files behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from penstock.bench.checkpoint.cold import make_cold
+from penstock.bench.checkpoint.content import StateContent
+from penstock.bench.checkpoint.figures import RoundFigures
+from penstock.bench.checkpoint.plan import EPOCH, objects_of, reader_of
+from penstock.checkpoint.pipe.base import MIN_BUFFERS_PER_STREAM
+from penstock.checkpoint.pipe.ranks import common_origin_ns, figures_of
+from penstock.checkpoint.pipe.read import read_objects
+from penstock.checkpoint.pipe.write import write_objects
+from penstock.cluster.collect import collect
+from penstock.errors import ObjectNotFound, StorageError
+from penstock.results.events import Phase, SpanEvent, SpanKind
+
+if TYPE_CHECKING:
+    from penstock.bench.checkpoint.plan import Round
+    from penstock.bench.checkpoint.watch import Watch
+    from penstock.bench.state import StateLayout
+    from penstock.bench.steps import StepRecorder
+    from penstock.checkpoint.pipe.base import Measurement, PipeSettings, PlannedObject
+    from penstock.checkpoint.pipe.memory import WarmMemory
+    from penstock.cluster.comm import Comm
+    from penstock.storage import Storage
+
+logger = logging.getLogger(__name__)
+
+LONGEST_ROUND_S: Final = 7 * 24 * 3600.0
+"""Ranks may take very unlike times. None hangs: the pipe gives up on a silent storage by itself."""
+
+_KINDS: Final = {"write": SpanKind.SAVE, "read": SpanKind.LOAD}
+_TITLES: Final = {"write": "writing", "read": "reading"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundWork:
+    """What all rounds of one rank have in common. `shift` is how far ranks are moved for reading."""
+
+    comm: Comm
+    layout: StateLayout
+    storages: Sequence[Storage]
+    pipe: PipeSettings
+    memory: WarmMemory
+    seed: int
+    shift: int
+    syncs_ranks: bool
+    watch: Watch
+    recorder: StepRecorder
+
+    def run(self, each: Round, *, last: int) -> RoundFigures:
+        """The round, and what all ranks saw of it. `last` is the number of its direction's last round."""
+        process = self.comm.rank
+        if each.direction == "read":
+            process = reader_of(process, num_processes=self.comm.size, shift=self.shift)
+        planned = objects_of(self.layout, process, each.step)
+        content = StateContent(self.seed, planned)
+        cold = make_cold(self.storages[0], planned, comm=self.comm) if each.direction == "read" else None
+        title = f"{_TITLES[each.direction]} checkpoint {each.number} of {last}"
+        began_at_s = time.time()
+        with self.watch.over(title, self._bytes_of_ranks(each)):
+            measurements = self._move(each, planned, content)
+        phase = figures_of([seen for seen in measurements if seen is not None])
+        return RoundFigures(round=each, began_at_s=began_at_s, ended_at_s=time.time(), phase=phase, cold=cold)
+
+    def _bytes_of_ranks(self, each: Round) -> list[int]:
+        sizes: list[int] = self.layout.bytes_of_processes().tolist()
+        shift = self.shift if each.direction == "read" else 0
+        return [sizes[reader_of(rank, num_processes=len(sizes), shift=shift)] for rank in range(len(sizes))]
+
+    def _move(
+        self, each: Round, planned: Sequence[PlannedObject], content: StateContent
+    ) -> list[Measurement | None]:
+        """The timed part; a rank without files sees nothing."""
+        move = write_objects if each.direction == "write" else read_objects
+        with ExitStack() as undo:
+            if each.direction == "write":
+                undo.callback(remove_objects, self.storages[0], planned)
+            origin_ns = common_origin_ns(self.comm, awaiting="all ranks to begin a checkpoint")
+
+            def work() -> Measurement | None:
+                if not planned:
+                    return None
+                return move(
+                    self.storages,
+                    planned,
+                    content,
+                    self.pipe,
+                    memory=self.memory,
+                    rank=self.comm.rank,
+                    origin_ns=origin_ns,
+                    progress=self.watch,
+                )
+
+            seen = collect(
+                self.comm,
+                work,
+                awaiting="all ranks to finish a checkpoint",
+                timeout_s=max(LONGEST_ROUND_S, self.comm.timeout_s),
+            )
+            undo.pop_all()
+        self._note(each, seen[self.comm.rank], planned, origin_ns)
+        return seen
+
+    def _note(
+        self, each: Round, seen: Measurement | None, planned: Sequence[PlannedObject], origin_ns: int
+    ) -> None:
+        """DLIO's span of the round: this rank's own time, with `rank_sync` until all have met."""
+        end_ns = time.monotonic_ns() if self.syncs_ranks or seen is None else seen.end_ns
+        self.recorder.add_span(
+            SpanEvent(
+                kind=_KINDS[each.direction],
+                phase=Phase.TRAIN,
+                epoch=EPOCH,
+                block=each.number,
+                step=each.step,
+                start_ns=origin_ns,
+                end_ns=end_ns if seen or self.syncs_ranks else origin_ns,
+                size_bytes=sum(one.size_bytes for one in planned),
+            )
+        )
+
+
+def fitted(pipe: PipeSettings, planned: Sequence[PlannedObject]) -> PipeSettings:
+    """The settings with no more memory and streams than the objects of a checkpoint can use.
+
+    Memory is touched before it is timed, and costs seconds a GiB: a small checkpoint should not pay for it.
+    """
+    streams = max(1, min(pipe.streams, len(planned)))
+    used = sum(-(-each.size_bytes // pipe.chunk_bytes) for each in planned) * pipe.chunk_bytes
+    least = MIN_BUFFERS_PER_STREAM * streams * pipe.chunk_bytes
+    return replace(pipe, streams=streams, buffer_memory_bytes=max(least, min(pipe.buffer_memory_bytes, used)))
+
+
+def remove_objects(storage: Storage, planned: Sequence[PlannedObject]) -> None:
+    """Delete what is there of these; a cleanup must not fail, so the log names what cannot be deleted."""
+    for each in planned:
+        try:
+            storage.delete(each.key)
+        except ObjectNotFound:
+            logger.debug("%s was not there", each.key)
+        except StorageError as error:
+            logger.warning("Could not delete what a failed checkpoint left: %s", error)

@@ -1,0 +1,143 @@
+"""How far a round is, on every rank and in total, and that it goes on: told while it lasts.
+
+Ranks note their bytes in a small file of the run's folder, because they meet only when a round is over; rank
+0 adds them up. Invariant: watching never fails a round, and stops with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from penstock.units import format_bytes, format_rate
+
+if TYPE_CHECKING:
+    from penstock.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+FILE: Final = "progress"
+_SLOT_BYTES: Final = 8
+LOOK_INTERVAL_S: Final = 1.0
+TELL_INTERVAL_S: Final = 60.0
+SIGN_INTERVAL_S: Final = 10.0
+
+
+class Board:
+    """One number a rank, in a file that all ranks see; a rank writes its own, rank 0 reads them all."""
+
+    def __init__(self, path: Path, *, rank: int, num_ranks: int) -> None:
+        self._path = path
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def note(self, moved_bytes: int) -> None:
+        """Say how far this rank is."""
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(descriptor, moved_bytes.to_bytes(_SLOT_BYTES, "little"), self._rank * _SLOT_BYTES)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            logger.debug("Progress could not be noted: %s", error)
+
+    def read(self) -> list[int]:
+        """How far each rank said it is; 0 where it said nothing yet."""
+        try:
+            content = self._path.read_bytes()
+        except OSError as error:
+            logger.debug("Progress could not be read: %s", error)
+            content = b""
+        whole = content[: len(content) // _SLOT_BYTES * _SLOT_BYTES]
+        said = np.frombuffer(whole, dtype="<i8").tolist()[: self._num_ranks]
+        return [*said, *[0] * (self._num_ranks - len(said))]
+
+    def remove(self) -> None:
+        """Leave nothing behind."""
+        self._path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Onlookers:
+    """Who is told on rank 0: a bar, the run's record (a sign of life), and people, a line a minute."""
+
+    progress: Progress
+    sign_of_life: Callable[[], None]
+    tell: Callable[[str], None]
+
+
+class Watch:
+    """One rank's watch over its rounds. It is the `Progress` that the pipe advances, from any thread."""
+
+    def __init__(self, board: Board, *, rank: int, onlookers: Onlookers) -> None:
+        self._board = board
+        self._is_first = rank == 0
+        self._onlookers = onlookers
+        self._lock = threading.Lock()
+        self._moved_bytes = 0
+
+    def begin(self, phase: str, total: float) -> None:
+        """The pipe's own phases are parts of a round, which `over` has announced."""
+
+    def advance(self, amount: float) -> None:
+        """Count what the pipe has moved."""
+        with self._lock:
+            self._moved_bytes += int(amount)
+
+    @contextmanager
+    def over(self, title: str, bytes_of_ranks: list[int]) -> Iterator[None]:
+        """Watch over one round; `bytes_of_ranks` is what each rank will move in it."""
+        self._moved_bytes = 0
+        self._board.note(0)
+        if self._is_first:
+            self._onlookers.progress.begin(f"{title}, all ranks", sum(bytes_of_ranks))
+        ended = threading.Event()
+        looker = threading.Thread(
+            target=self._look, args=(title, bytes_of_ranks, ended), name="penstock-watch", daemon=True
+        )
+        looker.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            looker.join()
+
+    def _look(self, title: str, bytes_of_ranks: list[int], ended: threading.Event) -> None:
+        began_s = told_s = signed_s = time.monotonic()
+        shown_bytes = 0
+        while not ended.wait(LOOK_INTERVAL_S):
+            self._board.note(self._moved_bytes)
+            if not self._is_first:
+                continue
+            moved = self._board.read()
+            now_s = time.monotonic()
+            self._onlookers.progress.advance(max(0, sum(moved) - shown_bytes))
+            shown_bytes = max(shown_bytes, sum(moved))
+            if now_s - signed_s >= SIGN_INTERVAL_S:
+                self._onlookers.sign_of_life()
+                signed_s = now_s
+            if now_s - told_s >= TELL_INTERVAL_S:
+                self._onlookers.tell(f"{title}: {how_far(moved, bytes_of_ranks, now_s - began_s)}")
+                told_s = now_s
+
+
+def how_far(moved: list[int], planned: list[int], elapsed_s: float) -> str:
+    """Progress in a sentence: the total, its rate, and the rank that is farthest behind."""
+    total_bytes = sum(moved)
+    text = f"{format_bytes(total_bytes)} of {format_bytes(sum(planned))}"
+    text += f", {format_rate(total_bytes / elapsed_s)}" if elapsed_s > 0 else ""
+    shares = {rank: moved[rank] / size for rank, size in enumerate(planned) if size}
+    if len(shares) > 1:
+        last = min(shares, key=shares.__getitem__)
+        text += f"; rank {last} is last with {shares[last]:.0%}"
+    return text
