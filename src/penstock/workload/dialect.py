@@ -185,7 +185,7 @@ def layer_of(tree: Mapping[str, Any], source: str) -> tuple[dict[Path, Any], lis
     values: dict[Path, Any] = {}
     remarks = []
     for given, value in flatten(inner):
-        path = _our_path(given)
+        path = our_path(given)
         if path in values:
             raise UsageError(
                 f"{dotted(path)} is given twice, the second time as {dotted(given)}", where=source
@@ -196,7 +196,8 @@ def layer_of(tree: Mapping[str, Any], source: str) -> tuple[dict[Path, Any], lis
     return values, remarks
 
 
-def _our_path(given: Path) -> Path:
+def our_path(given: Path) -> Path:
+    """The key that we know by the one that was given."""
     if given == ("model",):  # a bare `model: resnet50`
         return ("model", "name")
     section = (SECTION_ALIASES.get(given[0], given[0]), *given[1:])

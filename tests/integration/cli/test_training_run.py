@@ -122,6 +122,7 @@ def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
     [
         (("--loader", "magic"), "No loader is called 'magic' (--loader). There are: native, pytorch."),
         (("--check", "half"), "'half' is no extent of a check (--check). Choose of: off, sample, full."),
+        (("--closed",), "reader.batch_size must stay as it is in the closed division (rule 3.6.2)"),
         (("--division", "halve"), "'halve' is no way to divide (--division). Choose of: rotate, drop, pad"),
         (("--set", "dataset.num_files_train=99"), "has 28 files where dataset.num_files_train asks for 99"),
         (("--set", "reader.batch_size=50"), "28 samples are too few for 1 ranks with batches of 50"),

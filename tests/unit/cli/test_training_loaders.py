@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.bench.loader.native import NativeOptions
-from penstock.cli.training.reading import loader_options
+from penstock.bench.order import Division
+from penstock.cli.training.reading import closed_rules, loader_options, open_rules
 from penstock.errors import Unavailable, UsageError
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
@@ -54,3 +55,30 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(Unavailable, match=r"penstock\[torch\]"):
         loader_options("pytorch", _workload(), None)
+
+
+def test_the_closed_division_has_torchs_loader_and_drops_remainders() -> None:
+    rules = closed_rules("unet3d_b200", ["reader.read_threads=8"], None, None)
+    assert (rules.loader, rules.division) == ("pytorch", Division.DROP)
+    assert closed_rules("unet3d", None, "pytorch", "drop") == rules
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "loader", "division", "said"),
+    [
+        ("unet3d_b200", ["train.epochs=1"], None, None, "train.epochs must stay.*3.6.2"),
+        ("own.yaml", [], None, None, "no shipped workload"),
+        ("unet3d_b200", [], "native", None, "--loader pytorch, not native"),
+        ("unet3d_b200", [], None, "rotate", "--division drop, not rotate"),
+    ],
+)
+def test_what_the_closed_division_forbids_is_refused_with_its_rule(
+    name: str, settings: list[str], loader: str | None, division: str | None, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        closed_rules(name, settings, loader, division)
+
+
+def test_without_a_word_our_own_loader_reads_and_remainders_rotate() -> None:
+    rules = open_rules(None, None)
+    assert (rules.loader, rules.division) == ("native", Division.ROTATE)

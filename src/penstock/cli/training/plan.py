@@ -27,7 +27,7 @@ def plan(
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose samples.")] = 0,
     epoch: Annotated[int, typer.Option("--epoch", min=1, help="Of which epoch, from 1.")] = 1,
     head: Annotated[int, typer.Option("--head", min=0, help="How many samples to show.")] = 10,
-    division: DivisionWord = "rotate",
+    division: DivisionWord = None,
     accelerator: Accelerator = "",
     settings: Settings = None,
     seed: OrderSeed = None,
@@ -53,7 +53,7 @@ def plan(
         rank=rank,
         epoch=epoch,
         head=head,
-        division=values.division("--division", division),
+        division=values.division("--division", division or "rotate"),
         seed=loaded.workload.train.seed if seed is None else seed,
     )
     title = f"Rank {rank} of {ranks} reads {seen.num_samples:,} samples in epoch {epoch}; the first"

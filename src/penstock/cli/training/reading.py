@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from penstock.cli import values
 
 if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions
     from penstock.bench.loader.pytorch import PytorchOptions
+    from penstock.bench.order import Division
     from penstock.cluster.comm import Comm
     from penstock.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingRules:
+    """Who reads, and what happens to what does not divide evenly."""
+
+    loader: str
+    division: Division
+
+
+def open_rules(loader: str | None, division: str | None) -> ReadingRules:
+    """What was asked for; our own loader, and no sample left out for long."""
+    return ReadingRules(
+        loader=loader or "native", division=values.division("--division", division or "rotate")
+    )
+
+
+def closed_rules(
+    name: str, settings: list[str] | None, loader: str | None, division: str | None
+) -> ReadingRules:
+    """What the closed division prescribes; `UsageError` where something else was asked for."""
+    from penstock.errors import UsageError
+    from penstock.workload.divisions import SubmissionDivision, require_allowed
+    from penstock.workload.loading import shipped
+    from penstock.workload.overrides import parse_settings
+
+    families = {loaded.workload.name for loaded in shipped()}
+    family = name.rpartition("_")[0] if name not in families else name
+    if family not in families:
+        raise UsageError(
+            f"{name} is no shipped workload, and the closed division has no other (rule 3.6.2)",
+            where="--closed",
+            fix="`penstock workloads` lists them.",
+        )
+    changed = [override.path for override in parse_settings(settings or ())]
+    require_allowed(SubmissionDivision.CLOSED, changed, workload=family)
+    for option, given, prescribed in (("--loader", loader, "pytorch"), ("--division", division, "drop")):
+        if given not in (None, prescribed):
+            raise UsageError(
+                f"The closed division reads with {option} {prescribed}, not {given} (rule 3.6.2)",
+                where=option,
+                fix=f"Leave {option} out, or run without --closed.",
+            )
+    return ReadingRules(loader="pytorch", division=values.division("--division", "drop"))
 
 
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:

@@ -10,7 +10,14 @@ import typer
 from penstock.cli import values
 from penstock.cli.ranks import ranked
 from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cli.training.reading import asks_to_decode, choose_seed, left_undone, loader_options
+from penstock.cli.training.reading import (
+    asks_to_decode,
+    choose_seed,
+    closed_rules,
+    left_undone,
+    loader_options,
+    open_rules,
+)
 from penstock.cli.training.words import (
     Accelerator,
     Data,
@@ -49,7 +56,15 @@ _Check = Annotated[
         help="Hold what is read against its generator: off, sample (1 in 16), full.",
     ),
 ]
-_Loader = Annotated[str, typer.Option("--loader", metavar="NAME", help="Who reads: native or pytorch.")]
+_Closed = Annotated[
+    bool,
+    typer.Option(
+        "--closed", help="Refuse what MLPerf Storage's closed division forbids; pytorch loader, drop."
+    ),
+]
+_Loader = Annotated[
+    str | None, typer.Option("--loader", metavar="NAME", help="Who reads: native (the default) or pytorch.")
+]
 
 
 @ranked
@@ -60,11 +75,12 @@ def run(
     data: Data,
     results: Results,
     accelerator: Accelerator = "",
-    loader: _Loader = "native",
+    loader: _Loader = None,
     settings: Settings = None,
     threads: ReadThreads = None,
     seed: OrderSeed = None,
-    division: DivisionWord = "rotate",
+    division: DivisionWord = None,
+    closed: _Closed = False,
     decode: _Decode = False,
     check: _Check = "off",
     option: StorageOption = None,
@@ -80,11 +96,14 @@ def run(
       penstock training run unet3d --accelerator h100 --data direct:///data/unet3d --results runs --ranks 4
 
       penstock training run retinanet_b200 --data s3://bucket/retinanet --results runs --threads 32 --json
+
+      penstock training run unet3d_b200 --data /data/unet3d --results runs --ranks 8 --closed
     """
     from penstock.bench.training.run import train
 
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
     loaded = load_workload(terminal, workload, accelerator, settings)
+    rules = closed_rules(workload, settings, loader, division) if closed else open_rules(loader, division)
     undone = left_undone(loaded.workload)
     for remark in undone:
         terminal.note(remark)
@@ -93,8 +112,8 @@ def run(
         loaded.workload,
         results=results,
         seed=choose_seed(comm, loaded.workload, seed),
-        division=values.division("--division", division),
-        loader=loader_options(loader, loaded.workload, threads),
+        division=rules.division,
+        loader=loader_options(rules.loader, loaded.workload, threads),
         reopen=reopen,
         decodes=decode or asks_to_decode(loaded.workload),
         check=values.content_check("--check", check),

@@ -40,7 +40,10 @@ OrderSeed = Annotated[
     int | None, typer.Option("--seed", min=0, help="Of the order; else the workload's train.seed.")
 ]
 DivisionWord = Annotated[
-    str, typer.Option("--division", metavar="WORD", help="Uneven remainders: rotate, drop, pad, error.")
+    str | None,
+    typer.Option(
+        "--division", metavar="WORD", help="Uneven remainders: rotate (the default), drop, pad, error."
+    ),
 ]
 
 
