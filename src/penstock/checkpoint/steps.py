@@ -67,6 +67,10 @@ class Steps:
         """Where a step lies; `ObjectNotFound` where it is not committed."""
         return Stored(self.storage, self._shelf.find(name_of(step)))
 
+    def surplus(self, keep: int | None) -> list[int]:
+        """The steps to remove so that the newest `keep` remain, as `surplus` decides."""
+        return surplus(self.committed(), keep, lambda step: self.find(step).is_whole())
+
     def remove(self, step: int) -> None:
         """Remove a step."""
         self._shelf.remove(self._shelf.find(name_of(step)))

@@ -5,18 +5,25 @@ The one way from a user's words to `commit`. Invariant: a `Stored` checkpoint wa
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.commit.place import open_shelf
-from penstock.errors import UsageError
+from penstock.checkpoint.manifest import read_manifest
+from penstock.checkpoint.sums import sum_of
+from penstock.errors import StorageError, Unavailable, UsageError
 from penstock.storage.registry import open_here
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.base import Committed
     from penstock.storage import Storage
+
+logger = logging.getLogger(__name__)
 
 AnyPath = str | os.PathLike[str]
 
@@ -36,6 +43,22 @@ class Stored:
     def key(self, file_name: str) -> str:
         """The key of one of its files."""
         return self.committed.key(file_name)
+
+    def is_whole(self) -> bool:
+        """Whether manifest, metadata and all files are there in their sizes; sums of payloads are not read.
+
+        A checkpoint without a manifest cannot be checked, and counts as not whole.
+        """
+        try:
+            manifest = read_manifest(read_object(self.storage, self.key(MANIFEST_NAME)), self.uri)
+            metadata = read_object(self.storage, self.key(METADATA_NAME))
+            sizes = {info.key: info.size_bytes for info in self.storage.list(self.committed.folder)}
+        except (StorageError, Unavailable) as error:
+            logger.info("%s is not whole: %s", self.uri, error)
+            return False
+        return sum_of(metadata) == manifest.metadata_sum and all(
+            sizes.get(self.key(file.name)) == file.size_bytes for file in manifest.files
+        )
 
 
 def split_path(path: AnyPath) -> tuple[str, str]:

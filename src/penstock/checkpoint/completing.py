@@ -1,0 +1,64 @@
+"""From a save that is being staged to a committed checkpoint: the part that needs no tensor any more.
+
+Runs in the caller's thread or in a manager's own, on all ranks. Invariant: it ends on all ranks in the same
+way, and where it fails, the memory of the stage is let go of and nothing visible has changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.checkpoint.commit.place import begin
+from penstock.cluster.collect import collect
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.commit.base import Committed
+    from penstock.checkpoint.staging.base import PreparedSave, RankShare, ShareStats, StagedSave
+    from penstock.cluster.comm import Comm
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a save goes and what its manifest is to say of it."""
+
+    storage: Storage
+    name: str
+    facts: Mapping[str, object]
+
+
+def complete(
+    prepared: PreparedSave,
+    staged: StagedSave,
+    target: Target,
+    comm: Comm,
+    *,
+    timeout_s: float,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Committed, tuple[ShareStats, ...]]:
+    """Write what is staged and commit it; what each rank spent, in rank order. Collective."""
+    with ExitStack() as undo:
+        undo.callback(staged.cancel)
+        place = begin(target.storage, target.name, comm)
+        undo.callback(place.abandon)
+        shares = collect(
+            comm,
+            lambda: staged.write_to(place.for_data, place.key, progress),
+            awaiting=f"all ranks to write their files of {target.name}",
+            timeout_s=timeout_s,
+        )
+        begun_s = clock()
+        facts = {**target.facts, "save_id": place.draft.save_id}
+        committed = place.commit(lambda: prepared.seal(shares, facts))
+        undo.pop_all()
+    return committed, tuple(_with_commit(share, clock() - begun_s) for share in shares)
+
+
+def _with_commit(share: RankShare, commit_s: float) -> ShareStats:
+    return replace(share.stats, commit_s=commit_s)

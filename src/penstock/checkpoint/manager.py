@@ -1,0 +1,299 @@
+"""The checkpoints of one run: saved, kept, found again and restored by one object that all ranks have.
+
+Calls that move a state are collective: all ranks make them in the same order. Foreground calls and background
+saves speak over groups of their own, so that neither waits for the other. Invariant: what `restore` returns
+was committed and loaded whole; a failed save is told on all ranks by the next collective call, at the latest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from penstock.checkpoint.commit.place import on_lead
+from penstock.checkpoint.completing import Target, complete
+from penstock.checkpoint.engine import LoadChoice, SaveChoice
+from penstock.checkpoint.handle import Meter, SaveHandle, SaveReport
+from penstock.checkpoint.members import own_members
+from penstock.checkpoint.restoring import PassedOver, candidates, none_restorable, try_step
+from penstock.checkpoint.steps import Steps, name_of
+from penstock.cluster.collect import cause_of, collect
+from penstock.errors import RankFailed, StorageError, UsageError
+from penstock.storage.registry import open_here
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from penstock.checkpoint.engine import Engine, Names, State
+    from penstock.checkpoint.staging.base import PreparedSave, StagedSave
+    from penstock.checkpoint.stored import AnyPath
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""The slowest rank may take so long to write its share."""
+
+Staging = Literal["copied", "background"]
+"""When `save_async` returns: once the tensors may change, or at once."""
+
+logger = logging.getLogger(__name__)
+
+
+class Manager:
+    """The checkpoints below `durable`, a path, a URI or an open storage, of which the newest `keep` stay.
+
+    >>> with Manager("/pfs/run", keep=3) as manager:
+    ...     step = manager.restore(state) or 0
+    ...     handle = manager.save_async(step + 1, state)
+
+    `process_group` says whose checkpoints these are: None means all ranks of the default group, or this
+    process alone. Managers of disjoint groups work at the same time; each needs a place of its own. Making
+    and closing one is collective, too.
+    """
+
+    def __init__(
+        self,
+        durable: AnyPath | Storage,
+        *,
+        keep: int | None = None,
+        process_group: Any = None,
+        engine: Engine,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise UsageError(f"keep={keep} keeps nothing", fix="Keep one or more, or None for all.")
+        self._front = own_members(process_group)
+        self._back = own_members(process_group)
+        for members in (self._front, self._back):
+            members.comm.timeout_s = timeout_s
+        self._rank = self._front.comm.rank
+        self._storage: Storage = (
+            open_here(durable, rank=self._rank) if isinstance(durable, str | os.PathLike) else durable
+        )
+        self._steps = Steps(self._storage)
+        self._keep = keep
+        self._timeout_s = timeout_s
+        self._engine = engine
+        self._handles: list[SaveHandle] = []
+        self._num_saves = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-save")
+        self._is_open = True
+        self.passed_over: tuple[PassedOver, ...] = ()
+        """What the last `restore` could not load, newest first."""
+
+    def steps(self) -> list[int]:
+        """All committed steps, ascending. Not collective."""
+        return self._steps.committed()
+
+    def latest(self) -> int | None:
+        """The newest committed step. Not collective."""
+        return max(self.steps(), default=None)
+
+    def save(
+        self,
+        step: int,
+        state: State,
+        *,
+        only: Names | None = None,
+        dtype: Any = None,
+        progress: Progress | None = None,
+    ) -> SaveReport:
+        """Save `state` as `step`, and return when it is committed. Collective.
+
+        An older checkpoint of this step is replaced, and stays whole until then. `only` saves the parts whose
+        names match; `dtype` converts tensors of floating point.
+        """
+        handle = self._start(step, state, SaveChoice(only=only, dtype=dtype), progress)
+        return handle.result()
+
+    def save_async(
+        self,
+        step: int,
+        state: State,
+        *,
+        staging: Staging = "copied",
+        only: Names | None = None,
+        dtype: Any = None,
+        progress: Progress | None = None,
+    ) -> SaveHandle:
+        """Save `state` as `step` in the background. Collective.
+
+        Returns when the state is copied and its tensors may change; with staging="background" at once, and
+        they may change after `wait_staged`. If the save fails, `result` or the next call here raises.
+        """
+        if staging not in ("copied", "background"):
+            raise UsageError(f"staging={staging!r} is unknown", fix='Use "copied" or "background".')
+        handle = self._start(step, state, SaveChoice(only=only, dtype=dtype), progress)
+        if staging == "copied":
+            handle.wait_staged()
+        return handle
+
+    def restore(
+        self,
+        state: State,
+        *,
+        step: int | None = None,
+        only: Names | None = None,
+        exclude: Names | None = None,
+        rename: Mapping[str, str] | None = None,
+        strict: bool = True,
+        trust: bool = False,
+        progress: Progress | None = None,
+    ) -> int | None:
+        """Fill `state` in place from the newest step that is whole, or from `step` and no other. Collective.
+
+        Returns the step; None where none was ever committed. A step that cannot be loaded is passed over with
+        a warning, and told in `passed_over`; where all are, `StorageError` on every rank lists the reasons.
+        """
+        self._wait_for_saves()
+        self._meet(f"restoring {'the newest step' if step is None else name_of(step)}")
+        comm = self._front.comm
+        choice = LoadChoice(only=only, exclude=exclude, rename=rename, strict=strict, trust=trust)
+        passed: list[PassedOver] = []
+        for each in on_lead(comm, lambda: candidates(self._steps, step), awaiting="rank 0 to list the steps"):
+            reason = try_step(
+                comm,
+                lambda each=each: self._engine.load(  # type: ignore[misc] # mypy does not infer the default
+                    state, self._steps.find(each), self._front, choice, progress
+                ),
+                each,
+            )
+            if reason is None:
+                self.passed_over = tuple(passed)
+                return each
+            logger.warning("Step %d is passed over: %s", each, reason)
+            passed.append(PassedOver(each, reason))
+        self.passed_over = tuple(passed)
+        if passed:
+            raise none_restorable(passed, self._storage.uri)
+        return None
+
+    def close(self) -> None:
+        """Wait for all saves and let go of everything; a failure not yet told is raised. Collective."""
+        if not self._is_open:
+            return
+        try:
+            self._wait_for_saves()
+            self._meet("closing")
+        finally:
+            self._let_go()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close. After an error in the block, saves under way are still finished, but nothing more is raised.
+
+        An interrupt (Ctrl-C) cancels them.
+        """
+        if kind is None:
+            self.close()
+            return
+        for handle in self._handles if not issubclass(kind, Exception) else []:
+            handle.cancel()
+        self._let_go()
+
+    def _start(self, step: int, state: State, choice: SaveChoice, progress: Progress | None) -> SaveHandle:
+        self._meet(f"saving {name_of(step)}")
+        prepared = self._engine.prepare(state, self._front, choice)
+        staged = self._stage(prepared)
+        meter = Meter(progress)
+        future = self._worker.submit(self._complete, step, prepared, staged, meter)
+        self._num_saves += 1
+        handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
+        self._handles.append(handle)
+        return handle
+
+    def _stage(self, prepared: PreparedSave) -> StagedSave:
+        """Begin to copy on all ranks, or fail on all: what is begun elsewhere is then cancelled."""
+        begun: list[StagedSave] = []
+        try:
+            collect(
+                self._front.comm,
+                lambda: begun.append(prepared.stage()),
+                awaiting="all ranks to begin to copy",
+            )
+        except RankFailed:
+            for staged in begun:
+                staged.cancel()
+            raise
+        return begun[0]
+
+    def _complete(self, step: int, prepared: PreparedSave, staged: StagedSave, meter: Meter) -> SaveReport:
+        """The rest of a save, in the worker's thread, where saves follow each other on all ranks alike."""
+        target = Target(storage=self._storage, name=name_of(step), facts={"step": step})
+        committed, stats = complete(
+            prepared, staged, target, self._back.comm, timeout_s=self._timeout_s, progress=meter
+        )
+        report = SaveReport(step=step, uri=f"{self._storage.uri}/{committed.name}", ranks=stats)
+        logger.info("Committed %s", report.line_of(self._rank))
+        if self._rank == 0:
+            self._retire(step)
+        return report
+
+    def _retire(self, step: int) -> None:
+        """Point to the newest step and remove the surplus. The step is committed, whatever fails here."""
+        try:
+            if step == self.latest():
+                self._steps.point_to(step)
+            for removed in self._steps.surplus(self._keep):
+                logger.info("Removing step %d: the newest %s are kept", removed, self._keep)
+                self._steps.remove(removed)
+        except StorageError as error:
+            logger.warning("Step %d is committed, but old steps could not all be removed: %s", step, error)
+
+    def _wait_for_saves(self) -> None:
+        for handle in self._handles:
+            handle.wait_done(self._timeout_s)
+
+    def _meet(self, doing: str) -> None:
+        """Let all ranks come to the same call, and raise on all of them what failed on any and is untold."""
+        if not self._is_open:
+            raise UsageError(f"This manager is closed, before {doing}", fix="Make a new Manager.")
+        comm = self._front.comm
+        mine = [
+            (handle.number, *_blame(failure, comm.rank, comm.host, handle.step))
+            for handle in self._handles
+            if (failure := handle.untold_failure()) is not None
+        ]
+        views = comm.gather((doing, mine), awaiting=f"all ranks to come to {doing}")
+        if {each for each, _ in views} != {doing}:
+            others = ", ".join(f"rank {rank}: {each}" for rank, (each, _) in enumerate(views))
+            raise UsageError(
+                f"Ranks call their managers for different things: {others}",
+                fix="All ranks make the same calls in the same order.",
+            )
+        failures = sorted(failure for _, failed in views for failure in failed)
+        self._forget({number for number, *_ in failures})
+        if failures:
+            _, rank, host, cause = failures[0]
+            raise RankFailed(rank, host, cause)
+
+    def _forget(self, told: set[int]) -> None:
+        """Drop handles that nothing is to be told of any more. Those that failed elsewhere fail here, too."""
+        for handle in self._handles:
+            if handle.number in told:
+                handle.wait_done(self._timeout_s)
+                handle.tell()
+        self._handles = [each for each in self._handles if not each.done or each.untold_failure()]
+
+    def _let_go(self) -> None:
+        self._is_open = False
+        self._worker.shutdown()
+        self._engine.close()
+        self._front.close()
+        self._back.close()
+
+
+def _blame(failure: BaseException, rank: int, host: str, step: int) -> tuple[int, str, str]:
+    """Which rank failed, where and why, in a save of the background."""
+    if isinstance(failure, RankFailed):
+        rank, host, cause = failure.rank, failure.host, failure.cause
+    else:
+        cause = cause_of(failure)
+    return rank, host, f"saving step {step} in the background: {cause}"
