@@ -16,7 +16,7 @@ from penstock.checkpoint.pieces import Bools, Boxes, Ints, StoredBoxes
 from penstock.checkpoint.plan.columns import RankSets, box_table, equal_rows, ranges, rank_sets
 from penstock.checkpoint.plan.overlaps import overlaps
 from penstock.checkpoint.plan.records import LoadOptions, LoadPlan, Transfers
-from penstock.checkpoint.plan.shares import share_out
+from penstock.checkpoint.plan.shares import share_out, split_large
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -108,15 +108,17 @@ def share_loading(
     shares = share_out(
         unit_boxes, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
     )
-    share_row = unit_row[shares.source]
-    start = payload_starts(shares.boxes, stored.boxes.take(share_row))
+    part, parts = split_large(shares.boxes, item_bytes, options.share_bytes)
+    share_unit = shares.source[part]
+    share_row = unit_row[share_unit]
+    start = payload_starts(parts, stored.boxes.take(share_row))
     in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
     return SharedLoadPlan(
         stored=stored,
-        share_unit=shares.source[in_file],
+        share_unit=share_unit[in_file],
         share_row=share_row[in_file],
-        share_boxes=shares.boxes.take(in_file),
-        share_rank=shares.rank[in_file],
+        share_boxes=parts.take(in_file),
+        share_rank=shares.rank[part][in_file],
         pieces=pieces,
         wishes=wishes,
     )

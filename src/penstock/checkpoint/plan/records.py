@@ -100,6 +100,8 @@ class LoadOptions:
     """What several ranks want is not cut into smaller parts than this."""
     min_gap_bytes: int = 256 * 1024
     """Unwanted bytes between wanted ones are skipped from this on; smaller gaps are read along."""
+    share_bytes: int = 32 << 20
+    """What is read is handed on in parts of at most this, so that sending overlaps with reading."""
     message_bytes: int = 1 << 20
     """Transfers of fewer bytes between two ranks share a message."""
 

@@ -82,6 +82,25 @@ def part_of_rows(boxes: Boxes, dim: Ints, begin: Ints, end: Ints) -> Boxes:
     return Boxes(boxes.tensor, offsets, sizes)
 
 
+def split_large(boxes: Boxes, item_bytes: Ints, limit_bytes: int) -> tuple[Ints, Boxes]:
+    """Cut boxes into contiguous parts of at most `limit_bytes`, and say which box each part is of.
+
+    Parts are in the order of the boxes, and of memory in each.
+    """
+    source = np.arange(len(boxes))
+    for _ in range(boxes.num_dims):
+        rows = rows_of(boxes, item_bytes)
+        step = np.maximum(limit_bytes // np.maximum(rows.num_bytes, 1), 1)
+        count = -(-rows.count // step)
+        if (count <= 1).all():
+            break
+        owner, number = ranges(np.zeros(len(count), dtype=np.int64), np.maximum(count, 1))
+        begin = number * step[owner]
+        end = np.minimum(begin + step[owner], rows.count[owner])
+        source, boxes = source[owner], part_of_rows(boxes.take(owner), rows.dim[owner], begin, end)
+    return source, boxes
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Line:
     """Boxes end to end, those of one set side by side."""

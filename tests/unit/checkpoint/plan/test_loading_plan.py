@@ -19,7 +19,7 @@ from penstock.checkpoint.plan.loading import (
 from penstock.checkpoint.plan.records import Held, LoadOptions, LoadPlan, SaveOptions
 from penstock.checkpoint.plan.saving import share_saving
 
-FINE = LoadOptions(min_cut_bytes=1, min_gap_bytes=8, message_bytes=16)
+FINE = LoadOptions(min_cut_bytes=1, min_gap_bytes=8, message_bytes=16, share_bytes=32)
 OPTIONS = st.sampled_from(
     [FINE, LoadOptions(), LoadOptions(min_cut_bytes=1, min_gap_bytes=1, message_bytes=1)]
 )
