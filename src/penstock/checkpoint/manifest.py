@@ -308,7 +308,9 @@ def with_manifest(contents: Contents, manifest: Manifest, where: str) -> SummedC
         rows = items.match(number, name, file.item_offset, file.item_bytes)
         payload[rows] = file.payload_offset
         sums[rows] = np.frombuffer(file.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
-    stored = replace(contents.stored, payload_offset=payload[:num_rows])
+    # A packed item has no payload of its own, wherever the manifest says that it begins.
+    known = np.where(contents.stored.packed, UNKNOWN, payload[:num_rows])
+    stored = replace(contents.stored, payload_offset=known)
     return SummedContents(
         replace(contents, stored=stored),
         sums[:num_rows],

@@ -1,0 +1,176 @@
+"""The pickle inside a `torch.save` archive, read as data: tensors as places in records, the rest as it is.
+
+torch is not imported and nothing that the file names is called. Invariant: a value whose class is not known
+here comes out as an `Opaque` that says which class it was, never as the thing itself.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from penstock.checkpoint.dtypes import BY_STORAGE, ELEMENT_TYPES, element_type
+from penstock.errors import DataDamaged
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.sums import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """A record of elements: `dtype` is None where the archive calls them plain bytes."""
+
+    key: str
+    dtype: str | None
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as a view of a record. `offset` and `strides` count elements."""
+
+    storage: StorageRef
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class Opaque:
+    """A value of a class that is not rebuilt here; `kind` names the class."""
+
+    kind = ""
+
+    def __new__(cls, *_: object, **__: object) -> Self:
+        """Take whatever the real one would have been made from."""
+        return super().__new__(cls)
+
+    def __setstate__(self, _: object) -> None:
+        """Let its state go."""
+
+    def append(self, _: object) -> None:
+        """Let an item go, as of a list of its own class."""
+
+    def extend(self, _: object) -> None:
+        """Let items go."""
+
+    def __setitem__(self, _: object, __: object) -> None:
+        """Let an item go, as of a mapping of its own class."""
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}>"
+
+
+def read_torch_pickle(content: Bytes, where: str) -> Any:
+    """The value, with `TensorRef` for tensors and `Opaque` for what is not known here."""
+    try:
+        return _Reader(io.BytesIO(content), where).load()
+    except DataDamaged:
+        raise
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        MemoryError,
+        OverflowError,
+    ) as error:
+        raise DataDamaged(f"Its pickle cannot be read: {error}", where=where) from error
+
+
+def _rebuild_typed(
+    storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
+) -> TensorRef | Opaque:
+    _, _, *about = rest
+    if about and about[0]:
+        return Opaque()  # conjugate and negative views are not the elements as they lie
+    if storage.dtype is None:
+        raise DataDamaged("A tensor has elements without a type")
+    return TensorRef(storage, storage.dtype, tuple(size), tuple(strides), int(offset))
+
+
+def _rebuild_untyped(
+    storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
+) -> TensorRef | Opaque:
+    _, _, dtype, *about = rest
+    if about and about[0]:
+        return Opaque()
+    kind = element_type(dtype)
+    return TensorRef(storage, kind.name, tuple(size), tuple(strides), int(offset))
+
+
+def _rebuild_parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _rebuild_subclass(function: Callable[..., Any], _: object, arguments: Any, __: object) -> Any:
+    return function(*arguments) if function in (_rebuild_typed, _rebuild_untyped) else Opaque()
+
+
+_KNOWN: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_typed,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_untyped,
+    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_subclass,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): tuple,
+    ("torch", "device"): lambda *parts: ":".join(map(str, parts)),
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "complex"): complex,
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "slice"): slice,
+    ("builtins", "range"): range,
+    ("__builtin__", "set"): set,
+    ("__builtin__", "complex"): complex,
+    ("__builtin__", "bytearray"): bytearray,
+    ("_codecs", "encode"): lambda text, _: text.encode("latin-1"),
+}
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, where: str) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._where = where
+        self._opaque: dict[tuple[str, str], type[Opaque]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands in for a name."""
+        if module in ("torch", "torch.storage") and name in BY_STORAGE:
+            return BY_STORAGE[name].name
+        if module == "torch.storage" and name in ("UntypedStorage", "TypedStorage"):
+            return None
+        if module == "torch" and name in ELEMENT_TYPES:
+            return name
+        known = self._known(module, name)
+        return known if known is not None else self._opaque_class(module, name)
+
+    @staticmethod
+    def _known(module: str, name: str) -> Any:
+        return _KNOWN.get((module, name))
+
+    def _opaque_class(self, module: str, name: str) -> type[Opaque]:
+        made = self._opaque.get((module, name))
+        if made is None:
+            made = type(name, (Opaque,), {"kind": f"{module}.{name}"})
+            self._opaque[module, name] = made
+        return made
+
+    def persistent_load(self, pid: Any) -> StorageRef:
+        """A record of the archive."""
+        if not (isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
+            self._refuse(f"It refers to {pid!r}")
+        _, dtype, key, _, num_elements = pid[:5]
+        if not (isinstance(dtype, str | None) and isinstance(num_elements, int) and num_elements >= 0):
+            self._refuse(f"It refers to {pid!r}")
+        return StorageRef(str(key), dtype, num_elements)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise DataDamaged(f"{what}, which is no record of its archive", where=self._where)

@@ -1,0 +1,186 @@
+"""Archives of `torch.save` as checkpoints: every tensor as a range of the file, none of them loaded.
+
+Names are the keys of the nested state joined by dots, as torch's distributed checkpoints make them.
+Invariant: a tensor that is said to have a payload lies there whole, in row-major order, inside its record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from penstock.checkpoint.dcp.envelope import contiguous_strides
+from penstock.checkpoint.dtypes import element_type
+from penstock.checkpoint.foreign.torch_pickle import Opaque, TensorRef, read_torch_pickle
+from penstock.checkpoint.foreign.zip_directory import ReadRange, ZipRecord, data_offset, read_directory
+from penstock.checkpoint.pieces import (
+    UNKNOWN,
+    Contents,
+    StoredBoxes,
+    StoredObject,
+    TensorFacts,
+    whole_boxes,
+)
+from penstock.checkpoint.state import leaves_of
+from penstock.errors import DataDamaged, UsageError
+
+Path = tuple[str | int, ...]
+
+_LARGEST_PICKLE: Final = 1 << 32
+SOLE_NAME: Final = "value"
+"""What the one value of an archive is called that holds no mapping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TorchSaveArchive:
+    """One archive: its contents, the values that are no tensors, and tensors that are not row-major."""
+
+    contents: Contents
+    paths: Mapping[str, Path]
+    values: Mapping[str, Any]
+    """By object name; `Opaque` where torch alone could say what it is."""
+    strided: Mapping[int, TensorRef] = field(default_factory=dict)
+    """By row: tensors whose elements lie in another order; their items are their whole records."""
+
+
+def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -> TorchSaveArchive:
+    """Look into an archive without reading its tensors."""
+    if bytes(read(0, min(4, size_bytes))) != b"PK\x03\x04":
+        raise DataDamaged(
+            "This is no archive that torch.save writes since 1.6",
+            where=where,
+            fix="Open it once with torch.load and save it again, if torch can read it.",
+        )
+    records = read_directory(read, size_bytes, where)
+    pickles = [name for name in records if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise DataDamaged("This archive holds no state that torch.save wrote", where=where)
+    root = pickles[0].removesuffix("data.pkl")
+    archive = _Archive(read, records, root, where)
+    archive.check_byte_order()
+    value = read_torch_pickle(archive.content("data.pkl"), where)
+    return _as_checkpoint(archive, value, file_name)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Archive:
+    """The records of one archive, by their names below its root."""
+
+    read: ReadRange
+    records: Mapping[str, ZipRecord]
+    root: str
+    where: str
+
+    def record(self, name: str) -> ZipRecord:
+        """A record that must be there, as it is."""
+        record = self.records.get(self.root + name)
+        if record is None or not record.is_stored:
+            raise DataDamaged(f"Its record {name} is missing or compressed", where=self.where)
+        return record
+
+    def offset(self, name: str) -> int:
+        """Where a record's bytes begin in the file."""
+        return data_offset(self.read, self.record(name), self.where)
+
+    def content(self, name: str) -> bytes:
+        """A small record's bytes."""
+        record = self.record(name)
+        if record.size_bytes > _LARGEST_PICKLE:
+            raise DataDamaged(f"Its record {name} has {record.size_bytes} bytes", where=self.where)
+        return bytes(self.read(self.offset(name), record.size_bytes))
+
+    def check_byte_order(self) -> None:
+        """Elements are taken as they lie."""
+        if f"{self.root}byteorder" in self.records and self.content("byteorder") != b"little":
+            raise UsageError("Its numbers are big-endian", where=self.where, fix="Convert it with torch.")
+
+
+def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveArchive:
+    state = value if isinstance(value, Mapping) else {SOLE_NAME: value}
+    leaves = leaves_of(state, lambda leaf: isinstance(leaf, TensorRef))
+    tensors = [leaf for leaf in leaves if isinstance(leaf.value, TensorRef)]
+    others = [leaf for leaf in leaves if not isinstance(leaf.value, TensorRef)]
+    facts = tuple(_facts(leaf.name, leaf.value) for leaf in tensors)
+    places = list(_places(archive, [leaf.value for leaf in tensors]))
+    columns = np.array([place[:3] for place in places], dtype=np.int64).reshape(-1, 3)
+    pickle_offset = archive.offset("data.pkl")
+    pickle_bytes = archive.record("data.pkl").size_bytes
+    return TorchSaveArchive(
+        contents=Contents(
+            facts,
+            StoredBoxes(
+                whole_boxes(facts),
+                file=np.zeros(len(places), dtype=np.int64),
+                item_offset=columns[:, 0],
+                item_bytes=columns[:, 1],
+                payload_offset=columns[:, 2],
+                packed=columns[:, 2] == UNKNOWN,
+            ),
+            tuple(StoredObject(leaf.name, 0, pickle_offset, pickle_bytes, packed=True) for leaf in others),
+            (file_name,),
+        ),
+        paths={leaf.name: leaf.path for leaf in leaves},
+        values={leaf.name: leaf.value for leaf in others},
+        strided={row: leaf.value for row, leaf in enumerate(tensors) if places[row][2] == UNKNOWN},
+    )
+
+
+def _facts(name: str, tensor: TensorRef) -> TensorFacts:
+    return TensorFacts(name, tensor.dtype, tensor.shape, element_type(tensor.dtype).size_bytes)
+
+
+def _places(archive: _Archive, tensors: list[TensorRef]) -> Iterator[tuple[int, int, int]]:
+    """Item offset, item bytes and payload offset of each tensor."""
+    begins: dict[str, int] = {}
+    for tensor in tensors:
+        name = f"data/{tensor.storage.key}"
+        if name not in begins:
+            begins[name] = archive.offset(name)
+        record, width = archive.record(name), element_type(tensor.dtype).size_bytes
+        first, last = _extent(tensor)
+        if min(first, *tensor.shape, 0) < 0 or last * width > record.size_bytes:
+            raise DataDamaged(f"A tensor reaches outside of its record {name}", where=archive.where)
+        if tensor.strides == contiguous_strides(tensor.shape) or _is_row_major(tensor):
+            offset = begins[name] + first * width
+            yield offset, math.prod(tensor.shape) * width, offset
+        else:
+            yield begins[name], record.size_bytes, UNKNOWN
+
+
+def _extent(tensor: TensorRef) -> tuple[int, int]:
+    """The first element in its record, and the one behind the last."""
+    if len(tensor.shape) != len(tensor.strides) or 0 in tensor.shape:
+        return tensor.offset, tensor.offset
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+    return tensor.offset, tensor.offset + reach + 1
+
+
+def _is_row_major(tensor: TensorRef) -> bool:
+    """Whether elements follow one another; the stride of a dimension of one element does not matter."""
+    wanted = contiguous_strides(tensor.shape)
+    rows = zip(tensor.shape, tensor.strides, wanted, strict=True)
+    return 0 in tensor.shape or all(size == 1 or have == want for size, have, want in rows)
+
+
+def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
+    """The elements of a strided tensor, in row-major order: a copy."""
+    width = element_type(tensor.dtype).size_bytes
+    elements = np.frombuffer(record, dtype=np.dtype((np.void, width)))[tensor.offset :]
+    strides = tuple(stride * width for stride in tensor.strides)
+    view = np.lib.stride_tricks.as_strided(elements, tensor.shape, strides, writeable=False)
+    return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is known whole, without a class that only its own program can rebuild."""
+    if isinstance(value, Opaque | TensorRef):
+        return False
+    if isinstance(value, Mapping):
+        return all(is_plain(inner) for pair in value.items() for inner in pair)
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(is_plain, value))
+    return True

@@ -1,0 +1,283 @@
+"""Any checkpoint, opened: torch's distributed ones (ours or stock), archives of `torch.save`, safetensors.
+
+The one way in for everything that reads: `open_checkpoint` finds out the format and reads what tells where
+tensors lie, but no tensor. Invariant: contents and manifest of an opened checkpoint agree, and the manifest's
+sum of `.metadata` was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.dcp.items import open_item, payload_in, tensor_bytes
+from penstock.checkpoint.dcp.metadata import DcpMetadata, Path, read_metadata
+from penstock.checkpoint.dcp.transforms import unpack
+from penstock.checkpoint.foreign.safetensors import (
+    INDEX_NAME,
+    check_index,
+    contents_of,
+    read_header,
+    read_index,
+)
+from penstock.checkpoint.foreign.torch_save import (
+    SOLE_NAME,
+    TorchSaveArchive,
+    is_plain,
+    read_archive,
+    row_major,
+)
+from penstock.checkpoint.manifest import Manifest, SummedContents, read_manifest, with_manifest
+from penstock.checkpoint.pieces import UNKNOWN, Contents, StoredObject
+from penstock.checkpoint.stored import AnyPath, open_around
+from penstock.checkpoint.sums import sum_of
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
+from penstock.storage.whole import exists, read_object
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.foreign.zip_directory import ReadRange
+    from penstock.checkpoint.sums import Bytes
+    from penstock.storage import Storage
+    from penstock.storage.base import Source
+
+
+class Format(StrEnum):
+    """How a checkpoint lies on disk."""
+
+    DCP = "dcp"
+    """Torch's distributed checkpoints, ours among them."""
+    TORCH_SAVE = "torch"
+    SAFETENSORS = "safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opened:
+    """A checkpoint that was looked into. Reading tensors is up to the caller: ranges of `key(file)`."""
+
+    uri: str
+    format: Format
+    storage: Storage
+    folder: str
+    """Where its files lie below the storage's root; empty for the root itself."""
+    contents: Contents
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """Where each name stands in the nested state; names that are missing stand at the top."""
+    summed: SummedContents | None = None
+    """With checksums, where a manifest has them."""
+    manifest: Manifest | None = None
+    metadata: DcpMetadata | None = None
+    archive: TorchSaveArchive | None = None
+
+    def key(self, file_name: str) -> str:
+        """The key of one of its files in `storage`."""
+        return f"{self.folder}/{file_name}" if self.folder else file_name
+
+    def shape(self, row: int) -> tuple[int, ...]:
+        """Of one stored box."""
+        boxes = self.contents.stored.boxes
+        return boxes.box(row, len(self.contents.tensors[int(boxes.tensor[row])].shape))[1]
+
+    def payload_in(self, row: int, head: Bytes) -> int | None:
+        """Where in a row's item its payload begins, by the item's first bytes; None: see `tensor_bytes`."""
+        stored = self.contents.stored
+        if stored.packed[row]:
+            return None
+        if stored.payload_offset[row] != UNKNOWN:
+            return int(stored.payload_offset[row] - stored.item_offset[row])
+        dtype = self.contents.tensors[int(stored.boxes.tensor[row])].dtype
+        return payload_in(head, int(stored.item_bytes[row]), dtype, self.shape(row))
+
+    def tensor_bytes(self, row: int, item: Bytes) -> memoryview:
+        """The elements of a row's box in row-major order, from its whole item: for packed ones."""
+        if self.archive is not None:
+            return row_major(self.archive.strided[row], memoryview(item))
+        descriptors = self.metadata.descriptors(row) if self.metadata else ()
+        dtype = self.contents.tensors[int(self.contents.stored.boxes.tensor[row])].dtype
+        return tensor_bytes(item, dtype, self.shape(row), descriptors=descriptors, where=self.where(row))
+
+    def where(self, row: int) -> str:
+        """How messages name a row's item: file, tensor and range."""
+        stored = self.contents.stored
+        begin = int(stored.item_offset[row])
+        file = self.contents.files[int(stored.file[row])]
+        name = self.contents.tensors[int(stored.boxes.tensor[row])].name
+        return f"{self.uri}, {file}, {name}, bytes {begin} to {begin + int(stored.item_bytes[row])}"
+
+    def descriptors(self, stored: StoredObject) -> tuple[str, ...]:
+        """The stream transforms of an object's item."""
+        return self.metadata.object_transforms.get(stored.name, ()) if self.metadata else ()
+
+    def read_object_item(self, stored: StoredObject) -> bytearray:
+        """An object's item as it lies in its file."""
+        item = bytearray(stored.size_bytes)
+        with closing(self.storage.open(self.key(self.contents.files[stored.file]))) as source:
+            source.read_into(stored.offset, memoryview(item))
+        return item
+
+    def safe_value(self, stored: StoredObject) -> Any:
+        """An object without torch and without running anything; classes come out as `Opaque`."""
+        if self.archive is not None:
+            return self.archive.values[stored.name]
+        where = f"{self.uri}, {stored.name}"
+        descriptors = self.descriptors(stored)
+        item = self.read_object_item(stored)
+        found = open_item(unpack(item, descriptors, where) if descriptors else item, where)
+        return found.values.get(SOLE_NAME, found.values)
+
+    def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
+        """An object as it was saved. Without `trust`, `UsageError` for one whose reading could run code."""
+        where = f"{self.uri}, {stored.name}"
+        if self.archive is None:
+            from penstock.checkpoint.dcp.objects import load_object  # noqa: PLC0415 - it loads torch
+
+            item, descriptors = self.read_object_item(stored), self.descriptors(stored)
+            return load_object(item, stored.name, descriptors=descriptors, trust=trust, where=where)
+        value = self.archive.values[stored.name]
+        if not is_plain(value):
+            raise UsageError(
+                f"{stored.name} holds {value!r}, which only its own program can rebuild",
+                where=where,
+                fix="Load this archive with torch.load, if you trust whoever wrote it.",
+            )
+        return value
+
+
+def open_checkpoint(path: AnyPath, *, rank: int = 0) -> Opened:
+    """Open the checkpoint at a path or URI: a folder, or one file of `torch.save` or safetensors."""
+    storage, name = open_around(path, rank=rank)
+    uri = f"{storage.uri.rstrip('/')}/{name}"
+    if _is_file(storage, name):
+        return _open_file(storage, name, uri)
+    return open_folder(storage, name, uri)
+
+
+def open_folder(storage: Storage, folder: str, uri: str) -> Opened:
+    """Open the checkpoint whose files lie in a folder of a storage."""
+    metadata_key = f"{folder}/{METADATA_NAME}" if folder else METADATA_NAME
+    try:
+        content = read_object(storage, metadata_key)
+    except ObjectNotFound:
+        return _open_safetensors_folder(storage, folder, uri)
+    return _open_dcp(storage, folder, uri, content)
+
+
+def _is_file(storage: Storage, name: str) -> bool:
+    try:
+        storage.stat(name)
+    except ObjectNotFound:
+        return False
+    except StorageError:
+        # A folder is no object: file systems say so in their own ways.
+        return False
+    return True
+
+
+def _open_dcp(storage: Storage, folder: str, uri: str, content: bytearray) -> Opened:
+    manifest = _manifest(storage, folder, uri)
+    if manifest is not None and (len(content), sum_of(content)) != (
+        manifest.metadata_bytes,
+        manifest.metadata_sum,
+    ):
+        raise DataDamaged(
+            f"{METADATA_NAME} is not as it was written: its checksum differs from the manifest's",
+            where=uri,
+            fix="Load an older checkpoint.",
+        )
+    metadata = read_metadata(content, f"{uri}/{METADATA_NAME}")
+    summed = with_manifest(metadata.contents, manifest, uri) if manifest is not None else None
+    if summed is not None:
+        metadata = replace(metadata, contents=summed.contents)
+    return Opened(
+        uri=uri,
+        format=Format.DCP,
+        storage=storage,
+        folder=folder,
+        contents=metadata.contents,
+        paths=metadata.paths,
+        summed=summed,
+        manifest=manifest,
+        metadata=metadata,
+    )
+
+
+def _manifest(storage: Storage, folder: str, uri: str) -> Manifest | None:
+    key = f"{folder}/{MANIFEST_NAME}" if folder else MANIFEST_NAME
+    try:
+        content = read_object(storage, key)
+    except ObjectNotFound:
+        return None
+    return read_manifest(content, f"{uri}/{MANIFEST_NAME}")
+
+
+def _open_file(storage: Storage, name: str, uri: str) -> Opened:
+    """One file: an archive by its first bytes, else safetensors."""
+    with opened_source(storage, name) as (source, read):
+        if source.size_bytes >= 4 and bytes(read(0, 2)) in (b"PK", b"\x80\x02"):
+            archive = read_archive(read, source.size_bytes, name, uri)
+            return Opened(
+                uri=uri,
+                format=Format.TORCH_SAVE,
+                storage=storage,
+                folder="",
+                contents=archive.contents,
+                paths=archive.paths,
+                archive=archive,
+            )
+        tensors = read_header(read, source.size_bytes, uri)
+    contents = contents_of([(name, tensors)], uri)
+    return Opened(uri=uri, format=Format.SAFETENSORS, storage=storage, folder="", contents=contents)
+
+
+def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Opened:
+    index_key = f"{folder}/{INDEX_NAME}" if folder else INDEX_NAME
+    index = read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
+    names = sorted(set(index.values())) if index is not None else _safetensors_names(storage, folder)
+    if not names:
+        raise ObjectNotFound(
+            "There is no checkpoint here: neither .metadata nor safetensors files",
+            uri=uri,
+            fix="Name a checkpoint's own folder, as run/step-100, or a .pt or .safetensors file.",
+        )
+    files = []
+    for name in names:
+        with opened_source(storage, f"{folder}/{name}" if folder else name) as (source, read):
+            files.append((name, read_header(read, source.size_bytes, f"{uri}/{name}")))
+    contents = contents_of(files, uri)
+    if index is not None:
+        check_index(index, contents, f"{uri}/{INDEX_NAME}")
+    return Opened(uri=uri, format=Format.SAFETENSORS, storage=storage, folder=folder, contents=contents)
+
+
+def _safetensors_names(storage: Storage, folder: str) -> list[str]:
+    below = len(folder) + 1 if folder else 0
+    names = (info.key[below:] for info in storage.list(folder))
+    return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+
+
+@contextmanager
+def opened_source(storage: Storage, key: str) -> Iterator[tuple[Source, ReadRange]]:
+    """An object, and ranges of it as bytes; a range beyond its end is damage."""
+    with closing(storage.open(key)) as source:
+
+        def read(offset: int, size: int) -> bytearray:
+            if offset < 0 or offset + size > source.size_bytes:
+                raise DataDamaged(
+                    f"The file has {source.size_bytes} bytes, {offset + size} are needed",
+                    where=f"{storage.uri}/{key}",
+                )
+            content = bytearray(size)
+            source.read_into(offset, memoryview(content))
+            return content
+
+        yield source, read
+
+
+def require_dcp(opened: Opened) -> DcpMetadata:
+    """The metadata of a distributed checkpoint; `UsageError` for other formats."""
+    if opened.metadata is None:
+        raise UsageError(f"{opened.uri} is no distributed checkpoint but {opened.format}")
+    return opened.metadata

@@ -1,0 +1,150 @@
+"""Tensors inside stock items are found where they are, or decoded; packed ones as torch packs them."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.dcp.envelope import envelope
+from penstock.checkpoint.dcp.items import HEAD_BYTES, payload_in, tensor_bytes
+from penstock.checkpoint.dcp.objects import load_object, object_bytes
+from penstock.checkpoint.dcp.transforms import ZSTD, pack, unpack
+from penstock.checkpoint.dtypes import ELEMENT_TYPES, element_type
+from penstock.errors import DataDamaged, Unavailable, UsageError
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402 - torch may be missing
+
+
+def stock_item(tensor: Any) -> bytes:
+    item = io.BytesIO()
+    torch.save(tensor, item)
+    return item.getvalue()
+
+
+def elements(dtype: str, shape: tuple[int, ...]) -> Any:
+    raw = torch.arange(100_000, dtype=torch.int64).to(torch.uint8)
+    width = element_type(dtype).size_bytes
+    num_bytes = torch.Size(shape).numel() * width
+    raw = raw[:num_bytes] % 2 if dtype == "bool" else raw[:num_bytes]
+    return raw.clone().view(getattr(torch, dtype)).reshape(shape)
+
+
+def bytes_of(tensor: Any) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+@settings(max_examples=50)
+@given(dtype=st.sampled_from(sorted(ELEMENT_TYPES)), shape=st.lists(st.integers(1, 6), max_size=4).map(tuple))
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_the_payload_of_a_stock_item_is_found_by_its_head(dtype: str, shape: tuple[int, ...]) -> None:
+    tensor = elements(dtype, shape)
+    item = stock_item(tensor)
+    at = payload_in(item[:HEAD_BYTES], len(item), dtype, shape)
+    assert at is not None
+    assert item[at : at + tensor.nbytes] == bytes_of(tensor)
+    assert bytes(tensor_bytes(item, dtype, shape, where="here")) == bytes_of(tensor)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        lambda whole: whole.t(),
+        lambda whole: whole[:, 1:3],
+        lambda whole: whole[1:3],
+        lambda whole: whole[:, :1].expand(4, 5),
+        lambda whole: whole[::2],
+        torch.nn.Parameter,
+    ],
+)
+def test_elements_in_another_order_or_among_others_are_decoded(strange: Any) -> None:
+    tensor = strange(torch.arange(20.0).reshape(4, 5))
+    item, shape = stock_item(tensor), tuple(tensor.shape)
+    at = payload_in(item[:HEAD_BYTES], len(item), "float32", shape)
+    assert at is None
+    assert bytes(tensor_bytes(item, "float32", shape, where="here")) == bytes_of(tensor.detach())
+
+
+def test_empty_tensors_are_found_too() -> None:
+    item = stock_item(torch.empty(0, 3))
+    assert payload_in(item, len(item), "float32", (0, 3)) is not None
+    assert bytes(tensor_bytes(item, "float32", (0, 3), where="here")) == b""
+
+
+def test_our_own_items_are_found_by_their_head() -> None:
+    made = envelope("bfloat16", (3, 5))
+    item = made.prefix + bytes(30) + made.suffix
+    assert payload_in(item[:HEAD_BYTES], len(item), "bfloat16", (3, 5)) == len(made.prefix)
+
+
+def test_an_item_that_holds_another_tensor_is_damage() -> None:
+    item = stock_item(torch.ones(3))
+    with pytest.raises(DataDamaged, match=r"should hold float32\[4\] and holds float32\[3\]"):
+        tensor_bytes(item, "float32", (4,), where="here")
+    with pytest.raises(DataDamaged, match="holds no tensor"):
+        tensor_bytes(stock_item(7), "float32", (4,), where="here")
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3, 29, 100, 500, 1000, 1500])
+def test_a_truncated_item_is_damage(num_bytes: int) -> None:
+    item = stock_item(torch.ones(30))[:num_bytes]
+    assert payload_in(item, len(item), "float32", (30,)) is None or num_bytes > 800
+    with pytest.raises(DataDamaged, match="here"):
+        tensor_bytes(item, "float32", (30,), where="here")
+
+
+def test_numbers_of_a_big_endian_machine_are_refused() -> None:
+    item = stock_item(torch.ones(3)).replace(b"little", b"biggie")
+    assert payload_in(item, len(item), "float32", (3,)) is None
+    with pytest.raises(UsageError, match="big-endian"):
+        tensor_bytes(item, "float32", (3,), where="here")
+
+
+def test_what_torch_compresses_is_decoded_and_the_other_way_round() -> None:
+    item = stock_item(torch.ones(1000))
+    theirs = io.BytesIO()
+    stream = ZStandard().transform_to(theirs)
+    stream.write(item)
+    stream.flush(1)  # type: ignore[call-arg]  # zstandard's own: ends the frame and leaves `theirs` open
+    packed = theirs.getvalue()
+    assert bytes(tensor_bytes(packed, "float32", (1000,), descriptors=[ZSTD], where="here")) == bytes_of(
+        torch.ones(1000)
+    )
+    assert ZStandard().transform_from(io.BytesIO(pack(item, [ZSTD]))).read() == item
+    assert len(pack(item, [ZSTD])) < len(item) / 2
+
+
+def test_unknown_transforms_and_garbled_ones_are_named() -> None:
+    with pytest.raises(Unavailable, match=r"'stream\.aes/3' is unknown"):
+        unpack(b"", ["stream.aes/3"], "here")
+    with pytest.raises(UsageError, match=r"'stream\.zstd/2' is unknown"):
+        pack(b"", ["stream.zstd/2"])
+    with pytest.raises(DataDamaged, match="cannot be unpacked"):
+        unpack(b"no frame of zstd", [ZSTD], "here")
+
+
+def test_objects_come_back_and_classes_need_trust() -> None:
+    value = {"lr": 0.5, "steps": [1, 2], "rng": torch.arange(3)}
+    item = object_bytes(value, descriptors=[ZSTD])
+    read = load_object(item, "x", descriptors=[ZSTD], trust=False, where="here")
+    assert (read["lr"], read["steps"], read["rng"].tolist()) == (0.5, [1, 2], [0, 1, 2])
+    from fractions import Fraction
+
+    item = object_bytes(Fraction(1, 3))
+    with pytest.raises(UsageError, match=r"The object x is more than data: .*fractions\.Fraction"):
+        load_object(item, "x", trust=False, where="here")
+    assert load_object(item, "x", trust=True, where="here") == Fraction(1, 3)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_garbled_objects_are_damage(*, trust: bool) -> None:
+    item = object_bytes([1, 2, 3])
+    for content in (item[:-30], b"", b"no archive at all"):
+        with pytest.raises((DataDamaged, UsageError), match="The object x"):
+            load_object(content, "x", trust=trust, where="here")

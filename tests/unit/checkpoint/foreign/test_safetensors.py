@@ -1,0 +1,106 @@
+"""safetensors files are read as their own library reads them, and refused where the format forbids them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.checkpoint.foreign.safetensors import check_index, contents_of, read_header, read_index
+from penstock.errors import DataDamaged, Unavailable
+
+torch = pytest.importorskip("torch")
+library = pytest.importorskip("safetensors.torch")
+
+
+def header_of(content: bytes) -> list[Any]:
+    return read_header(lambda offset, size: content[offset : offset + size], len(content), "here")
+
+
+def made(header: object, payload: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + payload
+
+
+def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_what_the_library_wrote_is_found_where_it_lies() -> None:
+    tensors = {
+        "float8": torch.ones(3).to(torch.float8_e5m2),
+        "b": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 4),
+        "unsigned": torch.arange(3).to(torch.uint16),
+    }
+    content = library.save(tensors, metadata={"format": "pt"})
+    found = {}
+    for stored in header_of(content):
+        facts = stored.facts
+        raw = content[stored.offset : stored.offset + facts.size_bytes]
+        found[facts.name] = (facts.dtype, facts.shape, raw)
+    assert found == {
+        name: (
+            str(tensor.dtype)[6:],
+            tuple(tensor.shape),
+            bytes(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b"",
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"", "no header"),
+        (b"\xff" * 8, "its header would have"),
+        (made(b"not json"), "its header"),
+        (made([1, 2]), "its header"),
+        (made({"x": {"dtype": "F32"}}), "its header"),
+        (
+            made({"x": {"dtype": "not a tensor"}, "y": entry("F32", [1], 0, 4)}, bytes(4)),
+            "texts where tensors",
+        ),
+        (made({"x": entry("F32", [2], 0, 4)}, bytes(4)), "x lies at 0 to 4"),
+        (made({"x": entry("F32", [1], 4, 8)}, bytes(8)), "x lies at 4 to 8"),
+        (made({"x": entry("F32", [-1], 0, 4)}, bytes(4)), "its header"),
+        (made({"x": entry("F32", [1], 0, 4)}, bytes(5)), "it has"),
+        (made({"x": entry("F32", [1], 0, 4)}, bytes(3)), "it has"),
+        (
+            made({"x": entry("F32", [1], 0, 4), "y": entry("F32", [1], 2, 6)}, bytes(6)),
+            "y lies at 2 to 6",
+        ),
+    ],
+)
+def test_files_that_the_format_forbids_are_refused(content: bytes, complaint: str) -> None:
+    with pytest.raises(DataDamaged, match=complaint):
+        header_of(content)
+
+
+def test_element_types_that_torch_has_not_are_named() -> None:
+    with pytest.raises(Unavailable, match="x has elements of type F6_E2M3"):
+        header_of(made({"x": entry("F6_E2M3", [4], 0, 3)}, bytes(3)))
+
+
+def test_several_files_are_one_checkpoint_if_the_index_agrees() -> None:
+    first = header_of(library.save({"a": torch.ones(2)}))
+    second = header_of(library.save({"b": torch.ones(3), "c": torch.ones(1)}))
+    contents = contents_of([("1.safetensors", first), ("2.safetensors", second)], "here")
+    assert [facts.name for facts in contents.tensors] == ["a", "b", "c"]
+    assert contents.stored.file.tolist() == [0, 1, 1]
+    index = {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}
+    check_index(
+        read_index(json.dumps({"metadata": {}, "weight_map": index}).encode(), "here"), contents, "here"
+    )
+    with pytest.raises(DataDamaged, match="2 tensors are not in the files that the index names"):
+        check_index({**index, "a": "2.safetensors", "d": "1.safetensors"}, contents, "here")
+    with pytest.raises(DataDamaged, match="a lies in two of the files"):
+        contents_of([("1.safetensors", first), ("3.safetensors", first)], "here")
+
+
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"no json", b'{"weight_map": {"a": 1}}'])
+def test_an_index_without_files_is_damage(content: bytes) -> None:
+    with pytest.raises(DataDamaged, match="tells no file"):
+        read_index(content, "here")
