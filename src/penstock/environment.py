@@ -22,6 +22,11 @@ CONTROL_TOKEN = "PENSTOCK_CONTROL_TOKEN"  # noqa: S105 - the name of a variable,
 """Set by the launching process for its ranks: where it listens, and the proof that a rank is its own."""
 
 
+TRACE = "PENSTOCK_TRACE"
+"""The folder that storage traces into, where it is set: worker processes inherit it."""
+TRACE_RANK = "PENSTOCK_TRACE_RANK"
+"""Which rank of how many a traced process and its workers belong to, as `3/8`."""
+
 PROGRESS_COLUMNS = "PENSTOCK_PROGRESS_COLUMNS"
 """Set by the launching process for its ranks where its standard error is a terminal: how wide that is."""
 
@@ -33,7 +38,7 @@ def process_environment() -> Environment:
 
 def user_settings(environment: Environment) -> dict[str, str]:
     """The variables that belong to the user's request, as opposed to this machine or this one launch."""
-    ours = {CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS}
+    ours = {CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, TRACE_RANK}
     return {
         name: value
         for name, value in environment.items()

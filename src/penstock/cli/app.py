@@ -20,6 +20,7 @@ from penstock.cli import (
     doctor,
     results,
     storage,
+    trace,
     training,
     workloads,
 )
@@ -46,6 +47,7 @@ app = typer.Typer(
 
 app.add_typer(training.app, name="training")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(trace.app, name="trace")
 app.add_typer(storage.app, name="storage")
 app.add_typer(results.app, name="results")
 app.command(name="workloads")(workloads.workloads)

@@ -11,13 +11,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from penstock.cli import values
 from penstock.cli.terminal import progress_columns
-from penstock.environment import PROGRESS_COLUMNS, Environment, process_environment
+from penstock.cli.tracing import traced
+from penstock.environment import PROGRESS_COLUMNS, TRACE, Environment, process_environment
 
 _PANEL = "Ranks"
 
@@ -52,6 +54,12 @@ _EnvNames = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+_Trace = Annotated[
+    str | None,
+    typer.Option(
+        "--trace", metavar="DIR", help="Trace every access to storage into DIR.", rich_help_panel=_PANEL
+    ),
+]
 _Timeout = Annotated[
     str,
     typer.Option("--timeout", metavar="TIME", help="Longest wait for other ranks.", rich_help_panel=_PANEL),
@@ -67,6 +75,7 @@ def _rank_options(
     launcher_arg: _LauncherArgs = None,
     env: _EnvNames = None,
     timeout: _Timeout = "5min",
+    trace: _Trace = None,
 ) -> None:
     """Only its signature is used: these options are added to every ranked command."""
 
@@ -109,6 +118,7 @@ class _Asked:
     launcher_arg: list[str] | None
     env: list[str] | None
     timeout: str
+    trace: str | None
 
     def starts_others(self, environment: Environment) -> bool:
         """Whether this process is to launch ranks, rather than to be one."""
@@ -132,7 +142,9 @@ def _launch(asked: _Asked, *, words: list[str], environment: Environment) -> int
         env_names=tuple(asked.env or ()),
     )
     columns = progress_columns()
-    told = environment if columns is None else {**environment, PROGRESS_COLUMNS: columns}
+    told = dict(environment) if columns is None else {**environment, PROGRESS_COLUMNS: columns}
+    if asked.trace is not None:
+        told[TRACE] = str(Path(asked.trace).absolute())
     return run_ranks(plan_launch(request, [sys.executable, "-m", "penstock", *words], told))
 
 
@@ -143,5 +155,6 @@ def _join(
     from penstock.cluster.join import joined_job
 
     timeout_s = values.seconds("--timeout", asked.timeout)
-    with joined_job(environment, ranks=asked.ranks, timeout_s=timeout_s) as comm:
+    job = joined_job(environment, ranks=asked.ranks, timeout_s=timeout_s)
+    with job as comm, traced(asked.trace or environment.get(TRACE), comm):
         return command(comm, **given)

@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
-from penstock.environment import process_environment
+from penstock.environment import TRACE, process_environment
 from penstock.errors import UsageError
 from penstock.storage.uri import Location, parse_uri
 
@@ -36,6 +36,12 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
 )
 """Scheme -> `module:function` of its `Opener`."""
 
+Wrapper = Callable[["Storage", "Environment"], "Storage"]
+"""Called with a storage that was just opened and the environment that asked for the wrapping."""
+
+WRAPPERS: Mapping[str, str] = MappingProxyType({TRACE: "penstock.trace.capture.storage:trace_storage"})
+"""Variable -> `module:function` of the `Wrapper` that every storage gets where the variable is set."""
+
 ENTRY_POINTS = "penstock.storage"
 """Other packages' back ends: entry points of this group, named by their scheme."""
 
@@ -46,7 +52,11 @@ def open_storage(
     """Open the storage that `uri` names. `options` add to the URI's own and win over them."""
     location = parse_uri(uri)
     merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
-    return _opener(merged.scheme)(merged, environment, rank)
+    storage = _opener(merged.scheme)(merged, environment, rank)
+    for variable, wrapper in WRAPPERS.items():
+        if environment.get(variable):
+            storage = cast("Wrapper", _named(wrapper))(storage, environment)
+    return storage
 
 
 def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
@@ -56,8 +66,7 @@ def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
 
 def _opener(scheme: str) -> Opener:
     if scheme in SCHEMES:
-        module_name, _, function_name = SCHEMES[scheme].partition(":")
-        return cast("Opener", getattr(import_module(module_name), function_name))
+        return cast("Opener", _named(SCHEMES[scheme]))
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name == scheme:
             return cast("Opener", entry.load())
@@ -66,3 +75,10 @@ def _opener(scheme: str) -> Opener:
     raise UsageError(
         f"No storage serves {scheme}://", fix=f"{meant}Known: {', '.join(SCHEMES)}, or a plain path."
     )
+
+
+def _named(target: str) -> object:
+    """What `module:function` names."""
+    module_name, _, function_name = target.partition(":")
+    found: object = getattr(import_module(module_name), function_name)
+    return found

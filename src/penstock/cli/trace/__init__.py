@@ -1,0 +1,19 @@
+"""`penstock trace`: why was it slow? One module a verb."""
+
+from __future__ import annotations
+
+import typer
+
+from penstock.cli.trace import record
+
+app = typer.Typer(no_args_is_help=True, help="Why was it slow? What did the I/O really do?")
+
+
+@app.callback()
+def trace() -> None:
+    """Group the verbs of traces."""
+
+
+_PROGRAM = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
+
+app.command(context_settings=_PROGRAM)(record.record)

@@ -1,0 +1,201 @@
+"""Where a process records events: a memory append for whoever is traced, the rest on one quiet thread.
+
+Recording takes no lock: each thread has a lane of its own and a count of its own, in memory that survives the
+process. Every so often one thread turns what lies in the lanes into a segment of the trace. A forked child
+begins a trace of its own. Invariant: an event is in the trace, or the count says that it is missing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import util as multiprocessing_ends
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.errors import PenstockError
+from penstock.trace.capture.lines import Kind, LineWriter, Recorded
+from penstock.trace.capture.segments import LANES, Segments
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S: Final = 0.25
+"""How long events wait in memory: what a killed process may take with it, counted."""
+BATCH_EVENTS: Final = 20_000
+MOST_WAITING: Final = 2_000_000
+"""Events kept in memory while the disk refuses them; more are counted, and let go."""
+
+clock_ns = time.monotonic_ns
+
+
+@dataclass(slots=True)
+class SharedCount:
+    """The last place among the counts, for all threads that came too late for one of their own."""
+
+    counts: memoryview
+    lock: threading.Lock
+
+    def __setitem__(self, place: int, recorded: int) -> None:
+        with self.lock:
+            self.counts[place] += 1
+
+
+@dataclass(slots=True)
+class Lane:
+    """One thread's events on their way, and its place among the counts."""
+
+    thread: int
+    place: int
+    counts: memoryview | SharedCount
+    recorded: int = 0
+    waiting: deque[Recorded] = field(default_factory=deque)
+
+
+def shared_recorder(folder: str, place: str = "") -> Recorder:
+    """The process's one recorder for a folder, made once; `place` is its rank of how many, as `3/8`."""
+    return _made_once(str(Path(folder).absolute()), place)
+
+
+@cache
+def _made_once(folder: str, place: str) -> Recorder:
+    return Recorder(Path(folder), place)
+
+
+class Recorder:
+    """Records one process's events into a folder. Any thread may; nothing is created before the first."""
+
+    def __init__(self, folder: Path, place: str = "") -> None:
+        self.folder = folder
+        self._place = place
+        self._begin()
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _begin(self) -> None:
+        self._local = threading.local()
+        self._lock, self._counting = threading.Lock(), threading.Lock()
+        self._flushing = threading.Lock()
+        self._lanes: list[Lane] = []
+        self._segments: Segments | None = None
+        self._lines = LineWriter(socket.gethostname(), os.getpid(), time.time_ns() - clock_ns())
+        self._stop = threading.Event()
+        self._num_lost = 0
+        self._unwritten = b""
+
+    def record(  # noqa: PLR0917 - names would cost a third of a microsecond
+        self,
+        kind: Kind,
+        began_ns: int,
+        path: str | None = None,
+        offset: int | None = None,
+        count: int | None = None,
+        ret: int | None = None,
+        args: dict[str, Any] | None = None,
+    ) -> None:
+        """Record an event that ends now. This is the hot path: about a microsecond."""
+        ended_ns = clock_ns()
+        try:
+            lane: Lane = self._local.lane
+        except AttributeError:
+            lane = self._new_lane()
+        lane.waiting.append((kind, began_ns, ended_ns, path, offset, count, ret, args))
+        lane.recorded += 1
+        lane.counts[lane.place] = lane.recorded
+
+    def flush(self) -> None:
+        """Take what is recorded so far to the trace. A disk that refuses is tried again at the next call."""
+        with self._flushing:
+            if self._segments is None:
+                return
+            lines = self._waiting_lines()
+            if not lines:
+                return
+            try:
+                self._segments.append(lines)
+            except PenstockError as error:
+                self._keep(lines, error)
+
+    def close(self) -> None:
+        """Write what is left and end the trace. Safe twice; what comes later begins another one."""
+        self._stop.set()
+        self.flush()
+        with self._flushing:
+            segments = self._segments
+            if segments is None:
+                return
+            complete = not (self._num_lost or self._unwritten)
+            if complete:
+                try:
+                    segments.append(self._lines.ending(clock_ns()))
+                except PenstockError as error:
+                    logger.warning("The trace has no ending: %s", error)
+                    complete = False
+            else:
+                logger.warning("Not all events are in the trace %s", segments.path)
+            segments.close(complete=complete)
+            self._begin()
+
+    def _new_lane(self) -> Lane:
+        with self._lock:
+            if self._segments is None:
+                self._start()
+            assert self._segments is not None
+            place = min(len(self._lanes), LANES - 1)
+            counts = self._segments.tally.counts
+            own = counts if place < LANES - 1 else SharedCount(counts, self._counting)
+            lane = Lane(threading.get_native_id(), place, own)
+            self._lanes.append(lane)
+        self._local.lane = lane
+        return lane
+
+    def _start(self) -> None:
+        """Create the files and the thread, at a process's first event."""
+        rank, _, size = self._place.partition("/")
+        who = f"{rank}-of-{size}-" if rank else ""
+        self._segments = Segments(self.folder, f"trace-{who}{socket.gethostname()}-{os.getpid()}")
+        self._unwritten = self._lines.opening(rank=int(rank) if rank else None)
+        # A worker of multiprocessing ends without the interpreter's own farewells.
+        multiprocessing_ends.Finalize(None, self.close, exitpriority=100)
+        atexit.register(self.close)
+        threading.Thread(target=self._write_on, name="penstock-trace", daemon=True).start()
+
+    def _write_on(self) -> None:
+        stop = self._stop
+        while not stop.wait(INTERVAL_S):
+            self.flush()
+
+    def _waiting_lines(self) -> bytes:
+        """All that waits, as lines; what an earlier write refused comes first."""
+        parts, self._unwritten = [self._unwritten], b""
+        with self._lock:
+            lanes = list(self._lanes)
+        for lane in lanes:
+            while batch := _taken(lane.waiting):
+                parts.append(self._lines.events(lane.thread, batch))
+        return b"".join(parts)
+
+    def _keep(self, lines: bytes, error: PenstockError) -> None:
+        num_events = lines.count(b'"ph":1')
+        if num_events <= MOST_WAITING:
+            self._unwritten = lines
+            return
+        self._num_lost += num_events
+        self._lines.num_events -= num_events
+        logger.warning("%d events are not in the trace: %s", num_events, error)
+
+    def _after_fork(self) -> None:
+        """In a forked child: the parent's events, files and thread are the parent's."""
+        if self._segments is not None:
+            self._segments.forget()
+        self._begin()
+
+
+def _taken(waiting: deque[Recorded]) -> list[Recorded]:
+    """Up to a batch of what waits. Others only append, so what is counted here is there."""
+    return [waiting.popleft() for _ in range(min(len(waiting), BATCH_EVENTS))]

@@ -1,0 +1,100 @@
+"""Spans of a user's own program: what it computes, saves and reads, beside the I/O that it causes.
+
+    with span("evaluate", step=12): ...
+    @traced(cat="compute")
+    for batch in steps(loader, "train"): ...
+
+They trace where `PENSTOCK_TRACE` names a folder, or into the one given to `tracing_to`; anywhere else they
+cost one look-up. Invariant: a span never changes what it wraps, and its exceptions pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
+
+from penstock.environment import TRACE, TRACE_RANK, process_environment
+from penstock.trace.capture.lines import Kind, Layer
+from penstock.trace.capture.recorder import Recorder, clock_ns, shared_recorder
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+Value = int | float | str | bool
+
+_CHOSEN: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+
+
+@contextmanager
+def tracing_to(folder: str, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
+    """Trace the spans of this thread or task into `folder`; the trace is whole when this ends."""
+    recorder = shared_recorder(folder, "" if rank is None else f"{rank}/{size}")
+    chosen = _CHOSEN.set(recorder)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(chosen)
+        recorder.flush()
+
+
+@contextmanager
+def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
+    """Trace what happens inside as one event, with `args` such as `step=` and `epoch=`."""
+    recorder = _CHOSEN.get() or _from_environment()
+    if recorder is None:
+        yield
+        return
+    began_ns = clock_ns()
+    try:
+        yield
+    finally:
+        recorder.record(_kind(name, cat), began_ns, args=args or None)
+
+
+def traced(
+    name: str | None = None, *, cat: str = "app"
+) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
+    """A decorator: every call of the function is a span of the function's name, or of `name`."""
+
+    def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
+        @wraps(function)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            with span(name or function.__qualname__, cat=cat):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def steps(
+    items: Iterable[Item], name: str = "loop", *, cat: str = "compute", **args: Value
+) -> Iterator[Item]:
+    """`items`, with two spans a step: `NAME.wait` until it is there, `NAME.step` while it is worked on."""
+    source = iter(items)
+    number = 0
+    while True:
+        with span(f"{name}.wait", cat="wait", step=number, **args):
+            try:
+                item = next(source)
+            except StopIteration:
+                return
+        with span(f"{name}.step", cat=cat, step=number, **args):
+            yield item
+        number += 1
+
+
+@cache
+def _kind(name: str, cat: str) -> Kind:
+    return Kind(name, cat, Layer.PYTHON)
+
+
+@cache
+def _from_environment() -> Recorder | None:
+    """The recorder that this process was started to trace with, if any."""
+    environment = process_environment()
+    folder = environment.get(TRACE)
+    return shared_recorder(folder, environment.get(TRACE_RANK, "")) if folder else None

@@ -1,0 +1,221 @@
+"""Capture: every event is in the trace, or the count beside it says how many are not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.environment import TRACE, TRACE_RANK
+from penstock.errors import StorageError
+from penstock.storage import open_storage
+from penstock.storage.powers import find_folders
+from penstock.storage.whole import read_object, write_object
+from penstock.testing.contract import StorageContract
+from penstock.trace.capture.lines import Kind, Layer
+from penstock.trace.capture.recorder import Recorder, clock_ns
+from penstock.trace.capture.segments import COUNT_SUFFIX, Segments, read_tally
+from penstock.trace.capture.spans import span, steps, traced, tracing_to
+
+WORK = Kind("work", "app", Layer.PYTHON)
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def lines_of(trace: Path) -> list[dict[str, Any]]:
+    with gzip.open(trace) as lines:
+        return [json.loads(line) for line in lines]
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [line for trace in sorted(folder.glob("*.pfw.gz")) for line in lines_of(trace)]
+    return [line for line in lines if line["ph"] == 1 and line["name"] != "end"]
+
+
+def test_all_threads_are_in_one_trace_that_ends_with_their_number(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, "2/8")
+
+    def work() -> None:
+        for number in range(1000):
+            recorder.record(WORK, clock_ns(), args={"step": number})
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    recorder.close()
+    (trace,) = tmp_path.iterdir()
+    assert trace.name.startswith("trace-2-of-8-")
+    lines = lines_of(trace)
+    assert (lines[-1]["name"], lines[-1]["args"]["num_events"]) == ("end", 4000)
+    by_thread: dict[int, list[int]] = {}
+    for line in lines:
+        if line["name"] == "work":
+            by_thread.setdefault(line["tid"], []).append(line["args"]["step"])
+    assert sorted(by_thread.values()) == [list(range(1000))] * 4
+
+
+def test_a_recorder_that_is_closed_begins_another_trace(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    for _ in range(2):
+        recorder.record(WORK, clock_ns())
+        recorder.close()
+        recorder.close()
+    assert len(list(tmp_path.glob("*.pfw.gz"))) == 2
+    assert len(events_of(tmp_path)) == 2
+
+
+def test_a_killed_process_leaves_a_count_of_what_it_recorded(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(PROGRAMS / "killed_while_tracing.py"), str(tmp_path), "70000"], check=False
+    )
+    assert ended.returncode == -signal.SIGKILL
+    (trace,) = tmp_path.glob("*.pfw.gz")
+    assert read_tally(trace) == 70_000
+    in_trace = 0
+    with gzip.open(trace) as lines:
+        in_trace = sum(b'"name":"work"' in line for line in lines)
+    assert 0 < in_trace <= 70_000
+
+
+def test_a_forked_child_has_a_trace_of_its_own_and_the_parents_stays_whole(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.record(WORK, clock_ns(), args={"who": "parent"})
+    child = multiprocessing.get_context("fork").Process(target=_record_as_child, args=(recorder,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    recorder.record(WORK, clock_ns(), args={"who": "parent"})
+    recorder.close()
+    assert sorted(event["args"]["who"] for event in events_of(tmp_path)) == ["child", "parent", "parent"]
+    assert len({event["pid"] for event in events_of(tmp_path)}) == 2
+    assert not list(tmp_path.glob(f"*{COUNT_SUFFIX}"))
+
+
+def _record_as_child(recorder: Recorder) -> None:
+    recorder.record(WORK, clock_ns(), args={"who": "child"})
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_data_loader_trace_what_they_read(method: str, tmp_path: Path) -> None:
+    environment = {**os.environ, TRACE: str(tmp_path / "traces"), TRACE_RANK: "1/2"}
+    program = [sys.executable, str(PROGRAMS / "traced_loader.py"), str(tmp_path / "data"), method]
+    ended = subprocess.run(program, env=environment, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    reads = [event for event in events_of(tmp_path / "traces") if event["name"] == "pread64"]
+    assert len(reads) == 12
+    assert sum(event["args"]["count"] for event in reads) == 12 * 1000
+    assert len({event["pid"] for event in reads}) == 2
+    assert all(trace.name.startswith("trace-1-of-2-") for trace in (tmp_path / "traces").iterdir())
+
+
+def test_a_write_that_fails_is_taken_back_and_tried_again(tmp_path: Path) -> None:
+    segments = Segments(tmp_path, "trace")
+    segments.append(b"first\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (segments.path.stat().st_size + 10, before[1]))
+        with pytest.raises(StorageError, match="could not be written"):
+            segments.append(os.urandom(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    segments.append(b"second\n")
+    segments.close(complete=True)
+    assert gzip.decompress(segments.path.read_bytes()) == b"first\nsecond\n"
+
+
+def test_a_disk_that_refuses_for_a_while_loses_nothing(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.record(WORK, clock_ns())
+    recorder.flush()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        for _ in range(1000):
+            recorder.record(WORK, clock_ns())
+        recorder.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    recorder.close()
+    assert len(events_of(tmp_path)) == 1001
+
+
+def test_a_folder_that_takes_no_files_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"A trace could not be written.*file/traces"):
+        Recorder(tmp_path / "file" / "traces").record(WORK, clock_ns())
+
+
+def test_storage_traces_exact_bytes_and_offsets_where_the_environment_says(tmp_path: Path) -> None:
+    environment = {TRACE: str(tmp_path / "traces")}
+    storage = open_storage(f"direct://{tmp_path}/data", environment)
+    write_object(storage, "a/b", [bytes(5000), bytes(3000)])
+    assert read_object(storage, "a/b") == bytes(8000)
+    assert [seen.key for seen in storage.list()] == ["a/b"]
+    storage.stat("a/b")
+    storage.sync()
+    storage.delete("a/b")
+    assert find_folders(storage) is not None, "what the storage inside can do stays at hand"
+    _close_recorder(tmp_path / "traces")
+    (trace,) = (tmp_path / "traces").glob("*.pfw.gz")
+    lines = lines_of(trace)
+    paths = {line["args"]["value"]: line["args"]["name"] for line in lines if line["name"] == "FH"}
+    events = [line for line in lines if line["ph"] == 1]
+    writes = [(e["args"]["offset"], e["args"]["count"]) for e in events if e["name"] == "pwrite64"]
+    assert sorted(writes) == [(0, 5000), (5000, 3000)]
+    assert sum(event["args"]["ret"] for event in events if event["name"] == "pread64") == 8000
+    seen = {event["name"] for event in events}
+    assert seen >= {"creat64", "open64", "fsync", "close", "opendir", "stat", "syncfs", "unlink"}
+    named = {paths[event["args"]["fhash"]] for event in events if event["name"] == "pwrite64"}
+    assert named == {f"{tmp_path}/data/a/b"}
+
+
+def _close_recorder(folder: Path) -> None:
+    from penstock.trace.capture.recorder import shared_recorder
+
+    shared_recorder(str(folder)).close()
+
+
+class TestTracedStorage(StorageContract):
+    """A traced storage keeps every promise of the one inside."""
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> object:
+        (tmp_path / "data").mkdir()
+        return open_storage(str(tmp_path / "data"), {TRACE: str(tmp_path / "traces")})
+
+
+def test_spans_name_steps_and_pass_errors_on(tmp_path: Path) -> None:
+    @traced(cat="compute")
+    def double(number: int) -> int:
+        return 2 * number
+
+    with tracing_to(str(tmp_path), rank=0):
+        assert [double(item) for item in steps(iter([1, 2]), "train", epoch=1)] == [2, 4]
+        with pytest.raises(ValueError, match="bad"), span("fails", step=7):
+            raise ValueError("bad")
+    events = events_of(tmp_path)
+    names = [event["name"] for event in events]
+    assert names.count("train.wait") == 3
+    assert names.count("train.step") == 2
+    assert {event["args"].get("step") for event in events if event["name"] == "fails"} == {7}
+    assert any(name.endswith("double") for name in names)
+
+
+def test_spans_outside_of_any_tracing_do_nothing() -> None:
+    with span("nobody looks"):
+        pass
