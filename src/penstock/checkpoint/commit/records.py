@@ -1,8 +1,8 @@
 """Commit on object services: every save writes keys of its own, and a record says which save a name means.
 
-    NAME/ID/...                  the save's files, never written by another one
-    NAME/ID/penstock-lease.json  whose it is, as long as it is no checkpoint
-    NAME/penstock-commit.json    the record: written last, on the condition that nobody changed it meanwhile
+    NAME/ID/...                the save's files, never written by another one
+    NAME/ID.lease              whose it is, as long as it is no checkpoint
+    NAME/penstock-commit.json  the record: written last, on the condition that nobody changed it meanwhile
 
 Invariant: the record is replaced in one conditional write, so of two saves of one name one wins whole and the
 other fails; neither can write over the other's data.
@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.base import LEASE_S, MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from penstock.storage.powers import SupportsConditions
 
 RECORD_NAME: Final = "penstock-commit.json"
-LEASE_NAME: Final = "penstock-lease.json"
+LEASE_ENDING: Final = ".lease"
+_SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+)")
 _VERSION: Final = 1
 
 logger = logging.getLogger(__name__)
@@ -63,13 +65,12 @@ class RecordDrafts:
 
     def renew(self, draft: Draft) -> None:
         """Write the lease, anew."""
-        write_object(self._storage, draft.key(LEASE_NAME), [lease_text(self._owner())])
+        write_object(self._storage, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
 
     def publish(self, draft: Draft, seal: Seal) -> Committed:
         """Check the files, write manifest and metadata, then the record."""
         prefix = f"{draft.folder}/"
         found = {info.key.removeprefix(prefix): info.size_bytes for info in self._storage.list(draft.folder)}
-        found.pop(LEASE_NAME, None)
         require_whole(found, seal.sizes, f"{self._storage.uri}/{draft.folder}")
         write_object(self._storage, draft.key(MANIFEST_NAME), [seal.manifest])
         write_object(self._storage, draft.key(METADATA_NAME), [seal.metadata])
@@ -82,37 +83,37 @@ class RecordDrafts:
     def drop(self, draft: Draft) -> None:
         """Delete the draft's objects."""
         if draft.save_id not in self._published:
-            self._delete(self._storage.list(draft.folder))
+            delete_all(self._storage, self._storage.list(draft.folder))
+            self._end_lease(draft)
 
     def sweep(self) -> list[str]:
         """Delete the objects of saves that no record names and whose lease is over."""
+        saves: dict[str, list[ObjectInfo]] = {}
+        for info in self._storage.list():
+            if found := _SAVE.fullmatch(info.key):
+                saves.setdefault(found["folder"], []).append(info)
         swept = []
-        below_saves = (info for info in self._storage.list() if info.key.count("/") >= 2)
-        by_save = groupby(sorted(below_saves, key=lambda info: info.key), lambda info: _save_folder(info.key))
-        for folder, objects in by_save:
+        for folder, objects in saves.items():
             try:
-                if self._sweep_one(folder, list(objects)):
+                if self._sweep_one(folder, objects):
                     swept.append(folder)
             except StorageError as error:
                 logger.debug("Left %s where it is: %s", folder, error)
         return swept
 
-    def _sweep_one(self, folder: str, objects: list[ObjectInfo]) -> bool:
+    def _sweep_one(self, folder: str, objects: Sequence[ObjectInfo]) -> bool:
         # First whether it is dead: a save that commits meanwhile has a record by the time that we look.
         if not self._is_dead(folder, objects):
             return False
-        name, _, save_id = folder.rpartition("/")
-        if len(save_id) != 16 or set(save_id) - set("0123456789abcdef"):
-            return False
-        older = self._shelf.find_if_any(name)
-        if older is not None and older.folder == folder:
-            return False
-        self._delete(objects)
-        return True
+        committed = self._shelf.find_if_any(folder.rpartition("/")[0])
+        if committed is not None and committed.folder == folder:
+            objects = [info for info in objects if info.key == folder + LEASE_ENDING]
+        delete_all(self._storage, objects)
+        return bool(objects)
 
-    def _is_dead(self, folder: str, objects: Iterable[ObjectInfo]) -> bool:
+    def _is_dead(self, folder: str, objects: Sequence[ObjectInfo]) -> bool:
         times = {info.key: info.modified_s for info in objects}
-        key = f"{folder}/{LEASE_NAME}"
+        key = folder + LEASE_ENDING
         if key not in times:
             return self._clock() - max(times.values()) > LEASE_S
         try:
@@ -142,14 +143,15 @@ class RecordDrafts:
     def _clear_up(self, draft: Draft, older: Committed | None) -> None:
         """What fails here is swept later: the checkpoint is committed, and that is what counts."""
         try:
-            self._storage.delete(draft.key(LEASE_NAME))
             if older is not None and older.folder != draft.folder:
-                self._delete(self._storage.list(older.folder))
+                delete_all(self._storage, self._storage.list(older.folder))
+            self._end_lease(draft)
         except StorageError as error:
             logger.warning("Could not remove what the checkpoint %s replaced: %s", draft.name, error)
 
-    def _delete(self, objects: Iterable[ObjectInfo]) -> None:
-        delete_all(self._storage, objects)
+    def _end_lease(self, draft: Draft) -> None:
+        with suppress(ObjectNotFound):
+            self._storage.delete(draft.folder + LEASE_ENDING)
 
 
 class RecordShelf:
@@ -234,8 +236,3 @@ def delete_all(storage: Storage, objects: Iterable[ObjectInfo]) -> None:
             storage.delete(info.key)
         except ObjectNotFound:
             continue
-
-
-def _save_folder(key: str) -> str:
-    name, save_id, *_ = key.split("/")
-    return f"{name}/{save_id}"
