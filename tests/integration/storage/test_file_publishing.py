@@ -376,10 +376,8 @@ def count_calls(root: Path, options: FileOptions) -> int:
 def test_whichever_call_fails_the_old_object_or_the_new_is_there_whole(
     tmp_path: Path, options: FileOptions, every: int, *, for_good: bool
 ) -> None:
-    num_calls = count_calls(tmp_path / "counted", options)
-    assert num_calls > 10
     make_fault = FailFileCall.and_all_after if for_good else FailFileCall
-    numbers = range(num_calls, 0, -every)
+    numbers = range(count_calls(tmp_path / "counted", options), 0, -every)
     num_failed = 0
     for number in numbers:
         root = tmp_path / str(number)
@@ -391,7 +389,7 @@ def test_whichever_call_fails_the_old_object_or_the_new_is_there_whole(
         assert (root / "folder" / "key").read_bytes() in (b"old", CONTENT)
         if not for_good:
             assert [info.key for info in files(root).list()] == ["folder/key"]
-    assert num_failed >= len(numbers) - 4
+    assert num_failed >= max(1, len(numbers) - 4)
 
 
 def written(storage: PosixStorage, ledger: ReleaseLedger) -> bool:
