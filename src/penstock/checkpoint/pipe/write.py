@@ -101,6 +101,12 @@ class WritePipe:
         """Return when the producer is needed no more; raises what a thread raised."""
         self._crew.wait(self._fillers, "all bytes to be copied into buffers", timeout_s)
 
+    @property
+    def filled_ns(self) -> int:
+        """When the last byte was made that has been made so far; 0 before the first."""
+        ends = self._stamps.content_end
+        return int(ends.max()) if ends.size else 0
+
     def write_to(
         self,
         storages: Sequence[Storage],

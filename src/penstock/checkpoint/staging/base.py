@@ -9,8 +9,10 @@ Invariant: what is written are the values at the time of `stage`, whatever the t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.base import Seal
@@ -51,11 +53,22 @@ class WrittenFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank reports to rank 0 when all its files are durable; travels pickled."""
+    """What one rank reports to rank 0 when all its files are durable; travels pickled.
+
+    `paths` tells where in the nested state the names stand that this rank is to describe.
+    """
 
     rank: int
     files: tuple[WrittenFile, ...]
     stats: ShareStats
+    paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+
+
+class SaveCancelled(PenstockError):
+    """Somebody gave this save up before it was committed."""
+
+    def __init__(self) -> None:
+        super().__init__("The save was cancelled before it was committed", fix="Save the step again.")
 
 
 class StagedSave(Protocol):
@@ -79,8 +92,12 @@ class StagedSave(Protocol):
 class PreparedSave(Protocol):
     """A save that all ranks have planned together and of which nothing is copied yet."""
 
-    def stage(self) -> StagedSave:
-        """Begin to copy this rank's share. Not collective."""
+    def stage(self, buffer_bytes: int | None = None) -> StagedSave:
+        """Begin to copy this rank's share into at most `buffer_bytes`, or all that may be staged.
+
+        Not collective. Whoever waits for the commit anyway is faster with few buffers, which stay in caches.
+        Waits for the memory of earlier saves where there is not enough.
+        """
 
     def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: what commits the checkpoint, from the shares of all ranks in rank order.

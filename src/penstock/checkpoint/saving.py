@@ -1,0 +1,235 @@
+"""A state becomes a save that is ready to be staged: all ranks agree, each lays out its files.
+
+Between `plan`, which decides, and `staging`, which copies and writes. Invariant: an error on any rank, such
+as an object that cannot be packed, is raised on all of them before anything is written.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.commit.base import Seal
+from penstock.checkpoint.dcp.metadata import DcpMetadata
+from penstock.checkpoint.dcp.metadata_text import metadata_bytes
+from penstock.checkpoint.image import lay_out
+from penstock.checkpoint.manifest import manifest_bytes, manifest_of
+from penstock.checkpoint.pieces import Boxes, Contents, StoredBoxes, StoredObject
+from penstock.checkpoint.plan.agreement import Planner
+from penstock.checkpoint.plan.records import SaveOptions
+from penstock.checkpoint.staging.memory import StagingMemory
+from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
+from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
+from penstock.checkpoint.state import leaves_of
+from penstock.checkpoint.stateful import opened
+from penstock.checkpoint.tensors import held_of_leaves, is_tensor
+from penstock.cluster.collect import collect
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.engine import SaveChoice, State
+    from penstock.checkpoint.manifest import Fact
+    from penstock.checkpoint.members import Members
+    from penstock.checkpoint.pieces import TensorFacts
+    from penstock.checkpoint.plan.agreement import AgreedSave
+    from penstock.checkpoint.plan.records import Bucket, SavePlan
+    from penstock.checkpoint.staging.base import RankShare
+    from penstock.checkpoint.staging.payloads import Payload
+    from penstock.checkpoint.state import Leaf
+    from penstock.checkpoint.tensors import Holding
+    from penstock.cluster.comm import Comm
+
+Result = TypeVar("Result")
+
+DEFAULT_STAGING_BYTES = 2 << 30
+"""A larger share than this blocks `save_async` until the rest of it is written."""
+
+
+class Saver:
+    """Prepares the saves of one trainer; its plans and its memory last from save to save.
+
+    `staging_bytes` bounds what all its saves under way take together, beside the state itself.
+    """
+
+    def __init__(
+        self, options: SaveOptions | None = None, *, staging_bytes: int = DEFAULT_STAGING_BYTES
+    ) -> None:
+        self._options = options or SaveOptions()
+        self._memory = StagingMemory(staging_bytes)
+        self._planners: WeakKeyDictionary[Comm, Planner] = WeakKeyDictionary()
+
+    def prepare(self, state: State, members: Members, choice: SaveChoice) -> Prepared:
+        """Let all ranks agree who writes what of `state`. Collective."""
+        began_s = time.perf_counter()
+        comm = members.comm
+        holding = _on_all(comm, lambda: _held(state, choice))
+        planner = self._planners.setdefault(comm, Planner(comm))
+        agreed = planner.agree(holding.held, self._options)
+        plan = agreed.plan_of(comm.rank)
+        images = tuple(lay_out(bucket, plan.tensors) for bucket in plan.buckets)
+        share = Share(
+            rank=comm.rank,
+            images=images,
+            payloads={bucket.file: _payloads(bucket, plan, holding, choice.dtype) for bucket in plan.buckets},
+            payload_bytes=plan.num_bytes,
+            paths=_own_paths(agreed, plan, holding),
+            plan_s=time.perf_counter() - began_s,
+        )
+        return Prepared(
+            agreed,
+            share,
+            self._memory,
+            num_ranks=comm.size,
+            writers=self._options.writers,
+            timeout_s=comm.timeout_s,
+        )
+
+    def close(self) -> None:
+        """Let go of idle memory. Safe twice."""
+        self._memory.clear()
+
+
+class Prepared:
+    """A `PreparedSave` of tensors in this process."""
+
+    def __init__(
+        self,
+        agreed: AgreedSave,
+        share: Share,
+        memory: StagingMemory,
+        *,
+        num_ranks: int,
+        writers: int,
+        timeout_s: float,
+    ) -> None:
+        self._agreed = agreed
+        self._share = share
+        self._memory = memory
+        self._num_ranks = num_ranks
+        self._writers = writers
+        self._timeout_s = timeout_s
+
+    def stage(self, buffer_bytes: int | None = None) -> Staged:
+        """Begin to copy this rank's share."""
+        budget = self._memory.budget_bytes
+        settings = pipe_settings(
+            self._share.images, self._writers, min(budget, budget if buffer_bytes is None else buffer_bytes)
+        )
+        return Staged(self._share, self._memory, settings, timeout_s=self._timeout_s)
+
+    def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
+        """On rank 0: metadata and manifest of what all ranks have written."""
+        contents = contents_of(self._agreed.plans(), shares)
+        paths = {name: path for share in shares for name, path in share.paths.items()}
+        named = {key: cast("Fact", value) for key, value in facts.items() if key not in ("step", "save_id")}
+        save_id, step = str(facts.get("save_id", "")), facts.get("step")
+        metadata = metadata_bytes(DcpMetadata(contents=contents, paths=paths, save_id=save_id))
+        manifest = manifest_of(
+            contents,
+            [file for share in shares for file in share.files],
+            metadata,
+            step=step if isinstance(step, int) else None,
+            save_id=save_id,
+            world_size=self._num_ranks,
+            facts=named,
+        )
+        return Seal(
+            manifest=manifest_bytes(manifest),
+            metadata=metadata,
+            sizes={file.name: file.size_bytes for share in shares for file in share.files},
+        )
+
+
+def contents_of(plans: Sequence[SavePlan], shares: Sequence[RankShare]) -> Contents:
+    """Where everything lies, from what was planned and what ranks report; both are in rank order."""
+    pairs = [
+        (bucket, file)
+        for plan, share in zip(plans, shares, strict=True)
+        for bucket, file in zip(plan.buckets, share.files, strict=True)
+    ]
+    objects: list[StoredObject] = []
+    for number, (bucket, file) in enumerate(pairs):
+        for row, placed in enumerate(bucket.objects):
+            offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
+            objects.append(StoredObject(placed.stored_name, number, offset, size))
+    boxes = Boxes.concatenated([bucket.boxes for bucket, _ in pairs])
+    rows = [(file, slice(len(bucket.objects), None)) for bucket, file in pairs]
+    nothing = np.zeros(0, dtype=np.int64)
+    stored = StoredBoxes(
+        boxes,
+        file=np.repeat(np.arange(len(pairs)), [len(bucket.boxes) for bucket, _ in pairs]),
+        item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
+        item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
+        payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
+        packed=np.zeros(len(boxes), dtype=np.bool_),
+    )
+    tensors = plans[0].tensors if plans else ()
+    return Contents(tensors, stored, tuple(objects), tuple(file.name for _, file in pairs))
+
+
+def _held(state: State, choice: SaveChoice) -> Holding:
+    """What this rank holds of what is to be saved, with the dtypes that it is to be saved as."""
+    holding = held_of_leaves(_chosen(leaves_of(opened(state), is_tensor), choice.only), pack_objects=True)
+    if choice.dtype is None:
+        return holding
+    tensors = tuple(_as_dtype(facts, choice.dtype) for facts in holding.held.tensors)
+    return replace(holding, held=replace(holding.held, tensors=tensors))
+
+
+def _chosen(leaves: Sequence[Leaf], only: str | Sequence[str] | None) -> Sequence[Leaf]:
+    if only is None:
+        return leaves
+    patterns = (only,) if isinstance(only, str) else tuple(only)
+    chosen = [leaf for leaf in leaves if any(fnmatch.fnmatchcase(leaf.name, each) for each in patterns)]
+    if leaves and not chosen:
+        raise UsageError(
+            f"No part of the state matches only={only!r}",
+            fix=f"Names are keys joined by dots, for example {leaves[0].name!r}.",
+        )
+    return chosen
+
+
+def _as_dtype(facts: TensorFacts, dtype: torch.dtype) -> TensorFacts:
+    if not getattr(torch, facts.dtype).is_floating_point:
+        return facts
+    return replace(facts, dtype=str(dtype).removeprefix("torch."), item_bytes=dtype.itemsize)
+
+
+def _payloads(bucket: Bucket, plan: SavePlan, holding: Holding, dtype: torch.dtype | None) -> list[Payload]:
+    payloads = [payload_of_bytes(holding.objects[placed.name]) for placed in bucket.objects]
+    for row, number in enumerate(bucket.boxes.tensor.tolist()):
+        facts = plan.tensors[number]
+        view = holding.view(facts.name, *bucket.boxes.box(row, len(facts.shape)))
+        payloads.append(payload_of_tensor(view, dtype if view.is_floating_point() else None))
+    return payloads
+
+
+def _own_paths(agreed: AgreedSave, plan: SavePlan, holding: Holding) -> dict[str, tuple[str | int, ...]]:
+    """The places of what this rank is the first to write: together, ranks tell each once."""
+    paths = {leaf.name: leaf.path for leaf in holding.leaves}
+    shared = agreed.shared
+    numbers, first = np.unique(shared.boxes.tensor, return_index=True)
+    mine = numbers[shared.rank[first] == plan.rank].tolist()
+    own = {plan.tensors[number].name: paths[plan.tensors[number].name] for number in mine}
+    for bucket in plan.buckets:
+        for placed in bucket.objects:
+            # An object of one rank alone has a name of its own and would displace the common one.
+            is_common = placed.stored_name == placed.name
+            own[placed.stored_name] = paths[placed.name] if is_common else (placed.stored_name,)
+    return own
+
+
+def _on_all(comm: Comm, work: Callable[[], Result]) -> Result:
+    """What `work` gives on this rank; where it raises on any, all raise. Alone, the error is its own."""
+    if comm.size == 1:
+        return work()
+    done: list[Result] = []
+    collect(comm, lambda: done.append(work()), awaiting="all ranks to look at what they hold")
+    return done[0]

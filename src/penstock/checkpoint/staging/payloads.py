@@ -1,0 +1,150 @@
+"""Where payloads come from: the memory of a state's tensors, copied piece by piece into buffers.
+
+The hot loop of a save. Each copy runs in the thread that asks for it, with the GIL released: torch's own
+threads would take the cores that other writers use. Invariant: a piece may begin and end at any element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Payload(Protocol):
+    """The bytes of one item's payload."""
+
+    block_bytes: int | None
+    """Copy so much at a time, so that it is still in the processor's cache when it is summed; None: all."""
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `start` on."""
+
+
+HOT_BLOCK_BYTES = 512 * 1024
+"""Fits into the second-level cache of a core, and takes far longer to copy than Python needs for the call."""
+
+
+class PlainPayload:
+    """Bytes in a row: packed objects, and contiguous tensors in the memory of this host."""
+
+    block_bytes: int | None = HOT_BLOCK_BYTES
+
+    def __init__(self, content: NDArray[np.uint8]) -> None:
+        self._content = content
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        """Copy a slice."""
+        np.copyto(np.frombuffer(target, dtype=np.uint8), self._content[start : start + len(target)])
+
+
+class StridedPayload:
+    """A tensor in the memory of this host whose elements do not lie in a row."""
+
+    block_bytes: int | None = HOT_BLOCK_BYTES
+
+    def __init__(self, elements: NDArray[Any]) -> None:
+        self._elements = elements
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        """Gather a range of elements, in row-major order."""
+        row = np.frombuffer(target, dtype=self._elements.dtype)
+        begin = start // self._elements.itemsize
+        for piece, place in pieces_of_range(self._elements.shape, begin, begin + row.size):
+            source = self._elements[piece]
+            np.copyto(row[place].reshape(source.shape), source)
+
+
+class TorchPayload:
+    """A tensor that torch has to fetch or convert: on another device, or saved as another dtype."""
+
+    block_bytes: int | None = None
+
+    def __init__(self, memory: torch.Tensor, dtype: torch.dtype) -> None:
+        self._memory = memory
+        self._dtype = dtype
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        """Have torch copy a range of elements."""
+        row = torch.frombuffer(target, dtype=self._dtype)
+        begin = start // self._dtype.itemsize
+        for piece, place in pieces_of_range(tuple(self._memory.shape), begin, begin + row.numel()):
+            source = self._memory[piece]
+            row[place].view(source.shape).copy_(source)
+
+
+def payload_of_bytes(content: bytes) -> Payload:
+    """The payload of a packed object."""
+    return PlainPayload(np.frombuffer(content, dtype=np.uint8))
+
+
+def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) -> Payload:
+    """The payload of a box: its elements in row-major order, as `dtype` where that is another one."""
+    memory = memory.detach().resolve_conj().resolve_neg()
+    wanted = memory.dtype if dtype is None else dtype
+    if wanted != memory.dtype or memory.device.type != "cpu":
+        return TorchPayload(memory, wanted)
+    if memory.is_contiguous():
+        return PlainPayload(memory.reshape(-1).view(torch.uint8).numpy())
+    if memory.dim() == 0:
+        memory = memory.reshape(1)
+    return StridedPayload(memory.view(_PLAIN_TYPES[memory.dtype.itemsize]).numpy())
+
+
+_PLAIN_TYPES = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""numpy has no bfloat16 and no float8: what is only copied is spoken of as something of the same width."""
+
+
+def pieces_of_range(
+    shape: Sequence[int], begin: int, end: int
+) -> list[tuple[tuple[int | slice, ...], slice]]:
+    """Elements `begin` to `end` of a row-major array as few rectangular pieces.
+
+    Each with the index that selects it, and its place among the elements from `begin` on. At most two pieces
+    for each dimension: the rest of a row, whole rows, the beginning of a row.
+    """
+    pieces: list[tuple[tuple[int | slice, ...], slice]] = []
+    _collect_pieces(pieces, (), shape, (begin, end), 0)
+    return pieces
+
+
+def _collect_pieces(
+    pieces: list[tuple[tuple[int | slice, ...], slice]],
+    outer: tuple[int, ...],
+    shape: Sequence[int],
+    wanted: tuple[int, int],
+    place: int,
+) -> None:
+    begin, end = wanted
+    if begin >= end:
+        return
+    if not shape:
+        pieces.append((outer or (...,), slice(place, place + 1)))  # type: ignore[arg-type]
+        return
+    inner = int(np.prod(shape[1:], dtype=np.int64))
+    first, last = -(-begin // inner), end // inner
+    if first > last:
+        # All of it lies within one row.
+        row = begin // inner
+        _collect_pieces(pieces, (*outer, row), shape[1:], (begin - row * inner, end - row * inner), place)
+        return
+    if begin < first * inner:
+        row = first - 1
+        _collect_pieces(pieces, (*outer, row), shape[1:], (begin - row * inner, inner), place)
+    if first < last:
+        start = place + first * inner - begin
+        pieces.append(((*outer, slice(first, last)), slice(start, start + (last - first) * inner)))
+    if last * inner < end:
+        start = place + last * inner - begin
+        _collect_pieces(pieces, (*outer, last), shape[1:], (0, end - last * inner), start)
