@@ -260,7 +260,7 @@ class _Session:
         )
         with self.terminal.progress() as progress:
             result = train(request, self.storage, comm=self.comm, progress=progress)
-        for remark in result.stages.remarks:
+        for remark in (*result.stages.remarks, *result.train.notes):
             self.terminal.note(remark)
         if self.terminal.speaks:
             told = (self.folder / self.workload.output.log_file).read_text(encoding="utf-8").splitlines()

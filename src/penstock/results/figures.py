@@ -6,13 +6,13 @@ Place in the flow: the last pure step; `record`, `dlio` and the command line onl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.results.events import Phase
 from penstock.results.times import Times, measure_times
-from penstock.results.utilization import EpochRate, epoch_rates, rule_for
+from penstock.results.utilization import EpochRate, Rule, epoch_rates, rule_for
 from penstock.results.verdict import Verdict, judge
 from penstock.workload.records import record_bytes
 
@@ -31,7 +31,10 @@ class Mean:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
-    """Training or evaluation. `io_compat` is DLIO's: samples at their nominal size, in MiB/s."""
+    """Training or evaluation. `io_compat` is DLIO's: samples at their nominal size, in MiB/s.
+
+    `notes` say why a figure is not what a reader would expect.
+    """
 
     epochs: tuple[EpochRate, ...]
     au_compat_percent: Mean
@@ -44,6 +47,7 @@ class PhaseFigures:
     meets_threshold: bool
     times: Times | None
     verdict: Verdict | None
+    notes: tuple[str, ...] = ()
 
 
 def phase_figures(
@@ -81,7 +85,21 @@ def phase_figures(
         meets_threshold=compat.mean >= workload.metric.au * 100,
         times=times,
         verdict=judge(times, threshold=workload.metric.au, ceiling=ceiling) if times else None,
+        notes=tuple(_notes(epochs, rule)),
     )
+
+
+def _notes(epochs: Sequence[EpochRate], rule: Rule) -> Iterator[str]:
+    """Why epochs have no utilization."""
+    silent = [rate.epoch for rate in epochs if rate.au_strict_percent is None]
+    if silent:
+        numbers = ", ".join(map(str, silent))
+        left_out = f"the first {rule.exclude_start_steps} and the last {rule.exclude_end_steps}"
+        yield (
+            f"Epoch {numbers} has no utilization: metric.exclude_start_steps and exclude_end_steps "
+            f"leave out {left_out} steps of an epoch, and there are no more. DLIO's formula calls that 0 %. "
+            "Use more files, fewer ranks or smaller batches."
+        )
 
 
 def mean_of(values: Sequence[float]) -> Mean:

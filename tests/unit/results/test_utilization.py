@@ -263,6 +263,16 @@ def test_a_run_of_excluded_steps_alone_has_neither_times_nor_verdict() -> None:
     assert figures is not None
     assert (figures.au_strict_percent, figures.times, figures.verdict) == (None, None, None)
     assert figures.au_compat_percent.mean == 0.0
+    (note,) = figures.notes
+    assert "Epoch 1, 2 has no utilization" in note
+    assert "the first 1 and the last 0 steps" in note
+    assert "0 %" in note
+
+
+def test_a_run_with_steps_that_count_has_nothing_to_explain() -> None:
+    figures = phase_figures(even_run(num_steps=5), WORKLOAD)
+    assert figures is not None
+    assert figures.notes == ()
 
 
 def test_the_deviation_is_the_populations() -> None:

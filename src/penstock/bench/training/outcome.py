@@ -126,6 +126,7 @@ class TrainingResult:
             "accelerators": self.ranks,
             **_phase(self.train),
             "meets_threshold": self.train.meets_threshold,
+            "notes": list(self.train.notes),
             "bottleneck": verdict.bottleneck.value if verdict else None,
             "evidence": list(verdict.evidence) if verdict else [],
             "ceiling": ceiling.document() if ceiling else None,

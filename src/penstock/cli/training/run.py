@@ -175,6 +175,8 @@ def _draw(console: Console, result: TrainingResult) -> None:
         f"  read      {format_bytes(train.read_bytes)}, {format_rate(train.read_bytes_per_s)}, "
         f"{train.samples_per_s_strict:,.1f} samples/s"
     )
+    for note in train.notes:
+        console.print(f"  note      {escape(note)}")
     if ceiling is not None:
         console.print(f"  ceiling   AU {ceiling.au_compat_percent:.2f} % on storage that costs nothing")
     if train.verdict is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -112,6 +113,7 @@ class ParquetFormat:
         wanted = {column.name for column in self._columns_of(plan) if column.read}
         try:
             metadata = pq.read_metadata(RecordingFile(source))
+            self._refuse_other_levels(plan, metadata.schema)
             blocks = tuple(
                 merged(_column_ranges(metadata.row_group(number), wanted))
                 for number in range(metadata.num_row_groups)
@@ -176,6 +178,17 @@ class ParquetFormat:
         columns = tuple(replace(column, read=True) for column in parquet.columns)
         return ParquetFormat(replace(self._dataset, parquet=replace(parquet, columns=columns)), self._seed)
 
+    def _refuse_other_levels(self, plan: Plan, stored: pq.ParquetSchema) -> None:
+        """Raise where a column of ours has other levels than written.
+
+        Arrow compares levels with the sizes of histograms when it is asked for a column chunk, and ends the
+        process if they differ: one flipped bit in a footer's schema does that.
+        """
+        ours = _written_levels(self._columns_of(plan))
+        for path, levels in _levels(stored).items():
+            if ours.get(path, levels) != levels:
+                raise damaged(plan, f"its schema gives column {path} other levels than it was written with")
+
     def _columns_of(self, plan: Plan) -> tuple[ColumnType, ...]:
         return self._columns or _byte_strings(plan.sample_bytes)
 
@@ -191,6 +204,19 @@ class ParquetFormat:
             write_statistics=False,
             write_page_checksum=True,
         )
+
+
+@lru_cache(maxsize=64)
+def _written_levels(columns: tuple[ColumnType, ...]) -> dict[str, tuple[int, int]]:
+    """The levels of these columns, as a file without rows shows them."""
+    outbox = pa.BufferOutputStream()
+    pq.ParquetWriter(outbox, pa.schema([column.field for column in columns])).close()
+    return _levels(pq.read_metadata(pa.BufferReader(outbox.getvalue())).schema)
+
+
+def _levels(schema: pq.ParquetSchema) -> dict[str, tuple[int, int]]:
+    columns = (schema.column(number) for number in range(len(schema)))
+    return {column.path: (column.max_definition_level, column.max_repetition_level) for column in columns}
 
 
 def _byte_strings(row_bytes: int) -> tuple[ColumnType, ...]:
