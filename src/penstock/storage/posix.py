@@ -197,13 +197,17 @@ class PosixStorage:
         return PosixStorage(replace(self._location, scheme="direct"), options, access, calls=self._calls)
 
     def _takes_direct_access(self) -> bool:
-        """Try it on a file without a name: flags that file systems announce say less than what they do."""
-        folder = self._folders.ready("")
+        """Try it on a file that nobody sees: what file systems announce says less than what they do."""
+        path = os.path.join(self._folders.ready(""), unfinished_name())
         try:
-            descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT, 0o600)
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
         except OSError as error:
             logger.info("%s is written through the page cache: %s", self.uri, error)
+            # Some kernels make the file before they find that they cannot open it so.
+            with suppress(FileNotFoundError):
+                os.unlink(path)
             return False
+        os.unlink(path)
         os.close(descriptor)
         return True
 
