@@ -93,8 +93,8 @@ def run_checkpoints(
         if run is not None:
             board.remove()
             finish(run, result, request=request, hosts=facts)
-        comm.barrier(awaiting="rank 0 to finish the run's files")
-        return result
+        # Ranks saw the same but for their wall clocks: rank 0's count.
+        return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
 
 def _open_run(request: CheckpointRequest, asked: RunRequest) -> OpenRun:

@@ -85,6 +85,7 @@ class Watch:
         self._onlookers = onlookers
         self._lock = threading.Lock()
         self._moved_bytes = 0
+        self._shown_bytes = 0
 
     def begin(self, phase: str, total: float) -> None:
         """The pipe's own phases are parts of a round, which `over` has announced."""
@@ -99,8 +100,10 @@ class Watch:
         """Watch over one round; `bytes_of_ranks` is what each rank will move in it."""
         self._moved_bytes = 0
         self._board.note(0)
+        total_bytes = sum(bytes_of_ranks)
         if self._is_first:
-            self._onlookers.progress.begin(f"{title}, all ranks", sum(bytes_of_ranks))
+            self._onlookers.progress.begin(f"{title}, all ranks", total_bytes)
+        self._shown_bytes = 0
         ended = threading.Event()
         looker = threading.Thread(
             target=self._look, args=(title, bytes_of_ranks, ended), name="penstock-watch", daemon=True
@@ -111,24 +114,28 @@ class Watch:
         finally:
             ended.set()
             looker.join()
+        self._show(total_bytes)
 
     def _look(self, title: str, bytes_of_ranks: list[int], ended: threading.Event) -> None:
         began_s = told_s = signed_s = time.monotonic()
-        shown_bytes = 0
         while not ended.wait(LOOK_INTERVAL_S):
             self._board.note(self._moved_bytes)
             if not self._is_first:
                 continue
-            moved = self._board.read()
+            moved = [min(pair) for pair in zip(self._board.read(), bytes_of_ranks, strict=True)]
+            self._show(sum(moved))
             now_s = time.monotonic()
-            self._onlookers.progress.advance(max(0, sum(moved) - shown_bytes))
-            shown_bytes = max(shown_bytes, sum(moved))
             if now_s - signed_s >= SIGN_INTERVAL_S:
                 self._onlookers.sign_of_life()
                 signed_s = now_s
             if now_s - told_s >= TELL_INTERVAL_S:
                 self._onlookers.tell(f"{title}: {how_far(moved, bytes_of_ranks, now_s - began_s)}")
                 told_s = now_s
+
+    def _show(self, moved_bytes: int) -> None:
+        if self._is_first and moved_bytes > self._shown_bytes:
+            self._onlookers.progress.advance(moved_bytes - self._shown_bytes)
+            self._shown_bytes = moved_bytes
 
 
 def how_far(moved: list[int], planned: list[int], elapsed_s: float) -> str:

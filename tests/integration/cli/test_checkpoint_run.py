@@ -1,0 +1,157 @@
+"""`penstock checkpoint run` as it is typed: on one rank, on several, on an object server, and interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.testing.servers import BUCKET
+
+if TYPE_CHECKING:
+    from penstock.testing.servers import S3Server
+
+SMALL = ("llama3-8b", "--scale", "0.00005", "--interval", "0s", "--chunk", "1MiB", "--buffer-memory", "8MiB")
+
+
+def penstock(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", "checkpoint", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "COLUMNS": "120", **environment},
+    )
+
+
+def document(result: subprocess.CompletedProcess[str]) -> Any:
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_ranks_write_and_read_on_files_past_the_page_cache(tmp_path: Path) -> None:
+    place = ("--to", f"direct://{tmp_path}/ckpt", "--results", str(tmp_path / "runs"))
+    found = document(
+        penstock("run", *SMALL, *place, "--writes", "2", "--reads", "2", "--ranks", "2", "--json")
+    )
+    assert found["ranks"] == 2
+    assert found["write"]["bytes"] == found["read"]["verified_bytes"] == 2 * found["checkpoint_bytes"]
+    assert found["checkpoint_bytes"] == pytest.approx(14 * 8_030_261_248 * 0.00005, rel=0.01)
+    assert found["read"]["from_memory"] is False
+    assert found["bottleneck"] in ("storage", "generator", "verifier", "durability")
+    assert len(found["peak_rss_bytes"]) == 2
+    record = json.loads((Path(found["results_dir"]) / "run.json").read_text())
+    assert (record["outcome"], record["ranks"]) == ("finished", 2)
+    assert len(list((tmp_path / "ckpt" / "global_epoch1_step1").iterdir())) == 4
+
+
+def test_people_see_rates_the_bottleneck_and_where_the_record_is(tmp_path: Path) -> None:
+    place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
+    result = penstock("run", *SMALL, *place, "--writes", "1", "--reads", "1", "--no-fsync", "--remove")
+    assert result.returncode == 0, result.stderr
+    for said in ("GiB/s", "write", "read", "Bottleneck", "the record:", "a checkpoint of llama3-8b"):
+        assert said in result.stdout
+    assert list((tmp_path / "ckpt").iterdir()) == []
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "checkpoints.json").read_text())["storage_options"]["fsync"] is False
+
+
+@pytest.mark.parametrize("client", ["obstore", "minio"])
+def test_an_object_store_takes_and_gives_back_checkpoints(
+    tmp_path: Path, moto: S3Server, client: str
+) -> None:
+    place = ("--to", f"s3://{BUCKET}/ckpt-{client}", "--results", str(tmp_path / "runs"))
+    words = ("--writes", "1", "--reads", "1", "-o", f"client={client}", "-o", "part_bytes=5MiB", "--json")
+    small = ("llama3-8b", "--scale", "0.00005", "--chunk", "5MiB", "--buffer-memory", "20MiB")
+    found = document(penstock("run", *small, *place, *words, **moto.environment))
+    assert found["read"]["verified_bytes"] == found["write"]["bytes"] == found["checkpoint_bytes"]
+    assert sum(stream["requests"] for stream in found["write"]["streams"]) > 0
+    assert found["checkpoints"][1]["cold"]["path"] == "no page cache"
+
+
+def test_wrong_bytes_are_exit_code_1_and_named(tmp_path: Path) -> None:
+    place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
+    assert penstock("run", *SMALL, *place, "--writes", "1", "--reads", "0").returncode == 0
+    path = next((tmp_path / "ckpt" / "global_epoch1_step1").glob("*optim*"))
+    content = bytearray(path.read_bytes())
+    content[1_500_000] ^= 255
+    path.write_bytes(content)
+    result = penstock("run", *SMALL, *place, "--writes", "0", "--reads", "1", "--json")
+    assert result.returncode == 1
+    assert "Checkpoint 1: 1 chunks hold other bytes than were written" in result.stderr
+    assert json.loads(result.stdout)["is_right"] is False
+
+
+def test_ctrl_c_keeps_whole_checkpoints_and_resume_goes_on(tmp_path: Path) -> None:
+    place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
+    words = ["run", *SMALL, *place, "--writes", "3", "--reads", "1"]
+    words[words.index("--interval") + 1] = "60s"
+    running = subprocess.Popen(
+        [sys.executable, "-m", "penstock", "checkpoint", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    marker = tmp_path / "ckpt" / "penstock-checkpoints.json"
+    deadline = time.monotonic() + 200
+    while not marker.exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=100)
+    assert running.returncode == 130, said
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "run.json").read_text())["outcome"] == "interrupted"
+    words[words.index("--interval") + 1] = "0s"
+    found = document(penstock(*words, "--resume", "--json"))
+    assert [(each["direction"], each["step"]) for each in found["checkpoints"]] == [
+        ("write", 2),
+        ("write", 3),
+        ("read", 1),
+    ]
+    assert found["earlier"]["run_folder"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--verify", "some"), "--verify"),
+        (("--buffer-memory", "1MiB"), "Give at least"),
+        (("--writes", "0", "--reads", "1"), "Write some first"),
+        (("--writes", "1", "--reads", "2"), "only 1 will be there"),
+        (("--set", "checkpoint.num_checkpoint=1"), "did you mean"),
+    ],
+)
+def test_a_mistake_is_wrong_usage_and_named(
+    tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
+    assert main(["checkpoint", "run", "llama3-8b", "--scale", "0.00005", *place, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "size", "models"])
+def test_every_verb_shows_examples_and_offers_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "Examples:" in shown
+    assert f"penstock checkpoint {verb}" in shown
+    assert "--json" in shown
+
+
+@pytest.mark.slow
+def test_eight_ranks_move_eight_gib_in_bounded_memory(tmp_path: Path) -> None:
+    place = ("--to", f"direct://{tmp_path}/ckpt", "--results", str(tmp_path / "runs"))
+    words = ("--scale", "0.0765", "--writes", "1", "--reads", "1", "--interval", "0s", "--ranks", "8")
+    found = document(penstock("run", "llama3-8b", *words, *place, "--remove", "--json"))
+    assert found["write"]["bytes"] == found["read"]["verified_bytes"] > 8 * 2**30
+    assert max(found["peak_rss_bytes"]) < 1 << 30, found["peak_rss_bytes"]
