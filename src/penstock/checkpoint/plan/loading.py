@@ -60,6 +60,7 @@ class SharedLoadPlan:
     """The row of `stored` that a share is of."""
     share_boxes: Boxes
     share_rank: Ints
+    share_round: Ints
     pieces: _Pieces
     wishes: _Wishes
 
@@ -108,17 +109,20 @@ def share_loading(
     shares = share_out(
         unit_boxes, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
     )
-    part, parts = split_large(shares.boxes, item_bytes, options.share_bytes)
+    round_bytes = _round_bytes(sets, options)
+    part, parts = split_large(shares.boxes, item_bytes, round_bytes)
     share_unit = shares.source[part]
     share_row = unit_row[share_unit]
     start = payload_starts(parts, stored.boxes.take(share_row))
     in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
+    share_rank, share_boxes = shares.rank[part][in_file], parts.take(in_file)
     return SharedLoadPlan(
         stored=stored,
         share_unit=share_unit[in_file],
         share_row=share_row[in_file],
-        share_boxes=parts.take(in_file),
-        share_rank=shares.rank[part][in_file],
+        share_boxes=share_boxes,
+        share_rank=share_rank,
+        share_round=_rounds(share_rank, share_boxes.num_bytes(item_bytes), round_bytes),
         pieces=pieces,
         wishes=wishes,
     )
@@ -130,6 +134,29 @@ def _min_cut_bytes(total: int, num_ranks: int, options: LoadOptions) -> int:
     A sixteenth of a rank's fair share keeps the loads of ranks within about six percent of each other.
     """
     return max(options.min_cut_bytes, total // (16 * num_ranks))
+
+
+def _round_bytes(sets: RankSets, options: LoadOptions) -> int:
+    """What each rank reads for one round, so that what a rank receives in it stays within its memory."""
+    most = int(sets.size.max(initial=1))
+    return min(max(options.exchange_bytes // most, options.message_bytes), options.exchange_bytes // 4)
+
+
+def _rounds(rank: Ints, num_bytes: Ints, round_bytes: int) -> Ints:
+    """Of each share: how often its rank has read `round_bytes` before it."""
+    order = np.argsort(rank, kind="stable")
+    begin = np.cumsum(num_bytes[order]) - num_bytes[order]
+    is_first = np.ones(len(rank), dtype=np.bool_)
+    is_first[1:] = rank[order][1:] != rank[order][:-1]
+    own_begin = begin - begin[_run_starts(is_first)]
+    rounds = np.empty(len(rank), dtype=np.int64)
+    rounds[order] = own_begin // round_bytes
+    return rounds
+
+
+def _run_starts(is_first: Bools) -> Ints:
+    """For each row, the row at which its run begins."""
+    return np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
 
 
 def payload_starts(inner: Boxes, outer: Boxes) -> Ints:
@@ -232,13 +259,14 @@ def rank_load_plan(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options:
 
     def transfers(found: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
         boxes = found.boxes.take(rows)
-        num_bytes = boxes.num_bytes(item_bytes)
+        num_bytes, in_round = boxes.num_bytes(item_bytes), shared.share_round[found.share[rows]]
         return Transfers(
             read=np.searchsorted(reads, found.share[rows]),
             peer=peer[rows],
             want=shared.wishes.row[found.wish[rows]],
             boxes=boxes,
-            message=_messages(peer[rows], num_bytes, options.message_bytes),
+            in_round=in_round,
+            message=_messages(peer[rows], in_round, num_bytes, options.message_bytes),
         )
 
     return LoadPlan(
@@ -309,26 +337,22 @@ def _ordered(share: Ints, piece: Ints, wish: Ints, boxes: Boxes) -> _Deliveries:
     return _Deliveries(share[order], wish[order], boxes.take(order))
 
 
-def _messages(peer: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
+def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
     """Number the messages to or from each peer: small transfers in a row share one, large ones go alone.
 
-    Sender and receiver see the same transfers between them in the same order, so they number them alike.
+    Sender and receiver see the same transfers between them in the same order, so they number them alike. No
+    message has transfers of two rounds.
     """
     order = np.argsort(peer, kind="stable")
-    sorted_peer, size = peer[order], num_bytes[order]
-    ends = np.cumsum(size)
-    first = np.ones(len(peer), dtype=np.bool_)
-    first[1:] = sorted_peer[1:] != sorted_peer[:-1]
-    begin = ends - size
-    begin_of_peer = (
-        begin[np.maximum.accumulate(np.where(first, np.arange(len(peer)), 0))] if len(peer) else begin
-    )
-    window = (begin - begin_of_peer) // message_bytes
-    large = size >= message_bytes
-    opens = first | large
-    opens[1:] |= (window[1:] != window[:-1]) | large[:-1]
+    peer, in_round, size = peer[order], in_round[order], num_bytes[order]
+    is_first = np.ones(len(peer), dtype=np.bool_)
+    is_first[1:] = peer[1:] != peer[:-1]
+    begin = np.cumsum(size) - size
+    window = (begin - begin[_run_starts(is_first)]) // message_bytes
+    is_large = size >= message_bytes
+    opens = is_first | is_large
+    opens[1:] |= (window[1:] != window[:-1]) | (in_round[1:] != in_round[:-1]) | is_large[:-1]
     number = np.cumsum(opens)
-    base = np.maximum.accumulate(np.where(first, number, 0)) if len(peer) else number
     numbered = np.empty(len(peer), dtype=np.int64)
-    numbered[order] = number - base
+    numbered[order] = number - number[_run_starts(is_first)]
     return numbered

@@ -100,8 +100,8 @@ class LoadOptions:
     """What several ranks want is not cut into smaller parts than this."""
     min_gap_bytes: int = 256 * 1024
     """Unwanted bytes between wanted ones are skipped from this on; smaller gaps are read along."""
-    share_bytes: int = 32 << 20
-    """What is read is handed on in parts of at most this, so that sending overlaps with reading."""
+    exchange_bytes: int = 256 << 20
+    """What a rank receives in one round, at most; the next round is read meanwhile."""
     message_bytes: int = 1 << 20
     """Transfers of fewer bytes between two ranks share a message."""
 
@@ -117,6 +117,8 @@ class Transfers:
     want: Ints
     """Which of the destination rank's wanted boxes."""
     boxes: Boxes
+    in_round: Ints
+    """Rounds of the exchange: all ranks finish one before the next. Local transfers take no notice."""
     message: Ints
     """Transfers with the same peer and number travel together, in this order."""
 

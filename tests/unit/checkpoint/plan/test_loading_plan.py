@@ -19,7 +19,7 @@ from penstock.checkpoint.plan.loading import (
 from penstock.checkpoint.plan.records import Held, LoadOptions, LoadPlan, SaveOptions
 from penstock.checkpoint.plan.saving import share_saving
 
-FINE = LoadOptions(min_cut_bytes=1, min_gap_bytes=8, message_bytes=16, share_bytes=32)
+FINE = LoadOptions(min_cut_bytes=1, min_gap_bytes=8, message_bytes=16, exchange_bytes=128)
 OPTIONS = st.sampled_from(
     [FINE, LoadOptions(), LoadOptions(min_cut_bytes=1, min_gap_bytes=1, message_bytes=1)]
 )
@@ -89,6 +89,7 @@ def test_what_one_rank_sends_is_what_the_other_expects(
             out = sender.sends.peer == receiver.rank
             into = receiver.receives.peer == sender.rank
             assert sender.sends.message[out].tolist() == receiver.receives.message[into].tolist()
+            assert sender.sends.in_round[out].tolist() == receiver.receives.in_round[into].tolist()
             assert sender.sends.want[out].tolist() == receiver.receives.want[into].tolist()
             assert (sender.sends.boxes.offsets[out] == receiver.receives.boxes.offsets[into]).all()
             assert (sender.sends.boxes.sizes[out] == receiver.receives.boxes.sizes[into]).all()
