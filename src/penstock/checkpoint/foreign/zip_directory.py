@@ -27,12 +27,16 @@ _FULL: Final = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One record: where its local header begins, and its length. `is_stored`: not compressed."""
+    """One record: where its local header begins, and its length. `is_stored`: not compressed.
+
+    `crc32` is 0 where the writer did not compute it.
+    """
 
     name: str
     header_offset: int
     size_bytes: int
     is_stored: bool
+    crc32: int
 
 
 def read_directory(read: ReadRange, size_bytes: int, where: str) -> Mapping[str, ZipRecord]:
@@ -90,7 +94,9 @@ def _entries(directory: bytes | bytearray, archive_bytes: int) -> list[tuple[str
         size, header_offset = _long_fields(extra, stored=fields[8], size=fields[9], offset=fields[16])
         if header_offset + _LOCAL.size + size > archive_bytes:
             raise ValueError(f"{name} lies outside of it")
-        entries.append((name, ZipRecord(name, header_offset, size, is_stored=fields[4] == 0)))
+        entries.append(
+            (name, ZipRecord(name, header_offset, size, is_stored=fields[4] == 0, crc32=fields[7]))
+        )
         at = name_end + fields[11] + fields[12]
     return entries
 
