@@ -35,6 +35,8 @@ class Unit(StrEnum):
     TEXT = "text"
     COUNT = "count"
     BYTES = "bytes"
+    GIB = "GiB"
+    NUMBER = "number"
     MICROSECONDS = "us"
     RATE = "bytes/s"
     RATIO = "ratio"
@@ -43,21 +45,23 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of an answer; its name carries the unit, as `union_us`."""
+    """A column of an answer; its name carries the unit, as `union_us`. `head` is for people, if other."""
 
     name: str
     unit: Unit = Unit.TEXT
+    head: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A table: `name` in files, `title` and `notes` for people."""
+    """A table: `name` in files; `title`, `notes` and what stands for a missing value are for people."""
 
     name: str
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Value]]
     notes: Sequence[str] = ()
+    missing: str = "-"
 
     def records(self) -> list[dict[str, Value]]:
         """One mapping a row."""

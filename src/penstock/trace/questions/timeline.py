@@ -16,10 +16,14 @@ _MOST_BUCKETS = 100_000
 
 def timeline(events: Events, *, bucket_us: int | None = None) -> Answer:
     """A row for each bucket of each run and tier in which something went on."""
-    begin, end = events.ask_one(f"SELECT min(ts_us), max(end_us) FROM {{events}} WHERE {IS_IO}")
-    width = bucket_us or _round_width((end - begin) if end is not None else 1)
-    if end is not None and (end - begin) // width > _MOST_BUCKETS:
-        raise UsageError(f"The trace has {(end - begin) // width:,} such buckets", fix="Take larger ones.")
+    span_us = events.ask_one(f"""
+        SELECT coalesce(max(span), 1) FROM (
+            SELECT max(end_us) FILTER (WHERE {IS_IO}) - min(ts_us) AS span FROM {{events}} GROUP BY run)""")[
+        0
+    ]
+    width = bucket_us or _round_width(span_us)
+    if span_us // width > _MOST_BUCKETS:
+        raise UsageError(f"The trace has {span_us // width:,} such buckets", fix="Take larger ones.")
     share = "(size_bytes * (CASE WHEN dur_us > 0 THEN (end_us - ts_us) / dur_us ELSE 1 END))"
     extra = f""",
         count(*) FILTER (WHERE is_first) AS num_started,
@@ -39,7 +43,8 @@ def timeline(events: Events, *, bucket_us: int | None = None) -> Answer:
             FROM (SELECT *, unnest(range(ts_us // {width}, last_us // {width} + 1)) AS bucket
                   FROM (SELECT *, greatest(ts_us, end_us - 1) AS last_us FROM shifted)))
         SELECT run, tier, bucket * {width}, num_started, read_bytes, written_bytes,
-               read_bytes * 1e6 / {width}, written_bytes * 1e6 / {width}, inside_us / {width}, union_us / {width}
+               read_bytes * 1e6 / {width}, written_bytes * 1e6 / {width},
+               inside_us / {width}, union_us / {width}
         FROM ({measures_sql("cut", keys, extra=extra)}) ORDER BY run, tier, bucket""")
     columns = [
         Column("run"),

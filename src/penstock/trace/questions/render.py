@@ -1,0 +1,97 @@
+"""Answers as text: CSV and JSON with exact numbers, Markdown and cells of tables with readable ones.
+
+Pure. One invariant: seconds are printed to the microsecond, so that printed sums can be checked by hand.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from penstock.trace.questions.base import Answer, Column, Unit, Value
+from penstock.units import format_bytes, format_rate
+
+Cell = Callable[[Any], str]
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    """The answer as JSON; `rows` are objects."""
+    return {
+        "name": answer.name,
+        "title": answer.title,
+        "units": {column.name: column.unit.value for column in answer.columns},
+        "rows": answer.records(),
+        "notes": list(answer.notes),
+    }
+
+
+def as_csv(answer: Answer) -> str:
+    """A header and rows, missing values empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([column.name for column in answer.columns])
+    writer.writerows(["" if value is None else value for value in row] for row in answer.rows)
+    return text.getvalue()
+
+
+def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
+    """A heading, the table, the notes; tables longer than `most_rows` say how much is left out."""
+    shown = answer.rows if most_rows is None else answer.rows[:most_rows]
+    lines = [f"### {answer.title}", ""]
+    if answer.rows:
+        heads = [heading(column) for column in answer.columns]
+        lines += [_line(heads), _line(["---" if c.unit is Unit.TEXT else "---:" for c in answer.columns])]
+        lines += [_line([text.replace("|", "\\|") for text in cells(answer, row)]) for row in shown]
+    else:
+        lines.append("(no rows)")
+    left = len(answer.rows) - len(shown)
+    notes = [*answer.notes, *([f"{left:,} more rows in tables.parquet."] if left else [])]
+    return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
+
+
+def as_records(answer: Answer) -> list[dict[str, str]]:
+    """Readable cells by heading, as tables on a terminal want them."""
+    heads = [heading(column) for column in answer.columns]
+    return [dict(zip(heads, cells(answer, row), strict=True)) for row in answer.rows]
+
+
+def heading(column: Column) -> str:
+    """What stands above a column for people: units that cells print themselves are left out."""
+    if column.head:
+        return column.head
+    if column.unit is Unit.MICROSECONDS:
+        return f"{column.name.removesuffix('_us').replace('_', ' ')} s"
+    if column.unit is Unit.GIB:
+        return f"{column.name.removesuffix('_gib').replace('_', ' ')} GiB"
+    return column.name.removesuffix("_bytes").removeprefix("num_").replace("_", " ")
+
+
+def cells(answer: Answer, row: Sequence[Value]) -> list[str]:
+    """One row for people."""
+    return [
+        answer.missing if value is None else _CELLS[column.unit](value)
+        for column, value in zip(answer.columns, row, strict=True)
+    ]
+
+
+def _text(value: Any) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def _line(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+_CELLS: Final[Mapping[Unit, Cell]] = {
+    Unit.TEXT: _text,
+    Unit.COUNT: lambda value: f"{value:,}",
+    Unit.BYTES: format_bytes,
+    Unit.GIB: lambda value: f"{value:.6f}",
+    Unit.NUMBER: lambda value: f"{value:,.2f}" if isinstance(value, float) else f"{value:,}",
+    Unit.MICROSECONDS: lambda value: f"{value / 1e6:.6f}",
+    Unit.RATE: format_rate,
+    Unit.RATIO: lambda value: f"{value:.2f}",
+    Unit.SHARE: lambda value: f"{100 * value:.1f} %",
+}
