@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.errors import UsageError
+from penstock.workload.extensions import Extension
 from penstock.workload.tree import Path, Problem, Stack, dotted, flatten
 
 
@@ -110,9 +111,13 @@ _CLASSES = (
 )
 
 REFUSED: Final = {
-    _path("reader.data_loader_classname"): f"{_CLASSES}penstock.loaders",
-    _path("reader.reader_classname"): f"{_CLASSES}penstock.readers",
-    _path("checkpoint.checkpoint_mechanism_classname"): f"{_CLASSES}penstock.checkpoint_mechanisms",
+    _path("reader.data_loader_classname"): (
+        f"{_CLASSES}{Extension.LOADER}, and name it with `penstock training run --loader`"
+    ),
+    _path("reader.reader_classname"): (
+        f"{_CLASSES}{Extension.READER}, and name it with `penstock training run --reader`"
+    ),
+    _path("checkpoint.checkpoint_mechanism_classname"): f"{_CLASSES}{Extension.CHECKPOINT_MECHANISM}",
 }
 """Keys that only null is accepted for, and why."""
 

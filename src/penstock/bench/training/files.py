@@ -6,7 +6,7 @@ follows from the data set's own manifest; of files from elsewhere nothing is pre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from penstock.dataset.formats.base import FileFormat, Plan
     from penstock.storage import Storage
     from penstock.workload.spec import Dataset
+
+
+OpenFormat = Callable[["Dataset", int], "FileFormat"]
+"""From a data set and the seed of its sizes to what knows its files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +112,14 @@ class TrainingFiles:
             yield part.key(plan.name)
 
 
-def open_files(dataset: Dataset, storage: Storage, *, seed: int, evaluates: bool) -> TrainingFiles:
+def open_files(
+    dataset: Dataset,
+    storage: Storage,
+    *,
+    seed: int,
+    evaluates: bool,
+    reader: OpenFormat = open_format,
+) -> TrainingFiles:
     """The files at `storage` for a run of `dataset`; `UsageError` where fewer or other ones lie there.
 
     Reads the manifest that generation left, if there is one. `seed` draws sizes where there is none.
@@ -119,7 +130,7 @@ def open_files(dataset: Dataset, storage: Storage, *, seed: int, evaluates: bool
     return TrainingFiles(
         dataset=dataset,
         lie=DataFiles(
-            kind=open_format(dataset, seed if recipe is None else recipe.seed),
+            kind=reader(dataset, seed if recipe is None else recipe.seed),
             train=training_files(lying),
             evaluation=evaluation_files(lying),
         ),

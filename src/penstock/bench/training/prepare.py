@@ -27,10 +27,12 @@ from penstock.bench.training.plan import (
 from penstock.bench.training.validate import Validation, validate
 from penstock.cluster.collect import collect
 from penstock.dataset.foreign import list_foreign
+from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.bench.order import Division
+    from penstock.bench.training.files import OpenFormat
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Storage
@@ -56,13 +58,20 @@ def prepare(
     division: Division,
     comm: Comm,
     progress: Progress,
+    reader: OpenFormat | None = None,
 ) -> Prepared:
     """Open, validate and plan."""
     began_s = time.monotonic()
     after = eval_epochs(workload, workload.train.epochs)
     files = collect(
         comm,
-        lambda: open_files(workload.dataset, storage, seed=workload.train.seed, evaluates=bool(after)),
+        lambda: open_files(
+            workload.dataset,
+            storage,
+            seed=workload.train.seed,
+            evaluates=bool(after),
+            reader=reader or open_format,
+        ),
         awaiting="all ranks to open the data set",
     )[comm.rank]
     if files.are_to_be_listed:

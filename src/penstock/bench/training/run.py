@@ -34,7 +34,7 @@ from penstock.workload.choices import Format
 
 if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions, OpenStorage
-    from penstock.bench.training.files import TrainingFiles
+    from penstock.bench.training.files import OpenFormat, TrainingFiles
     from penstock.bench.training.loop import PhaseWork
     from penstock.bench.training.outcome import Ceiling
     from penstock.bench.training.prepare import Prepared
@@ -52,7 +52,7 @@ class TrainingRequest:
     `overrides` are in DLIO's words; `hydra_subfolder` and `log_before` are of DLIO's files: where the
     configuration goes ("": nowhere), and the log's lines about what came before the run. `reopen` is for
     loaders whose processes open the storage themselves. `decodes` makes samples of what is read; `check`
-    holds them against their generator, which takes decoding.
+    holds them against their generator, which takes decoding. `reader` knows files of a format of its own.
     """
 
     workload: Workload
@@ -63,6 +63,7 @@ class TrainingRequest:
     reopen: OpenStorage | None = None
     decodes: bool = False
     check: ContentCheck = ContentCheck.OFF
+    reader: OpenFormat | None = None
     command: Sequence[str] = ()
     environment: Environment = field(default_factory=dict)
     overrides: Sequence[str] = ()
@@ -81,6 +82,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
         division=request.division,
         comm=comm,
         progress=progress,
+        reader=request.reader,
     )
     hosts = one_per_host(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
     with ExitStack() as open_things:

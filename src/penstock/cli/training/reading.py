@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions
     from penstock.bench.loader.pytorch import PytorchOptions
     from penstock.bench.order import Division
+    from penstock.bench.training.files import OpenFormat
     from penstock.cluster.comm import Comm
     from penstock.workload.spec import Workload
 
@@ -62,12 +63,14 @@ def closed_rules(
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
     """The loader of this name as the workload and `--threads` ask for it."""
     from penstock.bench.loader.native import NativeOptions
-    from penstock.errors import UsageError
+    from penstock.workload.extensions import Extension, load_extension
 
     if name == "pytorch":
         return _pytorch_options(workload, threads)
     if name != "native":
-        raise UsageError(f"No loader is called {name!r}", where="--loader", fix="There are: native, pytorch.")
+        extension = load_extension(Extension.LOADER, name, where="--loader", own=("native", "pytorch"))
+        options: LoaderOptions = extension(workload, threads)
+        return options
     reader = workload.reader
     return NativeOptions(
         threads=threads or reader.read_threads or NativeOptions().threads,
@@ -108,6 +111,16 @@ def choose_seed(comm: Comm, workload: Workload, asked: int | None) -> int:
     if Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):
         return comm.broadcast(secrets.randbits(31), awaiting="rank 0 to draw a seed")
     return workload.train.seed
+
+
+def reader_of(name: str | None) -> OpenFormat | None:
+    """The reader of another package; None where files are of a format of ours."""
+    from penstock.workload.extensions import Extension, load_extension
+
+    if name is None:
+        return None
+    reader: OpenFormat = load_extension(Extension.READER, name, where="--reader")
+    return reader
 
 
 def asks_to_decode(workload: Workload) -> bool:

@@ -17,6 +17,7 @@ from penstock.cli.training.reading import (
     left_undone,
     loader_options,
     open_rules,
+    reader_of,
 )
 from penstock.cli.training.words import (
     Accelerator,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions, OpenStorage
     from penstock.bench.loader.decoding import ContentCheck
     from penstock.bench.order import Division
+    from penstock.bench.training.files import OpenFormat
     from penstock.bench.training.outcome import TrainingResult
     from penstock.bench.training.run import TrainingRequest
     from penstock.results.utilization import EpochRate
@@ -62,6 +64,9 @@ _Closed = Annotated[
         "--closed", help="Refuse what MLPerf Storage's closed division forbids; pytorch loader, drop."
     ),
 ]
+_Reader = Annotated[
+    str | None, typer.Option("--reader", metavar="NAME", help="A format of another package, for all files.")
+]
 _Loader = Annotated[
     str | None, typer.Option("--loader", metavar="NAME", help="Who reads: native (the default) or pytorch.")
 ]
@@ -76,6 +81,7 @@ def run(
     results: Results,
     accelerator: Accelerator = "",
     loader: _Loader = None,
+    reader: _Reader = None,
     settings: Settings = None,
     threads: ReadThreads = None,
     seed: OrderSeed = None,
@@ -117,6 +123,7 @@ def run(
         reopen=reopen,
         decodes=decode or asks_to_decode(loaded.workload),
         check=values.content_check("--check", check),
+        reader=reader_of(reader),
         settings=settings or (),
         remarks=(*map(str, loaded.remarks), *undone),
     )
@@ -137,6 +144,7 @@ def _request(
     reopen: OpenStorage,
     decodes: bool,
     check: ContentCheck,
+    reader: OpenFormat | None,
     settings: Sequence[str],
     remarks: tuple[str, ...],
 ) -> TrainingRequest:
@@ -154,6 +162,7 @@ def _request(
         reopen=reopen,
         decodes=decodes,
         check=check,
+        reader=reader,
         command=("penstock", *sys.argv[1:]),
         environment=process_environment(),
         overrides=tuple(f"++workload.{text}" for text in settings),

@@ -17,6 +17,8 @@ from penstock.bench.training.outcome import STAGES_FILE
 from penstock.bench.training.run import TrainingRequest, train
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.formats.base import FileMap, Plan, Read
+from penstock.dataset.formats.npz import NpzFormat
 from penstock.dataset.generate import generate
 from penstock.dataset.manifest import KEY, Recipe
 from penstock.errors import ObjectNotFound, StorageError, UsageError
@@ -29,6 +31,8 @@ from penstock.workload.duration import Duration
 from penstock.workload.spec import Dataset, Reader, Train, Workload
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from penstock.bench.loader.base import LoaderOptions
     from penstock.bench.training.outcome import TrainingResult
 
@@ -154,3 +158,15 @@ def test_with_skip_listing_names_are_dlios_and_looked_up(tmp_path: Path) -> None
     ground.dataset = replace(ground.dataset, num_files_train=13)
     with pytest.raises(ObjectNotFound, match=r"listing_validation_interval=0"):
         ground.run()
+
+
+def test_a_reader_of_ones_own_says_what_is_read_of_each_file(tmp_path: Path) -> None:
+    class Halves(NpzFormat):
+        """Reads only the first 1000 bytes of each file."""
+
+        def reads(self, _plan: Plan, _found: FileMap, samples: range) -> Iterator[Read]:
+            if samples:
+                yield Read(offset=0, size_bytes=1000)
+
+    result = Ground(tmp_path).run(reader=Halves)
+    assert total(result, "read_bytes") == 24 * 1000

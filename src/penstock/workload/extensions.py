@@ -1,0 +1,52 @@
+"""Loaders, readers and checkpoint mechanisms of other packages, by the names of their entry points.
+
+A package says so in its pyproject: `[project.entry-points."penstock.loaders"]`, `mine = "mine:options"`.
+Invariant: nothing is imported before somebody asks for it by name.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from penstock.errors import Unavailable, UsageError
+
+
+class Extension(StrEnum):
+    """The groups of entry points, and what each name in them is called with."""
+
+    LOADER = "penstock.loaders"
+    """`(workload, threads)`, threads None where the user says nothing; gives `LoaderOptions`."""
+    READER = "penstock.readers"
+    """`(dataset, seed)`; gives the `FileFormat` that lays out, reads and decodes the files."""
+    CHECKPOINT_MECHANISM = "penstock.checkpoint_mechanisms"
+    """Called with the workload; gives what writes and reads its checkpoints."""
+
+
+def installed(kind: Extension) -> dict[str, EntryPoint]:
+    """What packages of this environment offer, by name."""
+    return {entry.name: entry for entry in sorted(entry_points(group=kind.value), key=lambda one: one.name)}
+
+
+def load_extension(kind: Extension, name: str, *, where: str, own: tuple[str, ...] = ()) -> Any:
+    """What an entry point stands for; `UsageError` lists those there are, with `own` that need none.
+
+    One whose package cannot be imported is `Unavailable`, with the reason.
+    """
+    offered = installed(kind)
+    if name not in offered:
+        names = ", ".join((*own, *offered)) or "none"
+        raise UsageError(
+            f"No {kind.name.lower().replace('_', ' ')} is called {name!r}",
+            where=where,
+            fix=f"There are: {names}. Others come with packages that have entry points in {kind.value}.",
+        )
+    try:
+        return offered[name].load()
+    except (ImportError, AttributeError) as error:
+        raise Unavailable(
+            f"{offered[name].value} cannot be loaded: {error}",
+            where=where,
+            fix="Install what it needs, or correct its package's entry point.",
+        ) from error
