@@ -1,7 +1,7 @@
-"""Files read from front to back by several threads in big blocks, each byte put to the check that it belongs to.
+"""Files read from front to back by several threads in big blocks, each byte put to the check it belongs to.
 
-A stretch is a run of segments of one file that one thread checks. Invariant: memory is `streams` blocks, however
-large the files are, and a stretch that cannot be read is damage, not the end of the scan.
+A stretch is a run of segments of one file that one thread checks. Invariant: memory is `streams` blocks,
+however large the files are, and bytes that cannot be read are damage, not the end of the scan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from isal import isal_zlib
 from penstock.checkpoint.damage import Damage
 from penstock.checkpoint.pipe.memory import WarmMemory
 from penstock.checkpoint.sums import RunningSum, running_sum
-from penstock.errors import DataDamaged, StorageError
+from penstock.errors import StorageError
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
@@ -94,6 +94,20 @@ class ZeroCheck:
         return None if self._is_clean else "something was written between items"
 
 
+class Refuted:
+    """Bytes that are known to be wrong before they are read."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def update(self, _: memoryview) -> None:
+        """Whatever they are."""
+
+    def complaint(self) -> str:
+        """Say it again."""
+        return self._what
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Bytes `begin` to `end` of a file and what they must satisfy. `item` is "" for a gap."""
@@ -109,6 +123,7 @@ class Stretch:
     """Consecutive segments of one file, or how to find them out in the thread that reads the file."""
 
     file: str
+    begin: int
     size_bytes: int
     segments: Callable[[Source], Sequence[Segment]]
 
@@ -126,7 +141,7 @@ def stretches(file: str, segments: Iterable[Segment]) -> Iterator[Stretch]:
 
 
 def _stretch(file: str, run: list[Segment]) -> Stretch:
-    return Stretch(file, run[-1].end - run[0].begin, lambda _: run)
+    return Stretch(file, run[0].begin, run[-1].end - run[0].begin, lambda _: run)
 
 
 def scan(
@@ -162,13 +177,10 @@ def _check_stretch(
         with closing(storage.open(key)) as source:
             segments = stretch.segments(source)
             return _check_segments(source, stretch.file, segments, buffer, progress)
-    except (StorageError, DataDamaged) as error:
+    except StorageError as error:
         logger.info("%s: %s", key, error)
-        return [
-            Damage(
-                file=stretch.file, begin=0, end=stretch.size_bytes, item="", what=f"cannot be read: {error}"
-            )
-        ]
+        end = stretch.begin + stretch.size_bytes
+        return [Damage(file=stretch.file, begin=stretch.begin, end=end, item="", what=_unreadable(error))]
 
 
 def _check_segments(
@@ -177,8 +189,7 @@ def _check_segments(
     found: list[Damage] = []
     block = _Block(source, buffer)
     for segment in segments:
-        check = segment.make_check()
-        what = "the file ends before it" if segment.end > source.size_bytes else _run(check, segment, block)
+        what = "the file ends before it" if segment.end > source.size_bytes else _run(segment, block)
         if what is not None:
             found.append(
                 Damage(file=file, begin=segment.begin, end=segment.end, item=segment.item, what=what)
@@ -187,13 +198,20 @@ def _check_segments(
     return found
 
 
-def _run(check: Check, segment: Segment, block: _Block) -> str | None:
-    at = segment.begin
-    while at < segment.end:
-        content = block.at(at, min(segment.end - at, _STEP_BYTES))
-        check.update(content)
-        at += len(content)
+def _run(segment: Segment, block: _Block) -> str | None:
+    check, at = segment.make_check(), segment.begin
+    try:
+        while at < segment.end:
+            content = block.at(at, min(segment.end - at, _STEP_BYTES))
+            check.update(content)
+            at += len(content)
+    except StorageError as error:
+        return _unreadable(error)
     return check.complaint()
+
+
+def _unreadable(error: StorageError) -> str:
+    return f"cannot be read: {error}"
 
 
 class _Block:

@@ -20,6 +20,7 @@ from penstock.checkpoint.opened import Format, Opened, open_checkpoint
 from penstock.checkpoint.scanning import (
     STRETCH_BYTES,
     CrcCheck,
+    Refuted,
     Segment,
     Stretch,
     SumCheck,
@@ -241,18 +242,24 @@ def _archive_stretch(run: list[_Item]) -> Stretch:
     def segments(source: Source) -> list[Segment]:
         return [segment for item in run for segment in _records(source, item)]
 
-    return Stretch(run[0].file, sum(item.size_bytes for item in run), segments)
+    begin = run[0].begin
+    return Stretch(run[0].file, begin, run[-1].begin + run[-1].size_bytes - begin, segments)
 
 
 def _records(source: Source, item: _Item) -> Iterator[Segment]:
-    """The records of one archive that have a checksum, in order."""
+    """The records of one archive that have a checksum, in order; all of it, if they cannot be found."""
     read = _reader(source, item)
-    records = read_directory(read, item.size_bytes, item.name).values()
-    for record in sorted(records, key=lambda record: record.header_offset):
-        begin = item.begin + data_offset(read, record, item.name)
-        name = item.name or record.name
+    try:
+        records = read_directory(read, item.size_bytes, item.name)
+        begins = {name: item.begin + data_offset(read, record, "") for name, record in records.items()}
+    except DataDamaged as error:
+        yield Segment(item.begin, item.begin + item.size_bytes, item.name, partial(Refuted, error.what))
+        return
+    for name, begin in sorted(begins.items(), key=lambda named: named[1]):
+        record = records[name]
         if record.crc32:
-            yield Segment(begin, begin + record.size_bytes, name, partial(CrcCheck, record.crc32))
+            check = partial(CrcCheck, record.crc32)
+            yield Segment(begin, begin + record.size_bytes, item.name or name, check)
 
 
 def _reader(source: Source, item: _Item) -> ReadRange:

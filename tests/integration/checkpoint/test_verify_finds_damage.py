@@ -1,0 +1,227 @@
+"""Every kind of damage is found and named: any flipped byte of ours, and of stock archives what has a sum."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.checkpoint.dcp.transforms import ZSTD
+from penstock.checkpoint.verify import Verification, verify
+from penstock.errors import ObjectNotFound
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402 - torch may be missing
+from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402
+
+from penstock.checkpoint.step_writer import save  # noqa: E402 - needs torch
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.damage import Damage
+    from penstock.progress import Progress
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def some_state() -> dict[str, Any]:
+    return {
+        "w": torch.arange(3000, dtype=torch.float32),
+        "b": torch.ones(7, dtype=torch.bfloat16),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+        "step": 12,
+    }
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "step-7"
+    save(some_state(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stock") / "checkpoint"
+    stock_save(some_state(), checkpoint_id=path, no_dist=True)
+    return path
+
+
+class Counting:
+    """Progress that adds up."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.done = 0.0
+
+    def begin(self, phase: str, total: float) -> None:
+        self.total = total
+
+    def advance(self, amount: float) -> None:
+        self.done += amount
+
+
+def test_a_whole_checkpoint_is_whole_to_its_last_byte(ours: Path) -> None:
+    progress: Progress = Counting()
+    found = verify(ours, progress)
+    assert found.is_whole
+    assert found.damage == ()
+    files = [path.stat().st_size for path in ours.iterdir() if path.name != "penstock.json"]
+    assert found.checked_bytes == found.size_bytes == sum(files)
+    assert isinstance(progress, Counting)
+    assert progress.done == progress.total > 0
+
+
+def flipped(folder: Path, spot: tuple[str, int]) -> Verification:
+    """The verdict on a copy of a checkpoint with one byte flipped; the copy is put right again."""
+    name, position = spot
+    path = folder / name
+    whole = path.read_bytes()
+    spoiled = bytearray(whole)
+    spoiled[position] ^= 0x10
+    path.write_bytes(spoiled)
+    try:
+        return verify(folder)
+    finally:
+        path.write_bytes(whole)
+
+
+def spots(folder: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(folder.iterdir()):
+        yield from ((path.name, position) for position in range(path.stat().st_size))
+
+
+def check_spot(folder: Path, spot: tuple[str, int]) -> None:
+    found = flipped(folder, spot)
+    assert any(damage.file == spot[0] and damage.begin <= spot[1] < damage.end for damage in found.damage), (
+        f"{spot} is damaged and was not found"
+    )
+
+
+def test_a_flipped_byte_anywhere_is_found_where_it_is(ours: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(ours, tmp_path / "copy"))
+    every = list(spots(copy))
+    for spot in random.Random(5).sample(every, 60):
+        check_spot(copy, spot)
+
+
+@pytest.mark.slow
+def test_a_flipped_byte_at_every_single_place_is_found(ours: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(ours, tmp_path / "copy"))
+    for spot in spots(copy):
+        check_spot(copy, spot)
+
+
+def only(found: Verification) -> Damage:
+    (damage,) = found.damage
+    return damage
+
+
+def test_damage_names_file_item_and_range(ours: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(ours, tmp_path / "copy"))
+    (name,) = {path.name for path in copy.glob("*_0.distcp")}
+    payload = (copy / name).read_bytes().index(torch.arange(3000, dtype=torch.float32).numpy().tobytes())
+    damage = only(flipped(copy, (name, payload + 5000)))
+    assert (damage.file, damage.item, damage.what) == (name, "w", "its checksum differs")
+    assert damage.begin < payload
+    assert damage.end > payload + 12000
+    gap = (copy / name).read_bytes().index(bytes(500))
+    assert only(flipped(copy, (name, gap + 100))).what == "something was written between items"
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_missing_and_cut_files_are_named(ours: Path, tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(ours, tmp_path / "copy"))
+    whole = (copy / name).read_bytes()
+    (copy / name).write_bytes(whole[:-200])
+    found = verify(copy)
+    assert {damage.file for damage in found.damage} == {name}
+    assert all(damage.end <= len(whole) for damage in found.damage)
+    (copy / name).write_bytes(whole + b"\0")
+    assert {damage.file for damage in verify(copy).damage} == {name}
+    (copy / name).unlink()
+    assert only(verify(copy)).what == "the file is missing"
+
+
+def test_a_damaged_manifest_is_said_to_hide_the_rest(ours: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(ours, tmp_path / "copy"))
+    found = flipped(copy, ("penstock.json", 300))
+    assert only(found).file == "penstock.json"
+    assert "not checked" in found.notes[0]
+
+
+def test_stock_checkpoints_are_held_to_the_sums_that_torch_ignores(stock: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(stock, tmp_path / "copy"))
+    found = verify(copy)
+    assert found.is_whole
+    assert 12_000 < found.checked_bytes < found.size_bytes
+    assert "CRC-32" in found.notes[0]
+    whole = (copy / "__0_0.distcp").read_bytes()
+    payload = whole.index(torch.arange(3000, dtype=torch.float32).numpy().tobytes())
+    damage = only(flipped(copy, ("__0_0.distcp", payload + 5000)))
+    assert (damage.item, damage.what) == ("w", "its CRC-32 differs")
+    assert damage.begin == payload
+
+
+def test_a_stock_file_that_was_cut_names_the_items_that_are_lost(stock: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(stock, tmp_path / "copy"))
+    path = copy / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert only(verify(copy)).item in {"empty", "scalar", "b", "w"}
+    path.unlink()
+    assert "cannot be read" in only(verify(copy)).what
+
+
+def test_damaged_stock_metadata_is_damage_too(stock: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(stock, tmp_path / "copy"))
+    (copy / ".metadata").write_bytes((copy / ".metadata").read_bytes()[:-50])
+    assert not verify(copy).is_whole
+
+
+def test_archives_of_torch_save_are_checked_record_by_record(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save(some_state(), path)
+    assert verify(path).is_whole
+    whole = bytearray(path.read_bytes())
+    whole[whole.index(torch.arange(3000, dtype=torch.float32).numpy().tobytes()) + 9] ^= 1
+    path.write_bytes(whole)
+    assert only(verify(path)).item.startswith("model/data/")
+
+
+def test_safetensors_are_not_called_checked(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    library.save_file({"w": torch.ones(4)}, tmp_path / "x.safetensors")
+    found = verify(tmp_path / "x.safetensors")
+    assert (found.is_whole, found.is_checked) == (True, False)
+    (tmp_path / "x.safetensors").write_bytes((tmp_path / "x.safetensors").read_bytes()[:-1])
+    assert not verify(tmp_path / "x.safetensors").is_whole
+
+
+def test_compressed_items_are_not_counted_as_checked(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "c", _extensions=[ZStandard()])
+    stock_save({"w": torch.ones(5000)}, storage_writer=writer, no_dist=True)
+    found = verify(tmp_path / "c")
+    assert found.is_whole
+    assert not found.is_checked
+    assert ZSTD == "stream.zstd/1"
+
+
+def test_nothing_there_is_an_error_and_no_verdict(tmp_path: Path) -> None:
+    with pytest.raises(ObjectNotFound):
+        verify(tmp_path / "none")
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    save({"w": torch.zeros(48 << 20, dtype=torch.uint8)}, tmp_path / "step-1")
+    tracemalloc.start()
+    verify(tmp_path / "step-1")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 8 << 20
