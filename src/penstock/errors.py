@@ -11,6 +11,7 @@
     │   ├── ShortTransfer                       fewer bytes than asked, or an object of another size
     │   ├── DataDamaged                         stored bytes are not those that were written
     │   └── StorageTimeout (TimeoutError)
+    ├── TraceDamaged                            strictly read, a trace has lost something       exit 1
     └── RankError                               one of many processes failed                    exit 1
         ├── RankFailed (RuntimeError)           which rank, on which host, and why
         └── WaitTimeout (TimeoutError)          what was awaited, and from whom
@@ -119,6 +120,10 @@ class DataDamaged(StorageError):
 
 class StorageTimeout(StorageError, TimeoutError):
     """Storage did not answer within its time limit, retries included."""
+
+
+class TraceDamaged(PenstockError):
+    """Something of a trace was lost or guessed, where that was not to be accepted."""
 
 
 class RankError(PenstockError):

@@ -9,11 +9,13 @@ microseconds with `end_us = ts_us + dur_us`, and every line of a file is counted
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import pyarrow as pa
+
+from penstock.errors import TraceDamaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,16 @@ SAMPLES_KEPT: Final = 5
 """Damaged lines that a file's account shows; all are counted."""
 
 
+def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
+    """Raise TraceDamaged if anything of these files was lost or guessed."""
+    damaged = [account for account in accounts if not account.is_whole]
+    if damaged:
+        raise TraceDamaged(
+            f"Of {len(accounts)} files, {len(damaged)} lost something: {damaged[0].losses()[0]}",
+            fix="Read them without --strict to ask what is left.",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One damaged line: where it stands, what is wrong with it, how it begins."""
@@ -67,9 +79,10 @@ class Sample:
 class FileAccount:
     """What became of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
 
-    `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata` explains
-    other lines, `blank` lines are empty or a bracket, `skipped` ones were not asked for. `announced_events` is
-    what the file's writer counted, None if it didn't say; `faults` concern the file as a whole: a torn end.
+    `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
+    explains other lines, `blank` lines are empty or a bracket, `skipped` ones were not asked for.
+    `unwanted` events were read and left out of the table. `announced_events` is what the file's writer
+    counted, None if it didn't say; `faults` concern the file as a whole: a torn end.
     """
 
     file: str
@@ -81,6 +94,7 @@ class FileAccount:
     blank: int = 0
     dropped: int = 0
     skipped: int = 0
+    unwanted: int = 0
     salvaged_reasons: Counter[str] = field(default_factory=Counter)
     dropped_reasons: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -119,6 +133,7 @@ class FileAccount:
             "blank": self.blank,
             "dropped": self.dropped,
             "skipped": self.skipped,
+            "unwanted": self.unwanted,
             "salvaged_reasons": dict(self.salvaged_reasons),
             "dropped_reasons": dict(self.dropped_reasons),
             "faults": self.faults,
@@ -127,3 +142,28 @@ class FileAccount:
             "hosts": sorted(self.hosts),
             "ranks": sorted(self.ranks),
         }
+
+    @classmethod
+    def of_document(cls, document: Mapping[str, Any]) -> Self:
+        """The account that `document` was made of."""
+        changed = {
+            "salvaged_reasons": Counter(document["salvaged_reasons"]),
+            "dropped_reasons": Counter(document["dropped_reasons"]),
+            "samples": [Sample(**each) for each in document["samples"]],
+            "hosts": set(document["hosts"]),
+            "ranks": set(document["ranks"]),
+        }
+        return cls(**{**document, **changed})
+
+    def losses(self) -> list[str]:
+        """What was lost or guessed, for people, a line each."""
+        told = [f"{self.file}: {fault}" for fault in self.faults]
+        if self.dropped or self.salvaged:
+            counts = {f"{reason}, dropped": count for reason, count in self.dropped_reasons.items()}
+            counts |= {f"{reason}, salvaged": count for reason, count in self.salvaged_reasons.items()}
+            kinds = "; ".join(f"{count:,} {reason}" for reason, count in counts.items())
+            told.append(
+                f"{self.file}: {self.dropped + self.salvaged:,} of {self.lines:,} lines damaged: {kinds}"
+            )
+            told.extend(f"  line {one.line}: {one.reason}: {one.text!r}" for one in self.samples)
+        return told

@@ -5,6 +5,8 @@ from __future__ import annotations
 import typer
 
 from penstock.cli.trace import record
+from penstock.cli.trace.load import load
+from penstock.cli.trace.sql import sql
 
 app = typer.Typer(no_args_is_help=True, help="Why was it slow? What did the I/O really do?")
 
@@ -17,3 +19,5 @@ def trace() -> None:
 _PROGRAM = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
 app.command(context_settings=_PROGRAM)(record.record)
+app.command()(load)
+app.command()(sql)

@@ -16,6 +16,7 @@ from penstock.trace.event import FileAccount
 from penstock.trace.reading.columns import Origin
 from penstock.trace.reading.json_lines import JsonLines
 from penstock.trace.reading.pages import read_pages
+from penstock.trace.reading.selection import EVERYTHING, Selection
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,11 +49,13 @@ class Reading:
     batches: Iterator[pa.RecordBatch] = field(repr=False)
 
 
-def read_file(file: TraceFile, advance: Callable[[int], None] = lambda _: None) -> Reading:
+def read_file(
+    file: TraceFile, advance: Callable[[int], None] = lambda _: None, selection: Selection = EVERYTHING
+) -> Reading:
     """Begin to read; `advance` hears of bytes taken from disk. OSError if the file cannot be read."""
     size_bytes = file.path.stat().st_size
     account = FileAccount(file=file.name or file.path.name, size_bytes=size_bytes)
-    return Reading(account, _batches(file, account, advance))
+    return Reading(account, selection.filter(_batches(file, account, advance), account))
 
 
 def _batches(

@@ -1,0 +1,79 @@
+"""`penstock trace load`: trace files become a table of events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.terminal import JsonFlag, Terminal, table
+from penstock.cli.trace.opening import Files, RankPattern, Strict, Where, tell_losses
+
+if TYPE_CHECKING:
+    from penstock.trace.event import FileAccount
+
+
+def load(
+    files: Files,
+    *,
+    out: Annotated[str, typer.Option("--out", "-o", metavar="TABLE", help="The Parquet file to make.")],
+    run: Annotated[
+        str, typer.Option("--run", metavar="NAME", help="What to call this run in the table.")
+    ] = "",
+    where: Where = "",
+    rank_pattern: RankPattern = None,
+    strict: Strict = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Convert trace files once into a sorted table, which answers questions much faster.
+
+    Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, strace -f -ttt -T, and Darshan DXT text.
+    What was lost or guessed of damaged files is said first. The table is Parquet: other tools open it, too.
+
+    Examples:
+
+      penstock trace load traces/*.pfw.gz -o run.events
+
+      penstock trace load traces -o writes.events --where "op = 'write'" --strict --json
+    """
+    from pathlib import Path
+
+    from penstock.trace.opened import find_files, trace_files
+    from penstock.trace.reading.files import RANK_PATTERN
+    from penstock.trace.reading.selection import Selection
+    from penstock.trace.table import convert
+
+    terminal = Terminal(as_json=as_json)
+    sources = trace_files(find_files(files), run=run, rank_pattern=rank_pattern or RANK_PATTERN)
+    with terminal.progress() as progress:
+        facts = convert(
+            sources, Path(out), progress=progress, selection=Selection(where=where), strict=strict
+        )
+    tell_losses(facts.accounts, terminal, strict=strict)
+    document = {
+        "table": out,
+        "size_bytes": Path(out).stat().st_size,
+        "events": sum(each.events + each.salvaged for each in facts.accounts),
+        "files": [each.document() for each in facts.accounts],
+    }
+    terminal.result(
+        document, table(f"{out}: {document['events']:,} events", [_row(each) for each in facts.accounts])
+    )
+
+
+def _row(account: FileAccount) -> dict[str, str]:
+    return {
+        "file": account.file,
+        "lines": f"{account.lines:,}",
+        "events": f"{account.events:,}",
+        "salvaged": f"{account.salvaged:,}",
+        "dropped": f"{account.dropped:,}",
+        "skipped": f"{account.skipped:,}",
+        "ranks": _some(sorted(account.ranks)),
+        "hosts": _some(sorted(account.hosts)),
+    }
+
+
+def _some(names: list[int] | list[str]) -> str:
+    shown = ", ".join(map(str, names[:3]))
+    return f"{shown}, ... ({len(names)})" if len(names) > 3 else shown or "-"

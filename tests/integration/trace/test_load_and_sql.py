@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.cli import main
+from penstock.errors import UsageError
+from penstock.progress import Silent
+from penstock.testing.trace_files import START_US, Writing, make_events, write_trace
+from penstock.trace import load
+from penstock.trace.event import COLUMNS
+from penstock.trace.opened import find_files, open_traces, trace_files
+from penstock.trace.table import convert, read_facts
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for rank in range(3):
+        write_trace(folder, Writing(events=400, rank=rank, generation=rank + 1))
+    return folder
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_load_makes_a_table_sorted_by_time_within_each_file(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.events"
+    document = run_json(capsys, "trace", "load", str(traces), "-o", str(out), "--run", "base")
+    table = pq.read_table(out)
+    assert document["events"] == table.num_rows == 1201
+    assert table.schema.names == [column.name for column in COLUMNS]
+    assert set(table["run"].to_pylist()) == {"base"}
+    files = table["file"].to_pylist()
+    assert files == sorted(files)
+    for name in set(files):
+        times = [ts for ts, file in zip(table["ts_us"].to_pylist(), files, strict=True) if file == name]
+        assert times == sorted(times)
+    statistics = pq.read_metadata(out).row_group(0).column(0).statistics
+    assert (statistics.min, statistics.max) == (table["ts_us"][0].as_py(), table["ts_us"][399].as_py())
+
+
+def test_sql_gives_the_same_answer_from_files_and_table(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.events"
+    assert main(["trace", "load", str(traces), "-o", str(out)]) == 0
+    capsys.readouterr()
+    query = "SELECT rank, op, count(*) AS n, sum(size_bytes) AS b FROM events GROUP BY ALL ORDER BY ALL"
+    raw = run_json(capsys, "trace", "sql", query, str(traces))
+    assert run_json(capsys, "trace", "sql", query, str(out)) == raw
+    assert raw["columns"] == ["rank", "op", "n", "b"]
+    reads = sum(event.size_bytes or 0 for event in make_events(Writing(events=400)) if event.name == "read")
+    assert [0, "read", sum(e.name == "read" for e in make_events(Writing(events=400))), reads] in raw["rows"]
+
+
+def test_a_column_that_sql_names_wrongly_is_wrong_usage(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "sql", "SELECT opp FROM events", str(traces)]) == 2
+    assert "opp" in capsys.readouterr().err
+
+
+def test_where_leaves_only_what_it_asks_for(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    query = "SELECT DISTINCT op FROM events"
+    assert run_json(capsys, "trace", "sql", query, str(traces), "--where", "op = 'write'")["rows"] == [
+        ["write"]
+    ]
+
+
+def test_strict_refuses_a_damaged_trace_and_leaves_no_table(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (traces / "broken.pfw").open("wb") as file:
+        file.write(b'{"id":1,"name":"close","cat":"POSIX","pid":1,"tid":1,"ts":5,"du\n')
+    out = tmp_path / "run.events"
+    assert main(["trace", "load", str(traces), "-o", str(out), "--strict"]) == 1
+    assert "cut short" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["trace", "load", str(traces), "-o", str(out)]) == 0
+    assert "broken.pfw: 1 of 1 lines damaged: 1 cut short, dropped" in capsys.readouterr().err
+
+
+def test_a_table_older_than_its_sources_is_made_again(traces: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.events"
+    convert(trace_files(find_files([str(traces)]), run=""), out, progress=Silent())
+    write_trace(traces, Writing(events=900, rank=1, generation=2))
+    with open_traces({"": [str(out)]}, progress=Silent()) as opened:
+        assert opened.connection.sql("SELECT count(*) FROM events").fetchall() == [(1701,)]
+    facts = read_facts(out)
+    assert facts is not None
+    assert not facts.is_stale()
+
+
+def test_a_table_outlives_its_sources(traces: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.events"
+    convert(trace_files(find_files([str(traces)]), run=""), out, progress=Silent())
+    for path in traces.iterdir():
+        path.unlink()
+    with load(out) as run:
+        assert len(run.events) == 1201
+
+
+def test_a_table_is_never_written_over_something_else(traces: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "thesis.txt"
+    precious.write_text("years of work")
+    with pytest.raises(UsageError, match="something else"):
+        convert(trace_files(find_files([str(traces)]), run=""), precious, progress=Silent())
+    assert precious.read_text() == "years of work"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from penstock.progress import Silent
+from penstock.trace.opened import find_files, trace_files
+from penstock.trace.table import convert
+
+class Killer(Silent):
+    def advance(self, amount):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+convert(trace_files(find_files([sys.argv[1]]), run=""), Path(sys.argv[2]), progress=Killer())
+"""
+
+
+def test_a_killed_conversion_leaves_no_table_and_the_next_cleans_up(traces: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out" / "run.events"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(traces), str(out)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert len(list(out.parent.iterdir())) == 1
+    convert(trace_files(find_files([str(traces)]), run=""), out, progress=Silent())
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_events_come_as_relation_arrow_and_pandas(traces: Path) -> None:
+    with load(str(traces / "*.pfw.gz"), run="base", where="op = 'close'") as run:
+        table = run.events.arrow()
+        assert table.num_rows == len(run.events) == len(run.events.pandas())
+        assert {"tier", "file_class", "phase", "run", "rank", "host", "end_us", "ret"} <= set(
+            table.column_names
+        )
+        first: Any = run.events.filter("rank = 1").to_arrow_table()
+        assert min(first["ts_us"].to_pylist()) >= START_US
+        assert run.losses() == []
+
+
+def test_runs_have_names(traces: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run.events"
+    convert(trace_files(find_files([str(traces)]), run="old"), out, progress=Silent())
+    with load({"table": str(out), "raw": str(traces)}) as run:
+        rows = run.sql("SELECT run, count(*) FROM events GROUP BY run ORDER BY run").fetchall()
+    assert rows == [("raw", 1201), ("table", 1201)]
+
+
+def test_a_name_that_stands_for_nothing_is_wrong_usage(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        load(str(tmp_path / "*.pfw"))
