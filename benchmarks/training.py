@@ -3,19 +3,24 @@
 Same files, batches, emulated computation, and page cache dropped before each epoch. Both drop their samples;
 ours reads the bytes, numpy also builds the array and checks its sum. Printed besides: what a sample costs
 the loader alone, and what the harness reaches on storage that costs nothing, for two workloads as shipped.
+Where storage is the limit, a run without computation stands beside bare preads of the same files.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +29,7 @@ import numpy as np
 from harness import Ratio, interleave
 from penstock.bench.loader.base import BatchRequest, ReadRequest
 from penstock.bench.loader.native import NativeLoader, NativeOptions
+from penstock.bench.loader.ranges import DEFAULT_BUFFER_BYTES
 from penstock.bench.order import Division
 from penstock.bench.training.caches import drop_caches
 from penstock.bench.training.ceiling import EventList, ZeroCostStorage, run_ceiling
@@ -52,6 +58,9 @@ WORKLOAD = Workload(
     train=Train(computation_time=Duration.fixed(COMPUTE_S)),
 )
 GIB = 2**30
+BESIDE_US = Path(__file__).parent.parent
+"""On a disk, where /tmp may be memory."""
+_OWN = threading.local()
 
 
 def measure(repetitions: int) -> list[Ratio]:
@@ -72,7 +81,67 @@ def measure(repetitions: int) -> list[Ratio]:
                 unit="",
             )
             ratios += [replace(ratio, name=f"{ratio.name}, workers by {start}") for ratio in found]
+    return ratios + _beside_raw_reads(repetitions)
+
+
+def _beside_raw_reads(repetitions: int) -> list[Ratio]:
+    """A run without computation over bare preads of the same files, as many threads, past the page cache."""
+    ratios = []
+    for size_bytes, num_files in ((4 << 20, 160), (16 << 20, 40), (64 << 20, 10)):
+        files = replace(WORKLOAD.dataset, num_files_train=num_files, record_length_bytes=Fraction(size_bytes))
+        workload = replace(
+            WORKLOAD,
+            dataset=files,
+            reader=Reader(batch_size=2, prefetch_size=4),
+            train=replace(WORKLOAD.train, computation_time=Duration()),
+        )
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=BESIDE_US) as folder:
+            storage = open_storage(f"direct://{folder}", {})
+            recipe = Recipe(dataset=files, seed=1, reduction=IRREDUCIBLE)
+            generate(recipe, storage, comm=COMM, threads=2, progress=Silent())
+            paths = [str(path) for path in sorted(Path(folder).glob("train/*.npz"))]
+            (found,) = interleave(
+                partial(_without_computation, workload, storage),
+                partial(_raw_reads, paths),
+                repetitions=repetitions,
+                unit="GiB/s",
+            )
+            ratios.append(replace(found, name=f"{found.name}, files of {size_bytes >> 20} MiB"))
     return ratios
+
+
+def _without_computation(workload: Workload, storage: Storage) -> Mapping[str, float]:
+    prepared = _prepared(workload, storage)
+    work = phase_works(workload, prepared, storage, rank=0)[Phase.TRAIN]
+    recorder = EventList()
+    with closing(NativeLoader(storage, NativeOptions(threads=WORKERS, prefetch_batches=4))) as loader:
+        loop = Loop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=6)
+        loop.train(work, 1, prepared.plan.epochs[0].num_steps)
+    steps = recorder.events(rank=0, host=COMM.host).steps
+    elapsed_s = (int(steps["barrier_ns"][-1]) - int(steps["start_ns"][0])) / 1e9
+    return {"GiB/s beside raw reads": int(steps["read_bytes"].sum()) / GIB / elapsed_s}
+
+
+def _raw_reads(paths: list[str]) -> Mapping[str, float]:
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        read_bytes = sum(pool.map(_read_directly, paths))
+    return {"GiB/s beside raw reads": read_bytes / GIB / (time.monotonic() - began_s)}
+
+
+def _read_directly(path: str) -> int:
+    """One file from begin to end, by preads as large as the loader's, into memory of this thread."""
+    if not hasattr(_OWN, "buffer"):
+        _OWN.buffer = mmap.mmap(-1, DEFAULT_BUFFER_BYTES)
+        _OWN.buffer.write(bytes(DEFAULT_BUFFER_BYTES))  # so that no read pays for its pages
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    done = 0
+    while size_bytes := os.preadv(descriptor, [_OWN.buffer], done):
+        done += size_bytes
+        if size_bytes % 4096:
+            break
+    os.close(descriptor)
+    return done
 
 
 def _prepared(workload: Workload, storage: Storage) -> Prepared:

@@ -55,13 +55,13 @@ class Ground:
         generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
 
     def run(
-        self, reader: Reader = READER, *, loader: LoaderOptions = NATIVE, **fields: Any
+        self, reads: Reader = READER, /, *, loader: LoaderOptions = NATIVE, **fields: Any
     ) -> TrainingResult:
         request = TrainingRequest(
             workload=Workload(
                 name="small",
                 dataset=self.dataset,
-                reader=reader,
+                reader=reads,
                 train=Train(epochs=2, computation_time=Duration.fixed(0.002)),
             ),
             results=self.place / "runs",
@@ -79,6 +79,14 @@ class Ground:
         content[1000] ^= 1
         path.write_bytes(content)
         return path.name
+
+
+class Beginnings(NpzFormat):
+    """A reader that takes only the first 1000 bytes of each file."""
+
+    def reads(self, _plan: Plan, _found: FileMap, samples: range) -> Iterator[Read]:
+        if samples:
+            yield Read(offset=0, size_bytes=1000)
 
 
 def total(result: TrainingResult, column: str) -> int:
@@ -161,12 +169,5 @@ def test_with_skip_listing_names_are_dlios_and_looked_up(tmp_path: Path) -> None
 
 
 def test_a_reader_of_ones_own_says_what_is_read_of_each_file(tmp_path: Path) -> None:
-    class Halves(NpzFormat):
-        """Reads only the first 1000 bytes of each file."""
-
-        def reads(self, _plan: Plan, _found: FileMap, samples: range) -> Iterator[Read]:
-            if samples:
-                yield Read(offset=0, size_bytes=1000)
-
-    result = Ground(tmp_path).run(reader=Halves)
+    result = Ground(tmp_path).run(reader=Beginnings)
     assert total(result, "read_bytes") == 24 * 1000
