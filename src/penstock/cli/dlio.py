@@ -18,7 +18,7 @@ from penstock import __version__
 from penstock.cli.app import EXIT_CODES, at_the_edge, take_debug
 from penstock.cli.terminal import Terminal
 from penstock.environment import process_environment
-from penstock.errors import UsageError
+from penstock.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions, OpenStorage
@@ -45,7 +45,7 @@ RANK_per_epoch_stats.json and .hydra. Alone, or as ranks under mpiexec, mpirun, 
   ++workload.dataset.num_files_train=42
                                      any value of the workload; also with one + or none
   ++workload.workflow.generate_data=True ++workload.workflow.train=False
-                                     which stages run: generate_data, train, evaluation
+                                     which stages run: generate_data, train, evaluation, checkpoint
   hydra.run.dir=FOLDER               where results go; else hydra_log/MODEL/DATE-TIME
   hydra.output_subdir=NAME           the configuration's folder in it; else .hydra
   --config-dir FOLDER                a folder of your own workloads
@@ -85,7 +85,7 @@ def _open_session(words: Sequence[str], comm: Comm, environment: Environment) ->
     from functools import partial
 
     from penstock.cli.dlio_place import data_place
-    from penstock.cli.training.reading import left_undone
+    from penstock.cli.training.reading import left_undone, loader_options
     from penstock.storage import open_storage
     from penstock.workload.loading import load
     from penstock.workload.overrides import parse_dlio_words
@@ -102,8 +102,13 @@ def _open_session(words: Sequence[str], comm: Comm, environment: Environment) ->
     place = data_place(workload, environment)
     folder = run_folder(asked, workload, environment, now=datetime.now().astimezone())
     reopen = partial(open_storage, place.uri, place.environment, options=place.options, rank=comm.rank)
-    loader, replacing = chosen_loader(workload)
+    if workload.workflow.train:
+        loader, replacing = chosen_loader(workload)
+        about_training = (*left_undone(workload), *replacing, *replaced(workload))
+    else:
+        loader, about_training = loader_options("native", workload, None), ()
     return _Session(
+        name=asked.workload,
         workload=workload,
         comm=comm,
         terminal=Terminal(as_json=False, speaks=comm.rank == 0),
@@ -114,18 +119,18 @@ def _open_session(words: Sequence[str], comm: Comm, environment: Environment) ->
         subfolder=asked.output_subdir,
         words=tuple(words),
         overrides=tuple(override.source for override in asked.overrides),
-        remarks=(*map(str, loaded.remarks), *left_undone(workload), *replacing, *replaced(workload)),
+        remarks=(*map(str, loaded.remarks), *about_training),
     )
 
 
 def check_stages(workload: Workload) -> None:
     """Refuse stages that cannot be run, naming the key to change."""
     stages = workload.workflow
-    if stages.checkpoint:
+    if stages.checkpoint and stages.train:
         raise UsageError(
-            "Checkpoints are not taken yet",
+            "Checkpoints within training are not taken yet",
             where="workflow.checkpoint",
-            fix="Switch them off: ++workload.workflow.checkpoint=False.",
+            fix="Switch them off: ++workload.workflow.checkpoint=False; or training: workflow.train=False.",
         )
     if stages.evaluation and not stages.train:
         raise UsageError(
@@ -133,7 +138,7 @@ def check_stages(workload: Workload) -> None:
             where="workflow.evaluation",
             fix="Write ++workload.workflow.train=True, or ++workload.workflow.evaluation=False.",
         )
-    if not (stages.generate_data or stages.train):
+    if not (stages.generate_data or stages.train or stages.checkpoint):
         raise UsageError(
             "All stages are switched off",
             where="workflow",
@@ -193,6 +198,7 @@ def replaced(workload: Workload) -> tuple[str, ...]:
 class _Session:
     """One rank's part of everything that one command line asks for; `log` grows as stages pass."""
 
+    name: str
     workload: Workload
     comm: Comm
     terminal: Terminal
@@ -216,6 +222,8 @@ class _Session:
         self._leave_configuration()
         if stages.train:
             self._train()
+        elif stages.checkpoint:
+            self._take_checkpoints()
         if not self.workload.dataset.keep_files:
             self._remove_data()
 
@@ -262,6 +270,33 @@ class _Session:
             result = train(request, self.storage, comm=self.comm, progress=progress)
         for remark in (*result.stages.remarks, *result.train.notes):
             self.terminal.note(remark)
+        self._show_log()
+
+    def _take_checkpoints(self) -> None:
+        """Checkpoints alone; wrong bytes are a failure of the run."""
+        from penstock.cli.dlio_checkpoint import CheckpointStage
+
+        stage = CheckpointStage(
+            name=self.name,
+            workload=self.workload,
+            folder=self.folder,
+            hydra_subfolder=self._hydra().subfolder,
+            words=self.words,
+            overrides=self.overrides,
+            remarks=self.remarks,
+            log_before=tuple(self.log),
+        )
+        result = stage.run(comm=self.comm, terminal=self.terminal, environment=process_environment())
+        self._show_log()
+        if not result.is_right:
+            raise StorageError(
+                "What was read back is not what was written",
+                uri=result.target,
+                fix=f"{result.results_dir}/checkpoints.json has the places.",
+            )
+
+    def _show_log(self) -> None:
+        """The lines that the run added to the log."""
         if self.terminal.speaks:
             told = (self.folder / self.workload.output.log_file).read_text(encoding="utf-8").splitlines()
             print("\n".join(told[len(self.log) :]))

@@ -58,9 +58,15 @@ def load_model(name: str, *, overrides: Sequence[Override] = ()) -> CheckpointMo
     if not any(name == family or name.startswith(f"{family}_") for family in families()):
         raise _unknown(name)
     loaded = load(name, overrides=overrides)
-    return CheckpointModel(
-        about="", num_ranks=None, workload=loaded.workload, files=(), remarks=loaded.remarks
-    )
+    return CheckpointModel(about="", num_ranks=None, workload=loaded.workload, remarks=loaded.remarks)
+
+
+def model_of_workload(name: str, workload: Workload) -> CheckpointModel:
+    """The model of a workload that was loaded by `name`; what its card says beside it is added."""
+    card = shipped_card(name)
+    if card is None:
+        return CheckpointModel(about="", num_ranks=None, workload=workload)
+    return CheckpointModel(about=card.about, num_ranks=card.ranks, workload=workload, files=tuple(card.files))
 
 
 def _of_card(card: Card, loaded: Loaded) -> CheckpointModel:

@@ -96,6 +96,7 @@ def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]
 def test_stages_that_can_run_are_let_through() -> None:
     check_stages(unet3d())
     check_stages(unet3d("workflow.generate_data=true", "workflow.train=false"))
+    check_stages(unet3d("workflow.checkpoint=true", "workflow.train=false"))
     check_stages(unet3d("workflow.evaluation=true", "dataset.num_files_eval=2"))
 
 
@@ -103,7 +104,6 @@ def test_stages_that_can_run_are_let_through() -> None:
     ("settings", "key"),
     [
         (["workflow.checkpoint=true"], "workflow.checkpoint"),
-        (["workflow.train=false", "workflow.checkpoint=true"], "workflow.checkpoint"),
         (["workflow.train=false"], "workflow"),
         (["workflow.train=false", "workflow.evaluation=true"], "workflow.evaluation"),
     ],

@@ -147,12 +147,27 @@ def test_what_was_not_done_has_no_figures() -> None:
     assert len(metric_lines(empty)) == 3
 
 
-def test_checkpoints_count_all_ranks_bytes_over_rank_zeros_time(full_run: DlioRun) -> None:
+def test_checkpoints_count_all_ranks_bytes_over_the_slowest_ranks_time(full_run: DlioRun) -> None:
     metric = summary(full_run)["metric"]
     assert metric["checkpoint_size_GB"] == 2.0
     assert metric["save_checkpoint_io_mean_GB_per_second"] == 1.0
     assert metric["save_checkpoint_duration_mean_seconds"] == 2.0
     assert metric["load_checkpoint_io_mean_GB_per_second"] == 0.5
+
+
+def test_a_rank_that_takes_longer_than_rank_zero_shows_in_its_checkpoints() -> None:
+    ranks = []
+    for rank, seconds in enumerate(((2.0, 4.0), (8.0, 2.0))):
+        script = RankScript(rank, "node")
+        script.epoch()
+        script.checkpoint(SpanKind.SAVE, seconds[0], 2**30)
+        script.block()
+        script.checkpoint(SpanKind.SAVE, seconds[1], 2**30)
+        script.end_epoch()
+        ranks.append(script.events())
+    metric = summary(run_of(ranks))["metric"]
+    assert metric["save_checkpoint_duration_mean_seconds"] == 6.0
+    assert metric["save_checkpoint_io_mean_GB_per_second"] == pytest.approx((2 / 8 + 2 / 4) / 2)
 
 
 def test_gb_is_gib_and_caching_is_a_matter_of_memory() -> None:

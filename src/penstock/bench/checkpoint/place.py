@@ -56,7 +56,10 @@ def prepare_place(
     asked = request.model.workload.checkpoint
     num_writes, num_reads = asked.num_checkpoints_write, asked.num_checkpoints_read
     if num_writes + num_reads == 0:
-        raise UsageError("Nothing is to be written or read", fix="Give --writes or --reads.")
+        raise UsageError(
+            "Nothing is to be written or read",
+            fix="Give --writes or --reads (checkpoint.num_checkpoints_write, num_checkpoints_read).",
+        )
     keeps = not num_writes or (request.resumes and found is not None)
     if not keeps:
         rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, there=())

@@ -150,14 +150,21 @@ def provenance(model: CheckpointModel, settings: Sequence[str]) -> dict[str, Any
 def perform(
     request: CheckpointRequest, uri: str, options: Mapping[str, str], *, comm: Comm, terminal: Terminal
 ) -> CheckpointResult:
+    """Say what the request's makers remarked, and carry it out."""
+    for remark in request.remarks:
+        terminal.note(remark)
+    return carry_out(request, uri, options, comm=comm, terminal=terminal)
+
+
+def carry_out(
+    request: CheckpointRequest, uri: str, options: Mapping[str, str], *, comm: Comm, terminal: Terminal
+) -> CheckpointResult:
     """Run it on the storage at `uri`, saying on the way what people should know."""
     from functools import partial
 
     from penstock.bench.checkpoint.run import run_checkpoints
     from penstock.storage import open_storage
 
-    for remark in request.remarks:
-        terminal.note(remark)
     told = {**durability(uri, fsync=request.model.workload.checkpoint.fsync), **options}
     with terminal.progress() as progress:
         result = run_checkpoints(

@@ -55,7 +55,7 @@ class DlioRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTime:
-    """One checkpoint: how long one rank took (DLIO counts rank 0), and its size over all ranks."""
+    """One checkpoint: how long one rank took, and its size over all ranks."""
 
     span: SpanEvent
     duration_s: float
@@ -85,6 +85,21 @@ def checkpoints(rank: RankEvents, kind: SpanKind, sizes: CheckpointSizes) -> Ite
     for span in rank.spans_of(kind):
         duration_s = (span.end_ns - span.start_ns) / 1e9
         yield CheckpointTime(span=span, duration_s=duration_s, size_bytes=sizes[_checkpoint_key(span)])
+
+
+def slowest_checkpoints(ranks: Sequence[RankEvents], kind: SpanKind) -> list[CheckpointTime]:
+    """Each checkpoint with the time of the rank that took longest; a checkpoint is done when all ranks are.
+
+    DLIO takes rank 0's time, which hides every slower rank unless `rank_sync` makes it wait for them.
+    """
+    sizes = checkpoint_sizes(ranks)
+    slowest: dict[tuple[SpanKind, int, int, int], CheckpointTime] = {}
+    for rank in ranks:
+        for each in checkpoints(rank, kind, sizes):
+            known = slowest.setdefault(_checkpoint_key(each.span), each)
+            if each.duration_s > known.duration_s:
+                slowest[_checkpoint_key(each.span)] = each
+    return list(slowest.values())
 
 
 def _checkpoint_key(span: SpanEvent) -> tuple[SpanKind, int, int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.results.dlio.run import GIB, PREFIXES, checkpoint_sizes, checkpoints, dlio_date
+from penstock.results.dlio.run import GIB, PREFIXES, dlio_date, slowest_checkpoints
 from penstock.results.events import Phase, SpanKind
 from penstock.results.figures import mean_of
 
@@ -83,7 +83,7 @@ def _phase_metrics(figures: PhaseFigures, prefix: str) -> dict[str, Any]:
 
 
 def _checkpoint_metrics(run: DlioRun, kind: SpanKind) -> dict[str, Any]:
-    found = list(checkpoints(run.ranks[0], kind, checkpoint_sizes(run.ranks)))
+    found = slowest_checkpoints(run.ranks, kind)
     if not found:
         return {}
     rate = mean_of([checkpoint.gib_per_s for checkpoint in found])
