@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.commit.place import open_shelf
 from penstock.checkpoint.dcp.items import open_item, payload_in, tensor_bytes
 from penstock.checkpoint.dcp.metadata import DcpMetadata, Path, read_metadata
 from penstock.checkpoint.dcp.transforms import unpack
@@ -149,10 +150,23 @@ class Opened:
 def open_checkpoint(path: AnyPath, *, rank: int = 0) -> Opened:
     """Open the checkpoint at a path or URI: a folder, or one file of `torch.save` or safetensors."""
     storage, name = open_around(path, rank=rank)
-    uri = f"{storage.uri.rstrip('/')}/{name}"
+    uri = uri_of(storage, name)
     if _is_file(storage, name):
         return _open_file(storage, name, uri)
-    return open_folder(storage, name, uri)
+    return open_folder(storage, folder_of(storage, name), uri)
+
+
+def uri_of(storage: Storage, name: str) -> str:
+    """How messages name a checkpoint."""
+    return f"{storage.uri}{name}" if storage.uri.endswith("/") else f"{storage.uri}/{name}"
+
+
+def folder_of(storage: Storage, name: str) -> str:
+    """Where the files of the checkpoint called `name` lie: a commit may have put them elsewhere."""
+    try:
+        return open_shelf(storage).find(name).folder
+    except ObjectNotFound:
+        return name
 
 
 def open_folder(storage: Storage, folder: str, uri: str) -> Opened:

@@ -16,7 +16,7 @@ from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.damage import Damage
 from penstock.checkpoint.foreign.zip_directory import ReadRange, data_offset, read_directory
 from penstock.checkpoint.manifest import Manifest, ManifestFile, read_manifest
-from penstock.checkpoint.opened import Format, Opened, open_checkpoint
+from penstock.checkpoint.opened import Format, Opened, folder_of, open_checkpoint, uri_of
 from penstock.checkpoint.scanning import (
     STRETCH_BYTES,
     CrcCheck,
@@ -74,9 +74,10 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
     Damage is returned, not raised, also that of the manifest or of `.metadata`.
     """
     storage, name = open_around(path)
-    uri = f"{storage.uri.rstrip('/')}/{name}"
+    uri = uri_of(storage, name)
+    folder = folder_of(storage, name)
     try:
-        content = read_object(storage, f"{name}/{MANIFEST_NAME}")
+        content = read_object(storage, f"{folder}/{MANIFEST_NAME}")
     except (ObjectNotFound, StorageError):
         return _verify_foreign(path, uri, progress or Silent())
     try:
@@ -84,7 +85,7 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
     except DataDamaged as error:
         damage = Damage(file=MANIFEST_NAME, begin=0, end=len(content), item="", what=error.what)
         return _of_one_file(uri, Format.DCP, damage)
-    return _verify_ours(storage, name, uri, manifest, progress or Silent())
+    return _verify_ours(storage, folder, uri, manifest, progress or Silent())
 
 
 def _of_one_file(uri: str, format_: str, damage: Damage) -> Verification:
@@ -102,17 +103,17 @@ def _of_one_file(uri: str, format_: str, damage: Damage) -> Verification:
 
 
 def _verify_ours(
-    storage: Storage, name: str, uri: str, manifest: Manifest, progress: Progress
+    storage: Storage, folder: str, uri: str, manifest: Manifest, progress: Progress
 ) -> Verification:
-    damage = [*_check_metadata(storage, name, manifest)]
+    damage = [*_check_metadata(storage, folder, manifest)]
     work: list[Stretch] = []
     for file in manifest.files:
-        wrong = _check_size(storage, f"{name}/{file.name}", file)
+        wrong = _check_size(storage, f"{folder}/{file.name}", file)
         damage += wrong
         if not wrong or wrong[0].begin > 0:
             work += stretches(file.name, _segments(file, manifest.names))
     progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
-    damage += scan(for_large_files(storage), lambda file: f"{name}/{file}", work, progress)
+    damage += scan(for_large_files(storage), lambda file: f"{folder}/{file}", work, progress)
     size_bytes = manifest.size_bytes + manifest.metadata_bytes
     return Verification(
         uri=uri,
@@ -125,10 +126,10 @@ def _verify_ours(
     )
 
 
-def _check_metadata(storage: Storage, name: str, manifest: Manifest) -> Iterator[Damage]:
+def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[Damage]:
     wrong = partial(Damage, file=METADATA_NAME, begin=0, end=manifest.metadata_bytes, item="")
     try:
-        content = read_object(storage, f"{name}/{METADATA_NAME}")
+        content = read_object(storage, f"{folder}/{METADATA_NAME}")
     except ObjectNotFound:
         yield wrong(what="the file is missing")
     except StorageError as error:

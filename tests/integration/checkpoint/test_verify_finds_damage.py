@@ -17,8 +17,8 @@ from penstock.errors import ObjectNotFound
 
 torch = pytest.importorskip("torch")
 
-from torch.distributed.checkpoint import FileSystemWriter  # noqa: E402 - torch may be missing
-from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402
+from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402 - torch may be missing
+from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402
 
 from penstock.checkpoint.step_writer import save  # noqa: E402 - needs torch

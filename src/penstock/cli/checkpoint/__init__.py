@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli.checkpoint import models, run, size
+from penstock.cli.checkpoint import ls, models, run, show, size, verify
 
 app = typer.Typer(no_args_is_help=True, help="Can it take and give back checkpoints, and how fast?")
 
@@ -14,6 +14,9 @@ def checkpoint() -> None:
     """Group the verbs of checkpoints."""
 
 
+app.command("ls")(ls.list_checkpoints)
 app.command()(models.models)
 app.command()(run.run)
+app.command()(show.show)
 app.command()(size.size)
+app.command()(verify.verify)
