@@ -32,6 +32,7 @@ from penstock.checkpoint.stateful import opened
 from penstock.checkpoint.tensors import held_of_leaves, is_tensor
 from penstock.cluster.collect import collect
 from penstock.errors import UsageError
+from penstock.storage.aligned import round_up
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import SaveChoice, State
@@ -40,13 +41,16 @@ if TYPE_CHECKING:
     from penstock.checkpoint.pieces import TensorFacts
     from penstock.checkpoint.plan.agreement import AgreedSave
     from penstock.checkpoint.plan.records import Bucket, SavePlan
-    from penstock.checkpoint.staging.base import RankShare
+    from penstock.checkpoint.staging.base import RankShare, Urgency
     from penstock.checkpoint.staging.payloads import Payload
     from penstock.checkpoint.state import Leaf
     from penstock.checkpoint.tensors import Holding
     from penstock.cluster.comm import Comm
 
 Result = TypeVar("Result")
+
+WAITING_BUFFER_BYTES = 256 << 20
+"""Where the caller waits for the commit, more buffers make nothing faster."""
 
 DEFAULT_STAGING_BYTES = 2 << 30
 """A larger share than this blocks `save_async` until the rest of it is written."""
@@ -116,13 +120,20 @@ class Prepared:
         self._writers = writers
         self._timeout_s = timeout_s
 
-    def stage(self, buffer_bytes: int | None = None) -> Staged:
+    def stage(self, urgent: Urgency = "copy") -> Staged:
         """Begin to copy this rank's share."""
-        budget = self._memory.budget_bytes
-        settings = pipe_settings(
-            self._share.images, self._writers, min(budget, budget if buffer_bytes is None else buffer_bytes)
+        budget_bytes = self._memory.budget_bytes
+        if urgent == "commit":
+            budget_bytes = min(budget_bytes, WAITING_BUFFER_BYTES)
+        settings = pipe_settings(self._share.images, self._writers, budget_bytes)
+        needed_bytes = sum(round_up(image.size_bytes, settings.chunk_bytes) for image in self._share.images)
+        return Staged(
+            self._share,
+            self._memory,
+            settings,
+            copies_first=urgent == "copy" and needed_bytes <= settings.buffer_memory_bytes,
+            timeout_s=self._timeout_s,
         )
-        return Staged(self._share, self._memory, settings, timeout_s=self._timeout_s)
 
     def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: metadata and manifest of what all ranks have written."""

@@ -13,7 +13,7 @@ from penstock.checkpoint.completing import Target, complete
 from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.members import meeting
 from penstock.checkpoint.plan.records import SaveOptions
-from penstock.checkpoint.saving import Saver
+from penstock.checkpoint.saving import WAITING_BUFFER_BYTES, Saver
 from penstock.checkpoint.stored import open_around
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from penstock.checkpoint.staging.base import ShareStats
     from penstock.checkpoint.stored import AnyPath
     from penstock.progress import Progress
-
-WAITING_BUFFER_BYTES: Final = 256 << 20
-"""Where the caller waits for the commit, more buffers make nothing faster."""
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
 
@@ -54,7 +51,7 @@ def save(
         target = Target(storage=storage, name=name, facts={})
         _, stats = complete(
             prepared,
-            prepared.stage(),
+            prepared.stage("commit"),
             target,
             members.comm,
             timeout_s=DEFAULT_TIMEOUT_S,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from penstock.errors import PenstockError
 
@@ -64,6 +64,15 @@ class RankShare:
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
+Urgency = Literal["copy", "commit"]
+"""What the caller waits for.
+
+"copy": that tensors may change. All of the staging memory is used, and where it holds everything, nothing
+is written before everything is copied, as a disk at work slows memory down. "commit": few buffers are written
+while others are filled, and stay in caches.
+"""
+
+
 class SaveCancelled(PenstockError):
     """Somebody gave this save up before it was committed."""
 
@@ -92,10 +101,9 @@ class StagedSave(Protocol):
 class PreparedSave(Protocol):
     """A save that all ranks have planned together and of which nothing is copied yet."""
 
-    def stage(self, buffer_bytes: int | None = None) -> StagedSave:
-        """Begin to copy this rank's share into at most `buffer_bytes`, or all that may be staged.
+    def stage(self, urgent: Urgency = "copy") -> StagedSave:
+        """Begin to copy this rank's share. Not collective.
 
-        Not collective. Whoever waits for the commit anyway is faster with few buffers, which stay in caches.
         Waits for the memory of earlier saves where there is not enough.
         """
 

@@ -67,9 +67,16 @@ class Staged:
     """A `StagedSave` whose files are images filled from payloads."""
 
     def __init__(
-        self, share: Share, memory: StagingMemory, settings: PipeSettings, *, timeout_s: float
+        self,
+        share: Share,
+        memory: StagingMemory,
+        settings: PipeSettings,
+        *,
+        copies_first: bool,
+        timeout_s: float,
     ) -> None:
         self._share = share
+        self._copies_first = copies_first
         self._filler = ImageFiller(share.images, share.payloads)
         self._settings = settings
         self._lock = threading.Lock()
@@ -98,6 +105,8 @@ class Staged:
         self._take()
         with self._undo:
             try:
+                if self._copies_first:
+                    self._pipe.wait_filled()
                 seen = self._pipe.write_to(
                     [_Keyed(storage, key_of)], rank=self._share.rank, progress=progress
                 )
