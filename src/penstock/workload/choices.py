@@ -78,13 +78,6 @@ class FileAccess(StrEnum):
     COLLECTIVE = "collective"
 
 
-class Sampler(StrEnum):
-    """Whether a rank walks through its files, or picks samples by index."""
-
-    ITERATIVE = "iterative"
-    INDEX = "index"
-
-
 class ProcessStart(StrEnum):
     """How worker processes are started."""
 

@@ -86,6 +86,8 @@ EXPLAINED: Final = {
     _path("dataset.data_gen_method"): "there is one generator, at memory speed; nothing is left to choose",
     _path("dataset.record_element_bytes"): "it follows from record_element_type",
     _path("dataset.files_pre_sharded"): "no rank holds a list of files that could have been sharded before",
+    _path("dataset.generation_buffer_size"): "files are made front to back, in buffers of one size",
+    _path("reader.data_loader_sampler"): "samples are always found by number, in the order of the plan",
     _path("dataset.num_files_generated"): "the data set's own manifest says how many files there are",
     _path("dataset.total_disk_bytes"): "it is computed (penstock training size), never taken on trust",
     _path("dataset.parquet.use_s3dlio_gen"): "there is one generator, at memory speed",

@@ -41,9 +41,7 @@ from penstock.workload.values import (
 
 _OUTER_NAMES: Final = {
     (Dataset, "chunk_size_bytes"): "chunk_size",
-    (Dataset, "generation_buffer_bytes"): "generation_buffer_size",
     (Reader, "transfer_bytes"): "transfer_size",
-    (Reader, "sampler"): "data_loader_sampler",
     (Checkpoint, "time_between_checkpoints_s"): "time_between_checkpoints",
     (Storage, "post_generation_settle_s"): "post_generation_settle_seconds",
 }

@@ -27,7 +27,6 @@ from penstock.workload.choices import (
     ProcessStart,
     Profiler,
     ReadType,
-    Sampler,
     Shuffle,
     StorageKind,
 )
@@ -116,7 +115,6 @@ class Dataset:
     compression_level: Annotated[int, Ge(0), Le(9)] = 4
     enable_chunking: bool = False
     chunk_size_bytes: Bytes = 0
-    generation_buffer_bytes: Annotated[int, Ge(1), "bytes"] = 2 << 30
     keep_files: bool = True
     skip_listing: bool = False
     listing_validation_interval: Count = 1000
@@ -150,7 +148,6 @@ class Reader:
     pin_memory: bool = True
     multiprocessing_context: ProcessStart = ProcessStart.SPAWN
     preprocess_time: Duration = field(default_factory=Duration)
-    sampler: Sampler | None = None
     transformed_record_dims: tuple[AtLeastOne, ...] = ()
     transformed_record_element_type: ElementType = "uint8"
 

@@ -82,3 +82,16 @@ def test_what_the_closed_division_forbids_is_refused_with_its_rule(
 def test_without_a_word_our_own_loader_reads_and_remainders_rotate() -> None:
     rules = open_rules(None, None)
     assert (rules.loader, rules.division) == ("native", Division.ROTATE)
+
+
+def test_only_tensorflow_has_threads_of_their_own_for_preprocessing() -> None:
+    asked = ("reader.preprocess_time=1ms", "reader.computation_threads=3")
+    theirs = loader_options("native", _workload(*asked, "reader.data_loader=tensorflow"), None).document()
+    ours = loader_options("native", _workload(*asked), None).document()
+    assert (theirs["preprocess_threads"], ours["preprocess_threads"]) == (3, None)
+
+
+def test_samples_that_are_transformed_arrive_in_their_new_shape() -> None:
+    pytest.importorskip("torch")
+    shape = ("reader.transformed_record_dims=[10,3]", "reader.transformed_record_element_type=float32")
+    assert loader_options("pytorch", _workload(*shape), 1).document()["sample_bytes"] == 120

@@ -104,16 +104,14 @@ def test_secrets_are_read_but_never_written_or_shown() -> None:
 def test_dlios_words_name_our_fields() -> None:
     workload = read(
         {
-            "dataset": {"chunk_size": "1MiB", "generation_buffer_size": 4096},
-            "reader": {"transfer_size": "256KiB", "data_loader_sampler": "index"},
+            "dataset": {"chunk_size": "1MiB"},
+            "reader": {"transfer_size": "256KiB"},
             "checkpoint": {"time_between_checkpoints": "5s"},
             "storage": {"post_generation_settle_seconds": 1.5},
         }
     )
     assert workload.dataset.chunk_size_bytes == 1 << 20
-    assert workload.dataset.generation_buffer_bytes == 4096
     assert workload.reader.transfer_bytes == 262144
-    assert workload.reader.sampler == "index"
     assert workload.checkpoint.time_between_checkpoints_s == 5.0
     assert workload.storage.post_generation_settle_s == 1.5
 

@@ -36,9 +36,15 @@ class NativeOptions:
     threads: int = 4
     prefetch_batches: int = 2
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
+    preprocess_threads: int | None = None
+    """In how many parts at once a batch is preprocessed, if not by all threads."""
 
     def __post_init__(self) -> None:
-        if self.threads < 1 or self.prefetch_batches < 0 or self.buffer_bytes < 1:
+        if (
+            min(self.threads, self.preprocess_threads or 1) < 1
+            or self.prefetch_batches < 0
+            or self.buffer_bytes < 1
+        ):
             raise UsageError(
                 "A loader needs at least one thread, a prefetch of 0 or more and a buffer",
                 fix="Leave an option out for its default.",
@@ -117,8 +123,8 @@ class NativeLoader:
         return arrival
 
     def _shares(self, preprocess_ns: tuple[int, ...]) -> list[int]:
-        """A batch's preprocessing, for as many threads as there are: those that wait behind its reads."""
-        threads = self._options.threads
+        """A batch's preprocessing in parts, each for a thread; they wait behind its reads."""
+        threads = self._options.preprocess_threads or self._options.threads
         return [sum(some) for first in range(threads) if (some := preprocess_ns[first::threads])]
 
     def _serve(self) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.bench.order import Division
     from penstock.bench.training.files import OpenFormat
     from penstock.cluster.comm import Comm
-    from penstock.workload.spec import Workload
+    from penstock.workload.spec import Reader, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,7 @@ def closed_rules(
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
     """The loader of this name as the workload and `--threads` ask for it."""
     from penstock.bench.loader.native import NativeOptions
+    from penstock.workload.choices import LoaderKind
     from penstock.workload.extensions import Extension, load_extension
 
     if name == "pytorch":
@@ -72,9 +73,12 @@ def loader_options(name: str, workload: Workload, threads: int | None) -> Loader
         options: LoaderOptions = extension(workload, threads)
         return options
     reader = workload.reader
+    # TensorFlow alone has threads of their own for it; everywhere else those that read work on samples, too.
+    is_tensorflow = reader.data_loader is LoaderKind.TENSORFLOW and not reader.preprocess_time.is_zero
     return NativeOptions(
         threads=threads or reader.read_threads or NativeOptions().threads,
         prefetch_batches=reader.prefetch_size,
+        preprocess_threads=reader.computation_threads if is_tensorflow else None,
     )
 
 
@@ -93,11 +97,25 @@ def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
     workers = reader.read_threads if threads is None else threads
     return PytorchOptions(
         workers=NativeOptions().threads if workers is None else workers,
-        sample_bytes=max(1, int(dataset.record_length_bytes_resize or dataset.record_length_bytes)),
+        sample_bytes=max(
+            1,
+            _transformed_bytes(reader)
+            or int(dataset.record_length_bytes_resize or dataset.record_length_bytes),
+        ),
         prefetch_batches=reader.prefetch_size,
         context=reader.multiprocessing_context,
         pin_memory=reader.pin_memory,
     )
+
+
+def _transformed_bytes(reader: Reader) -> int:
+    """A sample's size when it arrives, where the workload says its shape; else 0."""
+    from math import prod
+
+    from penstock.workload.values import element_bytes
+
+    dims = reader.transformed_record_dims
+    return prod(dims) * element_bytes(reader.transformed_record_element_type) if dims else 0
 
 
 def choose_seed(comm: Comm, workload: Workload, asked: int | None) -> int:
@@ -132,8 +150,18 @@ def asks_to_decode(workload: Workload) -> bool:
 
 def left_undone(workload: Workload) -> tuple[str, ...]:
     """What the workload asks for and this command does not do: said once, and recorded."""
+    asked, profiling = workload.checkpoint, workload.profiling
+    every = (
+        f"{asked.steps_between_checkpoints} steps"
+        if asked.steps_between_checkpoints
+        else f"{asked.epochs_between_checkpoints} epochs from epoch {asked.checkpoint_after_epoch} on"
+    )
+    of_devices = f" of {', '.join(profiling.iostat_devices)}" if profiling.iostat_devices else ""
     undone = {
-        "workflow.checkpoint: training takes no checkpoints yet": workload.workflow.checkpoint,
-        "workflow.profiling: nothing observes the run from outside": workload.workflow.profiling,
+        f"workflow.checkpoint: training takes no checkpoints yet, asked for every {every}": (
+            workload.workflow.checkpoint
+        ),
+        f"workflow.profiling: {profiling.profiler}{of_devices} is not started, nothing observes the run from "
+        "outside": workload.workflow.profiling,
     }
     return tuple(text for text, is_asked in undone.items() if is_asked)
