@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli.checkpoint import ls, models, run, show, size, verify
+from penstock.cli.checkpoint import ls, models, plan, run, show, size, verify
 
 app = typer.Typer(no_args_is_help=True, help="Can it take and give back checkpoints, and how fast?")
 
@@ -16,6 +16,7 @@ def checkpoint() -> None:
 
 app.command("ls")(ls.list_checkpoints)
 app.command()(models.models)
+app.command()(plan.plan)
 app.command()(run.run)
 app.command()(show.show)
 app.command()(size.size)

@@ -1,0 +1,48 @@
+"""`penstock checkpoint plan` as its users call it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.app import app
+
+WORDS = [
+    *("checkpoint", "plan", "--state", "912GiB", "--nodes", "64"),
+    *("--fast", "3GiB/s", "--slow", "40GiB/s", "--node-mtbf", "200d"),
+]
+
+
+def test_the_best_way_is_named_with_its_interval_and_what_it_survives() -> None:
+    ended = CliRunner().invoke(app, [*WORDS, "--system-mtbf", "60d", "--json"])
+    assert ended.exit_code == 0, ended.output
+    document = json.loads(ended.stdout)
+    assert document["best"] == "cache with xor, flushed every 10"
+    protected = document["ways"][2]
+    assert protected["agrees"]
+    assert [failure["restored_from"] for failure in protected["failures"]] == ["xor, rebuilt", "durable"]
+    again = json.loads(CliRunner().invoke(app, [*WORDS, "--system-mtbf", "60d", "--json"]).stdout)
+    assert again == document, "the same seed draws the same failures"
+
+
+def test_a_table_is_drawn_and_a_slow_cache_warned_of() -> None:
+    ended = CliRunner().invoke(app, [*WORDS, "--fast", "100MiB/s"])
+    assert ended.exit_code == 0
+    assert "left for training" in ended.output
+    assert "the cache does not pay" in " ".join(ended.output.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--scheme", "raid"], "no such scheme"),
+        (["--fast", "0GiB/s"], "--fast must be above 0"),
+        (["--node-mtbf", "often"], "not a duration"),
+    ],
+)
+def test_bad_values_name_their_option(words: list[str], told: str) -> None:
+    ended = CliRunner().invoke(app, [*WORDS, *words])
+    assert ended.exit_code != 0
+    assert told in str(ended.exception)
