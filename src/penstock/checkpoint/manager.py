@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.checkpoint.engine import Engine, Names, State
-    from penstock.checkpoint.staging.base import PreparedSave, StagedSave
+    from penstock.checkpoint.staging.base import PreparedSave, StagedSave, Urgency
     from penstock.checkpoint.stored import AnyPath
     from penstock.progress import Progress
     from penstock.storage import Storage
@@ -106,8 +106,8 @@ class Manager:
         An older checkpoint of this step is replaced, and stays whole until then. `only` saves the parts whose
         names match; `dtype` converts tensors of floating point.
         """
-        handle = self._start(step, state, SaveChoice(only=only, dtype=dtype), progress)
-        return handle.result()
+        choice = SaveChoice(only=only, dtype=dtype)
+        return self._start(step, state, choice, progress, urgent="commit").result()
 
     def save_async(
         self,
@@ -126,7 +126,8 @@ class Manager:
         """
         if staging not in ("copied", "background"):
             raise UsageError(f"staging={staging!r} is unknown", fix='Use "copied" or "background".')
-        handle = self._start(step, state, SaveChoice(only=only, dtype=dtype), progress)
+        choice = SaveChoice(only=only, dtype=dtype)
+        handle = self._start(step, state, choice, progress, urgent="copy")
         if staging == "copied":
             handle.wait_staged()
         return handle
@@ -148,6 +149,7 @@ class Manager:
         Returns the step; None where none was ever committed. A step that cannot be loaded is passed over with
         a warning, and told in `passed_over`; where all are, `StorageError` on every rank lists the reasons.
         """
+        self.passed_over = ()
         self._wait_for_saves()
         self._meet(f"restoring {'the newest step' if step is None else name_of(step)}")
         comm = self._front.comm
@@ -164,7 +166,9 @@ class Manager:
             if reason is None:
                 self.passed_over = tuple(passed)
                 return each
-            logger.warning("Step %d is passed over: %s", each, reason)
+            # Once a job is enough to be read; the others' logs have it for whoever looks there.
+            level = logging.WARNING if self._rank == 0 else logging.INFO
+            logger.log(level, "Step %d is passed over: %s", each, reason)
             passed.append(PassedOver(each, reason))
         self.passed_over = tuple(passed)
         if passed:
@@ -198,10 +202,12 @@ class Manager:
             handle.cancel()
         self._let_go()
 
-    def _start(self, step: int, state: State, choice: SaveChoice, progress: Progress | None) -> SaveHandle:
+    def _start(
+        self, step: int, state: State, choice: SaveChoice, progress: Progress | None, *, urgent: Urgency
+    ) -> SaveHandle:
         self._meet(f"saving {name_of(step)}")
         prepared = self._engine.prepare(state, self._front, choice)
-        staged = self._stage(prepared)
+        staged = self._stage(prepared, urgent)
         meter = Meter(progress)
         future = self._worker.submit(self._complete, step, prepared, staged, meter)
         self._num_saves += 1
@@ -209,13 +215,13 @@ class Manager:
         self._handles.append(handle)
         return handle
 
-    def _stage(self, prepared: PreparedSave) -> StagedSave:
+    def _stage(self, prepared: PreparedSave, urgent: Urgency) -> StagedSave:
         """Begin to copy on all ranks, or fail on all: what is begun elsewhere is then cancelled."""
         begun: list[StagedSave] = []
         try:
             collect(
                 self._front.comm,
-                lambda: begun.append(prepared.stage()),
+                lambda: begun.append(prepared.stage(urgent)),
                 awaiting="all ranks to begin to copy",
             )
         except RankFailed:

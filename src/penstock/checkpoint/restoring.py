@@ -88,7 +88,10 @@ def _fault_of(error: BaseException) -> Fault:
 
 
 def none_restorable(passed: Sequence[PassedOver], uri: str) -> StorageError:
-    """The error where every step was passed over."""
+    """The error where every step that was to be tried was passed over."""
+    if len(passed) == 1:
+        what = f"Step {passed[0].step} cannot be restored: {passed[0].reason}"
+        return StorageError(what, uri=uri, fix="`penstock checkpoint verify` names all damage.")
     reasons = "; ".join(f"step {each.step}: {each.reason}" for each in passed)
     return StorageError(
         f"None of the {len(passed)} committed steps can be restored. {reasons}",

@@ -7,42 +7,20 @@ goes along. Invariant: every child is ended and waited for, whatever happens.
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
-from penstock.storage.files.calls import REAL_CALLS, FileCalls
+from penstock.storage.files.calls import FileCalls
+from penstock.testing.clean_processes import LIMIT_S, clean_context, ending, run_children
 from penstock.testing.file_faults import CallFault, CallLog, KillAtFileCall, faulty_calls
 
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, ForkServerProcess
-
 Program = Callable[[FileCalls], None]
-
-LIMIT_S = 120.0
-"""How long a child may take before it counts as hanging."""
-
-PRELOADED = ("penstock.testing.known_steps",)
-"""What the clean process imports once, for all of its children."""
 
 
 def count_calls(program: Program) -> int:
     """How many calls of storage `program` makes when nobody kills it; it runs in a child."""
-    context = _clean_context()
-    mine, childs = context.Pipe(duplex=False)
-    with mine:
-        with childs:
-            child = context.Process(target=_count, args=(program, childs))
-            child.start()
-        try:
-            number: int = mine.recv()
-        except EOFError:
-            child.join(LIMIT_S)
-            raise AssertionError(f"the program failed by itself, with exit code {child.exitcode}") from None
-    child.join(LIMIT_S)
+    (number,) = run_children([(_count, (program,))], LIMIT_S)
+    assert isinstance(number, int)
     return number
 
 
@@ -52,15 +30,14 @@ def killed_at(programs: Sequence[Program], number: int, *, victim: int = 0) -> l
     The exit codes of all: -SIGKILL of the victim, or what it ends with where it makes fewer calls. None is a
     process that had to be ended because it hung.
     """
-    context = _clean_context()
-    with ExitStack() as exits:
-        children = []
-        for place, program in enumerate(programs):
-            fault = number if place == victim else None
-            child = context.Process(target=_run, args=(program, fault))
-            exits.callback(_end, child)
-            child.start()
-            children.append(child)
+    context = clean_context()
+    children = [
+        context.Process(target=_run, args=(program, number if place == victim else None))
+        for place, program in enumerate(programs)
+    ]
+    for child in children:
+        child.start()
+    with ending(children):
         for child in children:
             child.join(LIMIT_S)
         return [child.exitcode for child in children]
@@ -87,24 +64,12 @@ def sweep(
     return num_killed
 
 
-def _clean_context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    return context
-
-
-def _count(program: Program, answer: Connection) -> None:
+def _count(program: Program) -> int:
     log = CallLog()
     program(faulty_calls(log))
-    answer.send(len(log.names))
+    return len(log.names)
 
 
 def _run(program: Program, number: int | None) -> None:
     faults: list[CallFault] = [] if number is None else [KillAtFileCall(number)]
-    program(faulty_calls(*faults, base=REAL_CALLS))
-
-
-def _end(child: ForkServerProcess) -> None:
-    if child.is_alive():
-        child.kill()
-        child.join()
+    program(faulty_calls(*faults))

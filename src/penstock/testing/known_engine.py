@@ -15,15 +15,16 @@ import numpy as np
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, Seal
 from penstock.checkpoint.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
-from penstock.checkpoint.staging.base import RankShare, ShareStats, WrittenFile
+from penstock.checkpoint.staging.base import RankShare, SaveCancelled, ShareStats, WrittenFile
 from penstock.checkpoint.sums import sum_of
-from penstock.errors import DataDamaged, StorageError, UsageError, WaitTimeout
+from penstock.errors import DataDamaged, UsageError, WaitTimeout
 from penstock.progress import Progress, Silent
 from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice, SaveChoice, State
     from penstock.checkpoint.members import Members
+    from penstock.checkpoint.staging.base import Urgency
     from penstock.checkpoint.stored import Stored
     from penstock.storage import Storage
 
@@ -83,7 +84,7 @@ class _Prepared:
     rank: int
     content: bytearray
 
-    def stage(self) -> _Staged:
+    def stage(self, urgent: Urgency = "copy") -> _Staged:  # noqa: ARG002 - the protocol's
         return _Staged(self.engine, self.rank, bytes(self.content))
 
     def seal(self, shares: Sequence[RankShare], facts: Mapping[str, Any]) -> Seal:
@@ -138,7 +139,7 @@ class _Staged:
         if self.engine.spoil is not None:
             self.engine.spoil()
         if self.given_up.is_set():
-            raise StorageError("The save was cancelled", uri=storage.uri)
+            raise SaveCancelled
         name = file_of(self.rank)
         info = write_object(storage, key_of(name), [self.content], size_bytes=len(self.content))
         seen.advance(len(self.content))
