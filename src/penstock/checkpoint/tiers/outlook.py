@@ -101,7 +101,7 @@ class Protection:
 
 
 def ways(machine: Machine, protection: Protection, *, flush_every: int) -> tuple[Way, ...]:
-    """The ways to choose from: durable at once, a cache alone with a flush, a protected cache with a flush."""
+    """The ways to choose from: durable at once, a cache with a flush, a protected cache with a flush."""
     cached = machine.state_bytes / machine.nodes / machine.fast_bytes_per_s
     durable = machine.state_bytes / machine.slow_bytes_per_s
     direct = Way(
@@ -117,6 +117,7 @@ def ways(machine: Machine, protection: Protection, *, flush_every: int) -> tuple
         warnings=_warnings(machine, cached, durable),
     )
     own_bytes = machine.state_bytes / machine.nodes
+    sent_bytes = own_bytes * protection.losses
     encoding_s = own_bytes / machine.fast_bytes_per_s + sent_bytes / machine.network_bytes_per_s
     rebuilding_s = cached + own_bytes * max(protection.group - 1, 1) / machine.network_bytes_per_s
     guarded = {**local, "node": (encoding_s, rebuilding_s, f"{protection.name}, rebuilt")}
