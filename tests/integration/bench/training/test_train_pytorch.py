@@ -33,7 +33,7 @@ def _training(verb: str, data: Path, *words: str) -> subprocess.CompletedProcess
     settings = [word for setting in SETTINGS for word in ("--set", setting)]
     command = [sys.executable, "-m", "penstock", "training", verb, "unet3d_h100", "--data", str(data)]
     return subprocess.run(
-        [*command, *settings, *words, "--json"], capture_output=True, text=True, timeout=110, check=False
+        [*command, *settings, *words, "--json"], capture_output=True, text=True, timeout=280, check=False
     )
 
 
@@ -50,23 +50,41 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(("ranks", "context"), [(1, "spawn"), (2, "fork"), (2, "forkserver")])
-def test_every_epoch_reads_all_files_whatever_starts_the_workers(
-    data: Path, tmp_path: Path, ranks: int, context: str
-) -> None:
-    words = ["--results", str(tmp_path), "--ranks", str(ranks), "--loader", "pytorch", "--threads", "2"]
-    done = _training("run", data, *words, "--set", f"reader.multiprocessing_context={context}")
+def _reads_everything_each_epoch(data: Path, results: Path, ranks: int, context: str, workers: int) -> None:
+    how = [f"reader.multiprocessing_context={context}", f"reader.read_threads={workers}"]
+    words = ["--results", str(results), "--ranks", str(ranks), "--loader", "pytorch"]
+    done = _training("run", data, *words, *(word for setting in how for word in ("--set", setting)))
     document = _document(done)
-    epochs = document["epochs"]
     held = sum(file.stat().st_size for file in data.rglob("*.npz"))
-    assert [(epoch["samples"], epoch["read_bytes"]) for epoch in epochs] == [(12, held)] * 3
+    assert [(epoch["samples"], epoch["read_bytes"]) for epoch in document["epochs"]] == [(12, held)] * 3
     outside = document["outside_of_score"]
     loader = outside["loader"]
-    assert (loader["name"], loader["workers"], loader["context"]) == ("pytorch", 2, context)
+    assert (loader["name"], loader["workers"], loader["context"]) == ("pytorch", workers, context)
     assert loader["sample_bytes"] == 4096
     assert outside["storage"]["counters"]["read_bytes"] >= 3 * held, "workers' reads are counted"
     assert document["ceiling"]["samples_per_s"] > 0
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("ranks", "context", "workers"), [(1, "spawn", 1), (2, "fork", 2), (3, "forkserver", 1), (3, "fork", 0)]
+)
+def test_every_epoch_reads_all_files_whatever_starts_the_workers(
+    data: Path, tmp_path: Path, ranks: int, context: str, workers: int
+) -> None:
+    _reads_everything_each_epoch(data, tmp_path, ranks, context, workers)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_every_number_of_workers_of_every_kind_serves_every_number_of_ranks(
+    data: Path, tmp_path: Path, ranks: int, context: str, workers: int
+) -> None:
+    for run in ("first", "second"):
+        _reads_everything_each_epoch(data, tmp_path / run, ranks, context, workers)
 
 
 @pytest.mark.timeout(240)
