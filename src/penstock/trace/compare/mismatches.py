@@ -47,8 +47,8 @@ def spans(values: Iterable[Any]) -> str:
     if not values:
         return ""
     if not all(isinstance(value, int) for value in values):
-        shown = ", ".join(map(str, values[:3]))
-        return shown + (f" and {len(values) - 3:,} more" if len(values) > 3 else "")
+        shown = ", ".join(map(str, values[:2]))
+        return shown + (f" and {len(values) - 2:,} more" if len(values) > 2 else "")
     parts: list[list[int]] = []
     for value in values:
         if parts and value == parts[-1][1] + 1:

@@ -1,0 +1,27 @@
+"""The study of seven runs, synthesized, read and compared once for all tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.trace.compare.comparison import Compared, compare
+from penstock.trace.compare.description import Comparison
+from penstock.trace.compare.opening import open_study
+from penstock.trace.documents import read_document
+from penstock.trace.synthesize import read_description, synthesize
+
+
+@pytest.fixture(scope="session")
+def study_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study") / "seven"
+    synthesize(read_description("seven_runs"), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compared(study_folder: Path) -> Compared:
+    asked = read_document(Comparison, study_folder / "runs.yaml")
+    with open_study(asked, study_folder) as study:
+        return compare(study)
