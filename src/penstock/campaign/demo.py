@@ -9,16 +9,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
+from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.run import run_checkpoints
 from penstock.bench.loader.native import NativeOptions
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe
 from penstock.bench.probe.rows import headline_rows, measurement_rows
+from penstock.bench.state import LayoutRequest, plan_layout
 from penstock.bench.training.run import TrainingRequest, train
+from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.doctor import Diagnosis, examine
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
@@ -26,11 +32,13 @@ from penstock.dataset.generate import generate
 from penstock.dataset.manifest import Recipe
 from penstock.results.page import Page, Section, render
 from penstock.storage import open_storage
-from penstock.units import format_bytes
+from penstock.units import format_bytes, format_seconds
 from penstock.workload.loading import load
+from penstock.workload.model import load_model
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
+    from penstock.bench.checkpoint.outcome import CheckpointResult
     from penstock.bench.training.outcome import TrainingResult
     from penstock.environment import Environment
     from penstock.progress import Progress
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
 _NUM_FILES = 28
 _SAMPLE_BYTES = 8 << 20
 _NUM_EPOCHS = 2
+_MODEL = "llama3-8b"
+_NUM_CHECKPOINTS = 2
 PROBE_SIZE_BYTES = 512 << 20
 PROBE_MAX_SECONDS = 4.0
 
@@ -54,6 +64,10 @@ _TRAINING = (
     "{workload} with {files} small files, its computation emulated and its reading real. AU is the share of "
     "time in which the accelerator computed instead of waiting: by DLIO's formula, and strictly."
 )
+_CHECKPOINTS = (
+    "{checkpoints} checkpoints of {model}, each scaled to {size}, at {target}: every byte is made while it is "
+    "written, durable at the end, read from storage and verified. GiB/s is all bytes over all time."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +77,7 @@ class Tour:
     report: Path
     probe: ProbeResult
     training: TrainingResult
+    checkpoints: CheckpointResult
     diagnoses: tuple[Diagnosis, ...]
 
     def document(self) -> Mapping[str, Any]:
@@ -71,6 +86,7 @@ class Tour:
             "report": str(self.report),
             "probe": asdict(self.probe),
             "training": self.training.document(),
+            "checkpoints": self.checkpoints.document(),
             "diagnoses": [asdict(seen) for seen in self.diagnoses],
         }
 
@@ -93,7 +109,21 @@ def tour(
         progress=progress,
     )
     training = _train(out, environment=environment, progress=progress)
-    seen = Tour(report=out / "report.html", probe=limits, training=training, diagnoses=diagnoses)
+    modes = {measurement.mode for measurement in limits.measurements}
+    checkpoints = _take_checkpoints(
+        out,
+        scheme="direct" if "direct" in modes else "file",
+        size_bytes=probe_size_bytes,
+        environment=environment,
+        progress=progress,
+    )
+    seen = Tour(
+        report=out / "report.html",
+        probe=limits,
+        training=training,
+        checkpoints=checkpoints,
+        diagnoses=diagnoses,
+    )
     seen.report.write_text(render(_page(seen)), encoding="utf-8")
     seen.report.with_suffix(".json").write_text(json.dumps(seen.document(), indent=2), encoding="utf-8")
     return seen
@@ -145,6 +175,49 @@ def _train(out: Path, *, environment: Environment, progress: Progress) -> Traini
         return train(request, storage, comm=comm, progress=progress)
 
 
+def _take_checkpoints(
+    out: Path, *, scheme: str, size_bytes: int, environment: Environment, progress: Progress
+) -> CheckpointResult:
+    """Checkpoints of a large language model, scaled to about `size_bytes`: written, read back, removed."""
+    model = asked_of(
+        load_model(_MODEL),
+        num_checkpoints_write=_NUM_CHECKPOINTS,
+        num_checkpoints_read=_NUM_CHECKPOINTS,
+        time_between_checkpoints_s=0.0,
+    )
+    comm = SoloComm(gethostname())
+    whole = plan_layout(LayoutRequest(model=model, num_processes=comm.size))
+    scale = Fraction(1, max(1, whole.total_bytes // size_bytes))
+    with TemporaryDirectory(dir=out.resolve(), prefix="checkpoints-") as folder:
+        request = CheckpointRequest(
+            model=model,
+            layout=whole.scaled(scale),
+            scale=scale,
+            pipe=PipeSettings(),
+            results=out / "runs",
+            command=("penstock", "demo"),
+            environment=environment,
+        )
+        return run_checkpoints(
+            request, partial(open_storage, f"{scheme}://{folder}", environment), comm=comm, progress=progress
+        )
+
+
+def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
+    """One row a direction."""
+    return [
+        {
+            "direction": name,
+            "GiB/s": "-" if figures.gib_per_s is None else f"{figures.gib_per_s:.2f}",
+            "content, GiB/s": f"{figures.content_gib_per_s or 0:.2f}",
+            "took": format_seconds(figures.duration_s),
+            "held up by": figures.bottleneck,
+        }
+        for name, figures in (("write", result.write), ("read", result.read))
+        if figures is not None
+    ]
+
+
 def _page(seen: Tour) -> Page:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lacks = [diagnosis for diagnosis in seen.diagnoses if diagnosis.state != "ok"]
@@ -172,6 +245,19 @@ def _page(seen: Tour) -> Page:
                 ),
                 rows=training_rows(seen.training),
                 bars="AU %",
+            ),
+            Section(
+                title="Can it take checkpoints and give them back?",
+                prose=(
+                    _CHECKPOINTS.format(
+                        checkpoints=_NUM_CHECKPOINTS,
+                        model=seen.checkpoints.model,
+                        size=format_bytes(seen.checkpoints.total_bytes),
+                        target=seen.checkpoints.target,
+                    ),
+                ),
+                rows=checkpoint_rows(seen.checkpoints),
+                bars="GiB/s",
             ),
             Section(
                 title="This machine",

@@ -35,7 +35,7 @@ def demo(
 
     terminal = Terminal(as_json=as_json)
     terminal.note(
-        f"A tour at {out.resolve()}: what this storage can do at best, and a small training run ..."
+        f"A tour at {out.resolve()}: what this storage can do at best, training, and checkpoints ..."
     )
     with terminal.progress() as progress:
         seen = tour(out, environment=process_environment(), progress=progress)
@@ -47,7 +47,8 @@ def demo(
 
 def _draw(console: Console, seen: Tour) -> None:
     from penstock.bench.probe.rows import headline_rows
-    from penstock.campaign.demo import training_rows
+    from penstock.campaign.demo import checkpoint_rows, training_rows
 
     table(f"The limits of {seen.probe.uri}", headline_rows(seen.probe.measurements))(console)
     table(f"Training {seen.training.workload}, small", training_rows(seen.training))(console)
+    table(f"Checkpoints of {seen.checkpoints.model}, small", checkpoint_rows(seen.checkpoints))(console)

@@ -39,6 +39,9 @@ def test_the_tour_leaves_its_report_and_nothing_else(tmp_path: Path) -> None:
     assert "random read" in page
     document = json.loads(seen.report.with_suffix(".json").read_text(encoding="utf-8"))
     assert document["training"]["au_compat"] > 50
+    checkpoints = document["checkpoints"]
+    assert checkpoints["read"]["verified_bytes"] == checkpoints["write"]["bytes"] > 0
+    assert "Can it take checkpoints and give them back?" in page
     assert "Can it feed an accelerator?" in page
     assert {row["mode"] for row in document["probe"]["measurements"]} == {"buffered", "direct"}
 
