@@ -65,8 +65,8 @@ _TRAINING = (
     "time in which the accelerator computed instead of waiting: by DLIO's formula, and strictly."
 )
 _CHECKPOINTS = (
-    "{checkpoints} checkpoints of {model}, each scaled to {size}, at {target}: every byte is made while it is "
-    "written, durable at the end, read from storage and verified. GiB/s is all bytes over all time."
+    "{checkpoints} checkpoints of {model}, each scaled to {size}, at {target}: every byte is made while it "
+    "is written, durable at the end, read from storage and verified. GiB/s is all bytes over all time."
 )
 
 
