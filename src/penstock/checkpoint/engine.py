@@ -38,6 +38,8 @@ class LoadChoice:
     exclude: Names | None = None
     rename: Mapping[str, str] | None = None
     strict: bool = True
+    convert_dtypes: bool = False
+    """Whether a tensor of another dtype than the checkpoint's takes its values all the same."""
     trust: bool = False
     """Whether objects of any kind may be unpickled, which can run code out of the checkpoint."""
 

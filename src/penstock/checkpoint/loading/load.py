@@ -1,0 +1,288 @@
+"""A checkpoint into a state, all ranks together: open, match, plan, read and exchange, put in place.
+
+The act beside `plan.loading`. Invariant: it returns on all ranks with everything loaded and summed, or raises
+on all of them; after an error, what tensors hold is undefined and nothing that is no tensor has been touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.dcp.objects import load_object
+from penstock.checkpoint.loading.gloo import GlooLines
+from penstock.checkpoint.loading.landing import Target
+from penstock.checkpoint.loading.locating import located
+from penstock.checkpoint.loading.moving import Means, Moved, move
+from penstock.checkpoint.loading.opening import on_all, open_together
+from penstock.checkpoint.loading.reading import Buffers, ReadSettings, SummedItem
+from penstock.checkpoint.loading.selecting import Selection, select
+from penstock.checkpoint.loading.wishes import as_lines, wishes_of
+from penstock.checkpoint.pieces import item_bytes_of
+from penstock.checkpoint.plan.loading import NobodyCanRead, rank_load_plan, share_loading
+from penstock.checkpoint.plan.records import LoadOptions
+from penstock.checkpoint.stateful import loading_into
+from penstock.checkpoint.tensors import destinations
+from penstock.errors import ObjectNotFound
+from penstock.progress import Silent
+from penstock.storage.powers import for_large_files
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.engine import LoadChoice, State
+    from penstock.checkpoint.loading.wishes import Lines, Unpacking, Wishes
+    from penstock.checkpoint.members import Members
+    from penstock.checkpoint.opened import Opened
+    from penstock.checkpoint.pieces import Bools, Contents
+    from penstock.checkpoint.plan.records import LoadPlan
+    from penstock.checkpoint.stored import Stored
+    from penstock.checkpoint.tensors import Holding
+    from penstock.progress import Progress
+    from penstock.storage.base import Source, Storage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What came of a load on this rank."""
+
+    loaded: tuple[str, ...]
+    left: tuple[str, ...]
+    """Parts of the state that stayed as they were: not chosen, or missing where that was allowed."""
+    unused: tuple[str, ...]
+    """What the checkpoint holds and this rank did not ask for."""
+    read_bytes: int
+    """From storage, on this rank."""
+    received_bytes: int
+    """From other ranks."""
+    num_summed: int
+    """Items whose checksum this rank has verified."""
+    plan_s: float
+    move_s: float
+
+
+class Loader:
+    """Loads states; its warm buffers last from load to load. One load at a time."""
+
+    def __init__(self, settings: ReadSettings | None = None, options: LoadOptions | None = None) -> None:
+        self._buffers = Buffers(settings or ReadSettings())
+        self._options = options or LoadOptions()
+
+    def load(
+        self,
+        state: State,
+        stored: Stored,
+        members: Members,
+        choice: LoadChoice,
+        progress: Progress | None = None,
+    ) -> LoadReport:
+        """Fill `state` from a committed checkpoint. Collective."""
+        opened = open_together(stored.storage, stored.committed.folder, stored.uri, members.comm)
+        return self.load_opened(state, opened, members, choice, progress)
+
+    def load_opened(
+        self,
+        state: State,
+        opened: Opened,
+        members: Members,
+        choice: LoadChoice,
+        progress: Progress | None = None,
+        *,
+        readable: Sequence[str] | None = None,
+    ) -> LoadReport:
+        """Fill `state` from a checkpoint that all ranks have opened. Collective.
+
+        `readable` names the files that this rank can open, where not every rank can open all; on all ranks or
+        on none.
+        """
+        load = _Load(opened, members, choice, self._buffers, self._options)
+        with loading_into(state) as inner:
+            return load.run(inner, progress or Silent(), readable)
+
+    def close(self) -> None:
+        """Let go of the buffers. Safe twice."""
+        self._buffers = Buffers(self._buffers.settings)
+
+
+class _Load:
+    """One load on one rank."""
+
+    def __init__(
+        self, opened: Opened, members: Members, choice: LoadChoice, buffers: Buffers, options: LoadOptions
+    ) -> None:
+        self._opened = opened
+        self._members = members
+        self._comm = members.comm
+        self._choice = choice
+        self._buffers = buffers
+        self._options = options
+        self._storage: Storage = for_large_files(opened.storage)
+
+    def run(self, state: State, progress: Progress, readable: Sequence[str] | None) -> LoadReport:
+        began_s = time.perf_counter()
+        contents = located(self._opened, self._storage, self._comm)
+        lines = as_lines(contents)
+        holding, selection, wishes = on_all(
+            self._comm,
+            lambda: self._wish(state, contents, lines),
+            awaiting="all ranks to match their state with the checkpoint",
+        )
+        plan = self._plan(contents, lines, wishes, readable)
+        planned_s = time.perf_counter()
+        targets = self._targets(holding, wishes, lines)
+        moved = on_all(
+            self._comm,
+            lambda: move(plan, lines, targets, self._means(lines, progress)),
+            awaiting="all ranks to load their parts",
+        )
+        values = on_all(
+            self._comm,
+            lambda: self._unpack(contents, lines, wishes, targets),
+            awaiting="all ranks to unpack what they have loaded",
+        )
+        for leaf in holding.leaves:
+            if leaf.name in values:
+                leaf.put(values[leaf.name])
+        return _report(selection, moved, planned_s - began_s, time.perf_counter() - planned_s)
+
+    def _wish(self, state: State, contents: Contents, lines: Lines) -> tuple[Holding, Selection, Wishes]:
+        holding = destinations(state)
+        names = [leaf.name for leaf in holding.leaves]
+        stored = [facts.name for facts in contents.tensors] + [each.name for each in contents.objects]
+        selection = select(names, dict.fromkeys(stored), self._choice, rank=self._comm.rank)
+        wishes = wishes_of(
+            holding,
+            selection,
+            contents,
+            lines,
+            converts=self._choice.convert_dtypes,
+            where=self._opened.uri,
+        )
+        return holding, selection, wishes
+
+    def _plan(
+        self, contents: Contents, lines: Lines, wishes: Wishes, readable: Sequence[str] | None
+    ) -> LoadPlan:
+        wanted = self._comm.gather(wishes.boxes, awaiting="what all ranks want of the checkpoint")
+        item_bytes = item_bytes_of(lines.tensors)
+        able = None if readable is None else self._gather_readable(contents, readable)
+        try:
+            shared = share_loading(lines.stored, item_bytes, wanted, self._options, readable=able)
+        except NobodyCanRead as error:
+            raise ObjectNotFound(
+                f"None of the {self._comm.size} ranks can open {contents.files[error.file]}",
+                uri=self._opened.uri,
+                fix="Bring the file back to one of their nodes, or load another step.",
+            ) from error
+        return rank_load_plan(shared, item_bytes, self._comm.rank, self._options)
+
+    def _gather_readable(self, contents: Contents, readable: Sequence[str]) -> Bools:
+        own = set(readable)
+        mine = np.array([name in own for name in contents.files], dtype=np.bool_)
+        return np.stack(self._comm.gather(mine, awaiting="which files each rank can open"))
+
+    def _targets(self, holding: Holding, wishes: Wishes, lines: Lines) -> list[Target]:
+        """Memory for each wanted box: pieces of tensors, then fresh memory for whole items."""
+        targets = []
+        for row, (name, place) in enumerate(wishes.names):
+            piece = holding.pieces[name][place]
+            targets.append(Target(piece.offsets, piece.memory, lines.tensors[int(wishes.boxes.tensor[row])]))
+        for number in wishes.items:
+            facts = lines.tensors[number]
+            targets.append(Target((0,), torch.empty(facts.shape, dtype=torch.uint8), facts))
+        return targets
+
+    def _means(self, lines: Lines, progress: Progress) -> Means:
+        is_alone = self._members.group is None
+        return Means(
+            open_file=self._open_file,
+            takes_any_address=self._storage.options.get("access") != "direct",
+            summed=lambda row: self._summed(lines, row),
+            carrier=None if is_alone else GlooLines(self._members.group),
+            buffers=self._buffers,
+            progress=progress,
+            timeout_s=self._comm.timeout_s,
+        )
+
+    def _open_file(self, number: int) -> Source:
+        return self._storage.open(self._opened.key(self._opened.contents.files[number]))
+
+    def _summed(self, lines: Lines, row: int) -> SummedItem | None:
+        summed = self._opened.summed
+        if summed is None:
+            return None
+        source = int(lines.source_row[row])
+        expected = summed.object_sums[-1 - source] if source < 0 else summed.sums[source].tobytes()
+        begin = int(lines.stored.item_offset[row])
+        return SummedItem(
+            name=lines.tensors[int(lines.stored.boxes.tensor[row])].name,
+            file=f"{self._opened.uri}/{self._opened.contents.files[int(lines.stored.file[row])]}",
+            begin=begin,
+            end=begin + int(lines.stored.item_bytes[row]),
+            expected=expected,
+        )
+
+    def _unpack(
+        self, contents: Contents, lines: Lines, wishes: Wishes, targets: Sequence[Target]
+    ) -> dict[str, Any]:
+        """Put parts of packed items into their tensors; the objects, by leaf name, for their leaves."""
+        content = {
+            number: memoryview(targets[len(wishes.names) + place].memory.numpy().data)
+            for place, number in enumerate(wishes.items)
+        }
+        opened = replace(self._opened, contents=contents)
+        for each in wishes.unpacking:
+            row = int(lines.packed_rows[each.row])
+            elements = opened.tensor_bytes(row, content[lines.first_packed + each.row])
+            _put_part(each, elements, contents, row, targets[each.want])
+        values = {}
+        for name, number in wishes.objects.items():
+            stored = contents.objects[number]
+            if opened.archive is not None:
+                values[name] = opened.value(stored, trust=self._choice.trust)
+                continue
+            values[name] = load_object(
+                content[lines.first_object + number],
+                stored.name,
+                descriptors=opened.descriptors(stored),
+                trust=self._choice.trust,
+                where=f"{opened.uri}, {stored.name}",
+            )
+        return values
+
+
+def _put_part(
+    unpacking: Unpacking, elements: memoryview, contents: Contents, row: int, target: Target
+) -> None:
+    """Cut one box out of the elements of a stored one."""
+    facts = target.facts
+    offsets, sizes = unpacking.boxes.box(unpacking.part, len(facts.shape))
+    corner, extents = contents.stored.boxes.box(row, len(facts.shape))
+    words = np.dtype("c16") if facts.item_bytes == 16 else np.dtype(f"u{facts.item_bytes}")
+    whole = np.frombuffer(bytes(elements), dtype=words).reshape(extents)
+    inside = tuple(
+        slice(begin - own, begin - own + extent)
+        for begin, own, extent in zip(offsets, corner, sizes, strict=True)
+    )
+    target.fill(offsets, sizes, whole[inside])
+
+
+def _report(selection: Selection, moved: Moved, plan_s: float, move_s: float) -> LoadReport:
+    report = LoadReport(
+        loaded=tuple(selection.stored_names),
+        left=selection.left,
+        unused=selection.unused,
+        read_bytes=moved.read_bytes,
+        received_bytes=moved.received_bytes,
+        num_summed=moved.num_summed,
+        plan_s=plan_s,
+        move_s=move_s,
+    )
+    logger.info("Loaded %d leaves: %s", len(report.loaded), report)
+    return report

@@ -1,0 +1,157 @@
+"""One rank's part of a load plan, carried out: threads read while another exchanges with the other ranks.
+
+Invariant: a rank whose reads fail still sends and receives everything, so that nobody waits for it in vain;
+it raises afterwards.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.checkpoint.loading.exchange import Outbox, run_rounds
+from penstock.checkpoint.loading.extents import Span, lay_out
+from penstock.checkpoint.loading.landing import Landings, incoming_messages, outgoing_messages
+from penstock.checkpoint.loading.reading import OpenFiles, Reading, SummedItem
+from penstock.checkpoint.pieces import item_bytes_of
+from penstock.checkpoint.plan.loading import payload_starts
+from penstock.storage.aligned import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.checkpoint.loading.exchange import Lines as Carrier
+    from penstock.checkpoint.loading.landing import Target
+    from penstock.checkpoint.loading.reading import Buffers
+    from penstock.checkpoint.loading.wishes import Lines
+    from penstock.checkpoint.pieces import Ints
+    from penstock.checkpoint.plan.records import LoadPlan
+    from penstock.progress import Progress
+    from penstock.storage.base import Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What moving cost."""
+
+    read_bytes: int
+    received_bytes: int
+    num_summed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Means:
+    """What moving needs besides the plan."""
+
+    open_file: Callable[[int], Source]
+    takes_any_address: bool
+    """Whether the storage reads into any memory as fast as into aligned huge pages."""
+    summed: Callable[[int], SummedItem | None]
+    """The sum of a row of `Lines`, where it is known."""
+    carrier: Carrier | None
+    buffers: Buffers
+    progress: Progress
+    timeout_s: float
+
+
+def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means) -> Moved:
+    """Read, sum, exchange and put in place; `targets` are this rank's wanted boxes, in their order."""
+    item_bytes = item_bytes_of(lines.tensors)
+    outer = lines.stored.boxes.take(plan.row)
+    begin = lines.stored.payload_offset[plan.row]
+    begin = begin + payload_starts(plan.boxes, outer) * item_bytes[plan.boxes.tensor]
+    end = begin + plan.boxes.num_bytes(item_bytes)
+    items = _whole_items(plan, lines, begin, end, means.summed)
+    spans = _spans(plan, lines, begin, end, items)
+    settings = means.buffers.settings
+    blocks = lay_out(spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
+    messages, places = outgoing_messages(plan.sends, lines.tensors)
+    outbox = Outbox(messages, means.timeout_s)
+    landings = Landings(
+        plan,
+        begin.tolist(),
+        targets,
+        tensors=lines.tensors,
+        outbox=outbox,
+        messages=places,
+        takes_any_address=means.takes_any_address,
+    )
+    files = OpenFiles(blocks, means.open_file)
+    reading = Reading(
+        blocks,
+        spans,
+        files=files,
+        landing=landings,
+        items=items,
+        progress=means.progress,
+        wait_for_room=outbox.wait_for_room,
+    )
+    incoming = incoming_messages(plan.receives, lines.tensors, targets)
+    means.progress.begin("loading", sum(block.end - block.begin for block in blocks))
+    with ThreadPoolExecutor(settings.streams + 1, thread_name_prefix="penstock-load") as threads:
+        readers = reading.start(means.buffers, threads)
+        under_way = list(readers)
+        if means.carrier is not None and (messages or incoming):
+            exchange = threads.submit(run_rounds, means.carrier, outbox, incoming, means.timeout_s)
+            under_way.append(exchange)
+
+        def stop() -> None:
+            reading.stop()
+            outbox.give_up()
+
+        for future in under_way:
+            future.add_done_callback(lambda done: stop() if done.exception() is not None else None)
+        with ExitStack() as undo:
+            undo.callback(stop)
+            wait(under_way)
+    files.close()
+    for future in under_way:
+        future.result()
+    return Moved(
+        read_bytes=sum(block.end - block.begin for block in blocks),
+        received_bytes=sum(message.size_bytes for message in incoming),
+        num_summed=len(items),
+    )
+
+
+def _whole_items(
+    plan: LoadPlan, lines: Lines, begin: Ints, end: Ints, summed: Callable[[int], SummedItem | None]
+) -> dict[int, SummedItem]:
+    """Items that this rank reads from end to end, by row of `Lines`: it can verify their sums on the way."""
+    found = {}
+    item_bytes = item_bytes_of(lines.tensors)
+    sizes = lines.stored.boxes.num_bytes(item_bytes)
+    is_first = np.ones(len(plan.row), dtype=np.bool_)
+    is_first[1:] = plan.row[1:] != plan.row[:-1]
+    bounds = [*np.flatnonzero(is_first).tolist(), len(plan.row)]
+    rows, counts = np.unique(plan.row[is_first], return_counts=True)
+    in_one_run = dict(zip(rows.tolist(), (counts == 1).tolist(), strict=True))
+    for low, high in pairwise(bounds):
+        row = int(plan.row[low])
+        payload = int(lines.stored.payload_offset[row])
+        follows = (begin[low + 1 : high] == end[low : high - 1]).all()
+        is_whole = begin[low] == payload and end[high - 1] == payload + sizes[row]
+        if in_one_run[row] and follows and is_whole and (item := summed(row)) is not None:
+            found[row] = item
+    return found
+
+
+def _spans(
+    plan: LoadPlan, lines: Lines, begin: Ints, end: Ints, items: Mapping[int, SummedItem]
+) -> list[Span]:
+    """What each read asks of its file: its payload, and of a summed item also the envelope around."""
+    spans = []
+    last = len(plan.row) - 1
+    for read, row in enumerate(plan.row.tolist()):
+        low, high = int(begin[read]), int(end[read])
+        item = items.get(row)
+        if item is not None:
+            low = item.begin if read == 0 or plan.row[read - 1] != row else low
+            high = item.end if read == last or plan.row[read + 1] != row else high
+        spans.append(Span(int(lines.stored.file[row]), low, high, row if item is not None else None))
+    return spans
