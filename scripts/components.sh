@@ -5,10 +5,11 @@ set -u
 
 declare -A skipped=(
   [radosgw]="S3 tests on Ceph" [ceph-mon]="S3 tests on Ceph" [ceph-osd]="S3 tests on Ceph" [ceph]="S3 tests on Ceph"
-  [fio]="comparison with fio" [strace]="tests that watch system calls"
+  [chromium]="reports opened in a browser" [fio]="comparison with fio" [strace]="tests that watch system calls"
 )
 declare -A package=(
-  [radosgw]=radosgw [ceph-mon]=ceph-mon [ceph-osd]=ceph-osd [ceph]=ceph-common [fio]=fio [strace]=strace
+  [radosgw]=radosgw [ceph-mon]=ceph-mon [ceph-osd]=ceph-osd [ceph]=ceph-common [chromium]=chromium
+  [fio]=fio [strace]=strace
 )
 
 missing_programs() {
