@@ -41,8 +41,8 @@ def load(  # noqa: PLR0913 - each is a choice of its own, and none without a def
 
     Tensors are filled where they are, everything else is replaced in its dict or list. `path` may be a folder
     of torch's distributed checkpoints, a file of torch.save, or safetensors. `rename` maps names of the state
-    to those of the checkpoint, as in `{"model.*": "module.*"}`. With `strict=False`, parts that the checkpoint
-    lacks stay as they are; a part of another shape is an error always, one of another dtype unless
+    to the checkpoint's, as in `{"model.*": "module.*"}`. With `strict=False`, parts that the checkpoint lacks
+    stay as they are; a part of another shape is an error always, one of another dtype unless
     `convert_dtypes`. `trust` allows objects whose unpickling may run code out of the checkpoint.
     """
     choice = LoadChoice(
