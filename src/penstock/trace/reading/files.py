@@ -7,16 +7,22 @@ wrong with the file stands in it; only a file that cannot be read at all is an e
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.trace.event import FileAccount
+from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.columns import Origin
+from penstock.trace.reading.darshan import Darshan
+from penstock.trace.reading.dialects import Dialect, detect
 from penstock.trace.reading.json_lines import JsonLines
-from penstock.trace.reading.pages import read_pages
+from penstock.trace.reading.pages import pages_of, read_pieces
+from penstock.trace.reading.rows import read_lines
 from penstock.trace.reading.selection import EVERYTHING, Selection
+from penstock.trace.reading.strace import Strace
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -61,14 +67,30 @@ def read_file(
 def _batches(
     file: TraceFile, account: FileAccount, advance: Callable[[int], None]
 ) -> Iterator[pa.RecordBatch]:
-    account.dialect = "json lines"
-    pages = read_pages(file.path, account.faults.append, advance)
-    for batch in JsonLines(file.origin, account).batches(pages):
+    pieces = read_pieces(file.path, account.faults.append, advance)
+    head = next(pieces, b"")
+    dialect = detect(head)
+    account.dialect = dialect.value
+    for batch in _read(dialect, chain([head], pieces), file.origin, account):
         _note(batch, account)
         yield batch
 
 
+def _read(
+    dialect: Dialect, pieces: Iterable[bytes], origin: Origin, account: FileAccount
+) -> Iterator[pa.RecordBatch]:
+    match dialect:
+        case Dialect.JSON_LINES:
+            return JsonLines(origin, account).batches(pages_of(pieces))
+        case Dialect.CHROME:
+            return ChromeDocument(origin, account).batches(pieces)
+        case Dialect.STRACE:
+            return read_lines(pages_of(pieces), Strace(), origin, account)
+        case Dialect.DARSHAN:
+            return read_lines(pages_of(pieces), Darshan(), origin, account)
+
+
 def _note(batch: pa.RecordBatch, account: FileAccount) -> None:
     """Hosts and ranks that the events tell."""
-    account.hosts.update(batch.column("host").dictionary.to_pylist())
+    account.hosts.update(host for host in batch.column("host").dictionary.to_pylist() if host is not None)
     account.ranks.update(rank for rank in batch.column("rank").unique().to_pylist() if rank is not None)

@@ -38,7 +38,7 @@ class JsonLines:
         self._book = Book()
         self._clock = Clock(ranks={})
         self._odd_rows: list[Mapping[str, Any]] = []
-        self._odd_events = 0
+        self._num_ends = 0
         self._num_unexplained = 0
 
     def batches(self, pages: Iterator[Page]) -> Iterator[pa.RecordBatch]:
@@ -46,10 +46,20 @@ class JsonLines:
         for page in pages:
             yield from self._take_page(page)
         yield from self._flush()
+        self._account.faults.extend(self._faults())
+
+    def _faults(self) -> Iterator[str]:
+        """What is wrong with the file as a whole, after its last line."""
+        account = self._account
         if self._num_unexplained:
-            self._account.faults.append(
-                f"{self._num_unexplained} events name files or hosts by hashes that no line explains"
-            )
+            yield f"{self._num_unexplained} events name files or hosts by hashes that no line explains"
+        num_events = account.events + account.salvaged - self._num_ends
+        if (
+            account.announced_events is not None
+            and num_events < account.announced_events
+            and not account.skipped
+        ):
+            yield f"its writer counted {account.announced_events} events, {num_events} are here"
 
     def _take_page(self, page: Page) -> Iterator[pa.RecordBatch]:
         content = np.frombuffer(page.content, np.uint8)
@@ -136,7 +146,7 @@ class JsonLines:
         announced = whole(_argument(document, "num_events"))
         if document.get("name") == "end" and announced is not None:
             self._account.announced_events = (self._account.announced_events or 0) + announced
-            self._odd_events += 1
+            self._num_ends += 1
 
     def _flush(self) -> Iterator[pa.RecordBatch]:
         if self._book.num_rows:

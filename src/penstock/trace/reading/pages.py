@@ -8,7 +8,7 @@ what cannot is told.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -41,10 +41,10 @@ class Page:
     is_torn: bool = False
 
 
-def read_pages(path: Path, tell: Tell, advance: Callable[[int], None]) -> Iterator[Page]:
-    """The file's lines in order; `advance` hears of the bytes read from disk."""
+def pages_of(pieces: Iterable[bytes]) -> Iterator[Page]:
+    """The lines of a file's pieces, in order."""
     carry = b""
-    for piece in read_pieces(path, tell, advance):
+    for piece in pieces:
         start = 0
         if carry:
             start = piece.find(b"\n") + 1

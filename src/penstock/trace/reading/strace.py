@@ -1,0 +1,292 @@
+"""The output of `strace -f -ttt -T`: system calls, with the files that their descriptors stand for.
+
+strace without -y tells numbers, so the tables of descriptors are followed: open, dup, close, fork, threads.
+Invariant: a call that others interrupt in the listing (`<unfinished ...>`) is one event
+from its first line on.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from penstock.trace.operation import canonical
+from penstock.trace.reading.columns import size_of, whole
+from penstock.trace.reading.odd import Fate, OddLine
+
+FIRST_LINE: Final = re.compile(
+    rb"\s*(?:\[pid\s+\d+\]\s+|\d+\s+)?\d{9,11}\.\d{6}\s+(?:[a-z_]\w*\(|<\.\.\.|\+\+\+|---)"
+)
+"""What a line of this dialect begins with."""
+
+_LINE: Final = re.compile(r"\s*(?:\[pid\s+(\d+)\]\s+|(\d+)\s+)?(\d{1,11})\.(\d{6})\s+(.*?)\s*", re.DOTALL)
+_CALL: Final = re.compile(
+    r"(\w+)\((.*)\)\s*= (-?\w+|\?)(?:<[^>]*>)?(?:\s+([A-Z]\w+))?.*?(?:\s<(\d+)\.(\d{6})>)?", re.DOTALL
+)
+_RESUMED: Final = re.compile(r"<\.\.\. (\w+) resumed>\s?(.*)", re.DOTALL)
+_UNFINISHED: Final = "<unfinished ...>"
+_STRING: Final = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.\.\.)?')
+_DESCRIPTOR: Final = re.compile(r"(-?\d+)(?:<([^>]*)>)?")
+_FLAGS: Final = re.compile(r"\b(O_\w+(?:\|\w+)*)")
+
+_FILE_CALLS: Final = frozenset(
+    (
+        *(
+            "open",
+            "close",
+            "read",
+            "pread",
+            "readv",
+            "preadv",
+            "write",
+            "pwrite",
+            "writev",
+            "pwritev",
+            "lseek",
+        ),
+        *(
+            "fsync",
+            "fdatasync",
+            "sync_file_range",
+            "syncfs",
+            "msync",
+            "stat",
+            "lstat",
+            "fstat",
+            "statfs",
+            "fstatfs",
+        ),
+        *(
+            "access",
+            "mkdir",
+            "rmdir",
+            "rename",
+            "link",
+            "unlink",
+            "symlink",
+            "readlink",
+            "mknod",
+            "chmod",
+            "fchmod",
+        ),
+        *("chown", "fchown", "lchown", "utime", "truncate", "ftruncate", "fallocate", "fadvise", "getdents"),
+        *(
+            "sendfile",
+            "copy_file_range",
+            "splice",
+            "flock",
+            "chdir",
+            "fchdir",
+            "fcntl",
+            "dup",
+            "dup2",
+            "dup3",
+        ),
+        *("getxattr", "fgetxattr", "setxattr", "fsetxattr", "ioctl", "umask"),
+    )
+)
+_OFFSET_CALLS: Final = frozenset(("pread", "pwrite", "preadv", "pwritev"))
+
+
+@dataclass(slots=True)
+class _Process:
+    """A process as far as calls show it: its id, its descriptors, its working directory if it changed it."""
+
+    pid: int
+    paths: dict[int, str] = field(default_factory=dict)
+    folder: str = ""
+
+    def fork(self, pid: int) -> _Process:
+        return _Process(pid, dict(self.paths), self.folder)
+
+
+class Strace:
+    """Reads the lines of one listing."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, _Process] = {}
+        self._unfinished: dict[int, tuple[int, str]] = {}
+        self._num_timeless = 0
+
+    def read(self, line: str) -> OddLine:
+        """What the line is: a call, a part of one, a signal or an exit, or damage."""
+        if not line.strip():
+            return OddLine(Fate.BLANK)
+        found = _LINE.fullmatch(line)
+        if found is None:
+            return OddLine(Fate.DROPPED, reason="not a line of strace")
+        bracketed, plain, seconds, fraction, rest = found.groups()
+        tid = int(bracketed or plain or 0)
+        ts_us = int(seconds) * 1_000_000 + int(fraction)
+        if rest.startswith(("+++", "---")):
+            return OddLine(Fate.METADATA)
+        if rest.endswith(_UNFINISHED):
+            self._unfinished[tid] = (ts_us, rest.removesuffix(_UNFINISHED).rstrip())
+            return OddLine(Fate.METADATA)
+        return self._finished(tid, ts_us, rest)
+
+    def finish(self) -> Iterable[OddLine]:
+        """Calls that never returned."""
+        for tid, (ts_us, text) in self._unfinished.items():
+            name = text.partition("(")[0]
+            if name.isidentifier():
+                row = self._row(tid, ts_us, name, text.partition("(")[2], None)
+                yield OddLine(Fate.SALVAGED, row=row, reason="never returned")
+            else:
+                yield OddLine(Fate.DROPPED, reason="cut short")
+
+    def faults(self) -> Iterable[str]:
+        """Whether durations are missing."""
+        if self._num_timeless:
+            yield f"{self._num_timeless} calls have no duration: strace tells it with -T"
+
+    def _finished(self, tid: int, ts_us: int, text: str) -> OddLine:
+        resumed = _RESUMED.fullmatch(text)
+        if resumed is not None:
+            if tid not in self._unfinished:
+                return OddLine(Fate.DROPPED, reason="resumes what never began")
+            ts_us, head = self._unfinished.pop(tid)
+            text = head + resumed[2]
+        call = _CALL.fullmatch(text)
+        if call is None:
+            return OddLine(Fate.DROPPED, reason="cut short" if "(" in text else "not a call")
+        name, arguments, ret, error, seconds, fraction = call.groups()
+        row = self._row(tid, ts_us, name, arguments, _number(ret))
+        if seconds is not None:
+            row["dur_us"] = int(seconds) * 1_000_000 + int(fraction)
+        elif ret != "?":
+            self._num_timeless += 1
+        if error and ret == "-1":
+            row["args"] = json.dumps({**json.loads(row["args"]), "errno": error})
+        return OddLine(Fate.EVENT, row=row)
+
+    def _row(self, tid: int, ts_us: int, name: str, arguments: str, ret: int | None) -> dict[str, Any]:
+        process = self._processes.setdefault(tid, _Process(tid))
+        strings = _STRING.findall(arguments[:8192])
+        descriptor = _DESCRIPTOR.match(arguments)
+        number = int(descriptor[1]) if descriptor else None
+        op = "stat" if name == "newfstatat" and strings and strings[0] else canonical(name)
+        path = self._path(process, arguments, strings, descriptor)
+        cat = "POSIX" if op in _FILE_CALLS or (op == "mmap" and path is not None) else "SYSTEM"
+        self._follow(process, op, number, arguments, (path, ret))
+        if name.startswith(("clone", "fork", "vfork")) and ret:
+            self._begin(process, ret, arguments)
+        return {
+            "ts_us": ts_us,
+            "dur_us": 0,
+            "op": op,
+            "name": name,
+            "cat": cat,
+            "pid": process.pid,
+            "tid": tid,
+            "path": path,
+            "size_bytes": size_of(name, cat, {"ret": ret}),
+            "offset": whole(arguments.rpartition(",")[2].strip()) if op in _OFFSET_CALLS else None,
+            "ret": ret,
+            "args": json.dumps(_told(number, arguments), separators=(",", ":")),
+        }
+
+    def _path(
+        self, process: _Process, arguments: str, strings: list[str], descriptor: re.Match[str] | None
+    ) -> str | None:
+        """The file that a call works on: by name, by descriptor, or by a name below a descriptor."""
+        first = arguments.lstrip()
+        if first.startswith('"'):
+            return _joined(process.folder, _unescaped(strings[0])) if strings else None
+        if first.startswith("AT_FDCWD"):
+            return _joined(process.folder, _unescaped(strings[0])) if strings else None
+        if first.startswith("NULL") or descriptor is None:
+            mapped = first.split(",")
+            if len(mapped) == 6 and first.startswith("NULL") and "MAP_" in first:
+                held = _DESCRIPTOR.match(mapped[4].strip())
+                return None if held is None else held[2] or process.paths.get(int(held[1]))
+            return None
+        base = descriptor[2] or process.paths.get(int(descriptor[1]))
+        below = arguments[descriptor.end() :].lstrip(", ")
+        if below.startswith('"') and strings and _takes_name(arguments):
+            return _joined(base or "", _unescaped(strings[0])) if strings[0] else base
+        return base
+
+    def _follow(
+        self,
+        process: _Process,
+        op: str,
+        number: int | None,
+        arguments: str,
+        outcome: tuple[str | None, int | None],
+    ) -> None:
+        """Keep the descriptors of a process as its calls change them."""
+        path, ret = outcome
+        if ret is None or ret < 0:
+            return
+        if op == "open" and path is not None:
+            process.paths[ret] = path
+        elif op == "close" and number is not None:
+            process.paths.pop(number, None)
+        elif (
+            op in ("dup", "dup2", "dup3") or (op == "fcntl" and "F_DUPFD" in arguments)
+        ) and path is not None:
+            process.paths[ret] = path
+        elif op == "chdir" and path is not None:
+            process.folder = path
+
+    def _begin(self, parent: _Process, tid: int, arguments: str) -> None:
+        """A thread shares everything with its process, a child begins with a copy."""
+        self._processes[tid] = parent if "CLONE_THREAD" in arguments else parent.fork(tid)
+
+
+_NAMED_BELOW: Final = re.compile(r'-?\d+(?:<[^>]*>)?,\s*"(?:[^"\\]|\\.)*"(?:,\s*(?:[A-Z0-9{_|]|0x)|\s*$)')
+
+
+def _takes_name(arguments: str) -> bool:
+    """Whether the string behind a descriptor is a name below it, not bytes that are read or written."""
+    return _NAMED_BELOW.match(arguments) is not None and not re.search(
+        r'"(?:\.\.\.)?,\s*\d+(?:,\s*\d+)?$', arguments
+    )
+
+
+def _told(number: int | None, arguments: str) -> Mapping[str, Any]:
+    """What the arguments tell that has no column."""
+    told: dict[str, Any] = {} if number is None else {"fd": number}
+    flags = _FLAGS.search(arguments[-200:])
+    return {**told, "flags": flags[1]} if flags else told
+
+
+def _number(text: str) -> int | None:
+    try:
+        number = int(text, 0)
+    except ValueError:
+        return None
+    return number if abs(number) < 1 << 63 else None
+
+
+def _joined(folder: str, name: str) -> str:
+    return posixpath.normpath(posixpath.join(folder, name)) if folder else name
+
+
+_ESCAPE: Final = re.compile(r"\\([0-7]{1,3}|x[0-9a-f]{2}|.)")
+_LETTERS: Final = {"n": b"\n", "t": b"\t", "r": b"\r", "v": b"\v", "f": b"\f"}
+
+
+def _unescaped(text: str) -> str:
+    """A name as it is on disk, of the escapes that strace writes; bytes that are no UTF-8 stay escaped."""
+    if "\\" not in text:
+        return text
+    parts: list[bytes] = []
+    end = 0
+    for found in _ESCAPE.finditer(text):
+        parts += [text[end : found.start()].encode(), _letter(found[1])]
+        end = found.end()
+    return b"".join([*parts, text[end:].encode()]).decode(errors="backslashreplace")
+
+
+def _letter(code: str) -> bytes:
+    if code[0].isdigit():
+        return bytes([int(code, 8) & 0xFF])
+    if code[0] == "x" and len(code) == 3:
+        return bytes.fromhex(code[1:])
+    return _LETTERS.get(code, code.encode())

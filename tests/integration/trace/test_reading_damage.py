@@ -1,0 +1,297 @@
+"""Each kind of damage that traces are known to have, alone and at random: counted exactly, never a crash."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from penstock.testing.trace_files import Writing, lines_of, write_trace
+from penstock.trace.reading.columns import BATCH_SCHEMA
+from penstock.trace.reading.files import TraceFile, read_file
+
+if TYPE_CHECKING:
+    from penstock.trace.event import FileAccount
+
+NUM_EVENTS = 60
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], FileAccount]:
+    reading = read_file(TraceFile(path=path, run="r"))
+    table = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA)
+    table.validate(full=True)
+    account = reading.account
+    parts = account.events + account.salvaged + account.metadata + account.blank + account.dropped
+    assert account.lines == parts
+    assert table.num_rows == account.events + account.salvaged
+    assert sum(account.dropped_reasons.values()) == account.dropped
+    assert sum(account.salvaged_reasons.values()) == account.salvaged
+    for text in table["args"].to_pylist():
+        json.loads(text)
+    return table.to_pylist(), account
+
+
+def whole(generation: int = 1) -> list[bytes]:
+    return [line.encode() for line in lines_of(Writing(generation=generation, events=NUM_EVENTS))]
+
+
+def with_line(line: bytes) -> bytes:
+    lines = whole()
+    return b"".join([*lines[:20], line, *lines[20:]])
+
+
+# The notebook's only lost line of 147 million: a path of stale memory.
+CONTROL = (
+    b'{"id":"6930","name":"close","cat":"POSIX","pid":"1","tid":"2","ts":"1727387307981693","dur":"7","ph":"X",'
+    b'"args":{"hostname":"corona171","ret":0,"fname":"\x04\x01\x9f!","fd":39}}\n'
+)
+EVENT = b'{"id":1,"name":"%s","cat":"POSIX","pid":1,"tid":2,"ts":5,"dur":7,"ph":"X","args":{%s}}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "path"),
+    [
+        (CONTROL.replace(b"\x9f", b""), "control character", "\\x04\\x01!"),
+        (CONTROL, "bad UTF-8", "\\x04\\x01\\x9f!"),
+        (EVENT % (b"open", b'"fname":"/data/caf\xe9"'), "bad UTF-8", "/data/caf\\xe9"),
+        (EVENT % (b"open", b'"fname":"/data/a "quoted" name","ret":3'), "malformed", '/data/a "quoted" name'),
+        (EVENT % (b"open", b'"fname":"C:\\data"'), "malformed", "C:\\data"),
+        (
+            b'{"id":1,"name":"close","cat":"P","pid":1,"tid":2,"ts":5,"dur":7,"ph":"X","args":{"ho\n',
+            "cut short",
+            None,
+        ),
+    ],
+)
+def test_a_damaged_line_with_its_event_still_in_it_is_salvaged(
+    line: bytes, reason: str, path: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.pfw"
+    file.write_bytes(with_line(line))
+    rows, account = read(file)
+    assert account.salvaged_reasons == {reason: 1}
+    assert account.events == NUM_EVENTS
+    assert (account.samples[0].line, account.samples[0].reason) == (21, reason)
+    damaged = next(
+        row for row in rows if row["dur_us"] == 7 and (row["ts_us"] == 5 or row["host"] == "corona171")
+    )
+    assert damaged["path"] == path
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"\x00\x01\x02\n", "control character"),
+        (b"Traceback (most recent call last):\n", "not JSON"),
+        (b'{"id":1,"name":"close","cat":"POSIX","pid":1,"tid":2,"ts":172738730798\n', "cut short"),
+        (b"17\n", "not an object"),
+        (b'{"name":"x","cat":"y","pid":1,"tid":1,"ph":"X","args":{}}\n', "no name or no time"),
+        (
+            b'{"name":"x","cat":"y","pid":1,"tid":1,"ts":1,"dur":-1,"ph":"X","args":{}}\n',
+            "no name or no time",
+        ),
+        (b'{"name":"x","cat":"y","pid":1,"tid":1,"ts":1,"dur":1,"ph":"?","args":{}}\n', "unknown phase"),
+        (b'{"a":' * 100_000 + b"\n", "nested too deeply"),
+    ],
+)
+def test_a_line_without_an_event_is_dropped_with_its_reason(line: bytes, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    file.write_bytes(with_line(line))
+    _, account = read(file)
+    assert (account.events, account.dropped_reasons) == (NUM_EVENTS, {reason: 1})
+    assert not account.is_whole
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"name":"x","cat":"y","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{"a":{"b":[1,{"c":"}"}]},"d":null}}\n',
+        b'{ "name" : "x" , "cat":"y", "pid":1,"tid":1,"ts":1.5,"dur":2.5,"ph":"X"},\r\n',
+        b'{"name":"\\u00e9\\ud800","cat":"y","pid":1,"tid":1,"ts":1,"dur":1,"ph":1,"args":{"step":"many","epoch":1e3}}\n',
+        b'{"name":"x","cat":"y","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{"ret":9223372036854775808,"v":NaN}}\n',
+        b'{"name":"x","cat":"y","pid":"a","tid":[1],"ts":1,"dur":1,"ph":"X","args":[1]}\n',
+    ],
+)
+def test_unusual_but_whole_events_are_events(line: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    file.write_bytes(with_line(line))
+    _, account = read(file)
+    assert account.is_whole
+    assert account.events == NUM_EVENTS + 1
+
+
+def test_missing_brackets_and_blank_lines_are_no_damage(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    file.write_bytes(b"\n \n" + b"".join(whole()[1:-1]).rstrip(b"\n"))
+    _, account = read(file)
+    assert account.is_whole
+    assert (account.events, account.blank) == (NUM_EVENTS, 2)
+
+
+@pytest.mark.parametrize("name", ["a.pfw", "a.pfw.gz"])
+def test_an_empty_file_has_no_events(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"")
+    rows, account = read(file)
+    assert (rows, account.lines) == ([], 0)
+
+
+def test_gzip_of_many_members_is_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw.gz"
+    text = b"".join(whole())
+    cuts = [0, 100, 101, 5000, len(text)]
+    members = (gzip.compress(text[start:stop]) for start, stop in itertools.pairwise(cuts))
+    file.write_bytes(b"".join(members) + bytes(512))
+    _, account = read(file)
+    assert account.is_whole
+    assert account.events == NUM_EVENTS
+
+
+def test_a_torn_gzip_gives_all_that_it_holds_and_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw.gz"
+    packed = gzip.compress(b"".join(whole()))
+    file.write_bytes(packed[: len(packed) // 2])
+    _, account = read(file)
+    assert 0 < account.events < NUM_EVENTS
+    assert account.faults == ["ends inside the gzip member at byte 0: it was cut short"]
+
+
+def test_a_damaged_member_costs_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw.gz"
+    lines = whole()
+    parts = [gzip.compress(b"".join(lines[start : start + 20])) for start in (1, 21, 41)]
+    middle = bytearray(parts[1])
+    middle[len(middle) // 2 :] = bytes(len(middle) - len(middle) // 2)
+    file.write_bytes(parts[0] + middle + parts[2])
+    _, account = read(file)
+    assert account.events >= 40
+    assert "damaged" in account.faults[0]
+
+
+def test_bytes_behind_the_last_member_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw.gz"
+    file.write_bytes(gzip.compress(b"".join(whole())) + b"trailing words")
+    _, account = read(file)
+    assert account.events == NUM_EVENTS
+    assert "no gzip member" in account.faults[0]
+
+
+def test_an_announced_number_that_was_not_reached_is_a_fault(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    lines = whole(3)
+    del lines[30]
+    file.write_bytes(b"".join(lines))
+    _, account = read(file)
+    assert account.announced_events == NUM_EVENTS
+    assert account.faults == [f"its writer counted {NUM_EVENTS} events, {NUM_EVENTS - 1} are here"]
+
+
+def test_hashes_mean_something_only_in_their_own_file(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write_trace(tmp_path, Writing(generation=2, events=NUM_EVENTS, rank=rank))
+    for rank, path in enumerate(sorted(tmp_path.iterdir())):
+        rows, _ = read(path)
+        assert all(f"rank{rank}/" in row["path"] for row in rows if row["path"])
+
+
+def test_a_hash_that_is_explained_late_is_resolved_and_one_never_explained_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    lines = whole(3)
+    explained = [line for line in lines if b'"FH"' in line]
+    file.write_bytes(b"".join([line for line in lines if b'"FH"' not in line] + explained[1:]))
+    rows, account = read(file)
+    paths = {row["path"] for row in rows if row["path"]}
+    assert sum(path.startswith("hash:") for path in paths) == 1
+    assert len(paths) == len(explained)
+    assert "hashes that no line explains" in account.faults[0]
+
+
+def test_a_hash_that_is_bound_anew_means_the_new_file_from_there_on(tmp_path: Path) -> None:
+    file = tmp_path / "a.pfw"
+    bind = b'{"id":1,"name":"FH","cat":"dftracer","pid":1,"tid":1,"ph":"M","args":{"name":"%s","value":7}}\n'
+    event = EVENT % (b"close", b'"fhash":7')
+    file.write_bytes(bind % b"/old" + event + bind % b"/new" + event)
+    rows, _ = read(file)
+    assert [row["path"] for row in rows] == ["/old", "/new"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "ts_us", "dur_us"), [("NS", 1727387307000, 1), ("US", 1727387307000864, 1500)]
+)
+def test_times_are_read_in_the_unit_that_the_file_declares(
+    unit: str, ts_us: int, dur_us: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.pfw"
+    metric = b'{"name":"CM","cat":"d","pid":1,"tid":1,"ph":4,"args":{"name":"time_metric","value":"%s"}}\n'
+    event = (
+        b'{"id":1,"name":"x","cat":"c","pid":1,"tid":1,"ts":1727387307000864,"dur":1500,"ph":1,"args":{}}\n'
+    )
+    file.write_bytes(metric % unit.encode() + event)
+    rows, _ = read(file)
+    assert (rows[0]["ts_us"], rows[0]["dur_us"]) == (ts_us, dur_us + (unit == "NS"))
+
+
+def flip(draw: random.Random, content: bytearray) -> None:
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+
+
+def cut(draw: random.Random, content: bytearray) -> None:
+    start = draw.randrange(len(content))
+    del content[start : start + draw.randrange(1, 300)]
+
+
+def noise(draw: random.Random, content: bytearray) -> None:
+    start = draw.randrange(len(content))
+    content[start:start] = draw.randbytes(draw.randrange(1, 60))
+
+
+def structure(draw: random.Random, content: bytearray) -> None:
+    at = draw.randrange(len(content))
+    content[at : at + 1] = draw.choice(
+        (b'"', b"{", b"}", b"\n", b"\\", b"[", b",", b"\x00", b"\xff", b"-", b".")
+    )
+
+
+def swap(draw: random.Random, content: bytearray) -> None:
+    one, other = sorted(draw.randrange(len(content)) for _ in range(2))
+    content[one:other] = content[one:other][::-1]
+
+
+DAMAGES: tuple[Callable[[random.Random, bytearray], None], ...] = (flip, cut, noise, structure, swap)
+
+
+def damage_at_random(seed: int, folder: Path) -> None:
+    """One to eight damages to a small file of any generation, plain or packed, before or after packing."""
+    draw = random.Random(seed)
+    content = bytearray(
+        b"".join(line.encode() for line in lines_of(Writing(generation=1 + seed % 3, events=12)))
+    )
+    is_packed_first = seed % 4 == 0
+    if is_packed_first:
+        content = bytearray(gzip.compress(bytes(content)))
+    for _ in range(draw.randrange(1, 8)):
+        draw.choice(DAMAGES)(draw, content)
+    is_packed_after = seed % 4 == 1
+    file = folder / "fuzz.pfw"
+    file.write_bytes(gzip.compress(bytes(content)) if is_packed_after else bytes(content))
+    _, account = read(file)
+    if not is_packed_first and account.dialect == "json lines":
+        assert account.lines == content.count(b"\n") + (not content.endswith(b"\n"))
+
+
+def test_random_damage_is_always_accounted_for(tmp_path: Path) -> None:
+    for seed in range(200):
+        damage_at_random(seed, tmp_path)
+
+
+@pytest.mark.slow
+def test_thousands_of_random_damages_are_accounted_for(tmp_path: Path) -> None:
+    for seed in range(200, 8000):
+        damage_at_random(seed, tmp_path)

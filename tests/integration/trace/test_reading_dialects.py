@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from penstock.trace.reading.columns import BATCH_SCHEMA
+from penstock.trace.reading.files import TraceFile, read_file
+
+if TYPE_CHECKING:
+    from penstock.trace.event import FileAccount
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], FileAccount]:
+    reading = read_file(TraceFile(path=path, run="r"))
+    rows = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA).to_pylist()
+    account = reading.account
+    parts = account.events + account.salvaged + account.metadata + account.blank + account.dropped
+    assert account.lines == parts
+    assert len(rows) == account.events + account.salvaged
+    return rows, account
+
+
+STRACE = r"""4101 1727387307.000100 openat(AT_FDCWD, "/data/a.npz", O_RDONLY|O_CLOEXEC) = 3 <0.000012>
+4101 1727387307.000200 read(3, "PK\3\4\", 7) = 1"..., 4096) = 4096 <0.000005>
+4101 1727387307.000300 clone3({flags=CLONE_VM|CLONE_THREAD} => {parent_tid=[4102]}, 88) = 4102 <0.000040>
+4102 1727387307.000400 pread64(3,  <unfinished ...>
+4101 1727387307.000410 write(1, "hi\n", 3)  = 3 <0.000003>
+4102 1727387307.000450 <... pread64 resumed>"\0\0"..., 1048576, 8192) = 1048576 <0.000051>
+4101 1727387307.000500 newfstatat(AT_FDCWD, "/none", 0x7ffd0, 0) = -1 ENOENT (No such file) <0.000002>
+4101 1727387307.000600 close(3)         = 0 <0.000001>
+4101 1727387307.000700 --- SIGCHLD {si_signo=SIGCHLD, si_code=CLD_EXITED} ---
+4101 1727387307.000800 openat(AT_FDCWD, "/data/caf\303\251", O_WRONLY|O_CREAT, 0644) = 4 <0.000100>
+4101 1727387307.000900 fsync(4 <unfinished ...>
+4101 garbage
+4102 1727387307.001000 exit(0) = ?
+4102 1727387307.001100 +++ exited with 0 +++
+"""
+
+
+def test_strace_tells_files_of_descriptors_and_joins_interrupted_calls(tmp_path: Path) -> None:
+    path = tmp_path / "out.strace"
+    path.write_text(STRACE)
+    rows, account = read(path)
+    told = [
+        (row["name"], row["op"], row["path"], row["size_bytes"], row["offset"], row["dur_us"]) for row in rows
+    ]
+    assert told == [
+        ("openat", "open", "/data/a.npz", None, None, 12),
+        ("read", "read", "/data/a.npz", 4096, None, 5),
+        ("clone3", "clone3", None, None, None, 40),
+        ("write", "write", None, 3, None, 3),
+        ("pread64", "pread", "/data/a.npz", 1048576, 8192, 51),
+        ("newfstatat", "stat", "/none", None, None, 2),
+        ("close", "close", "/data/a.npz", None, None, 1),
+        ("openat", "open", "/data/café", None, None, 100),
+        ("exit", "exit", None, None, None, 0),
+        ("fsync", "fsync", "/data/café", None, None, 0),
+    ]
+    assert {row["pid"] for row in rows} == {4101}
+    assert rows[4]["ts_us"] == 1727387307000400
+    assert json.loads(rows[5]["args"])["errno"] == "ENOENT"
+    assert account.dialect == "strace"
+    assert (account.metadata, account.dropped_reasons["not a line of strace"]) == (3, 1)
+    assert account.salvaged_reasons == {"never returned": 1}
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="no strace here")
+def test_a_real_listing_of_strace_has_every_byte(tmp_path: Path) -> None:
+    listing, data = tmp_path / "real.strace", tmp_path / "data.bin"
+    program = (
+        f"f = open({str(data)!r}, 'wb', buffering=0)\nfor n in (1, 70_000, 3): f.write(bytes(n))\nf.close()"
+    )
+    command = ["strace", "-f", "-ttt", "-T", "-o", str(listing), sys.executable, "-c", program]
+    if subprocess.run(command, check=False).returncode != 0:
+        pytest.skip("strace may not trace here")
+    rows, account = read(listing)
+    writes = [row for row in rows if row["op"] == "write" and row["path"] == str(data)]
+    assert [row["size_bytes"] for row in writes] == [1, 70_000, 3]
+    assert account.is_whole
+
+
+DXT = """# darshan log version: 3.41
+# start_time: 1727387307
+# DXT, file_id: 9457796068806373448, file_name: /p/lustre/ckpt 1.pt
+# DXT, rank: 3, hostname: corona171
+# DXT, write_count: 2, read_count: 0
+# Module    Rank  Wt/Rd  Segment          Offset       Length    Start(s)      End(s)  [OST]
+ X_POSIX       3  write        0               0        4194304      0.0125      0.5000  [12]
+ X_MPIIO       3   read        1         4194304           4096      1.0000      0.9000
+ X_POSIX       3   read        1         4194304           4096      1.0000      1.0001
+"""
+
+
+def test_darshan_tells_segments_with_rank_host_and_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.dxt"
+    path.write_text(DXT)
+    rows, account = read(path)
+    assert account.dialect == "darshan dxt"
+    assert account.dropped_reasons == {"numbers that cannot be": 1}
+    first = rows[0]
+    assert (first["ts_us"], first["dur_us"], first["op"], first["cat"]) == (
+        1727387307012500,
+        487500,
+        "write",
+        "POSIX",
+    )
+    assert (first["rank"], first["host"], first["path"]) == (3, "corona171", "/p/lustre/ckpt 1.pt")
+    assert [(row["offset"], row["size_bytes"]) for row in rows] == [(0, 4194304), (4194304, 4096)]
+
+
+CHROME_EVENTS = [
+    {"name": "process_name", "ph": "M", "pid": 7, "args": {"name": "python"}},
+    {
+        "name": "aten::copy_",
+        "cat": "cpu_op",
+        "ph": "X",
+        "ts": 1727387307000000.5,
+        "dur": 12.75,
+        "pid": 7,
+        "tid": 7,
+    },
+    {
+        "name": "step",
+        "cat": "app",
+        "ph": "B",
+        "ts": 1727387307000100,
+        "pid": 7,
+        "tid": 8,
+        "args": {"step": 4},
+    },
+    {"name": "step", "ph": "E", "ts": 1727387307000300, "pid": 7, "tid": 8},
+    {"name": "bytes", "ph": "C", "ts": 5, "pid": 7, "args": {"n": 1}},
+]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_chrome_documents_are_read_whatever_their_layout(
+    indent: int | None, *, is_bare: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    document = (
+        CHROME_EVENTS if is_bare else {"schemaVersion": 1, "traceEvents": CHROME_EVENTS, "other": [{"a": 1}]}
+    )
+    path.write_text(json.dumps(document, indent=indent))
+    rows, account = read(path)
+    assert account.dialect == "chrome"
+    assert account.is_whole
+    assert [(row["name"], row["ts_us"], row["dur_us"], row["step"]) for row in rows] == [
+        ("aten::copy_", 1727387307000000, 13, None),
+        ("step", 1727387307000100, 200, 4),
+    ]
+
+
+def test_a_chrome_document_that_was_cut_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": CHROME_EVENTS[1:2] * 3})[:-60])
+    rows, account = read(path)
+    assert len(rows) == 2
+    assert account.dropped == 1
+    assert account.faults == ["the document ends before its array of events does"]
+
+
+def test_chrome_events_one_a_line_with_commas_are_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("[\n" + ",\n".join(json.dumps(event) for event in CHROME_EVENTS[:2]) + "\n]\n")
+    rows, account = read(path)
+    assert account.dialect == "json lines"
+    assert [row["dur_us"] for row in rows] == [13]
+    assert (account.lines, account.blank, account.metadata) == (4, 2, 1)
