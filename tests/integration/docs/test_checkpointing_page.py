@@ -1,0 +1,55 @@
+"""docs/checkpointing.md: its commands run as a reader would type them, its numbers are the code's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.checkpoint.cold import WARM_SHARE
+from penstock.bench.checkpoint.marker import KEY
+from penstock.bench.state import LayoutRequest, plan_layout
+from penstock.results.layout import CHECKPOINTS_FILE
+from penstock.workload.model import load_model
+from penstock.workload.shipped_models import cards
+
+PAGE = (Path(__file__).parents[3] / "docs" / "checkpointing.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.mark.parametrize("text", BLOCKS, ids=[text.split("\n")[0][:40] for text in BLOCKS])
+def test_the_commands_on_the_page_work(text: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    result = subprocess.run(
+        ["bash", "-euc", text],
+        check=False,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", list(cards()))
+def test_a_models_row_is_what_its_layout_says(name: str) -> None:
+    layout = plan_layout(LayoutRequest(model=load_model(name)))
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}`")]
+    assert f"| {layout.total_bytes / 2**30:,.2f} GiB |" in row
+    assert row.endswith(f"| {layout.num_files:,} |")
+    if layout.num_parameters is not None:
+        mesh = layout.mesh
+        assert f"| {layout.num_parameters:,} |" in row
+        assert f"| {mesh.tensor} x {mesh.pipeline} x {mesh.data} |" in row
+
+
+def test_names_and_limits_on_the_page_are_those_of_the_code() -> None:
+    assert f"`{KEY}`" in PAGE
+    assert f"`{CHECKPOINTS_FILE}`" in PAGE
+    assert f"than {WARM_SHARE * 100:.0f} % did" in " ".join(PAGE.split())
