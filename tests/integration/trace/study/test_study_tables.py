@@ -271,7 +271,7 @@ def test_f5_says_that_the_nearer_tier_is_slower(compared: Compared) -> None:
 
 
 def test_the_whole_report_is_what_it_was(compared: Compared) -> None:
-    # After a wanted change: penstock trace synthesize seven_runs -o S; penstock trace compare S/runs.yaml -o R
+    # After a wanted change: penstock trace synthesize seven_runs -o S; penstock trace compare S/runs.yaml
     assert markdown.render(compared) == GOLDEN.read_text(encoding="utf-8")
 
 

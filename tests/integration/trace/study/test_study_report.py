@@ -1,0 +1,82 @@
+"""The report as people open it: in a browser, wide and narrow, light and dark; and its tables as data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from penstock.trace.report import write_report
+
+if TYPE_CHECKING:
+    from penstock.trace.compare.comparison import Compared
+
+
+@pytest.fixture(scope="session")
+def report(compared: Compared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    write_report(compared, folder)
+    return folder
+
+
+QUESTIONS = {
+    "plots": "document.querySelectorAll('.plot .main-svg').length > 0 && "
+    "[...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))",
+    "num_plots": "document.querySelectorAll('.plot').length",
+    "bars": "document.querySelectorAll('#plot0 .bars .point').length",
+    "heat": "document.querySelectorAll('#plot1 .heatmaplayer image').length",
+    "lines": "document.querySelectorAll('#plot3 .scatterlayer .trace').length",
+    "sideways": "document.documentElement.scrollWidth - window.innerWidth",
+    "paper": "getComputedStyle(document.body).backgroundColor",
+    "ink": "getComputedStyle(document.querySelector('#plot0 .xtick text')).fill",
+    "requests": "performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length",
+    "title": "document.title",
+}
+
+
+@pytest.mark.parametrize(
+    ("width", "dark", "paper", "ink"),
+    [
+        (1280, False, "rgb(251, 251, 249)", "rgb(27, 36, 48)"),
+        (390, True, "rgb(20, 24, 29)", "rgb(227, 231, 236)"),
+    ],
+    ids=["desktop, light", "phone, dark"],
+)
+def test_the_report_draws_its_plots_without_an_error_or_a_request(
+    browser: Any, report: Path, tmp_path: Path, *, width: int, dark: bool, paper: str, ink: str
+) -> None:
+    seen = browser.open(report / "report.html", width=width, dark=dark, questions=QUESTIONS)
+    (tmp_path / f"{width}.png").write_bytes(seen.screenshot)
+    assert seen.errors == []
+    assert seen.answers["plots"]
+    assert seen.answers["num_plots"] == 5
+    assert seen.answers["bars"] >= 17
+    assert seen.answers["heat"] == 1
+    assert seen.answers["lines"] >= 5
+    assert seen.answers["sideways"] <= 0
+    assert (seen.answers["paper"], seen.answers["ink"]) == (paper, ink)
+    assert seen.answers["requests"] == 0
+    assert seen.answers["title"] == "7 runs compared"
+
+
+def test_the_page_stands_alone(report: Path) -> None:
+    text = (report / "report.html").read_text(encoding="utf-8")
+    assert 'src="http' not in text
+    assert '<link rel="stylesheet"' not in text
+
+
+def test_tables_parquet_holds_every_cell_exactly(report: Path, compared: Compared) -> None:
+    cells = pq.read_table(report / "tables.parquet").to_pylist()
+    (cell,) = [
+        each for each in cells if (each["table"], each["row"], each["column"]) == ("t1", 1, "scr_pfs_one")
+    ]
+    assert (cell["number"], cell["text"], cell["unit"]) == (1060072770, "1060072770", "us")
+    answers = [
+        *compared.tables,
+        *compared.charts,
+        compared.mismatches,
+        *(each.evidence for each in compared.findings),
+    ]
+    assert len(cells) == sum(len(answer.rows) * len(answer.columns) for answer in answers)
