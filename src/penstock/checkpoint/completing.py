@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.place import begin
-from penstock.cluster.collect import collect
+from penstock.checkpoint.commit.place import begin, on_all
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.base import Committed
@@ -47,7 +46,7 @@ def complete(
         undo.callback(staged.cancel)
         place = begin(target.storage, target.name, comm)
         undo.callback(place.abandon)
-        shares = collect(
+        shares = on_all(
             comm,
             lambda: staged.write_to(place.for_data, place.key, progress),
             awaiting=f"all ranks to write their files of {target.name}",

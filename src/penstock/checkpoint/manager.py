@@ -12,15 +12,15 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.checkpoint.commit.place import on_lead
+from penstock.checkpoint.commit.place import on_all, on_lead
 from penstock.checkpoint.completing import Target, complete
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.handle import Meter, SaveHandle, SaveReport
 from penstock.checkpoint.members import own_members
 from penstock.checkpoint.restoring import PassedOver, candidates, none_restorable, try_step
 from penstock.checkpoint.steps import Steps, name_of
-from penstock.cluster.collect import cause_of, collect
-from penstock.errors import RankFailed, StorageError, UsageError
+from penstock.cluster.collect import cause_of
+from penstock.errors import PenstockError, RankFailed, StorageError, UsageError
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
@@ -219,12 +219,12 @@ class Manager:
         """Begin to copy on all ranks, or fail on all: what is begun elsewhere is then cancelled."""
         begun: list[StagedSave] = []
         try:
-            collect(
+            on_all(
                 self._front.comm,
                 lambda: begun.append(prepared.stage(urgent)),
                 awaiting="all ranks to begin to copy",
             )
-        except RankFailed:
+        except PenstockError:
             for staged in begun:
                 staged.cancel()
             raise

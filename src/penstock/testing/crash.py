@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from penstock.storage.files.calls import FileCalls
 from penstock.testing.clean_processes import LIMIT_S, clean_context, ending, run_children
-from penstock.testing.file_faults import CallFault, CallLog, KillAtFileCall, faulty_calls
+from penstock.testing.file_faults import CallFault, CallLog, KillAtFileCall, NoSync, faulty_calls
 
 Program = Callable[[FileCalls], None]
 
@@ -66,10 +66,10 @@ def sweep(
 
 def _count(program: Program) -> int:
     log = CallLog()
-    program(faulty_calls(log))
+    program(faulty_calls(NoSync(), log))
     return len(log.names)
 
 
 def _run(program: Program, number: int | None) -> None:
     faults: list[CallFault] = [] if number is None else [KillAtFileCall(number)]
-    program(faulty_calls(*faults))
+    program(faulty_calls(NoSync(), *faults))

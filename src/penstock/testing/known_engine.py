@@ -17,7 +17,7 @@ from penstock.checkpoint.commit.base import MANIFEST_NAME, Seal
 from penstock.checkpoint.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
 from penstock.checkpoint.staging.base import RankShare, SaveCancelled, ShareStats, WrittenFile
 from penstock.checkpoint.sums import sum_of
-from penstock.errors import DataDamaged, UsageError, WaitTimeout
+from penstock.errors import DataDamaged, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage.whole import read_object, write_object
 
@@ -41,7 +41,7 @@ def file_of(rank: int) -> str:
 class BytesEngine:
     """An `Engine` whose state is `{"bytes": bytearray}` on each rank.
 
-    `hold` keeps every write until it is set; `spoil` is called before a write and may raise.
+    `hold` keeps every write until it is set or cancelled; `spoil` is called before a write and may raise.
     """
 
     hold: threading.Event | None = None
@@ -134,8 +134,9 @@ class _Staged:
     ) -> RankShare:
         seen = progress or Silent()
         seen.begin("writing", len(self.content))
-        if self.engine.hold is not None and not self.engine.hold.wait(60):
-            raise WaitTimeout("the test to let writes go on", 60)
+        while self.engine.hold is not None and not self.engine.hold.wait(0.01):
+            if self.given_up.is_set():
+                raise SaveCancelled
         if self.engine.spoil is not None:
             self.engine.spoil()
         if self.given_up.is_set():

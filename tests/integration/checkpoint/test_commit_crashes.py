@@ -12,16 +12,17 @@ import pytest
 from penstock.cluster.solo import SoloComm
 from penstock.storage.files.calls import REAL_CALLS
 from penstock.testing.crash import Program, count_calls, sweep
-from penstock.testing.file_faults import faulty_calls
+from penstock.testing.file_faults import NoSync, faulty_calls
 from penstock.testing.known_steps import assert_known, files_below, save_known, save_known_alone
 from penstock.testing.power_cut import Disk, Kind, OperationLog
 
+UNSYNCED = faulty_calls(NoSync())
 FRESH, OVER = "step-2", "step-1"
 
 
 def prepare(root: Path) -> None:
     """A run with one committed step, of generation 0."""
-    save_known(files_below(root, REAL_CALLS), "step-1", 0, SoloComm())
+    save_known(files_below(root, UNSYNCED), "step-1", 0, SoloComm())
 
 
 def programs(root: Path, name: str, number: int) -> Sequence[Program]:
@@ -33,13 +34,13 @@ def programs(root: Path, name: str, number: int) -> Sequence[Program]:
 def check(root: Path, name: str, number: int) -> None:
     """Step 1 stands whole, whichever of its generations; the next save works and clears up."""
     place = root / str(number)
-    found = assert_known(files_below(place, REAL_CALLS))
+    found = assert_known(files_below(place, UNSYNCED))
     if name == FRESH:
         assert found in ({"step-1": 0}, {"step-1": 0, "step-2": 1})
     else:
         assert found in ({"step-1": 0}, {"step-1": 1})
-    save_known(files_below(place, REAL_CALLS), "step-3", 2, SoloComm())
-    after = assert_known(files_below(place, REAL_CALLS))
+    save_known(files_below(place, UNSYNCED), "step-3", 2, SoloComm())
+    after = assert_known(files_below(place, UNSYNCED))
     assert after == {**found, "step-3": 2}
     left = [path.name for path in place.iterdir() if not path.name.endswith(".unfinished")]
     assert sorted(left) == sorted(after)
@@ -79,7 +80,7 @@ SURVIVAL: dict[str, Callable[[Kind, random.Random], bool]] = {
 def recorded(root: Path, name: str) -> tuple[Disk, OperationLog]:
     prepare(root)
     disk, log = Disk(root), OperationLog()
-    save_known(files_below(root, faulty_calls(log)), name, 1, SoloComm())
+    save_known(files_below(root, faulty_calls(NoSync(), log)), name, 1, SoloComm())
     return disk, log
 
 

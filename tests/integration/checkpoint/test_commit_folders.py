@@ -17,10 +17,10 @@ from penstock.checkpoint.commit.base import LEASE_S, Draft, Seal
 from penstock.checkpoint.commit.folders import FolderDrafts
 from penstock.checkpoint.commit.place import _LeaseKeeper, begin, open_drafts, open_shelf
 from penstock.cluster.solo import SoloComm
-from penstock.errors import ObjectNotFound, PenstockError, RankFailed
+from penstock.errors import ObjectNotFound, PenstockError
 from penstock.storage.owner import Owner, this_process
 from penstock.storage.whole import write_object
-from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, faulty_calls
+from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
 from penstock.testing.known_steps import assert_known, files_below, save_known
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ SEAL = Seal(manifest=b"{}", metadata=b"m", sizes={})
 
 
 def files(root: Path, *faults: CallFault) -> PosixStorage:
-    return files_below(root, faulty_calls(*faults))
+    return files_below(root, faulty_calls(NoSync(), *faults))
 
 
 def save(root: Path, generation: int, *faults: CallFault) -> None:
@@ -91,14 +91,14 @@ def test_a_seal_that_cannot_be_made_fails_the_commit_and_leaves_nothing(tmp_path
         raise ValueError("no metadata today")
 
     place = begin(files(tmp_path), NAME, SoloComm())
-    with pytest.raises(RankFailed, match="no metadata today"):
+    with pytest.raises(ValueError, match="no metadata today"):
         place.commit(refuse)
     assert names(tmp_path) == []
 
 
 def test_files_that_rank_0_cannot_see_fail_the_commit(tmp_path: Path) -> None:
     place = begin(files(tmp_path), NAME, SoloComm())
-    with pytest.raises(RankFailed, match="1 of 1 files"):
+    with pytest.raises(PenstockError, match="1 of 1 files"):
         place.commit(lambda: replace(SEAL, sizes={"__3_0.distcp": 5}))
     assert names(tmp_path) == []
 
@@ -108,7 +108,7 @@ def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path: Path, strang
     precious = tmp_path / NAME / stranger
     precious.parent.mkdir(parents=True, exist_ok=True)
     precious.mkdir() if stranger.endswith("/") else precious.write_text("precious")
-    with pytest.raises(RankFailed, match=r"is no checkpoint: .* would be lost"):
+    with pytest.raises(PenstockError, match=r"is no checkpoint: .* would be lost"):
         save(tmp_path, 0)
     assert precious.exists()
     assert names(tmp_path) == [NAME]
@@ -118,7 +118,7 @@ def test_a_folder_that_stops_being_a_checkpoint_during_the_save_is_not_replaced(
     save(tmp_path, 0)
     place = begin(files(tmp_path), NAME, SoloComm())
     (tmp_path / NAME / "notes.txt").write_text("precious")
-    with pytest.raises(RankFailed, match=r"notes\.txt lies in it"):
+    with pytest.raises(PenstockError, match=r"notes\.txt lies in it"):
         place.commit(lambda: SEAL)
     assert names(tmp_path) == [NAME]
 
@@ -210,7 +210,7 @@ def test_a_commit_whose_name_is_not_known_durable_fails_and_loses_neither_checkp
     save(tmp_path / "counted", 1, log)
     after_exchange = log.names.index("exchange")
     number = log.names[: after_exchange + 1].count("fsync") + 1
-    with pytest.raises(RankFailed, match="Making it durable failed"):
+    with pytest.raises(PenstockError, match="Making it durable failed"):
         save(tmp_path, 1, FailFileCall("fsync", number, errno.EIO))
     assert assert_known(files(tmp_path)) == {NAME: 1}
     (older,) = (name for name in names(tmp_path) if name.startswith(".penstock-save"))
@@ -271,7 +271,7 @@ def test_a_sweep_that_takes_a_paused_save_away_fails_that_save_alone(tmp_path: P
     lease = tmp_path / f"{place.draft.folder}.lease"
     lease.write_text("no json")
     assert sweep(tmp_path, now_s=lease.stat().st_mtime + LEASE_S + 1) == [place.draft.folder]
-    with pytest.raises(RankFailed, match="are not there"):
+    with pytest.raises(PenstockError, match="are not there"):
         place.commit(lambda: replace(SEAL, sizes={"__0_0.distcp": 3}))
     assert assert_known(files(tmp_path)) == {NAME: 0}
 

@@ -37,7 +37,10 @@ _LEASE: Final = ".lease"
 _DRAFT: Final = re.compile(r"\.penstock-save-[0-9a-f]{16}-.+")
 _OLD: Final = re.compile(r"\.penstock-old-[0-9a-f]{16}-(?P<name>.+)")
 _GONE: Final = re.compile(r"\.penstock-gone-[0-9a-f]{16}")
-_PART: Final = re.compile(r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata|safetensors|index\.json)")
+_PART: Final = re.compile(
+    r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata|safetensors|index\.json)"
+    r"|parity-\d+\.bin|redundancy-\d+\.json"
+)
 """The files that a checkpoint consists of, ours or stock: a folder of these alone may be replaced."""
 
 logger = logging.getLogger(__name__)

@@ -60,8 +60,17 @@ def open_shelf(storage: Storage) -> Shelf:
 
 def on_lead(comm: Comm, work: Callable[[], Result], *, awaiting: str) -> Result:
     """What `work` returns on rank 0, on every rank; where it raises there, all raise. Collective."""
-    outcomes = collect(comm, lambda: work() if comm.rank == 0 else None, awaiting=awaiting)
+    outcomes = on_all(comm, lambda: work() if comm.rank == 0 else None, awaiting=awaiting)
     return cast("Result", outcomes[0])
+
+
+def on_all(
+    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
+) -> list[Result]:
+    """`collect`, but a process that is alone gets its own error, and not that of a rank. Collective."""
+    if comm.size == 1:
+        return [work()]
+    return collect(comm, work, awaiting=awaiting, timeout_s=timeout_s)
 
 
 class Place:
