@@ -1,0 +1,65 @@
+"""Every epoch reads the same from an object service, by the service's own count of requests."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.bench.loader.native import NativeOptions
+from penstock.bench.training.run import TrainingRequest, train
+from penstock.cluster.solo import SoloComm
+from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.generate import generate
+from penstock.dataset.manifest import Recipe
+from penstock.progress import Silent
+from penstock.storage import open_storage
+from penstock.testing.server_fake import running_fake
+from penstock.testing.servers import BUCKET
+from penstock.workload.choices import Format, Shuffle
+from penstock.workload.spec import Dataset, Reader, Train, Workload
+
+if TYPE_CHECKING:
+    from penstock.bench.loader.base import LoaderOptions
+
+FILES = Dataset(format=Format.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
+
+
+def loader(name: str) -> LoaderOptions:
+    if name == "native":
+        return NativeOptions(threads=2)
+    pytest.importorskip("torch")
+    from penstock.bench.loader.pytorch import PytorchOptions
+
+    return PytorchOptions(workers=0, sample_bytes=64)
+
+
+@pytest.mark.parametrize("name", ["native", "pytorch"])
+@pytest.mark.parametrize("shuffle", [Shuffle.OFF, Shuffle.SEED])
+def test_each_epoch_gets_each_object_once(tmp_path: Path, name: str, shuffle: Shuffle) -> None:
+    with running_fake() as server:
+        opened = partial(open_storage, f"s3://{BUCKET}/data", server.as_server().environment)
+        storage = opened()
+        recipe = Recipe(dataset=FILES, seed=3, reduction=IRREDUCIBLE)
+        generate(recipe, storage, comm=SoloComm(), threads=2, progress=Silent())
+        gets = []
+        for epochs in (1, 3):
+            before = server.requests["GetObject"]
+            request = TrainingRequest(
+                workload=Workload(
+                    name="small",
+                    dataset=FILES,
+                    reader=Reader(batch_size=3, file_shuffle=shuffle),
+                    train=Train(epochs=epochs),
+                ),
+                results=tmp_path / str(epochs),
+                seed=5,
+                loader=loader(name),
+                reopen=opened,
+            )
+            train(request, storage, comm=SoloComm(), progress=Silent())
+            gets.append(server.requests["GetObject"] - before)
+    assert gets[1] - gets[0] == 2 * FILES.num_files_train
