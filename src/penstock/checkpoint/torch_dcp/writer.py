@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.stored import AnyPath
 
 DEFAULT_STAGING_BYTES = 256 << 20
+MEMORY_TIMEOUT_S = 60.0
 SHARE_NAME = "penstock.share"
 """One result of each rank has this name and says what its files are; torch passes it on to `finish`."""
 
@@ -105,6 +107,7 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: make room, and tell each rank where."""
+        self._abandon()
         storage, name = open_around(self._uri())
         self._place = begin(storage, name, SoloComm())
         return [
@@ -113,14 +116,11 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """All ranks: write this rank's items, each file durable."""
-        assigned: _Assigned = plan.storage_data
-        storage, _ = open_around(self._uri(), rank=assigned.rank)
-        deal = _Deal(plan.items, planner, assigned.rank, self._options)
-        settings = pipe_settings(deal.images, self._options.writers, self._memory.budget_bytes)
-        staged = Staged(deal.share(), self._memory, settings, copies_first=False, timeout_s=60.0)
-        share = staged.write_to(for_large_files(storage), assigned.draft.key)
         done: Future[list[WriteResult]] = Future()
-        done.set_result(deal.results(share))
+        with ExitStack() as undo:
+            undo.callback(self._abandon)
+            done.set_result(self._write(plan, planner))
+            undo.pop_all()
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -146,6 +146,15 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any path or URI will do."""
         return bool(os.fspath(checkpoint_id))
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        assigned: _Assigned = plan.storage_data
+        storage, _ = open_around(self._uri(), rank=assigned.rank)
+        deal = _Deal(plan.items, planner, assigned.rank, self._options)
+        settings = pipe_settings(deal.images, self._options.writers, self._memory.budget_bytes)
+        # Memory is this writer's own, so an earlier save of its has long given it back.
+        staged = Staged(deal.share(), self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
+        return deal.results(staged.write_to(for_large_files(storage), assigned.draft.key))
 
     def _uri(self) -> str:
         text = os.fspath(self.checkpoint_id)

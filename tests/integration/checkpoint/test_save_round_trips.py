@@ -1,0 +1,229 @@
+"""What the engine saves, stock torch loads, bit for bit; and what it refuses leaves nothing behind."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+
+from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manifest import read_manifest
+from penstock.checkpoint.step_writer import save
+from penstock.checkpoint.torch_dcp.planner import SavePlanner
+from penstock.checkpoint.torch_dcp.writer import Writer
+from penstock.checkpoint.torch_engine import TorchEngine
+from penstock.errors import UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def _state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "model": {
+            "weight": torch.randn(200, 300, generator=generator),
+            "transposed": torch.randn(64, 128, generator=generator).t(),
+            "half": torch.randn(33, 5, generator=generator).bfloat16(),
+            "tiny": torch.randn(16, generator=generator).to(torch.float8_e4m3fn),
+            "counts": torch.arange(7),
+            "mask": torch.tensor([True, False, True]),
+            "complex": torch.randn(5, generator=generator).to(torch.complex64).conj(),
+            "scalar": torch.tensor(3.5),
+            "empty": torch.empty(0, 4),
+        },
+        "layers": [torch.ones(3), {"name": "norm", "eps": 1e-5}],
+        "step": 7,
+        "rng": torch.get_rng_state(),
+        "words": ["a", "b"],
+    }
+
+
+def _blank(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros(value.shape, dtype=torch.uint8).to(value.dtype)
+    if isinstance(value, dict):
+        return {key: _blank(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_blank(inner) for inner in value]
+    return None
+
+
+def _assert_same(found: Any, expected: Any, where: str = "state") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        plain = [each.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for each in (found, expected)]
+        assert plain[0].equal(plain[1]), where
+    elif isinstance(expected, dict):
+        for key, inner in expected.items():
+            _assert_same(found[key], inner, f"{where}.{key}")
+    elif isinstance(expected, list):
+        for number, inner in enumerate(expected):
+            _assert_same(found[number], inner, f"{where}[{number}]")
+    else:
+        assert found == expected, where
+
+
+def _stock_load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = _blank(_state())
+    stock_load(found, checkpoint_id=path)
+    return found
+
+
+def _ours(state: dict[str, Any], path: Path) -> None:
+    save(state, path)
+
+
+def _writer_and_planner(state: dict[str, Any], path: Path) -> None:
+    stock_save(state, storage_writer=Writer(path), planner=SavePlanner())
+
+
+def _writer_alone(state: dict[str, Any], path: Path) -> None:
+    stock_save(state, storage_writer=Writer(path, writers=3))
+
+
+def _planner_alone(state: dict[str, Any], path: Path) -> None:
+    stock_save(state, storage_writer=FileSystemWriter(path), planner=SavePlanner())
+
+
+def _writer_without_fsync(state: dict[str, Any], path: Path) -> None:
+    stock_save(state, storage_writer=Writer(path, fsync=False, separation_hint="model"))
+
+
+WAYS: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "save": _ours,
+    "Writer and SavePlanner": _writer_and_planner,
+    "Writer alone": _writer_alone,
+    "SavePlanner alone": _planner_alone,
+    "Writer without fsync": _writer_without_fsync,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stock_torch_loads_what_was_saved_bit_for_bit(tmp_path: Path, way: str) -> None:
+    WAYS[way](_state(), tmp_path / "step-7")
+    _assert_same(_stock_load(tmp_path / "step-7"), _state())
+
+
+def test_stock_conversion_rebuilds_the_nested_state(tmp_path: Path) -> None:
+    save(_state(), tmp_path / "step-7")
+    dcp_to_torch_save(tmp_path / "step-7", tmp_path / "whole.pt")
+    _assert_same(torch.load(tmp_path / "whole.pt", weights_only=True), _state())
+
+
+def test_names_that_begin_with_the_hint_have_files_of_their_own(tmp_path: Path) -> None:
+    save(_state(), tmp_path / "step", separation_hint="model", writers=2)
+    files = {path.name for path in (tmp_path / "step").iterdir()}
+    assert files == {
+        *("model__0_0.distcp", "model__0_1.distcp", "__0_0.distcp", "__0_1.distcp"),
+        *(".metadata", "penstock.json"),
+    }
+    _assert_same(_stock_load(tmp_path / "step"), _state())
+
+
+def test_saving_again_replaces_the_checkpoint_whole(tmp_path: Path) -> None:
+    older = _state()
+    older["model"]["weight"] = torch.zeros(999)
+    save(older, tmp_path / "step")
+    save(_state(), tmp_path / "step")
+    _assert_same(_stock_load(tmp_path / "step"), _state())
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_a_part_may_be_saved_and_converted(tmp_path: Path) -> None:
+    save(_state(), tmp_path / "model", only="model.*", dtype=torch.bfloat16)
+    found = {
+        "model": {"weight": torch.zeros(200, 300).bfloat16(), "counts": torch.zeros(7, dtype=torch.int64)}
+    }
+    stock_load(found, checkpoint_id=tmp_path / "model")
+    expected = _state()["model"]
+    assert found["model"]["weight"].equal(expected["weight"].bfloat16())
+    assert found["model"]["counts"].equal(expected["counts"])
+    manifest = read_manifest((tmp_path / "model/penstock.json").read_bytes(), "here")
+    assert all(name.startswith("model.") for name in manifest.names)
+
+
+def test_choosing_nothing_is_an_error_that_shows_a_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"only='optim\.\*'.*'model\.weight'"):
+        save(_state(), tmp_path / "step", only="optim.*")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_of_nothing_is_a_checkpoint_too(tmp_path: Path) -> None:
+    save({}, tmp_path / "step")
+    assert {path.name for path in (tmp_path / "step").iterdir()} == {".metadata", "penstock.json"}
+
+
+def test_what_cannot_be_packed_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises((TypeError, AttributeError), match="pickle"):
+        save({"handler": lambda: None}, tmp_path / "step")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_in_torchs_own_save_leaves_nothing_visible(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "step")
+
+    class Failing(SavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            raise OSError("gone")
+
+    with pytest.raises(BaseException, match="gone"):
+        stock_save(_state(), storage_writer=writer, planner=Failing())
+    assert not (tmp_path / "step").exists()
+    stock_save(_state(), storage_writer=writer, planner=SavePlanner())
+    _assert_same(_stock_load(tmp_path / "step"), _state())
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_tensors_overwritten_right_after_a_background_save_was_staged_do_not_tear_it(tmp_path: Path) -> None:
+    state = {"weight": torch.randn(1 << 20), "strided": torch.randn(512, 700).t()}
+    with Manager(tmp_path, engine=TorchEngine(staging_bytes=64 << 20)) as manager:
+        expected = []
+        handles = []
+        for step in range(3):
+            expected.append({name: value.clone() for name, value in state.items()})
+            handles.append(manager.save_async(step, state))
+            for value in state.values():
+                value.uniform_()
+        for handle in handles:
+            handle.result(timeout=120)
+        for step in range(3):
+            found = {"weight": torch.zeros(1 << 20), "strided": torch.zeros(700, 512)}
+            stock_load(found, checkpoint_id=tmp_path / f"step-{step}")
+            _assert_same(found, expected[step])
+
+
+def test_a_background_save_of_a_state_larger_than_its_memory_is_not_torn_either(tmp_path: Path) -> None:
+    state = {f"weight{number}": torch.randn(1 << 20) for number in range(6)}
+    before = {name: value.clone() for name, value in state.items()}
+    with Manager(tmp_path, engine=TorchEngine(staging_bytes=4 << 20)) as manager:
+        handle = manager.save_async(1, state)
+        for value in state.values():
+            value.zero_()
+        report = handle.result(timeout=120)
+        assert report.ranks[0].memory_bytes <= 4 << 20
+    found = {name: torch.zeros(1 << 20) for name in state}
+    stock_load(found, checkpoint_id=tmp_path / "step-1")
+    _assert_same(found, before)
+
+
+def test_payloads_lie_at_multiples_of_the_page_size(tmp_path: Path) -> None:
+    save(_state(), tmp_path / "step")
+    manifest = read_manifest((tmp_path / "step/penstock.json").read_bytes(), "here")
+    for file in manifest.files:
+        assert (tmp_path / "step" / file.name).stat().st_size == file.size_bytes
+        tensors = file.payload_offset != file.item_offset
+        assert (file.payload_offset[tensors] % 4096 == 0).all()
+
+
+def test_saving_warns_of_nothing(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(_state(), tmp_path / "step")
