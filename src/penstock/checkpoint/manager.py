@@ -52,6 +52,10 @@ class Manager:
     `process_group` says whose checkpoints these are: None means all ranks of the default group, or this
     process alone. Managers of disjoint groups work at the same time; each needs a place of its own. Making
     and closing one is collective, too.
+
+    Each rank writes `writers` files side by side; parts whose names begin with `separation_hint` go to files
+    of their own. `staging_bytes` bounds what saves under way take beside the state on each rank (2 GiB); a
+    larger state blocks `save_async` until the rest of it is written. An `engine` stands in for torch's.
     """
 
     def __init__(
@@ -60,8 +64,11 @@ class Manager:
         *,
         keep: int | None = None,
         process_group: Any = None,
-        engine: Engine,
+        writers: int = 2,
+        separation_hint: str | None = None,
+        staging_bytes: int | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        engine: Engine | None = None,
     ) -> None:
         if keep is not None and keep < 1:
             raise UsageError(f"keep={keep} keeps nothing", fix="Keep one or more, or None for all.")
@@ -76,7 +83,7 @@ class Manager:
         self._steps = Steps(self._storage)
         self._keep = keep
         self._timeout_s = timeout_s
-        self._engine = engine
+        self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)
         self._handles: list[SaveHandle] = []
         self._num_saves = 0
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-save")
@@ -132,7 +139,7 @@ class Manager:
             handle.wait_staged()
         return handle
 
-    def restore(
+    def restore(  # noqa: PLR0913 - as many ways as `load` has
         self,
         state: State,
         *,
@@ -141,6 +148,7 @@ class Manager:
         exclude: Names | None = None,
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
+        convert_dtypes: bool = False,
         trust: bool = False,
         progress: Progress | None = None,
     ) -> int | None:
@@ -153,7 +161,14 @@ class Manager:
         self._wait_for_saves()
         self._meet(f"restoring {'the newest step' if step is None else name_of(step)}")
         comm = self._front.comm
-        choice = LoadChoice(only=only, exclude=exclude, rename=rename, strict=strict, trust=trust)
+        choice = LoadChoice(
+            only=only,
+            exclude=exclude,
+            rename=rename,
+            strict=strict,
+            convert_dtypes=convert_dtypes,
+            trust=trust,
+        )
         passed: list[PassedOver] = []
         for each in on_lead(comm, lambda: candidates(self._steps, step), awaiting="rank 0 to list the steps"):
             reason = try_step(
@@ -303,3 +318,12 @@ def _blame(failure: BaseException, rank: int, host: str, step: int) -> tuple[int
     else:
         cause = cause_of(failure)
     return rank, host, f"saving step {step} in the background: {cause}"
+
+
+def _torch_engine(writers: int, separation_hint: str | None, staging_bytes: int | None) -> Engine:
+    from penstock.checkpoint.plan.records import SaveOptions  # noqa: PLC0415 - loads numpy
+    from penstock.checkpoint.saving import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
+    from penstock.checkpoint.torch_engine import TorchEngine  # noqa: PLC0415 - likewise
+
+    options = SaveOptions(writers=writers, separation_hint=separation_hint)
+    return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES)

@@ -1,39 +1,33 @@
-"""The engine for states of torch: the saving and the loading side behind the manager's one waist.
+"""The engine of torch's states: what saves and what loads, as one, with memory that stays warm between calls.
 
-Invariant: one save or load at a time is prepared; what was staged may still be on its way.
+Between `manager`, which loads this module when it is made, and the two halves. Invariant: what one half
+leaves in storage the other one takes, and so does stock torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.loading.load import Loader, LoadReport
+from penstock.checkpoint.loading.load import Loader
 from penstock.checkpoint.plan.records import SaveOptions
-from penstock.checkpoint.saving import DEFAULT_STAGING_BYTES, Prepared, Saver
+from penstock.checkpoint.saving import DEFAULT_STAGING_BYTES, Saver
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice, SaveChoice, State
+    from penstock.checkpoint.loading.load import LoadReport
     from penstock.checkpoint.members import Members
+    from penstock.checkpoint.saving import Prepared
     from penstock.checkpoint.stored import Stored
     from penstock.progress import Progress
 
 
 class TorchEngine:
-    """An `Engine`. Saves under way take at most `staging_bytes` together, beside the state itself.
-
-    Each rank writes `writers` files side by side; names that begin with `separation_hint` go to files of
-    their own.
-    """
+    """An `Engine` for nested states of tensors and other values. `staging_bytes` bounds a rank's copies."""
 
     def __init__(
-        self,
-        *,
-        writers: int = 2,
-        separation_hint: str | None = None,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        self, options: SaveOptions | None = None, *, staging_bytes: int = DEFAULT_STAGING_BYTES
     ) -> None:
-        options = SaveOptions(writers=writers, separation_hint=separation_hint)
-        self._saver = Saver(options, staging_bytes=staging_bytes)
+        self._saver = Saver(options or SaveOptions(), staging_bytes=staging_bytes)
         self._loader = Loader()
 
     def prepare(self, state: State, members: Members, choice: SaveChoice) -> Prepared:
@@ -41,17 +35,12 @@ class TorchEngine:
         return self._saver.prepare(state, members, choice)
 
     def load(
-        self,
-        state: State,
-        stored: Stored,
-        members: Members,
-        choice: LoadChoice,
-        progress: Progress | None,
+        self, state: State, stored: Stored, members: Members, choice: LoadChoice, progress: Progress | None
     ) -> LoadReport:
         """Fill `state` in place; collective."""
         return self._loader.load(state, stored, members, choice, progress)
 
     def close(self) -> None:
-        """Let go of memory and threads."""
+        """Let go of the memory of both halves."""
         self._saver.close()
         self._loader.close()
