@@ -42,7 +42,7 @@ def timeline(events: Events, *, bucket_us: int | None = None) -> Answer:
                    greatest(ts_us, bucket * {width}) AS ts_us, least(end_us, (bucket + 1) * {width}) AS end_us
             FROM (SELECT *, unnest(range(ts_us // {width}, last_us // {width} + 1)) AS bucket
                   FROM (SELECT *, greatest(ts_us, end_us - 1) AS last_us FROM shifted)))
-        SELECT run, tier, bucket * {width}, num_started, read_bytes, written_bytes,
+        SELECT run, tier, bucket * {width}, {width}, num_started, read_bytes, written_bytes,
                read_bytes * 1e6 / {width}, written_bytes * 1e6 / {width},
                inside_us / {width}, union_us / {width}
         FROM ({measures_sql("cut", keys, extra=extra)}) ORDER BY run, tier, bucket""")
@@ -50,6 +50,7 @@ def timeline(events: Events, *, bucket_us: int | None = None) -> Answer:
         Column("run"),
         Column("tier"),
         Column("since_start_us", Unit.MICROSECONDS),
+        Column("bucket_us", Unit.MICROSECONDS),
         Column("num_started", Unit.COUNT),
         Column("read_bytes", Unit.BYTES),
         Column("written_bytes", Unit.BYTES),

@@ -56,7 +56,8 @@ th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align:
 .long { min-width: 17rem; white-space: normal; }
 th { color: var(--faint); } .number { text-align: right; }
 details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
-.plot { width: 100%; height: 24rem; }
+.plot { width: 100%; height: 26rem; }
+@media (max-width: 640px) { .plot { height: 30rem; } }
 </style>
 </head>
 <body>
@@ -80,11 +81,11 @@ function draw() {
       paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
       font: {color: ink, size: narrow ? 10 : 12},
       margin: {l: narrow ? 48 : 64, r: 12, t: 8, b: 48}, showlegend: figure.traces.length > 1,
-      legend: {orientation: 'h', y: -0.25},
+      legend: {orientation: 'h', yref: 'container', yanchor: 'bottom', y: 0},
       xaxis: Object.assign({automargin: true}, axis, figure.layout.xaxis),
       yaxis: Object.assign({automargin: true}, axis, figure.layout.yaxis),
     });
-    const config = {responsive: true, displaylogo: false, displayModeBar: narrow ? false : 'hover'};
+    const config = {responsive: true, displayModeBar: false};
     Plotly.react('plot' + number, figure.traces, layout, config);
   });
 }

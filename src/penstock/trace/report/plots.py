@@ -7,7 +7,7 @@ exact rows, so that plot and table cannot say different things.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,7 @@ def rank_map(compared: Compared) -> Figure:
         "type": "heatmap",
         "x": everyone,
         "y": runs,
+        "colorscale": "Viridis",
         "z": [[busy[run].get(rank) for rank in everyone] for run in runs],
         "colorbar": {"title": {"text": "s"}, "thickness": 12},
         "hovertemplate": "rank %{x}, %{y}: %{z:.3f} s<extra></extra>",
@@ -110,25 +111,18 @@ def size_histogram(compared: Compared) -> Figure:
 
 def timelines(compared: Compared) -> list[Figure]:
     """Bandwidth over time, a plot for each tier, a line for each run and direction."""
-    lines: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    lines: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    bucket_us = 1
     for row in compared.table("timeline").records():
         for direction in ("read", "write"):
-            rate, since = row[f"{direction}_rate"], row["since_start_us"]
-            if isinstance(rate, float) and isinstance(since, int) and rate > 0:
-                lines[str(row["tier"])][f"{row['run']}, {direction}"].append((since / 1e6, rate / 2**20))
+            rate, since, width = row[f"{direction}_rate"], row["since_start_us"], row["bucket_us"]
+            if isinstance(rate, float) and isinstance(since, int) and isinstance(width, int) and rate > 0:
+                bucket_us = width
+                lines[str(row["tier"])][f"{row['run']}, {direction}"][since] = rate / 2**20
     return [
         Figure(
             title=f"Bandwidth of {tier} over time",
-            traces=[
-                {
-                    "type": "scatter",
-                    "mode": "lines+markers",
-                    "name": name,
-                    "x": [x for x, _ in points],
-                    "y": [y for _, y in points],
-                }
-                for name, points in sorted(named.items())
-            ],
+            traces=[_steps(name, rates, bucket_us) for name, rates in sorted(named.items())],
             layout={
                 "xaxis": {"title": {"text": "s since the run's first event"}},
                 "yaxis": {"title": {"text": "MiB/s"}},
@@ -136,3 +130,16 @@ def timelines(compared: Compared) -> list[Figure]:
         )
         for tier, named in sorted(lines.items())
     ]
+
+
+def _steps(name: str, rates: Mapping[int, float], bucket_us: int) -> Row:
+    """A line that keeps its height over each bucket, and falls to zero where nothing went on."""
+    edges = sorted({edge for since in rates for edge in (since, since + bucket_us)})
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "line": {"shape": "hv"},
+        "name": name,
+        "x": [edge / 1e6 for edge in edges],
+        "y": [rates.get(edge, 0.0) for edge in edges],
+    }
