@@ -33,8 +33,8 @@ STEP_BYTES = 1 << 20
 class ReadSettings:
     """How a rank reads. Memory for buffers: twice as many blocks as streams."""
 
-    streams: int = 3
-    block_bytes: int = 4 << 20
+    streams: int = 4
+    block_bytes: int = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

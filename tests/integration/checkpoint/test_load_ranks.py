@@ -1,0 +1,251 @@
+"""Loading on several ranks: other meshes than at save, bytes read once, failures that reach everybody."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from penstock.checkpoint.step_reader import load
+from penstock.checkpoint.step_writer import save
+from penstock.errors import PenstockError, RankFailed, UsageError
+from penstock.testing.gloo_ranks import on_gloo_ranks
+
+Told = dict[str, list[Any]]
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+)
+
+
+def values(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """The same on every rank; any bit pattern that the dtype has."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shape} {seed}".encode()))
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) > 0.5
+    if dtype.is_complex or dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+class Layout:
+    """A random way to lay a fixed set of tensors out over ranks, drawn alike on all of them."""
+
+    def __init__(self, seed: int, rank: int, size: int) -> None:
+        self.rank = rank
+        self.random = torch.Generator().manual_seed(seed)
+        inner = [2, 1, size][self.draw(3)] if size > 1 else 1
+        self.mesh = init_device_mesh("cpu", (size // inner, inner))
+
+    def draw(self, below: int) -> int:
+        return int(torch.randint(below, (1,), generator=self.random))
+
+    def placement(self, num_dims: int) -> Placement:
+        choice = self.draw(num_dims + 1)
+        return Replicate() if choice == num_dims else Shard(choice)
+
+    def tensor(self, full: torch.Tensor) -> torch.Tensor:
+        kind = self.draw(4)
+        if kind == 0 or full.dim() == 0 or full.dtype == torch.float8_e4m3fn:
+            plain = full.clone()
+            return plain.t().contiguous().t() if kind == 1 and full.dim() == 2 else plain
+        first, second = self.placement(full.dim()), self.placement(full.dim())
+        if first == second and isinstance(first, Shard):
+            second = Replicate()
+        return distribute_tensor(full.clone(), self.mesh, [first, second])
+
+    def state(self, seed: int) -> dict[str, Any]:
+        return {
+            "model": {
+                f"w{number}": self.tensor(values(f"w{number}", shape, dtype, seed))
+                for number, (shape, dtype) in enumerate(
+                    (shape, DTYPES[(number + len(shape)) % len(DTYPES)])
+                    for number, shape in enumerate(
+                        [(16, 8), (7, 5), (33,), (4, 6, 5), (), (0, 4), (3, 1, 9), (64, 3)]
+                    )
+                )
+            },
+            "layers": [{"b": self.tensor(values("b", (12, 12), torch.float32, seed))}, {"name": f"n{seed}"}],
+            "step": seed,
+            "rng": torch.tensor([seed, self.rank]).tolist(),
+        }
+
+
+def full(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {key: full(inner) for key, inner in value.items()}
+    return [full(inner) for inner in value] if isinstance(value, list) else value
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, torch.Tensor):
+        bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found, expected)]
+        assert found.dtype == expected.dtype, where
+        assert bits[0].equal(bits[1]), where
+    elif isinstance(expected, dict):
+        for key, inner in expected.items():
+            assert_same(found[key], inner, f"{where}.{key}")
+    elif isinstance(expected, list):
+        for number, inner in enumerate(expected):
+            assert_same(found[number], inner, f"{where}[{number}]")
+    else:
+        assert found == expected, where
+
+
+def few_layouts(rank: int, root: Path) -> None:
+    exchange_with_stock(rank, root, range(4))
+
+
+def exchange_with_stock(rank: int, root: Path, seeds: range) -> None:
+    size = dist.get_world_size()
+    for seed in seeds:
+        saved, other = Layout(seed, rank, size), Layout(seed + 1000, rank, size)
+        state = saved.state(1)
+        expected = full(state)
+        save(state, root / f"ours-{seed}")
+        stock_save(state, checkpoint_id=root / f"stock-{seed}")
+        for name in ("ours", "stock"):
+            found = other.state(2)
+            if name == "stock":
+                # Stock keeps the object of one rank only.
+                found.pop("rng")
+            load(found, root / f"{name}-{seed}")
+            assert_same(full(found), {key: expected[key] for key in found}, f"{name} {seed} ")
+        found = other.state(2)
+        found.pop("rng")
+        stock_load(found, checkpoint_id=root / f"ours-{seed}")
+        assert_same(full(found), {key: expected[key] for key in found}, f"stock loads ours {seed} ")
+
+
+def test_any_layout_loads_into_any_other_and_stock_torch_agrees(told: Told) -> None:
+    assert told["few_layouts"] == [None, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_many_layouts_load_into_many_others(tmp_path: Path, num_ranks: int) -> None:
+    on_gloo_ranks(num_ranks, exchange_with_stock, tmp_path, range(100, 160))
+
+
+def read_once(rank: int, root: Path) -> tuple[int, int]:
+    mesh = init_device_mesh("cpu", (2, 1))
+    plain = [values(f"w{number}", (256, 1024), torch.float32, 1) for number in range(16)]
+    state: dict[str, DTensor] = {
+        f"w{number}": distribute_tensor(each, mesh, [Replicate(), Shard(0)])
+        for number, each in enumerate(plain)
+    }
+    save(state, root / "step")
+    for each in state.values():
+        each.to_local().zero_()
+    before = _read_by_this_process()
+    report = load(state, root / "step")
+    read = _read_by_this_process() - before
+    for number, expected in enumerate(plain):
+        assert state[f"w{number}"].to_local().equal(expected)
+    assert report.received_bytes == 8 << 20
+    assert report.num_summed == 8
+    return report.read_bytes, read
+
+
+def _read_by_this_process() -> int:
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+def test_replicas_read_each_byte_once_and_exchange_the_rest(told: Told) -> None:
+    for planned, seen in told["read_once"]:
+        assert planned <= 1.01 * (8 << 20)
+        assert seen <= planned + (1 << 20), (
+            "the checkpoint's description and the proc file itself come on top"
+        )
+
+
+def fail_together(rank: int, root: Path) -> list[str]:
+    state = {"w": torch.zeros(1 << 16), "v": torch.ones(1 << 16), "note": "x"}
+    save(state, root / "step")
+    told = []
+
+    def tell(**choice: Any) -> None:
+        with pytest.raises(PenstockError) as caught:
+            load(choice.pop("state"), root / "step", **choice)
+        assert isinstance(caught.value, RankFailed | UsageError)
+        told.append(str(caught.value))
+
+    shape = (1 << 16) + rank
+    tell(state={"w": torch.zeros(shape)})
+    tell(state={"absent": torch.zeros(3)} if rank else {"w": torch.zeros(1 << 16)})
+    dist.barrier()
+    if rank == 0:
+        for file in (root / "step").glob("*.distcp"):
+            content = bytearray(file.read_bytes())
+            if len(content) > 1 << 16:
+                content[8192] ^= 1
+                file.write_bytes(content)
+    dist.barrier()
+    tell(state=state)
+    return told
+
+
+def test_a_failure_on_one_rank_is_told_on_all(told: Told) -> None:
+    first, second = told["fail_together"]
+    assert first == second
+    assert "Rank 1" in first[0]
+    assert "[65537] in the state" in first[0]
+    assert "does not hold 'absent'" in first[1]
+    assert "its checksum differs" in first[2]
+    assert "bytes" in first[2]
+
+
+def disjoint_groups(rank: int, root: Path) -> None:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    mine, other = groups[rank], groups[1 - rank]
+    state = {"w": torch.full((1000,), rank)}
+    save(state, root / f"group-{rank}", process_group=mine)
+    found = {"w": torch.zeros(1000, dtype=torch.int64)}
+    load(found, root / f"group-{rank}", process_group=mine)
+    assert found["w"].equal(state["w"])
+    with pytest.raises(UsageError, match=f"Rank {rank} is not in the process group"):
+        load(found, root / f"group-{rank}", process_group=other)
+
+
+def test_groups_load_apart_and_a_rank_outside_is_told_so(told: Told) -> None:
+    assert told["disjoint_groups"] == [None, None]
+
+
+def own_objects(rank: int, root: Path) -> tuple[Any, Any]:
+    save({"w": torch.ones(4), "rng": f"of rank {rank}", "step": 3}, root / "step")
+    found: dict[str, Any] = {"w": torch.zeros(4), "rng": None, "step": None}
+    load(found, root / "step")
+    return found["rng"], found["step"]
+
+
+def test_each_rank_gets_its_own_objects_back(told: Told) -> None:
+    assert told["own_objects"] == [("of rank 0", 3), ("of rank 1", 3)]
+
+
+def all_programs(rank: int, root: Path) -> dict[str, Any]:
+    programs = (few_layouts, read_once, fail_together, disjoint_groups, own_objects)
+    return {program.__name__: program(rank, root / program.__name__) for program in programs}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """What each program returned on each rank; all of them run in one job, whose start costs most."""
+    first, second = on_gloo_ranks(2, all_programs, tmp_path_factory.mktemp("ranks"))
+    return {name: [first[name], second[name]] for name in first}
