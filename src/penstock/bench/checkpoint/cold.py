@@ -6,12 +6,14 @@ kernel's own count after the drop says that it cannot come from memory.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from penstock.cluster.collect import collect
+from penstock.errors import Unavailable
 from penstock.storage.residency import SupportsLocalPaths, drop_file
 
 if TYPE_CHECKING:
@@ -19,15 +21,23 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
 
+logger = logging.getLogger(__name__)
+
+LONGEST_DROP_S: Final = 24 * 3600.0
+"""Dropping writes back first: what was written without fsync takes as long as it takes."""
+
 WARM_SHARE: Final = 0.01
 """A read of which more than this share lies in memory is no measurement of storage."""
 
-Path = Literal["page cache dropped", "past the page cache", "no page cache"]
+Path = Literal["page cache dropped", "past the page cache", "no page cache", "not known"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coldness:
-    """How a read came to its bytes. `resident_bytes` of `total_bytes` were in memory, over all nodes."""
+    """How a read came to its bytes. `resident_bytes` of `total_bytes` were in memory, over all nodes.
+
+    Where a kernel does not tell, the path is "not known", and all bytes count as resident: nothing is proven.
+    """
 
     path: Path
     before_bytes: int = 0
@@ -58,15 +68,29 @@ def make_cold(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm)
         return Coldness(path="no page cache")
     began_s = time.monotonic()
     paths = [storage.local_path(each.key) for each in planned]
-    counts = collect(comm, lambda: _drop(paths), awaiting="all nodes to drop a checkpoint from memory")
-    before, resident, total = (sum(column) for column in zip(*counts, strict=True))
+    counts = collect(
+        comm,
+        lambda: _drop_or_doubt(paths, sum(each.size_bytes for each in planned)),
+        awaiting="all nodes to drop a checkpoint from memory",
+        timeout_s=max(LONGEST_DROP_S, comm.timeout_s),
+    )
+    is_known = all(known for known, *_ in counts)
+    before, resident, total = (sum(column) for column in list(zip(*counts, strict=True))[1:])
     return Coldness(
-        path="page cache dropped",
+        path="page cache dropped" if is_known else "not known",
         before_bytes=before,
         resident_bytes=resident,
         total_bytes=total,
         elapsed_s=time.monotonic() - began_s,
     )
+
+
+def _drop_or_doubt(paths: Sequence[str], size_bytes: int) -> tuple[bool, int, int, int]:
+    try:
+        return (True, *_drop(paths))
+    except Unavailable as error:
+        logger.warning("Reads cannot be proven to be cold: %s", error)
+        return False, size_bytes, size_bytes, size_bytes
 
 
 def _drop(paths: Sequence[str]) -> tuple[int, int, int]:

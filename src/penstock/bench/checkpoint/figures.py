@@ -17,10 +17,11 @@ from penstock.results.figures import mean_of
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.cold import Coldness
     from penstock.bench.checkpoint.plan import Direction, Round
-    from penstock.checkpoint.pipe.base import StreamRecord
+    from penstock.checkpoint.pipe.base import StreamRecord, WrongByte
     from penstock.checkpoint.pipe.ranks import PhaseFigures
 
 GIB: Final = 2**30
+MOST_TOLD: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class RoundFigures:
     ended_at_s: float
     phase: PhaseFigures
     cold: Coldness | None = None
+    wrong: tuple[WrongByte, ...] = ()
+    """Where the first of the wrong bytes are, `MOST_TOLD` places at most."""
 
     @property
     def is_from_memory(self) -> bool:
@@ -50,6 +53,7 @@ class RoundFigures:
             "ended_at_s": self.ended_at_s,
             "from_memory": self.is_from_memory,
             "cold": asdict(cold) | {"resident_share": cold.resident_share} if cold else None,
+            "wrong": [asdict(place) for place in self.wrong],
             **self.phase.record(),
         }
 

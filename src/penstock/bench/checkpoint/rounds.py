@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.bench.checkpoint.cold import make_cold
 from penstock.bench.checkpoint.content import StateContent
-from penstock.bench.checkpoint.figures import RoundFigures
+from penstock.bench.checkpoint.figures import MOST_TOLD, RoundFigures
 from penstock.bench.checkpoint.plan import EPOCH, objects_of, reader_of
 from penstock.checkpoint.pipe.base import MIN_BUFFERS_PER_STREAM
 from penstock.checkpoint.pipe.ranks import common_origin_ns, figures_of
@@ -71,8 +71,15 @@ class RoundWork:
         began_at_s = time.time()
         with self.watch.over(title, self._bytes_of_ranks(each)):
             measurements = self._move(each, planned, content)
-        phase = figures_of([seen for seen in measurements if seen is not None])
-        return RoundFigures(round=each, began_at_s=began_at_s, ended_at_s=time.time(), phase=phase, cold=cold)
+        busy = [seen for seen in measurements if seen is not None]
+        return RoundFigures(
+            round=each,
+            began_at_s=began_at_s,
+            ended_at_s=time.time(),
+            phase=figures_of(busy),
+            cold=cold,
+            wrong=tuple(place for seen in busy for place in seen.wrong_bytes)[:MOST_TOLD],
+        )
 
     def _bytes_of_ranks(self, each: Round) -> list[int]:
         sizes: list[int] = self.layout.bytes_of_processes().tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,7 @@ def run_checkpoints(
     if request.model.workload.checkpoint.recovery_rank_shift and not shift:
         tell("checkpoint.recovery_rank_shift: all ranks are on one host, so each reads what it wrote")
     with ExitStack() as open_things:
+        open_things.enter_context(_hint_at_resuming(tell))
         run = None
         if comm.rank == 0:
             asked = RunRequest(
@@ -95,6 +96,15 @@ def run_checkpoints(
             finish(run, result, request=request, hosts=facts)
         # Ranks saw the same but for their wall clocks: rank 0's count.
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
+
+
+@contextmanager
+def _hint_at_resuming(tell: Tell) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        tell("Whole checkpoints stay; the same command with --resume goes on from there.")
+        raise
 
 
 def _open_run(request: CheckpointRequest, asked: RunRequest) -> OpenRun:

@@ -206,7 +206,8 @@ def pipe_settings(*, streams: int, chunk: str, buffer_memory: str, verify: str) 
 def shortcomings(result: CheckpointResult) -> list[str]:
     """What keeps figures of this run from being what they look like, a sentence each."""
     said = [
-        f"Checkpoint {each.round.step}: {each.phase.wrong_bytes} chunks hold other bytes than were written"
+        f"Checkpoint {each.round.step}: {each.phase.wrong_bytes} chunks hold other bytes than were written, "
+        f"the first at byte {each.wrong[0].offset:,} of {each.wrong[0].key}"
         for each in result.rounds
         if each.phase.wrong_bytes
     ]

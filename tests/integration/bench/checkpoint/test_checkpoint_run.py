@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from penstock.bench.checkpoint import cold
 from penstock.bench.checkpoint.marker import KEY, read_marker
 from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
 from penstock.bench.checkpoint.run import run_checkpoints
@@ -21,7 +22,7 @@ from penstock.bench.state import LayoutRequest, plan_layout
 from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import Content
-from penstock.errors import OutOfSpace, RankFailed, UsageError
+from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
 from penstock.progress import Silent
 from penstock.results.events import SpanKind
 from penstock.results.record import Outcome, read_record
@@ -197,6 +198,19 @@ def test_a_read_that_memory_served_has_no_throughput_of_storage(
     assert document["write"]["gib_per_s"] > 0
 
 
+def test_where_the_kernel_does_not_tell_a_read_is_not_called_cold(
+    ground: Ground, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(_: str) -> None:
+        raise Unavailable("This kernel does not tell which pages are resident")
+
+    monkeypatch.setattr(cold, "drop_file", silent)
+    result = ground.run(writes=1, reads=1)
+    assert result.is_right
+    assert result.is_from_memory
+    assert result.document()["checkpoints"][1]["cold"]["path"] == "not known"
+
+
 class SlowEnd(WrappedStorage):
     """Takes bytes at once, and is durable a quarter of a second later."""
 
@@ -360,6 +374,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         ground.run(writes=3, reads=3)
     assert read_record(only_run(ground)).outcome is Outcome.INTERRUPTED
+    assert "--resume goes on" in ground.said[-1]
     assert {key.partition("/")[0] for key in ground.stored()} == {"global_epoch1_step1", KEY}
     storage.at = ""
     result = ground.run(writes=3, reads=3, resumes=True)
@@ -382,6 +397,8 @@ def test_wrong_bytes_are_found_placed_and_make_the_run_wrong(ground: Ground, tmp
     assert read["wrong_chunks"] == 1
     assert read["verified_bytes"] < read["bytes"]
     assert [each.phase.wrong_bytes for each in result.rounds] == [0, 1]
+    (place,) = result.rounds[1].wrong
+    assert (place.key, place.offset) == (f"global_epoch1_step2/{path.name}", 70_000)
 
 
 def test_a_failure_of_one_rank_fails_all_and_cleans_up_after_all(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Watching a round: bars, signs of life and sentences while it lasts, and nothing afterwards."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.bench.checkpoint import watch as watching
+from penstock.bench.checkpoint.watch import Board, Onlookers, Watch
+from penstock.progress import Silent
+
+
+class _Bar(Silent):
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, float]] = []
+        self.moved = 0.0
+
+    def begin(self, phase: str, total: float) -> None:
+        self.begun.append((phase, total))
+
+    def advance(self, amount: float) -> None:
+        self.moved += amount
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "LOOK_INTERVAL_S", 0.005)
+    monkeypatch.setattr(watching, "TELL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(watching, "SIGN_INTERVAL_S", 0.0)
+
+
+def test_a_round_that_lasts_tells_how_far_all_ranks_are(hasty: None, tmp_path: Path) -> None:
+    told, alive = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def tell(text: str) -> None:
+        said.append(text)
+        if "rank 1 is last with 10%" in text:
+            told.set()
+
+    bar = _Bar()
+    board = Board(tmp_path / "progress", rank=0, num_ranks=2)
+    watch = Watch(board, rank=0, onlookers=Onlookers(progress=bar, sign_of_life=alive.set, tell=tell))
+    other = Board(tmp_path / "progress", rank=1, num_ranks=2)
+    with watch.over("writing checkpoint 3 of 10", [1000, 1000]):
+        other.note(100)
+        watch.advance(900)
+        watch.advance(400)  # chunks are counted whole, so the last of a file may overshoot
+        assert told.wait(timeout=60)
+        assert alive.wait(timeout=60)
+    assert bar.begun == [("writing checkpoint 3 of 10, all ranks", 2000)]
+    assert bar.moved == 2000
+    assert said[-1].startswith("writing checkpoint 3 of 10: 1.07 KiB of 1.95 KiB")
+    num_threads = threading.active_count()
+    assert "penstock-watch" not in {thread.name for thread in threading.enumerate()}, num_threads
+
+
+def test_a_failed_round_does_not_come_to_its_end(tmp_path: Path) -> None:
+    bar = _Bar()
+    onlookers = Onlookers(progress=bar, sign_of_life=lambda: None, tell=lambda _: None)
+    watch = Watch(Board(tmp_path / "progress", rank=0, num_ranks=1), rank=0, onlookers=onlookers)
+    with pytest.raises(OSError, match="gone"), watch.over("reading", [10]):
+        raise OSError("gone")
+    assert bar.moved == 0
+
+
+def test_other_ranks_only_note_their_own(hasty: None, tmp_path: Path) -> None:
+    bar = _Bar()
+    onlookers = Onlookers(progress=bar, sign_of_life=lambda: None, tell=lambda _: None)
+    board = Board(tmp_path / "progress", rank=1, num_ranks=2)
+    watch = Watch(board, rank=1, onlookers=onlookers)
+    with watch.over("reading", [10, 10]):
+        watch.advance(7)
+        while board.read() != [0, 7]:
+            threading.Event().wait(0.005)
+    assert bar.begun == []
