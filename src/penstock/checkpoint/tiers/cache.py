@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,29 +24,12 @@ from penstock.checkpoint.commit.place import open_drafts, open_shelf
 from penstock.checkpoint.stored import Stored
 from penstock.checkpoint.tiers.assess import Assessment, NodeHolding, assess
 from penstock.checkpoint.tiers.groups import choose_groups
-from penstock.checkpoint.tiers.holdings import (
-    FilesIn,
-    FilesOut,
-    GroupRecord,
-    HeldFile,
-    Member,
-    read_record,
-    record_bytes,
-)
-from penstock.checkpoint.tiers.ring import (
-    BLOCK_BYTES,
-    Outlet,
-    Seat,
-    Survivor,
-    encode,
-    mirror,
-    rebuild,
-    restore_copies,
-)
+from penstock.checkpoint.tiers.guard import Guard
+from penstock.checkpoint.tiers.holdings import GroupRecord, HeldFile, Member, read_record, record_bytes
+from penstock.checkpoint.tiers.ring import BLOCK_BYTES
 from penstock.checkpoint.tiers.schemes import Partner, Scheme, check_schemes, scheme_for
 from penstock.checkpoint.tiers.stripes import layout_for
 from penstock.cluster.collect import collect
-from penstock.cluster.transfer import open_transfer
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage.owner import this_process
 from penstock.storage.powers import find_folders, for_large_files
@@ -56,7 +39,6 @@ from penstock.storage.whole import read_object, write_object
 if TYPE_CHECKING:
     from penstock.checkpoint.staging.base import PreparedSave, RankShare, ShareStats, StagedSave
     from penstock.cluster.comm import Comm
-    from penstock.cluster.transfer import Transfer
     from penstock.progress import Progress
     from penstock.storage import Storage
 
@@ -65,7 +47,6 @@ Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
 
 RECORD_PREFIX = "redundancy-"
-PARITY_PREFIX = "parity-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +96,7 @@ class CacheLevel:
             )
             for scheme in self._schemes
         }
-        self._transfer: Transfer | None = open_transfer(comm) if comm.size > 1 else None
+        self._guard = Guard(storage, comm)
         self._drafts, self._shelf = open_drafts(storage), open_shelf(storage)
 
     @property
@@ -174,8 +155,9 @@ class CacheLevel:
         draft = self._start(name, only=found.lost)
         with ExitStack() as undo:
             undo.callback(self._drop, draft)
+            from_key = None if lost_here else self._shelf.find(name).key
             for record in found.records.values():
-                self._repair_group(name, draft, record, found.lost)
+                self._guard.give_back(record, found.lost, from_key=from_key, to_key=draft.key)
             self._together(lambda: None, f"all lost files of {name} to be rebuilt")
             if lost_here and self.leads:
                 seal = Seal(manifest=manifest, metadata=metadata, sizes={})
@@ -193,8 +175,7 @@ class CacheLevel:
 
     def close(self) -> None:
         """Let go of the connections between ranks."""
-        if self._transfer is not None:
-            self._transfer.close()
+        self._guard.close()
 
     def _start(self, name: str, only: Sequence[int] | None = None) -> Draft:
         """A draft of one save id on every node, or on the nodes of some ranks."""
@@ -226,7 +207,8 @@ class CacheLevel:
         number = next(number for number, group in enumerate(groups) if self._comm.rank in group)
         plans = [self._planned(name, group, shares, scheme) for group in groups]
         kept = self._together(
-            lambda: self._keep(draft, plans[number], scheme), f"all ranks to protect {name} by {scheme.name}"
+            lambda: self._guard.keep(plans[number], draft.key),
+            f"all ranks to protect {name} by {scheme.name}",
         )
         return {
             each: plan.model_copy(update={"kept": tuple(file for rank in plan.ranks if (file := kept[rank]))})
@@ -260,24 +242,6 @@ class CacheLevel:
             kept=(),
         )
 
-    def _keep(self, draft: Draft, record: GroupRecord, scheme: Scheme) -> HeldFile | None:
-        if not scheme.losses:
-            return None
-        seat = self._seat(record)
-        own_files = record.members[seat.member].files
-        sizes = [member.size_bytes for member in record.members]
-        is_copy = isinstance(scheme, Partner)
-        kept_bytes = sizes[seat.member - 1] if is_copy else record.losses * record.chunk_bytes
-        with (
-            FilesIn(own_files, self._opener(draft.key)) as own,
-            FilesOut([(_kept_name(self._comm.rank), kept_bytes)], self._creator(draft.key)) as kept,
-        ):
-            if is_copy:
-                mirror(seat, sizes, own, kept)
-            else:
-                encode(seat, record.layout, own, kept)
-        return kept.written[0]
-
     def _sealed(self, prepared: PreparedSave, shares: Sequence[RankShare], facts: dict[str, Any]) -> Seal:
         return self._comm.broadcast(
             self._together(
@@ -287,18 +251,17 @@ class CacheLevel:
             awaiting="the manifest",
         )
 
-    def _publish(self, draft: Draft, seal: Seal, records: dict[int, GroupRecord]) -> None:
+    def _publish(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
         """Commit on all nodes, or on none that stays: a node that cannot takes the step from all."""
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._forget, draft)
             self._together(
                 lambda: self._publish_here(draft, seal, records) if self.leads else None,
                 f"all nodes to commit {draft.name}",
             )
-        except BaseException:
-            self._forget(draft)
-            raise
+            undo.pop_all()
 
-    def _publish_here(self, draft: Draft, seal: Seal, records: dict[int, GroupRecord] | Any) -> None:
+    def _publish_here(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
         """Write the records of this node's groups, then commit exactly what belongs on this node."""
         mine = {rank for rank, lead in enumerate(self._leads) if lead == self._comm.rank}
         sizes: dict[str, int] = {}
@@ -357,62 +320,8 @@ class CacheLevel:
             bytes(read_object(self.storage, held.key(METADATA_NAME))),
         )
 
-    def _repair_group(self, name: str, draft: Draft, record: GroupRecord, lost: Sequence[int]) -> None:
-        """Give one group's lost members their files back, or take part in it, or look on."""
-        rank = self._comm.rank
-        places = [place for place, each in enumerate(record.ranks) if each in lost]
-        if not places or rank not in record.ranks:
-            return
-        seat = self._seat(record)
-        member = record.members[seat.member]
-        sizes = [each.size_bytes for each in record.members]
-        kept = record.kept[seat.member]
-
-        def run(have: Survivor | None, out: Outlet | None) -> None:
-            if record.scheme == Partner.name:
-                restore_copies(seat, sizes, places, have, out)
-            else:
-                rebuild(seat, record.layout, places, have, out)
-
-        if rank in lost:
-            target = [(file.name, file.size_bytes) for file in member.files]
-            with (
-                FilesOut(target, self._creator(draft.key)) as own,
-                FilesOut([(kept.name, kept.size_bytes)], self._creator(draft.key)) as others,
-            ):
-                run(None, Outlet(own, others))
-            logger.info("Rebuilt %s of rank %d from its group", name, rank)
-        else:
-            held = self._shelf.find(name)
-            with (
-                FilesIn(member.files, self._opener(held.key)) as mine,
-                FilesIn([kept], self._opener(held.key)) as keeping,
-            ):
-                run(Survivor(own=mine, kept=keeping), None)
-
-    def _seat(self, record: GroupRecord) -> Seat:
-        assert self._transfer is not None, "a group has two members or more"
-        return Seat(
-            ranks=record.ranks,
-            member=record.ranks.index(self._comm.rank),
-            transfer=self._transfer,
-            block_bytes=record.block_bytes,
-            timeout_s=self._comm.timeout_s,
-        )
-
-    def _opener(self, key: Callable[[str], str]) -> Callable[[str], Any]:
-        return lambda name: self.storage.open(key(name))
-
-    def _creator(self, key: Callable[[str], str]) -> Callable[[str, int], Any]:
-        large = for_large_files(self.storage)
-        return lambda name, size_bytes: large.create(key(name), size_bytes)
-
     def _together(self, work: Callable[[], Result], awaiting: str) -> list[Result]:
         return collect(self._comm, work, awaiting=awaiting)
-
-
-def _kept_name(rank: int) -> str:
-    return f"{PARITY_PREFIX}{rank}.bin"
 
 
 def _record_name(group: int) -> str:

@@ -15,39 +15,50 @@ if TYPE_CHECKING:
 _SCHEMES = ("single", "partner", "xor", "double-parity")
 
 
+_State = Annotated[str, typer.Option("--state", metavar="SIZE", help="Bytes of one checkpoint, in all.")]
+_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Hosts of the job.")]
+_Fast = Annotated[str, typer.Option("--fast", metavar="RATE", help="One host's cache takes so much.")]
+_Slow = Annotated[
+    str, typer.Option("--slow", metavar="RATE", help="The durable storage takes so much, in all.")
+]
+_NodeMtbf = Annotated[str, typer.Option("--node-mtbf", metavar="TIME", help="One host fails so often.")]
+_ProcessMtbf = Annotated[
+    str | None, typer.Option("--process-mtbf", metavar="TIME", help="The job loses a process so often.")
+]
+_SystemMtbf = Annotated[
+    str | None, typer.Option("--system-mtbf", metavar="TIME", help="Several hosts go at once so often.")
+]
+_Network = Annotated[str, typer.Option("--network", metavar="RATE", help="One host sends so much.")]
+_Scheme = Annotated[
+    str, typer.Option("--scheme", metavar="NAME", help="single, partner, xor or double-parity.")
+]
+_Group = Annotated[int, typer.Option("--group", help="Members that protect each other.")]
+_FlushEvery = Annotated[
+    int, typer.Option("--flush-every", min=1, help="Every so manieth checkpoint becomes durable.")
+]
+_Restart = Annotated[
+    str, typer.Option("--restart", metavar="TIME", help="From a failure until loading begins.")
+]
+_Interval = Annotated[
+    str | None, typer.Option("--interval", metavar="TIME", help="Else each way's own best.")
+]
+
+
 def plan(
     *,
-    state: Annotated[str, typer.Option("--state", metavar="SIZE", help="Bytes of one checkpoint, in all.")],
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Hosts of the job.")],
-    fast: Annotated[str, typer.Option("--fast", metavar="RATE", help="One host's cache takes so much.")],
-    slow: Annotated[
-        str, typer.Option("--slow", metavar="RATE", help="The durable storage takes so much, in all.")
-    ],
-    node_mtbf: Annotated[
-        str, typer.Option("--node-mtbf", metavar="TIME", help="One host fails so often, on average.")
-    ],
-    process_mtbf: Annotated[
-        str | None, typer.Option("--process-mtbf", metavar="TIME", help="The job loses a process so often.")
-    ] = None,
-    system_mtbf: Annotated[
-        str | None, typer.Option("--system-mtbf", metavar="TIME", help="Several hosts go at once so often.")
-    ] = None,
-    network: Annotated[
-        str, typer.Option("--network", metavar="RATE", help="One host sends so much.")
-    ] = "10GiB/s",
-    scheme: Annotated[
-        str, typer.Option("--scheme", metavar="NAME", help="single, partner, xor or double-parity.")
-    ] = "xor",
-    group: Annotated[int, typer.Option("--group", help="Members that protect each other.")] = 8,
-    flush_every: Annotated[
-        int, typer.Option("--flush-every", min=1, help="Every so manieth checkpoint becomes durable.")
-    ] = 10,
-    restart: Annotated[
-        str, typer.Option("--restart", metavar="TIME", help="From a failure until loading begins.")
-    ] = "2min",
-    interval: Annotated[
-        str | None, typer.Option("--interval", metavar="TIME", help="Else each way's own best.")
-    ] = None,
+    state: _State,
+    nodes: _Nodes,
+    fast: _Fast,
+    slow: _Slow,
+    node_mtbf: _NodeMtbf,
+    process_mtbf: _ProcessMtbf = None,
+    system_mtbf: _SystemMtbf = None,
+    network: _Network = "10GiB/s",
+    scheme: _Scheme = "xor",
+    group: _Group = 8,
+    flush_every: _FlushEvery = 10,
+    restart: _Restart = "2min",
+    interval: _Interval = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the simulated failures.")] = 1,
     as_json: JsonFlag = False,
 ) -> None:
@@ -62,14 +73,9 @@ def plan(
       penstock checkpoint plan --state 1TiB --nodes 16 --fast 2GiB/s --slow 50GiB/s --node-mtbf 90d
       --system-mtbf 60d --scheme double-parity --interval 10min --json
     """
-    import math
-
     import numpy as np
 
     from penstock.checkpoint.tiers.outlook import Machine, at_best, ways
-
-    def apart(option: str, text: str | None) -> float:
-        return math.inf if text is None else _positive(option, values.seconds(option, text))
 
     machine = Machine(
         state_bytes=values.size("--state", state),
@@ -78,9 +84,9 @@ def plan(
         slow_bytes_per_s=_positive("--slow", values.rate("--slow", slow)),
         network_bytes_per_s=_positive("--network", values.rate("--network", network)),
         restart_s=values.seconds("--restart", restart),
-        process_mtbf_s=apart("--process-mtbf", process_mtbf),
-        node_mtbf_s=apart("--node-mtbf", node_mtbf),
-        system_mtbf_s=apart("--system-mtbf", system_mtbf),
+        process_mtbf_s=_apart("--process-mtbf", process_mtbf),
+        node_mtbf_s=_apart("--node-mtbf", node_mtbf),
+        system_mtbf_s=_apart("--system-mtbf", system_mtbf),
     )
     found = at_best(
         ways(machine, _protection(scheme, group, nodes), flush_every=flush_every),
@@ -89,7 +95,10 @@ def plan(
         else _positive("--interval", values.seconds("--interval", interval)),
         random=np.random.default_rng(seed),
     )
-    terminal = Terminal(as_json=as_json)
+    _tell(found, Terminal(as_json=as_json))
+
+
+def _tell(found: list[Outlook], terminal: Terminal) -> None:
     terminal.result(_document(found), table("What is left for training", _rows(found)))
     for each in found:
         for warning in each.way.warnings:
@@ -99,6 +108,13 @@ def plan(
                 f"{each.way.name}: the simulation says {each.simulated:.1%}, because failures come faster "
                 "than the formula assumes; believe the simulation"
             )
+
+
+def _apart(option: str, text: str | None) -> float:
+    """A mean time between failures; what is not given never happens."""
+    import math
+
+    return math.inf if text is None else _positive(option, values.seconds(option, text))
 
 
 def _protection(scheme: str, group: int, nodes: int) -> Protection:
