@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -24,7 +25,7 @@ SAID = (
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> str:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook: Any = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     folder = tmp_path_factory.mktemp("notebook")
     client = NotebookClient(
         notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
@@ -44,5 +45,5 @@ def test_the_notebook_comes_to_the_figures_of_the_study(answers: str, figure: st
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook: Any = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
     assert all(not cell.get("outputs") for cell in notebook.cells)

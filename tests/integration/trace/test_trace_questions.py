@@ -1,0 +1,223 @@
+"""The questions of the command line on real files: forms, lenses, losses, errors and exit codes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import main
+from penstock.trace.documents import parse_document
+from penstock.trace.synthesize import Description, synthesize
+
+SPEC = """
+generation: 3
+patterns:
+  compute: {calls: [{op: Torch.compute, cat: ai, is_pathless: true, lane: compute}]}
+  app: {calls: [{op: X.checkpoint, cat: checkpoint, is_pathless: true, is_stamped: true, lane: app}]}
+  part:
+    path: "{root}/part-{step}-{rank}.pt"
+    calls: [{op: open64}, {op: write, sizes: [100, 4096]}, {op: close}]
+lanes: {app: {after_us: 0}, compute: {after_us: 2000}}
+runs:
+  base:
+    ranks: 2
+    hosts: [n0, n1]
+    places: {root: /pfs/ckpt}
+    checkpoints: {steps: [1, 2, 3], every_us: 10000}
+    does: [{pattern: app}, {pattern: part}, {pattern: compute}]
+    budgets:
+      - {patterns: [app], us: {others: 3000}}
+      - {patterns: [compute], us: {others: 9000}}
+      - {ops: [write], us: {0: 1500, 1: 1200}}
+  new:
+    ranks: 2
+    hosts: [n0, n1]
+    places: {root: /ssd/ckpt}
+    checkpoints: {steps: [1, 2, 3], every_us: 10000}
+    does: [{pattern: app}, {pattern: part}, {pattern: compute}]
+    budgets:
+      - {patterns: [app], us: {others: 6000}}
+      - {patterns: [compute], us: {others: 9000}}
+      - {ops: [write], us: {0: 1800, 1: 1700}}
+    damage: [{kind: garbage_line, rank: 1, line: 4}]
+compare: {baseline: base, app_event: X.checkpoint, tiers: {pfs: /pfs, ssd: /ssd}}
+"""
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("traces") / "made"
+    synthesize(parse_document(Description, SPEC, source="spec"), folder)
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str | Path, code: int = 0) -> str:
+    capsys.readouterr()
+    assert main([*map(str, words)]) == code
+    return capsys.readouterr().out
+
+
+def asked(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Any:
+    return json.loads(said(capsys, *words, "--json"))
+
+
+def test_overlap_gives_rows_with_union_sum_and_concurrency(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = asked(capsys, "trace", "overlap", traces / "base", "--by", "rank")
+    by_rank = {row["rank"]: row for row in document["rows"]}
+    assert set(by_rank) == {0, 1}
+    # opens and closes take a microsecond each, three checkpoints of two
+    assert (by_rank[0]["union_us"], by_rank[0]["sum_us"], by_rank[0]["concurrency"]) == (1506, 1506, 1.0)
+    assert by_rank[0]["compute_us"] == 9000
+    assert isinstance(by_rank[0]["union_us"], int)
+
+
+@pytest.mark.parametrize("by", ["pid", "host", "tid", "run"])
+def test_overlap_is_asked_by_other_columns(traces: Path, capsys: pytest.CaptureFixture[str], by: str) -> None:
+    rows = asked(capsys, "trace", "overlap", traces / "base", "--by", by)["rows"]
+    assert all(by in row for row in rows)
+    assert sum(row["sum_us"] for row in rows) == 2712
+
+
+def test_every_question_answers_as_json_csv_markdown_and_for_people(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for verb in ("summary", "ops", "files", "classes", "sizes", "ranks", "timeline", "overlap"):
+        words = ("trace", verb, traces / "base")
+        rows = asked(capsys, *words)["rows"]
+        assert rows
+        lines = list(csv.reader(io.StringIO(said(capsys, *words, "--format", "csv"))))
+        assert lines[0] == list(rows[0])
+        assert said(capsys, *words, "--format", "markdown").startswith("### ")
+        assert "…" not in said(capsys, *words)
+
+
+def test_tiers_classes_and_phases_are_told_on_the_command_line(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = asked(
+        capsys, "trace", "ops", traces / "base", traces / "new", "--tier", "a=/pfs", "--tier", "b=/ssd"
+    )["rows"]
+    assert {(row["tier"], row["op"]) for row in rows} >= {("a", "write"), ("b", "write")}
+    rows = asked(
+        capsys, "trace", "classes", traces / "base", "--class", "first=part-1-", "--by", "file_class"
+    )["rows"]
+    assert {row["file_class"]: row["num_files"] for row in rows} == {"first": 2, "part.pt": 4}
+    rows = asked(capsys, "trace", "ops", traces / "base", "--phase", "io=name~checkpoint", "--by", "name")[
+        "rows"
+    ]
+    assert "X.checkpoint" in {row["name"] for row in rows}
+
+
+def test_one_file_is_told_in_order_and_an_unknown_one_gets_the_nearest_name(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = asked(capsys, "trace", "file", "part-2-1.pt", traces / "base")["rows"]
+    assert [row["name"] for row in rows] == ["open64", "write", "write", "close"]
+    assert main(["trace", "file", "part-2-7.pt", str(traces / "base")]) == 2
+    assert "part-2-" in capsys.readouterr().err
+
+
+def test_where_leaves_out_what_is_not_asked_for(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = asked(capsys, "trace", "ops", traces / "base", "--where", "op = 'write' AND rank = 1")["rows"]
+    assert [(row["op"], row["num_events"]) for row in rows] == [("write", 6)]
+
+
+def test_losses_are_said_first_and_fail_only_when_strict(
+    traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "summary", str(traces / "new")]) == 0
+    assert "1 of" in capsys.readouterr().err
+    assert main(["trace", "summary", str(traces / "new"), "--strict"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said_of_it"),
+    [
+        (["overlap", "--by", "rnak"], "rank"),
+        (["timeline", "--bucket", "0.1us"], "microsecond"),
+        (["ops", "--tier", "ssd"], "--tier ssd=/l/ssd"),
+        (["ops", "--class", "x"], "--class"),
+        (["ops", "--class", "x=("], "regular expression"),
+        (["ops", "--phase", "x"], "--phase"),
+    ],
+)
+def test_wrong_options_are_refused_with_an_example(
+    traces: Path, capsys: pytest.CaptureFixture[str], words: list[str], said_of_it: str
+) -> None:
+    assert main(["trace", words[0], str(traces / "base"), *words[1:]]) == 2
+    assert said_of_it in capsys.readouterr().err
+
+
+def test_compare_tells_findings_leaves_a_report_and_speaks_json(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = asked(capsys, "trace", "compare", traces / "runs.yaml", "--out", tmp_path / "report")
+    assert document["baseline"] == "base"
+    assert {each["code"] for each in document["findings"]} == {"F5"}
+    assert document["tables"]["t1"]["rows"][0] == {"time": "application event", "base": 3000, "new": 6000}
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == [
+        "report.html", "report.md", "tables.parquet",
+    ]  # fmt: skip
+    text = said(capsys, "trace", "compare", traces / "runs.yaml")
+    assert (
+        text.index("differs from base")
+        < text.index("F5 new: checkpoints are slower")
+        < text.index("T1 Times")
+    )
+
+
+def test_expect_fails_with_the_line_that_does_not_hold(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = tmp_path / "checks.yaml"
+    text = (traces / "runs.yaml").read_text(encoding="utf-8").replace("base/", f"{traces}/base/")
+    text = text.replace("new/", f"{traces}/new/")
+    checks.write_text(text + 'checks: ["base.num_dropped == 0"]\n', encoding="utf-8")
+    assert asked(capsys, "trace", "expect", checks)["holds"] is True
+    checks.write_text(text + 'checks: ["base.num_dropped == 0", "new.num_dropped == 0"]\n', encoding="utf-8")
+    assert main(["trace", "expect", str(checks)]) == 1
+    assert "does not hold: new.num_dropped == 0 (new.num_dropped = 1)" in capsys.readouterr().err
+
+
+def test_export_writes_a_trace_that_is_read_again(
+    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.json"
+    assert asked(capsys, "trace", "export", traces / "base", "-o", out)["num_events"] == 36
+    rows = asked(capsys, "trace", "ops", out, "--by", "op")["rows"]
+    assert {row["op"]: row["sum_us"] for row in rows}["write"] == 2700
+
+
+def test_synthesize_makes_any_generation_and_overwrites_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC, encoding="utf-8")
+    rows = {}
+    for generation in (1, 2, 3):
+        out = tmp_path / f"g{generation}"
+        made = asked(capsys, "trace", "synthesize", spec, "-o", out, "--generation", str(generation))
+        assert made["num_events"] == {"base": 36, "new": 36}
+        rows[generation] = asked(capsys, "trace", "ops", out / "base", "--by", "rank,op")["rows"]
+    assert rows[1] == rows[2] == rows[3]
+    assert main(["trace", "synthesize", str(spec), "-o", str(tmp_path / "g1")]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["compare", "expect", "synthesize"])
+def test_a_description_that_is_not_there_or_not_yaml_is_wrong_usage(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["-o", str(tmp_path / "out")] if verb == "synthesize" else []
+    assert main(["trace", verb, str(tmp_path / "none.yaml"), *out]) == 2
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("runs: [", encoding="utf-8")
+    assert main(["trace", verb, str(broken), *out]) == 2
+    assert "broken.yaml" in capsys.readouterr().err
