@@ -53,3 +53,8 @@ _CANONICAL: Final = {
 def canonical(name: str) -> str:
     """The operation that `name` is a spelling of; a name that is none of libc's stays what it is."""
     return _CANONICAL.get(name, name)
+
+
+def spellings(op: str) -> tuple[str, ...]:
+    """All names that are told as `op`."""
+    return (op, *_SPELLINGS.get(op, "").split())

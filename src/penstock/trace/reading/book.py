@@ -12,7 +12,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.trace.reading.scan import LINE_ROOM, SLACK, TEXT_LIMIT, Cell, load_note, load_scan
+from penstock.trace.reading.needles import NO_NEEDLES, Needles
+from penstock.trace.reading.scan import (
+    LINE_ROOM,
+    SLACK,
+    TEXT_LIMIT,
+    Cell,
+    Role,
+    load_note,
+    load_scan,
+    load_scan_wanted,
+)
 from penstock.trace.reading.texts import KIND_NAMES, Kind, State
 
 ROWS: Final = 1 << 16
@@ -33,7 +43,7 @@ Numbers = NDArray[np.int64]
 class Book:
     """What is known of one file while it is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, needles: Needles = NO_NEEDLES) -> None:
         self.state: Numbers = np.zeros(len(State), np.int64)
         self.rows: Numbers = np.empty((len(Cell), ROWS), np.int64)
         self.args = np.empty(_ARGS_BYTES, np.uint8)
@@ -44,7 +54,10 @@ class Book:
         self._keys: Numbers = np.zeros(2 * _FIRST_TEXTS, np.int64)
         self._codes: Numbers = np.zeros(2 * _FIRST_TEXTS, np.int64)
         self._redirects: Numbers = np.zeros(_FIRST_TEXTS, np.int64)
+        self._wanted: Numbers = np.zeros(_FIRST_TEXTS, np.int64)
+        self._needle_bytes, self._needles = _needle_cells(needles)
         self._loop = load_scan()
+        self._search = load_scan_wanted() if needles.is_asked else self._loop
         self._set_addresses()
         self._name_kinds()
 
@@ -56,6 +69,8 @@ class Book:
         state[State.POOL_AT], state[State.POOL_ROOM] = self._pool.ctypes.data, self._pool.size
         state[State.KEYS_AT], state[State.KEYS] = self._keys.ctypes.data, self._keys.size
         state[State.HASHES_AT], state[State.ENDS_AT] = self._hashes.ctypes.data, self._ends.ctypes.data
+        state[State.NEEDLES_AT], state[State.NEEDLES] = self._needles.ctypes.data, len(self._needles)
+        state[State.WANTED_AT] = self._wanted.ctypes.data
         state[State.CODES_AT], state[State.REDIRECTS_AT] = (
             self._codes.ctypes.data,
             self._redirects.ctypes.data,
@@ -70,6 +85,11 @@ class Book:
         """Let the loop take lines from `address` up to `stop`; it says why it came back."""
         self.state[State.AT] = address
         return self._loop(self.state.ctypes.data, stop)
+
+    def search(self, address: int, stop: int) -> int:
+        """The same for lines that have the needles, where there are any."""
+        self.state[State.AT] = address
+        return self._search(self.state.ctypes.data, stop)
 
     @property
     def num_rows(self) -> int:
@@ -86,6 +106,7 @@ class Book:
         num_texts, num_bound = int(state[State.TEXTS]), int(state[State.BOUND])
         if 2 * (num_texts + 8) > self._slots.size:
             self._hashes, self._redirects = _doubled(self._hashes), _doubled(self._redirects)
+            self._wanted = _doubled(self._wanted)
             self._ends = np.concatenate([self._ends, np.zeros(self._ends.size - 1, np.int64)])
             self._slots = _filled(self._hashes[:num_texts], num_texts, 2 * self._slots.size)
         if self._ends[num_texts] + LINE_ROOM > self._pool.size:
@@ -129,6 +150,16 @@ class Book:
     def redirected(self, codes: Numbers) -> Numbers:
         """Codes of texts, where hashes were explained later; `-1 - code` for what was not; -1 stays."""
         return np.where(codes < 0, np.int64(ABSENT), self._redirects[codes])
+
+
+def _needle_cells(needles: Needles) -> tuple[list[NDArray[np.uint8]], Numbers]:
+    """The needles where the loop finds them, and the bytes that must be kept for that."""
+    roles = [(b'"fhash":', Role.HASH_KEY), (b'"dftracer"', Role.EXPLAINING)]
+    roles += [(needle, Role.NAMING) for needle in needles.naming]
+    roles += [(needle, Role.PLACING) for needle in needles.placing]
+    held = [np.frombuffer(needle, np.uint8) for needle, _ in roles]
+    cells = [(one.ctypes.data, one.size, int(role), 0) for one, (_, role) in zip(held, roles, strict=True)]
+    return held, np.array(cells, np.int64)
 
 
 def _doubled(numbers: Numbers) -> Numbers:

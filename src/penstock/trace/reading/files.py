@@ -27,6 +27,8 @@ from penstock.trace.reading.strace import Strace
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from penstock.trace.reading.needles import Needles
+
 RANK_PATTERN = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d+)"
 """Where a file's name tells the rank: `trace-3-of-16.pfw.gz`, `run_rank3.pfw`."""
 
@@ -61,27 +63,27 @@ def read_file(
     """Begin to read; `advance` hears of bytes taken from disk. OSError if the file cannot be read."""
     size_bytes = file.path.stat().st_size
     account = FileAccount(file=file.name or file.path.name, size_bytes=size_bytes)
-    return Reading(account, selection.filter(_batches(file, account, advance), account))
+    return Reading(account, selection.filter(_batches(file, account, advance, selection.needles()), account))
 
 
 def _batches(
-    file: TraceFile, account: FileAccount, advance: Callable[[int], None]
+    file: TraceFile, account: FileAccount, advance: Callable[[int], None], needles: Needles
 ) -> Iterator[pa.RecordBatch]:
     pieces = read_pieces(file.path, account.faults.append, advance)
     head = next(pieces, b"")
     dialect = detect(head)
     account.dialect = dialect.value
-    for batch in _read(dialect, chain([head], pieces), file.origin, account):
+    for batch in _read(dialect, chain([head], pieces), file.origin, account, needles):
         _note(batch, account)
         yield batch
 
 
 def _read(
-    dialect: Dialect, pieces: Iterable[bytes], origin: Origin, account: FileAccount
+    dialect: Dialect, pieces: Iterable[bytes], origin: Origin, account: FileAccount, needles: Needles
 ) -> Iterator[pa.RecordBatch]:
     match dialect:
         case Dialect.JSON_LINES:
-            return JsonLines(origin, account).batches(pages_of(pieces))
+            return JsonLines(origin, account, needles).batches(pages_of(pieces))
         case Dialect.CHROME:
             return ChromeDocument(origin, account).batches(pieces)
         case Dialect.STRACE:

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.trace.reading.book import Book
 from penstock.trace.reading.columns import Clock, Origin, batch_of, take_batch, whole
+from penstock.trace.reading.needles import NO_NEEDLES, Needles
 from penstock.trace.reading.odd import Fate, OddLine, read_odd
 from penstock.trace.reading.scan import Stop
 from penstock.trace.reading.texts import Kind, State
@@ -32,10 +33,10 @@ _RANK: Final = re.compile(r"Rank (\d{1,9})\b")
 class JsonLines:
     """Reads one file's pages; `account` tells afterwards what became of its lines."""
 
-    def __init__(self, origin: Origin, account: FileAccount) -> None:
+    def __init__(self, origin: Origin, account: FileAccount, needles: Needles = NO_NEEDLES) -> None:
         self._origin = origin
         self._account = account
-        self._book = Book()
+        self._book = Book(needles)
         self._clock = Clock(ranks={})
         self._odd_rows: list[Mapping[str, Any]] = []
         self._num_ends = 0
@@ -65,8 +66,11 @@ class JsonLines:
         content = np.frombuffer(page.content, np.uint8)
         base = content.ctypes.data
         at, stop = base + page.start, base + page.stop
+        # An escape may hide what is searched for, so a page that has one is read whole.
+        has_escapes = page.content.find(b"\\", page.start, page.stop) >= 0
+        take = self._book.run if has_escapes else self._book.search
         while True:
-            came_back = self._book.run(at, stop)
+            came_back = take(at, stop)
             at = int(self._book.state[State.AT])
             if came_back == Stop.END:
                 break
@@ -82,12 +86,14 @@ class JsonLines:
     def _count(self) -> None:
         """Bring the account up to date with the loop's own counters, which start anew."""
         state, account = self._book.state, self._account
-        lines, blank, metadata = (int(state[cell]) for cell in (State.LINES, State.BLANK, State.METADATA))
+        cells = [State.LINES, State.BLANK, State.METADATA, State.SKIPPED]
+        lines, blank, metadata, skipped = (int(state[cell]) for cell in cells)
         account.lines += lines
         account.blank += blank
         account.metadata += metadata
-        account.events += lines - blank - metadata
-        state[[State.LINES, State.BLANK, State.METADATA]] = 0
+        account.skipped += skipped
+        account.events += lines - blank - metadata - skipped
+        state[cells] = 0
 
     def _take_odd(self, line: bytes) -> Iterator[pa.RecordBatch]:
         self._count()

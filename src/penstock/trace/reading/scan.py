@@ -19,11 +19,13 @@ import numpy as np
 from penstock.compiling import compile_loop
 from penstock.trace.reading import texts as texts_module
 from penstock.trace.reading import words as words_module
-from penstock.trace.reading.texts import Kind, State, bind, bound, intern
+from penstock.trace.reading.texts import Kind, State, bind, binding, bound, intern
 from penstock.trace.reading.words import (
     blanks,
     byte,
     copy_bytes,
+    find,
+    find_newline,
     get,
     integer,
     line_end,
@@ -45,6 +47,7 @@ LINE_ROOM: Final = 4 * TEXT_LIMIT + SLACK
 """Bytes that every pool must have free when a line begins."""
 MISSING: Final = -(1 << 63)
 """A number that the line doesn't tell."""
+_NEEDLE_CELLS: Final = 4
 
 
 class Stop(IntEnum):
@@ -53,6 +56,15 @@ class Stop(IntEnum):
     END = 0
     ODD = 1
     FULL = 2
+
+
+class Role(IntEnum):
+    """What a needle is searched for. Each is four cells: address, length, role, where it was met last."""
+
+    HASH_KEY = 0
+    EXPLAINING = 1
+    NAMING = 2
+    PLACING = 3
 
 
 class Cell(IntEnum):
@@ -357,6 +369,22 @@ def _has_room(state: Any) -> Any:  # pragma: no cover - compiled
     )
 
 
+@numba.njit
+def _any_line(at: Any, state: Any) -> Any:  # pragma: no cover - compiled
+    """Take a line, or pass a blank one; gives where the next one begins, -1 if it is odd."""
+    first = blanks(at)
+    if byte(first) in (0x5B, 0x5D):
+        first = blanks(first + 1)
+    if byte(first) == 0x7B:
+        at = _take_line(first, state)
+    else:
+        at = line_end(first)
+        put(state, State.BLANK, get(state, State.BLANK) + (at >= 0))
+    if at >= 0:
+        put(state, State.LINES, get(state, State.LINES) + 1)
+    return at
+
+
 def _scan(state: Any, stop: Any) -> int:  # pragma: no cover - compiled
     """Take lines from `AT` up to `stop`, which is behind a newline, until one is odd or there is no room."""
     at = get(state, State.AT)
@@ -364,25 +392,93 @@ def _scan(state: Any, stop: Any) -> int:  # pragma: no cover - compiled
         put(state, State.AT, at)
         if not _has_room(state):
             return 2
-        first = blanks(at)
-        if byte(first) in (0x5B, 0x5D):
-            first = blanks(first + 1)
-        if byte(first) == 0x7B:
-            at = _take_line(first, state)
-        else:
-            at = line_end(first)
-            put(state, State.BLANK, get(state, State.BLANK) + (at >= 0))
+        at = _any_line(at, state)
         if at < 0:
             return 1
-        put(state, State.LINES, get(state, State.LINES) + 1)
     put(state, State.AT, at)
     return 0
 
 
-@cache
-def load_scan() -> Callable[[int, int], int]:
-    """The loop, from the cache on disk, or compiled in some seconds."""
-    return compile_loop(_scan, "int64(int64, int64)", parts=(texts_module, words_module))
+def _scan_wanted(state: Any, stop: Any) -> int:  # pragma: no cover - compiled
+    """The same for lines that hold what is searched for; the others are counted as skipped."""
+    at = get(state, State.AT)
+    needles = get(state, State.NEEDLES_AT)
+    for number in range(get(state, State.NEEDLES)):
+        put(needles, number * _NEEDLE_CELLS + 3, 0)
+    while at < stop:
+        end = find_newline(at, stop)
+        if not _is_wanted(at, end, stop, state):
+            put(state, State.LINES, get(state, State.LINES) + 1)
+            put(state, State.SKIPPED, get(state, State.SKIPPED) + 1)
+            at = end + 1
+            continue
+        put(state, State.AT, at)
+        if not _has_room(state):
+            return 2
+        at = _any_line(at, state)
+        if at < 0:
+            return 1
+    put(state, State.AT, at)
+    return 0
+
+
+@numba.njit
+def _is_wanted(at: Any, end: Any, stop: Any, state: Any) -> Any:  # pragma: no cover - compiled
+    """Whether a line explains others, or has a needle of each role that there are needles of."""
+    needles, num_needles = get(state, State.NEEDLES_AT), get(state, State.NEEDLES)
+    must_name, names, must_place, places = False, False, False, False
+    for number in range(num_needles):
+        needle = needles + np.int64(8 * _NEEDLE_CELLS) * number
+        role, hit = get(needle, 2), get(needle, 3)
+        if hit < at and role != Role.HASH_KEY:
+            hit = find(at, stop, get(needle, 0), get(needle, 1))
+            put(needle, 3, hit)
+        if role == Role.EXPLAINING and hit < end:
+            return True
+        if role == Role.NAMING:
+            must_name, names = True, names or hit < end
+        elif role == Role.PLACING:
+            must_place, places = True, places or hit < end
+    if must_name and not names:
+        return False
+    return not must_place or places or _is_hash_wanted(at, end, state)
+
+
+@numba.njit
+def _is_hash_wanted(at: Any, end: Any, state: Any) -> Any:  # pragma: no cover - compiled
+    """Whether a line names its file by a hash that stands for a wanted path, or for one not known yet."""
+    needle = get(state, State.NEEDLES_AT)  # the first of them: the key of a file's hash
+    value = find(at, end, get(needle, 0), get(needle, 1))
+    if value == end:
+        return False
+    value = blanks(value + get(needle, 1))
+    stop = value_end(value)
+    if stop < 0:
+        return True
+    is_quoted = np.int64(byte(value) == 0x22)
+    slot, _, is_known = binding(value + is_quoted, stop - is_quoted, np.int64(Kind.FILE), state)
+    if not is_known:
+        return True
+    code = get(get(state, State.CODES_AT), slot)
+    if get(get(state, State.REDIRECTS_AT), code) < 0:
+        return True
+    wanted = get(get(state, State.WANTED_AT), code)
+    if wanted == 0:
+        wanted = _judge(code, state)
+        put(get(state, State.WANTED_AT), code, wanted)
+    return wanted == 1
+
+
+@numba.njit
+def _judge(code: Any, state: Any) -> Any:  # pragma: no cover - compiled
+    """1 if a path has one of the needles of paths, else 2."""
+    ends, pool = get(state, State.ENDS_AT), get(state, State.POOL_AT)
+    start, stop = pool + get(ends, code), pool + get(ends, code + 1)
+    for number in range(get(state, State.NEEDLES)):
+        needle = get(state, State.NEEDLES_AT) + np.int64(8 * _NEEDLE_CELLS) * number
+        if get(needle, 2) == Role.PLACING and find(start, stop, get(needle, 0), get(needle, 1)) < stop:
+            return 1
+    return 2
 
 
 def _note(start: Any, end: Any, kind: Any, code: Any, state: Any) -> Any:  # pragma: no cover - compiled
@@ -395,6 +491,18 @@ def _note(start: Any, end: Any, kind: Any, code: Any, state: Any) -> Any:  # pra
 
 
 @cache
+def load_scan() -> Callable[[int, int], int]:
+    """The loop over all lines, from the cache on disk, or compiled in some seconds."""
+    return compile_loop(_scan, "int64(int64, int64)", parts=(texts_module, words_module))
+
+
+@cache
+def load_scan_wanted() -> Callable[[int, int], int]:
+    """The loop over wanted lines."""
+    return compile_loop(_scan_wanted, "int64(int64, int64)", parts=(texts_module, words_module))
+
+
+@cache
 def load_note() -> Callable[[int, int, int, int, int], int]:
-    """The same for `_note`."""
+    """What Python asks of texts and hashes."""
     return compile_loop(_note, "int64(int64, int64, int64, int64, int64)", parts=(texts_module, words_module))

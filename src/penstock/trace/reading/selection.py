@@ -6,8 +6,10 @@ needles are a necessary condition only; the expression itself is always applied 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import duckdb
@@ -15,6 +17,7 @@ import pyarrow as pa
 
 from penstock.errors import UsageError
 from penstock.trace.event import SCHEMA, FileAccount
+from penstock.trace.reading.needles import NO_NEEDLES, Needles, derive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +30,11 @@ class Selection:
         """Refuse what DuckDB cannot apply to events, before anything is read."""
         if self.where:
             with duckdb.connect() as connection:
-                _filtered(connection, SCHEMA.empty_table(), self.where)
+                _mask(connection, SCHEMA.empty_table(), self.where)
+
+    def needles(self) -> Needles:
+        """What the bytes of a wanted event's line hold."""
+        return _needles(self.where) if self.where else NO_NEEDLES
 
     def filter(self, batches: Iterator[pa.RecordBatch], account: FileAccount) -> Iterator[pa.RecordBatch]:
         """The wanted events of batches; the others are counted as unwanted."""
@@ -36,18 +43,30 @@ class Selection:
             return
         with duckdb.connect(config={"threads": 1}) as connection:
             for batch in batches:
-                wanted = _filtered(connection, pa.Table.from_batches([batch]), self.where)
+                wanted = batch.filter(_mask(connection, pa.Table.from_batches([batch]), self.where))
                 account.unwanted += batch.num_rows - wanted.num_rows
-                yield from wanted.to_batches()
+                yield wanted
 
 
 EVERYTHING: Final = Selection()
 """All events."""
 
 
-def _filtered(connection: duckdb.DuckDBPyConnection, table: pa.Table, where: str) -> pa.Table:
+@cache
+def _needles(where: str) -> Needles:
+    """Asked once for all files: DuckDB's parser takes as long as reading some ten thousand lines."""
+    with duckdb.connect() as connection:
+        query = f"SELECT * FROM events WHERE {where}"
+        told = connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0]
+    statements = json.loads(told).get("statements") or [{}]
+    return derive(statements[0].get("node", {}).get("where_clause") or {})
+
+
+def _mask(connection: duckdb.DuckDBPyConnection, table: pa.Table, where: str) -> pa.Array:
+    """For each event whether it is wanted, in their order."""
     try:
-        return connection.from_arrow(table).filter(where).to_arrow_table()
+        judged = connection.from_arrow(table).project(f"coalesce(({where})::BOOLEAN, false) AS wanted")
+        return judged.to_arrow_table()["wanted"].combine_chunks()
     except duckdb.Error as error:
         raise UsageError(
             str(error).strip().partition("\n")[0],

@@ -48,6 +48,9 @@ class State(IntEnum):
     VALUE_START = 26
     VALUE_END = 27
     SKIPPED = 28
+    NEEDLES_AT = 29
+    NEEDLES = 30
+    WANTED_AT = 31
 
 
 class Kind(IntEnum):
@@ -108,13 +111,14 @@ def _new_text(start: Any, end: Any, state: Any) -> Any:  # pragma: no cover - co
     code, ends, pool = get(state, State.TEXTS), get(state, State.ENDS_AT), get(state, State.POOL_AT)
     put(get(state, State.HASHES_AT), code, 0)
     put(get(state, State.REDIRECTS_AT), code, code)
+    put(get(state, State.WANTED_AT), code, 0)
     put(ends, code + 1, copy_bytes(start, end, pool + get(ends, code)) - pool)
     put(state, State.TEXTS, code + 1)
     return code
 
 
 @numba.njit
-def _binding(start: Any, end: Any, kind: Any, state: Any) -> Any:  # pragma: no cover - compiled
+def binding(start: Any, end: Any, kind: Any, state: Any) -> Any:  # pragma: no cover - compiled
     """The slot of a hash, and its key: the slot is empty if the hash was never met."""
     mixed = np.int64(_hash(start, end, kind)) | np.int64(1)
     keys, last = get(state, State.KEYS_AT), get(state, State.KEYS) - 1
@@ -129,7 +133,7 @@ def _binding(start: Any, end: Any, kind: Any, state: Any) -> Any:  # pragma: no 
 @numba.njit
 def bound(start: Any, end: Any, kind: Any, state: Any) -> Any:  # pragma: no cover - compiled
     """The code of the text that this hash stands for. A hash not yet explained stands for itself."""
-    slot, key, is_known = _binding(start, end, kind, state)
+    slot, key, is_known = binding(start, end, kind, state)
     if is_known:
         return get(get(state, State.CODES_AT), slot)
     code = _new_text(start, end, state)
@@ -143,7 +147,7 @@ def bound(start: Any, end: Any, kind: Any, state: Any) -> Any:  # pragma: no cov
 @numba.njit
 def bind(start: Any, end: Any, kind: Any, code: Any, state: Any) -> None:  # pragma: no cover - compiled
     """From now on the hash stands for the text `code`; rows that named it too early follow."""
-    slot, key, is_known = _binding(start, end, kind, state)
+    slot, key, is_known = binding(start, end, kind, state)
     codes, redirects = get(state, State.CODES_AT), get(state, State.REDIRECTS_AT)
     if is_known:
         earlier = get(codes, slot)

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from penstock.errors import UsageError
+from penstock.testing.trace_files import Writing, write_trace
+from penstock.trace.reading.columns import BATCH_SCHEMA
+from penstock.trace.reading.files import TraceFile, read_file
+from penstock.trace.reading.needles import NO_NEEDLES
+from penstock.trace.reading.selection import EVERYTHING, Selection
+
+if TYPE_CHECKING:
+    from penstock.trace.event import FileAccount
+
+
+def read(path: Path, selection: Selection) -> tuple[list[dict[str, Any]], FileAccount]:
+    reading = read_file(TraceFile(path=path), lambda _: None, selection)
+    rows = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA).to_pylist()
+    account = reading.account
+    taken = account.events + account.salvaged
+    assert account.lines == taken + account.metadata + account.blank + account.dropped + account.skipped
+    assert len(rows) == taken - account.unwanted
+    return rows, account
+
+
+@pytest.mark.parametrize(
+    ("where", "holds", "is_searched"),
+    [
+        ("path LIKE '%/checkpoints/%'", lambda row: "/checkpoints/" in (row["path"] or ""), True),
+        ("contains(path, 'img_000010')", lambda row: "img_000010" in (row["path"] or ""), True),
+        (
+            "op IN ('open', 'write') AND starts_with(path, '/p/lustre2')",
+            lambda row: row["op"] in ("open", "write"),
+            True,
+        ),
+        (
+            "name = 'lseek64' AND dur_us > 20",
+            lambda row: row["name"] == "lseek64" and row["dur_us"] > 20,
+            True,
+        ),
+        ("cat = 'reader'", lambda row: row["cat"] == "reader", True),
+        ("op = 'write' OR dur_us > 3000", lambda row: row["op"] == "write" or row["dur_us"] > 3000, False),
+        ("NOT op = 'write'", lambda row: row["op"] != "write", False),
+        ("path IS NULL", lambda row: row["path"] is None, False),
+    ],
+)
+@pytest.mark.parametrize("generation", [1, 2, 3])
+def test_a_selection_is_what_the_expression_leaves_of_everything(
+    where: str, holds: Any, generation: int, *, is_searched: bool, tmp_path: Path
+) -> None:
+    path = write_trace(tmp_path, Writing(generation=generation, events=2000))
+    everything, _ = read(path, EVERYTHING)
+    selection = Selection(where=where)
+    rows, account = read(path, selection)
+    assert rows == [row for row in everything if holds(row)]
+    assert rows
+    assert (selection.needles() != NO_NEEDLES) is is_searched
+    assert (account.skipped > 0) is is_searched
+
+
+def test_an_escape_does_not_hide_a_wanted_event(tmp_path: Path) -> None:
+    path = tmp_path / "a.pfw"
+    event = '{"name":"open","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{"fname":"%s"}}\n'
+    path.write_text(event % "/a/\\u0063heckpoint" + event % "/b")
+    rows, _ = read(path, Selection(where="path LIKE '%checkpoint%'"))
+    assert [row["path"] for row in rows] == ["/a/checkpoint"]
+
+
+def test_a_hash_explained_after_its_event_does_not_hide_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.pfw"
+    event = '{"name":"open","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":1,"args":{"fhash":"0a1b"}}\n'
+    told = '{"name":"FH","cat":"dftracer","pid":1,"ph":4,"args":{"name":"/a/checkpoint","value":"0a1b"}}\n'
+    path.write_text(event + told)
+    rows, _ = read(path, Selection(where="path LIKE '%checkpoint%'"))
+    assert [row["path"] for row in rows] == ["/a/checkpoint"]
+
+
+def test_an_expression_that_duckdb_cannot_apply_is_wrong_usage() -> None:
+    with pytest.raises(UsageError, match="paht"):
+        Selection(where="paht = 'x'")
