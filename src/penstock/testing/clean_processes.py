@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, ForkServerProcess
     from types import TracebackType
 
-PRELOADED = ("penstock.testing.known_steps", "penstock.testing.gloo_ranks")
+PRELOADED = (
+    "penstock.testing.known_steps",
+    "penstock.testing.known_states",
+    "penstock.checkpoint.torch_engine",
+)
 """What the clean process imports, for all of its children; what is not installed is left out."""
 
 LIMIT_S = 240.0
