@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.cli.terminal import View
+    from penstock.results.checkpoints import CheckpointFigures
     from penstock.results.figures import PhaseFigures
     from penstock.results.overview import Comparison, Difference, RunView
 
@@ -78,6 +79,7 @@ def show(
     """
     from dataclasses import asdict
 
+    from penstock.results.checkpoints import read_checkpoints
     from penstock.results.layout import resolve_run
     from penstock.results.overview import view_run
 
@@ -87,8 +89,16 @@ def show(
     for note in view.notes:
         terminal.note(note)
     figures = _figures(folder, view, terminal)
-    document = {**asdict(view), "train": asdict(figures) if figures else None}
-    terminal.result(document, lambda console: _draw_run(console, view, figures))
+    taken = read_checkpoints(folder) if view.kind == "penstock" else None
+    document = {
+        **asdict(view),
+        "train": asdict(figures) if figures else None,
+        "checkpoint": asdict(taken) if taken else None,
+    }
+    if taken is None:
+        terminal.result(document, lambda console: _draw_run(console, view, figures))
+    else:
+        terminal.result(document, lambda console: _draw_checkpoints(console, view, taken))
 
 
 @app.command()
@@ -155,12 +165,56 @@ def _draw_list(console: Console, folder: Path, found: Sequence[RunView]) -> None
         console.print(f"{run.id}  {outcome}", style="bold", markup=False)
         started = (run.started or "unknown")[:16].replace("T", " ")
         console.print(
-            f"  {run.workload}, ranks {_number(run.ranks, 'd')}, {started}, "
-            f"AU {_number(run.au_compat_percent, '.2f')} % "
-            f"(strict {_number(run.au_strict_percent, '.2f')} %), "
-            f"{_number(run.samples_per_s_compat, ',.1f')} samples/s",
-            markup=False,
+            f"  {run.workload}, ranks {_number(run.ranks, 'd')}, {started}, {_headline(run)}", markup=False
         )
+
+
+def _headline(run: RunView) -> str:
+    """What one looks for first: rates of checkpoints, or utilization."""
+    if run.write_gib_per_s is not None or run.read_gib_per_s is not None:
+        return (
+            f"checkpoints written with {_number(run.write_gib_per_s, '.2f')} GiB/s, "
+            f"read with {_number(run.read_gib_per_s, '.2f')} GiB/s"
+        )
+    return (
+        f"AU {_number(run.au_compat_percent, '.2f')} % (strict {_number(run.au_strict_percent, '.2f')} %), "
+        f"{_number(run.samples_per_s_compat, ',.1f')} samples/s"
+    )
+
+
+def _draw_checkpoints(console: Console, view: RunView, taken: CheckpointFigures) -> None:
+    from penstock.units import format_bytes, format_seconds
+
+    console.print(view.id, style="bold", markup=False)
+    outcome = f"{view.outcome}: {view.why}" if view.why else view.outcome
+    facts = {
+        "model": taken.model,
+        "one checkpoint": format_bytes(taken.checkpoint_bytes),
+        "at": taken.target,
+        "started": view.started or "-",
+        "ranks": _number(view.ranks, "d"),
+        "outcome": outcome,
+        "verified": "all right" if taken.is_right else "WRONG BYTES: see checkpoints.json",
+        "gap before reads": "-" if taken.gap_s is None else format_seconds(taken.gap_s),
+        "folder": view.folder,
+    }
+    for what, value in facts.items():
+        console.print(f"  {what:<28}{value}", markup=False)
+    rows = [
+        {
+            "": name,
+            "checkpoints": str(reached.checkpoints),
+            "bytes": format_bytes(reached.bytes),
+            "took": format_seconds(reached.duration_s),
+            "GiB/s": _number(reached.gib_per_s, ".2f"),
+            "mean of each": _number(reached.mean_gib_per_s, ".2f"),
+            "p99": f"{reached.p99_ms:.1f} ms",
+            "held up by": reached.bottleneck,
+        }
+        for name, reached in (("write", taken.write), ("read", taken.read))
+        if reached is not None
+    ]
+    table("Checkpoints", rows)(console)
 
 
 def _draw_run(console: Console, view: RunView, figures: PhaseFigures | None) -> None:

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import PenstockError
+from penstock.results.checkpoints import read_checkpoints
 from penstock.results.dlio.reading import read_dlio_result
 from penstock.results.layout import RUN_FILE, run_folders
 from penstock.results.record import read_record
 from penstock.workload.tree import dotted, flatten
 
 if TYPE_CHECKING:
+    from penstock.results.checkpoints import CheckpointFigures
+    from penstock.results.figures import PhaseFigures
     from penstock.results.record import RunRecord
 
 FREE: Final = (
@@ -51,6 +54,8 @@ class RunView:
     read_bytes: int | None
     read_bytes_per_s: float | None
     bottleneck: str | None
+    write_gib_per_s: float | None = None
+    read_gib_per_s: float | None = None
     settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -89,7 +94,7 @@ class Comparison:
 
 _FIGURES: Final = (
     "au_compat_percent", "au_strict_percent", "samples_per_s_compat", "samples_per_s_strict",
-    "io_compat_mib_per_s", "read_bytes", "read_bytes_per_s",
+    "io_compat_mib_per_s", "read_bytes", "read_bytes_per_s", "write_gib_per_s", "read_gib_per_s",
 )  # fmt: skip
 
 
@@ -152,7 +157,7 @@ def _delta(figure: str, values: Sequence[float | None]) -> Delta:
 
 
 def _own_view(folder: Path, record: RunRecord) -> RunView:
-    train = record.train
+    train, taken = record.train, read_checkpoints(folder)
     strict = train.au_strict_percent if train else None
     return RunView(
         id=record.id,
@@ -170,10 +175,18 @@ def _own_view(folder: Path, record: RunRecord) -> RunView:
         io_compat_mib_per_s=train.io_compat_mib_per_s.mean if train else None,
         read_bytes=train.read_bytes if train else None,
         read_bytes_per_s=train.read_bytes_per_s if train else None,
-        bottleneck=train.verdict.bottleneck.value if train and train.verdict else None,
+        bottleneck=_bottleneck(train, taken),
+        write_gib_per_s=taken.write.gib_per_s if taken and taken.write else None,
+        read_gib_per_s=taken.read.gib_per_s if taken and taken.read else None,
         settings=_settings(record.workload),
         notes=record.remarks,
     )
+
+
+def _bottleneck(train: PhaseFigures | None, taken: CheckpointFigures | None) -> str | None:
+    if train is not None and train.verdict is not None:
+        return train.verdict.bottleneck.value
+    return taken.bottleneck if taken else None
 
 
 def _dlio_view(folder: Path) -> RunView:

@@ -54,7 +54,9 @@ def test_ranks_write_and_read_on_files_past_the_page_cache(tmp_path: Path) -> No
     assert len(list((tmp_path / "ckpt" / "global_epoch1_step1").iterdir())) == 4
 
 
-def test_people_see_rates_the_bottleneck_and_where_the_record_is(tmp_path: Path) -> None:
+def test_people_see_rates_the_bottleneck_and_where_the_record_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
     result = penstock("run", *SMALL, *place, "--writes", "1", "--reads", "1", "--no-fsync", "--remove")
     assert result.returncode == 0, result.stderr
@@ -63,6 +65,15 @@ def test_people_see_rates_the_bottleneck_and_where_the_record_is(tmp_path: Path)
     assert list((tmp_path / "ckpt").iterdir()) == []
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "checkpoints.json").read_text())["storage_options"]["fsync"] is False
+    assert main(["results", "ls", str(tmp_path / "runs")]) == 0
+    assert "checkpoints written with" in capsys.readouterr().out
+    assert main(["results", "show", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "all right" in shown
+    assert "gap before reads" in shown
+    assert main(["results", "compare", str(folder), str(folder), "--json"]) == 0
+    deltas = {each["figure"]: each for each in json.loads(capsys.readouterr().out)["deltas"]}
+    assert deltas["write_gib_per_s"]["changes"] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("client", ["obstore", "minio"])

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from penstock.bench.checkpoint.figures import direction_figures, job_bottleneck, plain_counters
+from penstock.results.checkpoints import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.figures import DirectionFigures, RoundFigures
     from penstock.storage.base import OptionValue
-
-FORMAT_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
