@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.checkpoint.commit.base import METADATA_NAME
 from penstock.checkpoint.commit.place import open_shelf
-from penstock.checkpoint.foreign.torch_save import is_plain
+from penstock.checkpoint.compare import short_text
 from penstock.checkpoint.opened import Format, Opened, open_checkpoint, open_folder, require_dcp, uri_of
 from penstock.checkpoint.pieces import UNKNOWN, item_bytes_of
 from penstock.checkpoint.steps import step_of
@@ -54,11 +54,12 @@ class Listed:
 
 def list_checkpoints(path: AnyPath) -> list[Listed]:
     """The checkpoints in the folder at a path or URI, by step and name; or the one that lies there itself."""
-    storage = open_here(path)
-    names = open_shelf(storage).names()
-    if not names:
-        return [_listed_alone(path)]
-    return sorted((_listed(storage, name) for name in names), key=_order)
+    return list_all(open_here(path)) or [_listed_alone(path)]
+
+
+def list_all(storage: Storage) -> list[Listed]:
+    """All checkpoints below a storage's root; none, where nothing is committed."""
+    return sorted((_listed(storage, name) for name in open_shelf(storage).names()), key=_order)
 
 
 def _order(one: Listed) -> tuple[bool, int, str]:
@@ -233,7 +234,6 @@ def _note(opened: Opened, rows: list[int]) -> str:
     return "" if opened.manifest is None or all(offset % 4096 == 0 for offset in known) else "unaligned"
 
 
-_LONGEST_VALUE = 100
 _LARGEST_READ = 1 << 16
 
 
@@ -246,5 +246,4 @@ def _short_value(opened: Opened, number: int) -> str:
         value = opened.safe_value(one)
     except PenstockError:
         return "?"
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE and is_plain(value) else f"<{type(value).__name__}>"
+    return short_text(value)

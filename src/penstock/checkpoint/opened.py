@@ -26,11 +26,12 @@ from penstock.checkpoint.foreign.safetensors import (
     read_index,
 )
 from penstock.checkpoint.foreign.torch_save import (
-    SOLE_NAME,
     TorchSaveArchive,
     is_plain,
     read_archive,
     row_major,
+    tensors_inside,
+    with_elements,
 )
 from penstock.checkpoint.manifest import Manifest, SummedContents, read_manifest, with_manifest
 from penstock.checkpoint.pieces import UNKNOWN, Contents, StoredObject
@@ -40,6 +41,7 @@ from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageErro
 from penstock.storage.whole import exists, read_object
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.foreign.torch_pickle import TensorRef
     from penstock.checkpoint.foreign.zip_directory import ReadRange
     from penstock.checkpoint.sums import Bytes
     from penstock.storage import Storage
@@ -119,6 +121,21 @@ class Opened:
             source.read_into(stored.offset, memoryview(item))
         return item
 
+    def comparable(self, stored: StoredObject) -> Any:
+        """An object with its tensors as (type, shape, bytes), so that `==` tells whether two are the same."""
+        if self.archive is not None:
+            return with_elements(self.archive.values[stored.name], self._inner_elements)
+        where = f"{self.uri}, {stored.name}"
+        item, descriptors = self.read_object_item(stored), self.descriptors(stored)
+        plain = memoryview(unpack(item, descriptors, where) if descriptors else item)
+        archive = open_item(plain, where)
+
+        def elements(tensor: TensorRef) -> bytearray:
+            offset, size_bytes = archive.records[tensor.storage.key]
+            return bytearray(row_major(tensor, plain[offset : offset + size_bytes]))
+
+        return with_elements(archive.value, elements)
+
     def safe_value(self, stored: StoredObject) -> Any:
         """An object without torch and without running anything; classes come out as `Opaque`."""
         if self.archive is not None:
@@ -126,8 +143,7 @@ class Opened:
         where = f"{self.uri}, {stored.name}"
         descriptors = self.descriptors(stored)
         item = self.read_object_item(stored)
-        found = open_item(unpack(item, descriptors, where) if descriptors else item, where)
-        return found.values.get(SOLE_NAME, found.values)
+        return open_item(unpack(item, descriptors, where) if descriptors else item, where).value
 
     def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
         """An object as it was saved. Without `trust`, `UsageError` for one whose reading could run code."""
@@ -144,7 +160,20 @@ class Opened:
                 where=where,
                 fix="Load this archive with torch.load, if you trust whoever wrote it.",
             )
-        return value
+        if not tensors_inside(value):
+            return value
+        from penstock.checkpoint.dcp.objects import with_tensors  # noqa: PLC0415 - it loads torch
+
+        return with_tensors(value, self._inner_elements)
+
+    def _inner_elements(self, tensor: TensorRef) -> bytearray:
+        """The elements of a tensor inside an object of an archive."""
+        assert self.archive is not None, "only archives have values that refer to records"
+        offset, size_bytes = self.archive.records[tensor.storage.key]
+        record = bytearray(size_bytes)
+        with closing(self.storage.open(self.key(self.contents.files[0]))) as source:
+            source.read_into(offset, memoryview(record))
+        return bytearray(row_major(tensor, memoryview(record)))
 
 
 def open_checkpoint(path: AnyPath, *, rank: int = 0) -> Opened:

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from penstock.checkpoint.dcp.transforms import pack, unpack
+from penstock.checkpoint.foreign.torch_pickle import TensorRef
 from penstock.errors import DataDamaged, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from penstock.checkpoint.sums import Bytes
 
@@ -36,6 +38,20 @@ def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trus
         ) from error
     except (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
         raise DataDamaged(f"The object {name} cannot be read: {error}", where=where) from error
+
+
+def with_tensors(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
+    """A value with real tensors for those it refers to; `elements` gives theirs in row-major order."""
+    if isinstance(value, TensorRef):
+        dtype = getattr(torch, value.dtype)
+        content = elements(value)
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return flat.reshape(value.shape)
+    if isinstance(value, Mapping):
+        return type(value)((key, with_tensors(inner, elements)) for key, inner in value.items())  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        return type(value)(with_tensors(inner, elements) for inner in value)
+    return value
 
 
 def object_bytes(value: Any, *, descriptors: Sequence[str] = ()) -> bytes:

@@ -7,7 +7,7 @@ Invariant: a tensor that is said to have a payload lies there whole, in row-majo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -45,6 +45,10 @@ class TorchSaveArchive:
     """By object name; `Opaque` where torch alone could say what it is."""
     strided: Mapping[int, TensorRef] = field(default_factory=dict)
     """By row: tensors whose elements lie in another order; their items are their whole records."""
+    value: Any = None
+    """All of it, as it was nested."""
+    records: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Offset and size of every tensor's record, by key."""
 
 
 def read_archive(read: ReadRange, size_bytes: int, file_name: str, where: str) -> TorchSaveArchive:
@@ -106,6 +110,7 @@ def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveAr
     others = [leaf for leaf in leaves if not isinstance(leaf.value, TensorRef)]
     facts = tuple(_facts(leaf.name, leaf.value) for leaf in tensors)
     places = list(_places(archive, [leaf.value for leaf in tensors]))
+    keys = {tensor.storage.key for tensor in tensors_inside(value)}
     columns = np.array([place[:3] for place in places], dtype=np.int64).reshape(-1, 3)
     pickle_offset = archive.offset("data.pkl")
     pickle_bytes = archive.record("data.pkl").size_bytes
@@ -125,6 +130,10 @@ def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveAr
         ),
         paths={leaf.name: leaf.path for leaf in leaves},
         values={leaf.name: leaf.value for leaf in others},
+        value=value,
+        records={
+            key: (archive.offset(f"data/{key}"), archive.record(f"data/{key}").size_bytes) for key in keys
+        },
         strided={row: leaf.value for row, leaf in enumerate(tensors) if places[row][2] == UNKNOWN},
     )
 
@@ -177,10 +186,31 @@ def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
 
 def is_plain(value: object) -> bool:
     """Whether a value is known whole, without a class that only its own program can rebuild."""
-    if isinstance(value, Opaque | TensorRef):
-        return False
+    return not any(isinstance(inner, Opaque) for inner in _inside(value))
+
+
+def tensors_inside(value: object) -> list[TensorRef]:
+    """All tensors in a value that is none."""
+    return [inner for inner in _inside(value) if isinstance(inner, TensorRef)]
+
+
+def with_elements(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
+    """A value with (type, shape, bytes) for each tensor in it."""
+    if isinstance(value, TensorRef):
+        return value.dtype, value.shape, bytes(elements(value))
     if isinstance(value, Mapping):
-        return all(is_plain(inner) for pair in value.items() for inner in pair)
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(is_plain, value))
-    return True
+        return {key: with_elements(inner, elements) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_elements(inner, elements) for inner in value]
+    return value
+
+
+def _inside(value: object) -> Iterator[object]:
+    """A value and all that it holds."""
+    yield value
+    if isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _inside(pair)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for inner in value:
+            yield from _inside(inner)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli.checkpoint import ls, models, plan, run, show, size, verify
+from penstock.cli.checkpoint import convert, diff, ls, models, plan, rm, run, show, size, verify
 
 app = typer.Typer(no_args_is_help=True, help="Can it take and give back checkpoints, and how fast?")
 
@@ -14,9 +14,12 @@ def checkpoint() -> None:
     """Group the verbs of checkpoints."""
 
 
+app.command()(convert.convert)
+app.command()(diff.diff)
 app.command("ls")(ls.list_checkpoints)
 app.command()(models.models)
 app.command()(plan.plan)
+app.command("rm")(rm.remove)
 app.command()(run.run)
 app.command()(show.show)
 app.command()(size.size)

@@ -1,0 +1,1 @@
+"""From format to format in bounded memory: opened checkpoint -> slabs of elements -> files of the new one."""

@@ -1,0 +1,37 @@
+"""`penstock checkpoint rm`: take a checkpoint away."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.terminal import JsonFlag, Terminal
+
+
+def remove(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A committed checkpoint's folder or URI.")],
+    *,
+    even_last: Annotated[
+        bool, typer.Option("--even-last", help="Also the last one of its run that is whole.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove the checkpoint at PATH: its name first, in one durable step, then its files.
+
+    The last one of a run that looks whole is kept, unless --even-last is given.
+
+    Examples:
+
+      penstock checkpoint rm /pfs/run/step-100
+
+      penstock checkpoint rm s3://bucket/run/step-100 --even-last --json
+    """
+    from dataclasses import asdict
+
+    from penstock.checkpoint import removal
+    from penstock.units import format_bytes
+
+    gone = removal.remove(path, even_last=even_last)
+    text = f"removed {gone.uri}: {gone.num_files} files, {format_bytes(gone.size_bytes)}"
+    Terminal(as_json=as_json).result(asdict(gone), lambda console: console.print(text))

@@ -1,0 +1,56 @@
+"""A file grown from few buffers is what was appended; a storage that fails ends it instead of waiting."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.checkpoint.converting.outlet import Buffers, Outlet
+from penstock.errors import StorageError
+from penstock.storage.memory import MemoryStorage
+from penstock.storage.whole import read_object
+
+if TYPE_CHECKING:
+    from penstock.storage.base import ObjectInfo, Release
+
+
+def test_buffers_are_used_again_in_order() -> None:
+    storage = MemoryStorage("mem://outlet")
+    sink = storage.create("x")
+    outlet = Outlet(sink, Buffers(size_bytes=4096, num_buffers=2))
+    outlet.write(b"front")
+    for number in range(10):
+        buffer = outlet.buffer()
+        buffer[:100] = bytes([number]) * 100
+        outlet.append(buffer, 100)
+    sink.finish()
+    assert outlet.position == 1005
+    assert read_object(storage, "x") == b"front" + b"".join(bytes([number]) * 100 for number in range(10))
+
+
+class StuckSink:
+    """Keeps every buffer, as a storage whose writes have failed; says so on the next call."""
+
+    def __init__(self) -> None:
+        self.failed = threading.Event()
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        if self.failed.is_set():
+            raise StorageError("The device is gone", uri="test://x")
+        if release is not None:
+            self.failed.set()
+
+    def finish(self) -> ObjectInfo:
+        raise AssertionError
+
+    def abort(self) -> None:
+        """Nothing was kept."""
+
+
+def test_a_failure_that_keeps_the_buffers_is_raised_and_not_waited_for() -> None:
+    outlet = Outlet(StuckSink(), Buffers(size_bytes=4096, num_buffers=1))
+    outlet.append(outlet.buffer(), 10)
+    with pytest.raises(StorageError, match="The device is gone"):
+        outlet.buffer()

@@ -1,0 +1,142 @@
+"""Slabs are all of a tensor in order, however it is stored; shards and headers are as readers want them."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.converting.slabs import Elements, Slab, slab_bytes, slabs
+from penstock.checkpoint.converting.to_safetensors import header_bytes, plan_shards
+from penstock.checkpoint.dcp.envelope import envelope, item_start
+from penstock.checkpoint.dcp.metadata import DcpMetadata
+from penstock.checkpoint.dcp.metadata_text import metadata_bytes
+from penstock.checkpoint.opened import open_checkpoint
+from penstock.checkpoint.pieces import UNKNOWN, Boxes, Contents, StoredBoxes, TensorFacts
+from penstock.errors import DataDamaged
+
+SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
+
+
+@given(shape=SHAPES, item_bytes=st.sampled_from([1, 2, 8]), most_bytes=st.integers(8, 200))
+def test_slabs_follow_one_another_and_are_all_of_a_tensor(
+    shape: tuple[int, ...], item_bytes: int, most_bytes: int
+) -> None:
+    facts = TensorFacts("x", "int8", shape, item_bytes)
+    whole = np.arange(math.prod(shape)).reshape(shape or (1,))
+    found = []
+    for slab in slabs(shape, item_bytes, most_bytes):
+        part = whole[slab.prefix][slab.begin : slab.end]
+        assert part.size * item_bytes == slab_bytes(slab, facts) <= max(most_bytes, item_bytes)
+        found += part.ravel().tolist()
+    assert found == list(range(math.prod(shape)))
+
+
+def test_empty_tensors_have_no_slabs_and_scalars_have_one() -> None:
+    assert list(slabs((3, 0, 2), 4, 100)) == []
+    assert list(slabs((), 4, 100)) == [Slab((), 0, 1)]
+
+
+Cuts = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], Cuts]:
+    """A shape, and a grid of boxes that are all of it."""
+    shape = draw(SHAPES)
+    edges = [sorted({0, extent, *draw(st.lists(st.integers(0, extent), max_size=2))}) for extent in shape]
+    boxes: Cuts = [((), ())]
+    for along in edges:
+        spans = list(pairwise(along))
+        boxes = [((*begin, a), (*size, b - a)) for begin, size in boxes for a, b in spans]
+    return shape, draw(st.permutations(boxes))
+
+
+def write_boxes(folder: Path, whole: np.ndarray[tuple[int, ...], np.dtype[np.int16]], cuts: Cuts) -> None:
+    """A checkpoint of one tensor without a manifest, cut as `cuts` say."""
+    content, offsets, sizes = b"", [], []
+    for begin, extent in cuts:
+        around = envelope("int16", extent)
+        content += bytes(item_start(len(content), len(around.prefix)) - len(content))
+        part = whole[tuple(slice(a, a + n) for a, n in zip(begin, extent, strict=True))]
+        offsets.append(len(content))
+        sizes.append(around.item_bytes)
+        content += around.prefix + part.tobytes() + around.suffix
+    rows = np.zeros(len(cuts), dtype=np.int64)
+    stored = StoredBoxes(
+        Boxes.from_rows([(0, begin, extent) for begin, extent in cuts]),
+        file=rows,
+        item_offset=np.array(offsets, dtype=np.int64),
+        item_bytes=np.array(sizes, dtype=np.int64),
+        payload_offset=rows + UNKNOWN,
+        packed=rows.astype(np.bool_),
+    )
+    contents = Contents((TensorFacts("x", "int16", whole.shape, 2),), stored, (), ("__0_0.distcp",))
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_bytes(content)
+    (folder / ".metadata").write_bytes(metadata_bytes(DcpMetadata(contents=contents)))
+
+
+@settings(max_examples=25)
+@given(cut=cut_tensors(), most_bytes=st.integers(2, 300))
+def test_slabs_are_put_together_from_any_boxes(
+    tmp_path_factory: pytest.TempPathFactory, cut: tuple[tuple[int, ...], Cuts], most_bytes: int
+) -> None:
+    shape, cuts = cut
+    whole = np.arange(math.prod(shape), dtype=np.int16).reshape(shape)
+    folder = tmp_path_factory.mktemp("cut") / "checkpoint"
+    write_boxes(folder, whole, cuts)
+    opened = open_checkpoint(folder)
+    elements = Elements(opened)
+    elements.require_whole(0)
+    found = b""
+    for slab in slabs(shape, 2, most_bytes):
+        target = bytearray(slab_bytes(slab, opened.contents.tensors[0]))
+        elements.read_slab(0, slab, memoryview(target))
+        found += target
+    elements.close()
+    assert found == whole.tobytes()
+
+
+def test_a_tensor_that_lacks_a_part_is_damage(tmp_path: Path) -> None:
+    whole = np.arange(6, dtype=np.int16).reshape(2, 3)
+    write_boxes(tmp_path / "x", whole, [((0, 0), (1, 3))])
+    elements = Elements(open_checkpoint(tmp_path / "x"))
+    with pytest.raises(DataDamaged, match="Of x 3 elements are stored, it has 6"):
+        elements.require_whole(0)
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=12), most_bytes=st.integers(1, 60))
+def test_shards_hold_every_tensor_once_in_order_and_no_more_than_they_may(
+    sizes: list[int], most_bytes: int
+) -> None:
+    tensors = [TensorFacts(str(number), "int8", (size,), 1) for number, size in enumerate(sizes)]
+    shards = plan_shards(tensors, range(len(sizes)), most_bytes)
+    assert [number for shard in shards for number in shard.tensors] == list(range(len(sizes)))
+    for shard in shards:
+        held = [sizes[number] for number in shard.tensors if sizes[number]]
+        assert sum(held) <= most_bytes or len(held) == 1
+    assert len({shard.name for shard in shards}) == len(shards)
+
+
+def test_shards_are_named_as_hugging_face_names_them() -> None:
+    tensors = [TensorFacts(str(number), "int8", (10,), 1) for number in range(3)]
+    assert [shard.name for shard in plan_shards(tensors, range(3), 20)] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
+    assert [shard.name for shard in plan_shards(tensors, range(3), 30)] == ["model.safetensors"]
+
+
+def test_payloads_of_safetensors_begin_at_a_page() -> None:
+    header = header_bytes([TensorFacts("x", "bfloat16", (3, 2), 2), TensorFacts("é", "int64", (), 8)])
+    assert len(header) % 4096 == 0
+    document = json.loads(header[8:])
+    assert document["x"] == {"dtype": "BF16", "shape": [3, 2], "data_offsets": [0, 12]}
+    assert document["é"]["data_offsets"] == [12, 20]
