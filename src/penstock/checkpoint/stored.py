@@ -34,6 +34,8 @@ class Stored:
 
     storage: Storage
     committed: Committed
+    readable: tuple[str, ...] | None = None
+    """The files that this rank can open, where not every rank can open all; on all ranks, or on none."""
 
     @property
     def uri(self) -> str:

@@ -106,14 +106,7 @@ def _verify_ours(
     storage: Storage, folder: str, uri: str, manifest: Manifest, progress: Progress
 ) -> Verification:
     damage = [*_check_metadata(storage, folder, manifest)]
-    work: list[Stretch] = []
-    for file in manifest.files:
-        wrong = _check_size(storage, f"{folder}/{file.name}", file)
-        damage += wrong
-        if not wrong or wrong[0].begin > 0:
-            work += stretches(file.name, _segments(file, manifest.names))
-    progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
-    damage += scan(for_large_files(storage), lambda file: f"{folder}/{file}", work, progress)
+    damage += damage_in_files(storage, folder, manifest, manifest.files, progress)
     size_bytes = manifest.size_bytes + manifest.metadata_bytes
     return Verification(
         uri=uri,
@@ -124,6 +117,26 @@ def _verify_ours(
         checked_bytes=size_bytes,
         damage=tuple(sorted(set(damage))),
     )
+
+
+def damage_in_files(
+    storage: Storage,
+    folder: str,
+    manifest: Manifest,
+    files: Sequence[ManifestFile],
+    progress: Progress | None = None,
+) -> list[Damage]:
+    """What is wrong with some of a checkpoint's files: with all of them, or with those that lie here."""
+    seen = progress or Silent()
+    damage: list[Damage] = []
+    work: list[Stretch] = []
+    for file in files:
+        wrong = _check_size(storage, f"{folder}/{file.name}", file)
+        damage += wrong
+        if not wrong or wrong[0].begin > 0:
+            work += stretches(file.name, _segments(file, manifest.names))
+    seen.begin("bytes", sum(stretch.size_bytes for stretch in work))
+    return damage + scan(for_large_files(storage), lambda file: f"{folder}/{file}", work, seen)
 
 
 def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[Damage]:

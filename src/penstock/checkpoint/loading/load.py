@@ -21,7 +21,7 @@ from penstock.checkpoint.loading.landing import Target
 from penstock.checkpoint.loading.locating import located
 from penstock.checkpoint.loading.moving import Means, Moved, move
 from penstock.checkpoint.loading.opening import on_all, open_together
-from penstock.checkpoint.loading.reading import Buffers, ReadSettings, SummedItem
+from penstock.checkpoint.loading.reading import Buffers, ReadSettings
 from penstock.checkpoint.loading.selecting import Selection, select
 from penstock.checkpoint.loading.wishes import as_lines, wishes_of
 from penstock.checkpoint.pieces import item_bytes_of
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.stored import Stored
     from penstock.checkpoint.tensors import Holding
     from penstock.progress import Progress
-    from penstock.storage.base import Source, Storage
+    from penstock.storage.base import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class Loader:
     ) -> LoadReport:
         """Fill `state` from a committed checkpoint. Collective."""
         opened = open_together(stored.storage, stored.committed.folder, stored.uri, members.comm)
-        return self.load_opened(state, opened, members, choice, progress)
+        return self.load_opened(state, opened, members, choice, progress, readable=stored.readable)
 
     def load_opened(
         self,
@@ -127,6 +127,7 @@ class _Load:
     def run(self, state: State, progress: Progress, readable: Sequence[str] | None) -> LoadReport:
         began_s = time.perf_counter()
         contents = located(self._opened, self._storage, self._comm)
+        self._opened = replace(self._opened, contents=contents)
         lines = as_lines(contents)
         holding, selection, wishes = on_all(
             self._comm,
@@ -135,15 +136,16 @@ class _Load:
         )
         plan = self._plan(contents, lines, wishes, readable)
         planned_s = time.perf_counter()
-        targets = self._targets(holding, wishes, lines)
+        targets = [_target(holding, wishes, lines, row) for row in range(len(wishes.names))]
+        targets += item_targets(wishes, lines)
         moved = on_all(
             self._comm,
-            lambda: move(plan, lines, targets, self._means(lines, progress)),
+            lambda: move(plan, lines, targets, self._means(progress)),
             awaiting="all ranks to load their parts",
         )
         values = on_all(
             self._comm,
-            lambda: self._unpack(contents, lines, wishes, targets),
+            lambda: unpack(self._opened, lines, wishes, targets, trust=self._choice.trust),
             awaiting="all ranks to unpack what they have loaded",
         )
         for leaf in holding.leaves:
@@ -187,74 +189,60 @@ class _Load:
         mine = np.array([name in own for name in contents.files], dtype=np.bool_)
         return np.stack(self._comm.gather(mine, awaiting="which files each rank can open"))
 
-    def _targets(self, holding: Holding, wishes: Wishes, lines: Lines) -> list[Target]:
-        """Memory for each wanted box: pieces of tensors, then fresh memory for whole items."""
-        targets = []
-        for row, (name, place) in enumerate(wishes.names):
-            piece = holding.pieces[name][place]
-            targets.append(Target(piece.offsets, piece.memory, lines.tensors[int(wishes.boxes.tensor[row])]))
-        for number in wishes.items:
-            facts = lines.tensors[number]
-            targets.append(Target((0,), torch.empty(facts.shape, dtype=torch.uint8), facts))
-        return targets
-
-    def _means(self, lines: Lines, progress: Progress) -> Means:
-        is_alone = self._members.group is None
+    def _means(self, progress: Progress) -> Means:
         return Means(
-            open_file=self._open_file,
-            takes_any_address=self._storage.options.get("access") != "direct",
-            summed=lambda row: self._summed(lines, row),
-            carrier=None if is_alone else GlooLines(self._members.group),
+            opened=self._opened,
+            storage=self._storage,
+            carrier=None if self._members.group is None else GlooLines(self._members.group),
             buffers=self._buffers,
             progress=progress,
             timeout_s=self._comm.timeout_s,
         )
 
-    def _open_file(self, number: int) -> Source:
-        return self._storage.open(self._opened.key(self._opened.contents.files[number]))
 
-    def _summed(self, lines: Lines, row: int) -> SummedItem | None:
-        summed = self._opened.summed
-        if summed is None:
-            return None
-        source = int(lines.source_row[row])
-        expected = summed.object_sums[-1 - source] if source < 0 else summed.sums[source].tobytes()
-        begin = int(lines.stored.item_offset[row])
-        return SummedItem(
-            name=lines.tensors[int(lines.stored.boxes.tensor[row])].name,
-            file=f"{self._opened.uri}/{self._opened.contents.files[int(lines.stored.file[row])]}",
-            begin=begin,
-            end=begin + int(lines.stored.item_bytes[row]),
-            expected=expected,
+def _target(holding: Holding, wishes: Wishes, lines: Lines, row: int) -> Target:
+    name, place = wishes.names[row]
+    piece = holding.pieces[name][place]
+    return Target(piece.offsets, piece.memory, lines.tensors[int(wishes.boxes.tensor[row])])
+
+
+def item_targets(wishes: Wishes, lines: Lines) -> list[Target]:
+    """Fresh memory for the whole items that are wanted, behind the targets of the pieces."""
+    facts = [lines.tensors[number] for number in wishes.items]
+    return [Target((0,), torch.empty(each.shape, dtype=torch.uint8), each) for each in facts]
+
+
+def unpack(
+    opened: Opened, lines: Lines, wishes: Wishes, targets: Sequence[Target], *, trust: bool
+) -> dict[str, Any]:
+    """Put parts of packed items into their tensors; the objects, by leaf name, for whoever sets them."""
+    content = item_contents(wishes, targets)
+    for each in wishes.unpacking:
+        row = int(lines.packed_rows[each.row])
+        elements = opened.tensor_bytes(row, content[lines.first_packed + each.row])
+        _put_part(each, elements, opened.contents, row, targets[each.want])
+    values = {}
+    for name, number in wishes.objects.items():
+        stored = opened.contents.objects[number]
+        if opened.archive is not None:
+            values[name] = opened.value(stored, trust=trust)
+            continue
+        values[name] = load_object(
+            content[lines.first_object + number],
+            stored.name,
+            descriptors=opened.descriptors(stored),
+            trust=trust,
+            where=f"{opened.uri}, {stored.name}",
         )
+    return values
 
-    def _unpack(
-        self, contents: Contents, lines: Lines, wishes: Wishes, targets: Sequence[Target]
-    ) -> dict[str, Any]:
-        """Put parts of packed items into their tensors; the objects, by leaf name, for their leaves."""
-        content = {
-            number: memoryview(targets[len(wishes.names) + place].memory.numpy().data)
-            for place, number in enumerate(wishes.items)
-        }
-        opened = replace(self._opened, contents=contents)
-        for each in wishes.unpacking:
-            row = int(lines.packed_rows[each.row])
-            elements = opened.tensor_bytes(row, content[lines.first_packed + each.row])
-            _put_part(each, elements, contents, row, targets[each.want])
-        values = {}
-        for name, number in wishes.objects.items():
-            stored = contents.objects[number]
-            if opened.archive is not None:
-                values[name] = opened.value(stored, trust=self._choice.trust)
-                continue
-            values[name] = load_object(
-                content[lines.first_object + number],
-                stored.name,
-                descriptors=opened.descriptors(stored),
-                trust=self._choice.trust,
-                where=f"{opened.uri}, {stored.name}",
-            )
-        return values
+
+def item_contents(wishes: Wishes, targets: Sequence[Target]) -> dict[int, memoryview]:
+    """The whole items that have come, by their tensor numbers in `Lines`."""
+    return {
+        number: memoryview(targets[len(wishes.names) + place].memory.numpy().data)
+        for place, number in enumerate(wishes.items)
+    }
 
 
 def _put_part(
