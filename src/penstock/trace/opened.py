@@ -23,6 +23,7 @@ from penstock.trace.event import COLUMNS, FileAccount
 from penstock.trace.reading.files import RANK_PATTERN, TraceFile
 from penstock.trace.reading.selection import EVERYTHING, Selection
 from penstock.trace.table import TableFacts, convert, read_facts
+from penstock.trace.workers import convert_by_workers, workers
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
@@ -85,8 +86,13 @@ def open_traces(
     progress: Progress,
     selection: Selection = EVERYTHING,
     rank_pattern: str = RANK_PATTERN,
+    dask: str = "",
 ) -> Iterator[OpenTraces]:
-    """Open the files of named runs (names, globs, folders, tables) as one relation `events`."""
+    """Open the files of named runs (names, globs, folders, tables) as one relation `events`.
+
+    With `dask` (`local`, or a scheduler's address) its workers read raw files. They must see the same
+    folders, that of temporary files included.
+    """
     with TemporaryDirectory(prefix="penstock-trace-") as folder, duckdb.connect() as connection:
         connection.execute("SET temp_directory = ?", [folder])
         tables: list[tuple[str, Path]] = []
@@ -101,12 +107,26 @@ def open_traces(
                 tables.append((run, path))
                 accounts.extend(_fresh(path, facts, progress).accounts)
             if raw:
-                target = Path(folder) / f"{number}.events"
                 files = trace_files(raw, run=run, rank_pattern=rank_pattern)
-                accounts.extend(convert(files, target, progress=progress, selection=selection).accounts)
-                tables.append((run, target))
+                made = Path(folder) / str(number)
+                made.mkdir()
+                for target, facts in _convert(files, made, progress, selection, dask):
+                    tables.append((run, target))
+                    accounts.extend(facts.accounts)
         connection.execute(f"CREATE TEMP VIEW {RELATION} AS {_union(tables, selection)}")
         yield OpenTraces(connection=connection, accounts=accounts)
+
+
+def _convert(
+    files: Sequence[TraceFile], folder: Path, progress: Progress, selection: Selection, dask: str
+) -> list[tuple[Path, TableFacts]]:
+    """Tables of raw files in `folder`, and what they say of themselves."""
+    if not dask:
+        target = folder / "run.events"
+        return [(target, convert(files, target, progress=progress, selection=selection))]
+    with workers(dask) as client:
+        targets, facts = convert_by_workers(client, files, folder, progress=progress, selection=selection)
+    return list(zip(targets, facts, strict=True))
 
 
 def _fresh(path: Path, facts: TableFacts, progress: Progress) -> TableFacts:

@@ -121,12 +121,14 @@ def load(
     lens: Lens | None = None,
     rank_pattern: str = RANK_PATTERN,
     progress: Progress | None = None,
+    dask: str = "",
 ) -> Run:
     """Open traces: a name, glob, folder or table, several of them, or a mapping of runs to them.
 
     `where` is an SQL expression over the events' columns, as `"path LIKE '%checkpoint%' AND op = 'write'"`;
     what it rules out is not even parsed where its bytes show that. `rank_pattern` is a regular expression
-    whose first group is the rank in a file's name. Raises UsageError for names that stand for nothing.
+    whose first group is the rank in a file's name. `dask` is `local` or a scheduler's address: its workers
+    read the files. Raises UsageError for names that stand for nothing.
     """
     runs = files if isinstance(files, Mapping) else {run: files}
     resources = ExitStack()
@@ -136,6 +138,7 @@ def load(
             progress=progress or Silent(),
             selection=Selection(where=where),
             rank_pattern=rank_pattern,
+            dask=dask,
         )
     )
     return Run(opened, lens or Lens(), resources)

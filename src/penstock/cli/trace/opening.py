@@ -20,6 +20,10 @@ Where = Annotated[
     str, typer.Option("--where", metavar="SQL", help="Only these events: \"path LIKE '%ckpt%'\".")
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail if anything of a trace was lost or guessed.")]
+Dask = Annotated[
+    str,
+    typer.Option("--dask", metavar="WHERE", help="Let Dask's workers read: local, or a scheduler's address."),
+]
 RankPattern = Annotated[
     str | None,
     typer.Option("--rank-pattern", metavar="REGEX", help="Its first group is the rank in a file's name."),
@@ -34,6 +38,7 @@ def opened(
     where: str = "",
     strict: bool = False,
     rank_pattern: str | None = None,
+    dask: str = "",
 ) -> Iterator[OpenTraces]:
     """Open traces for a verb: progress while they are read, then what was lost of them, then the traces."""
     from penstock.trace.opened import open_traces
@@ -46,6 +51,7 @@ def opened(
             progress=progress,
             selection=Selection(where=where),
             rank_pattern=rank_pattern or RANK_PATTERN,
+            dask=dask,
         )
         traces = opening.__enter__()
     try:

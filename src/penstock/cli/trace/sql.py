@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cli.trace.opening import Files, RankPattern, Strict, Where, opened
+from penstock.cli.trace.opening import Dask, Files, RankPattern, Strict, Where, opened
 
 
 def sql(
@@ -16,6 +16,7 @@ def sql(
     *,
     where: Where = "",
     rank_pattern: RankPattern = None,
+    dask: Dask = "",
     strict: Strict = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -33,6 +34,6 @@ def sql(
     from penstock.trace.answer import ask
 
     terminal = Terminal(as_json=as_json)
-    with opened(files, terminal, where=where, strict=strict, rank_pattern=rank_pattern) as traces:
+    with opened(files, terminal, where=where, strict=strict, rank_pattern=rank_pattern, dask=dask) as traces:
         answer = ask(traces.connection, query)
     terminal.result(answer.document(), table("", answer.texts()))

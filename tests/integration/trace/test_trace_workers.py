@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.testing.trace_files import Writing, write_trace
+from penstock.trace import load
+
+distributed = pytest.importorskip("distributed")
+
+
+def compare(folder: Path, scheduler: str) -> None:
+    for rank in range(3):
+        write_trace(folder, Writing(events=300, rank=rank, generation=rank + 1))
+    query, where = "SELECT * FROM events ORDER BY ALL", "op != 'close'"
+    with load(folder, where=where) as alone, load(folder, where=where, dask=scheduler) as many:
+        assert many.sql(query).fetchall() == alone.sql(query).fetchall()
+        assert [each.document() for each in many.accounts] == [each.document() for each in alone.accounts]
+
+
+def test_workers_of_a_scheduler_give_the_same_answers(tmp_path: Path) -> None:
+    with distributed.LocalCluster(processes=False, n_workers=1, dashboard_address=None) as cluster:
+        compare(tmp_path, cluster.scheduler_address)
+
+
+@pytest.mark.slow
+def test_processes_of_this_machine_give_the_same_answers(tmp_path: Path) -> None:
+    compare(tmp_path, "local")
+
+
+def test_events_come_as_a_dask_frame(tmp_path: Path) -> None:
+    write_trace(tmp_path, Writing(events=300))
+    with load(tmp_path, where="op = 'read'") as run:
+        frame = run.events.dask(rows_per_partition=50)
+        assert frame.npartitions > 1
+        assert int(frame["size_bytes"].sum().compute()) == sum(run.events.arrow()["size_bytes"].to_pylist())
+
+
+def test_a_scheduler_that_does_not_exist_is_wrong_usage(tmp_path: Path) -> None:
+    write_trace(tmp_path, Writing(events=3))
+    with pytest.raises(UsageError, match="scheduler"):
+        load(tmp_path, dask="nonsense")
