@@ -25,7 +25,7 @@ from penstock.checkpoint.pieces import Boxes, Contents, StoredBoxes, StoredObjec
 from penstock.checkpoint.plan.agreement import Planner
 from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.staging.memory import StagingMemory
-from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
+from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor, wait_for_devices
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.state import leaves_of
 from penstock.checkpoint.stateful import opened
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-WAITING_BUFFER_BYTES = 256 << 20
-"""Where the caller waits for the commit, more buffers make nothing faster."""
+WAITING_BUFFER_BYTES = 128 << 20
+"""Where the caller waits for the commit, more buffers make nothing faster; object stores keep some in flight."""
 
 DEFAULT_STAGING_BYTES = 2 << 30
 """A larger share than this blocks `save_async` until the rest of it is written."""
@@ -122,6 +122,7 @@ class Prepared:
 
     def stage(self, urgent: Urgency = "copy") -> Staged:
         """Begin to copy this rank's share."""
+        wait_for_devices(self._share.payloads)
         budget_bytes = self._memory.budget_bytes
         if urgent == "commit":
             budget_bytes = min(budget_bytes, WAITING_BUFFER_BYTES)

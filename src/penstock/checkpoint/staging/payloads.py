@@ -6,7 +6,7 @@ threads would take the cores that other writers use. Invariant: a piece may begi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -66,6 +66,7 @@ class TorchPayload:
     block_bytes: int | None = None
 
     def __init__(self, memory: torch.Tensor, dtype: torch.dtype) -> None:
+        self.device = memory.device
         self._memory = memory
         self._dtype = dtype
 
@@ -94,6 +95,21 @@ def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) ->
     if memory.dim() == 0:
         memory = memory.reshape(1)
     return StridedPayload(memory.view(_PLAIN_TYPES[memory.dtype.itemsize]).numpy())
+
+
+def wait_for_devices(payloads: Mapping[str, Sequence[Payload]]) -> None:
+    """Return when devices have done all that was asked of them before, in the streams of this thread.
+
+    Payloads are copied by other threads, in other streams, which would not wait for it.
+    """
+    devices = {
+        payload.device
+        for of_file in payloads.values()
+        for payload in of_file
+        if isinstance(payload, TorchPayload) and payload.device.type in ("cuda", "xpu")
+    }
+    for device in devices:
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 _PLAIN_TYPES = {

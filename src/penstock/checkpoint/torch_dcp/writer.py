@@ -27,9 +27,10 @@ from penstock.checkpoint.manifest import manifest_bytes, manifest_of
 from penstock.checkpoint.pieces import Boxes, TensorFacts
 from penstock.checkpoint.plan.records import PlacedObject, SaveOptions, SharedSavePlan
 from penstock.checkpoint.plan.saving import rank_plans
+from penstock.checkpoint.saving import WAITING_BUFFER_BYTES
 from penstock.checkpoint.staging.base import RankShare, WrittenFile
 from penstock.checkpoint.staging.memory import StagingMemory
-from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
+from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor, wait_for_devices
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.stored import open_around
 from penstock.cluster.solo import SoloComm
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from penstock.checkpoint.staging.payloads import Payload
     from penstock.checkpoint.stored import AnyPath
 
-DEFAULT_STAGING_BYTES = 256 << 20
 MEMORY_TIMEOUT_S = 60.0
 SHARE_NAME = "penstock.share"
 """One result of each rank has this name and says what its files are; torch passes it on to `finish`."""
@@ -72,7 +72,7 @@ class Writer(StorageWriter):
         writers: int = 2,
         separation_hint: str | None = None,
         fsync: bool = True,
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        staging_bytes: int = WAITING_BUFFER_BYTES,
     ) -> None:
         if writers < 1:
             raise UsageError(f"writers={writers}", fix="Give at least 1.")
@@ -152,8 +152,10 @@ class Writer(StorageWriter):
         storage, _ = open_around(self._uri(), rank=assigned.rank)
         deal = _Deal(plan.items, planner, assigned.rank, self._options)
         settings = pipe_settings(deal.images, self._options.writers, self._memory.budget_bytes)
+        share = deal.share()
+        wait_for_devices(share.payloads)
         # Memory is this writer's own, so an earlier save of its has long given it back.
-        staged = Staged(deal.share(), self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
+        staged = Staged(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
         return deal.results(staged.write_to(for_large_files(storage), assigned.draft.key))
 
     def _uri(self) -> str:
