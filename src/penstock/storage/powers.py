@@ -116,6 +116,6 @@ def conditional(storage: Storage) -> SupportsConditions:
         raise Unavailable(
             "This storage has neither folders that can be renamed nor conditional writes",
             where=storage.uri,
-            fix="Commit checkpoints to file:// or direct://, or to s3:// with client=obstore.",
+            fix="Commit checkpoints to file:// or direct://, or to s3:// or az:// with client=obstore.",
         )
     return inside

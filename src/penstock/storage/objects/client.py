@@ -88,6 +88,9 @@ class SupportsStream(Protocol):
 class SupportsConditions(Protocol):
     """A client that can put on a condition, which the service itself judges."""
 
+    has_conditions: bool
+    """Whether this service does."""
+
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
         """Like `put`, if the object there has the ETag `replaces`, or is absent for None; else 412 or 409."""
 

@@ -60,6 +60,9 @@ class ObstoreClient:
 
     def __init__(self, settings: ClientSettings) -> None:
         self._options = settings.options
+        self._is_azure = settings.scheme == "az"
+        # Google replaces by generation, which no listing of ours tells.
+        self.has_conditions = settings.scheme != "gs"
         self._store = _make_store(settings, max_retries=0)
         self._stream_store = _make_store(settings, max_retries=settings.options.attempts - 1)
 
@@ -99,8 +102,12 @@ class ObstoreClient:
             return _bare(obstore.put(self._store, key, content, use_multipart=False)["e_tag"])
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
-        """Store an object in one request with `If-None-Match: *`, or `If-Match` the ETag that it replaces."""
-        mode: Any = "create" if replaces is None else {"e_tag": f'"{replaces}"'}
+        """Store an object in one request with `If-None-Match: *`, or `If-Match` the ETag that it replaces.
+
+        S3 takes an ETag with and without quotes here, Ceph (16.2) none with quotes, Azure none without.
+        """
+        tag = f'"{replaces}"' if self._is_azure else replaces
+        mode: Any = "create" if replaces is None else {"e_tag": tag}
         try:
             with _translated():
                 return _bare(obstore.put(self._store, key, content, use_multipart=False, mode=mode)["e_tag"])

@@ -100,8 +100,9 @@ class ObjectStorage:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether the client can put on a condition."""
-        return isinstance(self._requests.any_client, SupportsConditions)
+        """Whether client and service can put on a condition."""
+        client = self._requests.any_client
+        return isinstance(client, SupportsConditions) and client.has_conditions
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
         """Write a small object in one request, if the service finds there what `replaces` says."""
