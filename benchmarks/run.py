@@ -21,7 +21,7 @@ import numpy as np
 
 from harness import Ratio, read_record, regressions, write_record
 
-BENCHMARKS = ("storage_probe", "content", "formats", "training", "parity", "checkpoint_pipe", "checkpoint_save")
+BENCHMARKS = ("storage_probe", "content", "formats", "training", "trace_load", "parity", "checkpoint_pipe", "checkpoint_save")
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from penstock.errors import UsageError
 from penstock.trace.event import COLUMNS, FileAccount
 from penstock.trace.reading.files import RANK_PATTERN, TraceFile
 from penstock.trace.reading.selection import EVERYTHING, Selection
-from penstock.trace.table import TableFacts, convert, read_facts
+from penstock.trace.table import Form, TableFacts, convert, read_facts
 from penstock.trace.workers import convert_by_workers, workers
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _convert(
     """Tables of raw files in `folder`, and what they say of themselves."""
     if not dask:
         target = folder / "run.events"
-        return [(target, convert(files, target, progress=progress, selection=selection))]
+        return [(target, convert(files, target, progress=progress, selection=selection, form=Form.PASSING))]
     with workers(dask) as client:
         targets, facts = convert_by_workers(client, files, folder, progress=progress, selection=selection)
     return list(zip(targets, facts, strict=True))

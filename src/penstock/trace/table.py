@@ -11,14 +11,16 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial as with_fixed
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Condition
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import psutil
 import pyarrow as pa
@@ -27,7 +29,7 @@ import pyarrow.parquet as pq
 from penstock.errors import UsageError
 from penstock.trace.event import FileAccount, refuse_damaged
 from penstock.trace.reading.columns import BATCH_SCHEMA
-from penstock.trace.reading.files import TraceFile, read_file
+from penstock.trace.reading.files import Reading, TraceFile, read_selected
 from penstock.trace.reading.selection import EVERYTHING, Selection
 from penstock.trace.sorting import sorted_tables
 
@@ -45,6 +47,22 @@ _DICTIONARIES: Final = [
     "epoch", "step",
 ]  # fmt: skip
 _DELTAS: Final = dict.fromkeys(("ts_us", "dur_us", "end_us", "offset"), "DELTA_BINARY_PACKED")
+
+
+class Form(Enum):
+    """What a table is made for."""
+
+    KEPT = "kept"
+    """Sorted by time within each file, and packed."""
+    PASSING = "passing"
+    """For the questions of the moment: in the order of lines, packed lightly."""
+
+
+class Read(Protocol):
+    """Begins to read a file."""
+
+    def __call__(self, file: TraceFile, *, advance: Callable[[int], None]) -> Reading:
+        """`advance` hears of the bytes that are taken from disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +121,7 @@ def convert(
     progress: Progress,
     selection: Selection = EVERYTHING,
     strict: bool = False,
+    form: Form = Form.KEPT,
     threads: int = 0,
 ) -> TableFacts:
     """Make the table `target` of these files, replacing an older one in one step; what it says of itself.
@@ -113,8 +132,14 @@ def convert(
     sources = tuple(Source.of(file) for file in files)
     progress.begin("reading traces", float(sum(source.size_bytes for source in sources)))
     num_threads = max(1, min(threads or len(os.sched_getaffinity(0)), len(files)))
-    with _publishing(target) as (partial, scratch), _writer(partial) as writer:
-        turns = _Turns(writer, scratch, progress, selection)
+    with (
+        selection.judge() as judge,
+        _publishing(target) as (partial, scratch),
+        _writer(partial, form) as writer,
+    ):
+        turns = _Turns(
+            writer, scratch, progress, with_fixed(read_selected, selection=selection, judge=judge), form
+        )
         with ThreadPoolExecutor(num_threads, "trace") as pool:
             try:
                 futures = [pool.submit(turns.convert, number, file) for number, file in enumerate(files)]
@@ -162,11 +187,16 @@ def _facts_text(facts: TableFacts) -> str:
     )
 
 
-def _writer(path: Path) -> pq.ParquetWriter:
+def _writer(path: Path, form: Form) -> pq.ParquetWriter:
+    packing = {"compression": "zstd", "compression_level": 1} if form is Form.KEPT else {"compression": "lz4"}
     return pq.ParquetWriter(
-        path, BATCH_SCHEMA, compression="zstd", compression_level=1, store_schema=False,
-        use_dictionary=_DICTIONARIES, column_encoding=_DELTAS,
-    )  # fmt: skip
+        path,
+        BATCH_SCHEMA,
+        store_schema=False,
+        use_dictionary=_DICTIONARIES,
+        column_encoding=_DELTAS,
+        **packing,
+    )
 
 
 def _results(futures: Sequence[Future[FileAccount]]) -> tuple[FileAccount, ...]:
@@ -185,12 +215,13 @@ class _Turns:
     """Files that are read at once and written one after another."""
 
     def __init__(
-        self, writer: pq.ParquetWriter, scratch: Path, progress: Progress, selection: Selection
+        self, writer: pq.ParquetWriter, scratch: Path, progress: Progress, read: Read, form: Form
     ) -> None:
         self._writer = writer
         self._scratch = scratch
         self._progress = progress
-        self._selection = selection
+        self._read = read
+        self._form = form
         self._turn = 0
         self._is_stopped = False
         self._changed = Condition()
@@ -201,8 +232,8 @@ class _Turns:
         scratch.mkdir()
         is_done = False
         try:
-            reading = read_file(file, self._advance, self._selection)
-            for table in sorted_tables(reading.batches, scratch, SORTED_ROWS):
+            reading = self._read(file, advance=self._advance)
+            for table in self._tables(reading.batches, scratch):
                 self._await(number)
                 self._writer.write_table(_encoded(table), ROW_GROUP_ROWS)
             self._await(number)
@@ -214,6 +245,13 @@ class _Turns:
             self._turn = number + 1
             self._changed.notify_all()
         return reading.account
+
+    def _tables(self, batches: Iterator[pa.RecordBatch], scratch: Path) -> Iterator[pa.Table]:
+        if self._form is Form.KEPT:
+            yield from sorted_tables(batches, scratch, SORTED_ROWS)
+            return
+        for batch in batches:
+            yield pa.Table.from_batches([batch])
 
     def stop(self) -> None:
         """Let nobody go on."""

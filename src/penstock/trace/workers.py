@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import Unavailable, UsageError
 from penstock.progress import Progress, Silent
-from penstock.trace.table import TableFacts, convert
+from penstock.trace.table import Form, TableFacts, convert
 
 if TYPE_CHECKING:
     from penstock.trace.reading.files import TraceFile
@@ -41,7 +41,9 @@ def workers(scheduler: str) -> Iterator[Any]:
         ) from error
     with ExitStack() as resources:
         if scheduler == LOCAL:
-            cluster = distributed.LocalCluster(dashboard_address=None, threads_per_worker=1, host="127.0.0.1")
+            cluster = distributed.LocalCluster(
+                dashboard_address="127.0.0.1:0", threads_per_worker=1, host="127.0.0.1"
+            )
             resources.enter_context(cluster)
             scheduler = cluster.scheduler_address
         try:
@@ -71,4 +73,4 @@ def convert_by_workers(
 
 
 def _convert_one(file: TraceFile, target: Path, selection: Selection) -> TableFacts:
-    return convert([file], target, progress=Silent(), selection=selection, threads=1)
+    return convert([file], target, progress=Silent(), selection=selection, form=Form.PASSING, threads=1)

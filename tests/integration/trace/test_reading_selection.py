@@ -9,7 +9,7 @@ import pytest
 from penstock.errors import UsageError
 from penstock.testing.trace_files import Writing, write_trace
 from penstock.trace.reading.columns import BATCH_SCHEMA
-from penstock.trace.reading.files import TraceFile, read_file
+from penstock.trace.reading.files import TraceFile, read_selected
 from penstock.trace.reading.needles import NO_NEEDLES
 from penstock.trace.reading.selection import EVERYTHING, Selection
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 
 def read(path: Path, selection: Selection) -> tuple[list[dict[str, Any]], FileAccount]:
-    reading = read_file(TraceFile(path=path), lambda _: None, selection)
-    rows = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA).to_pylist()
+    with selection.judge() as judge:
+        reading = read_selected(TraceFile(path=path), selection, judge)
+        rows = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA).to_pylist()
     account = reading.account
     taken = account.events + account.salvaged
     assert account.lines == taken + account.metadata + account.blank + account.dropped + account.skipped

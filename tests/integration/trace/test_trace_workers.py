@@ -21,7 +21,7 @@ def compare(folder: Path, scheduler: str) -> None:
 
 
 def test_workers_of_a_scheduler_give_the_same_answers(tmp_path: Path) -> None:
-    with distributed.LocalCluster(processes=False, n_workers=1, dashboard_address=None) as cluster:
+    with distributed.LocalCluster(processes=False, n_workers=1, dashboard_address="127.0.0.1:0") as cluster:
         compare(tmp_path, cluster.scheduler_address)
 
 

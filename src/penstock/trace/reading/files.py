@@ -19,15 +19,16 @@ from penstock.trace.reading.columns import Origin
 from penstock.trace.reading.darshan import Darshan
 from penstock.trace.reading.dialects import Dialect, detect
 from penstock.trace.reading.json_lines import JsonLines
+from penstock.trace.reading.needles import NO_NEEDLES
 from penstock.trace.reading.pages import pages_of, read_pieces
 from penstock.trace.reading.rows import read_lines
-from penstock.trace.reading.selection import EVERYTHING, Selection
 from penstock.trace.reading.strace import Strace
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from penstock.trace.reading.needles import Needles
+    from penstock.trace.reading.selection import Judge, Selection
 
 RANK_PATTERN = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d+)"
 """Where a file's name tells the rank: `trace-3-of-16.pfw.gz`, `run_rank3.pfw`."""
@@ -58,12 +59,25 @@ class Reading:
 
 
 def read_file(
-    file: TraceFile, advance: Callable[[int], None] = lambda _: None, selection: Selection = EVERYTHING
+    file: TraceFile,
+    advance: Callable[[int], None] = lambda _: None,
+    needles: Needles = NO_NEEDLES,
 ) -> Reading:
-    """Begin to read; `advance` hears of bytes taken from disk. OSError if the file cannot be read."""
+    """Begin to read; `advance` hears of bytes taken from disk. OSError if the file cannot be read.
+
+    With `needles`, events whose lines have none of them are left out where that is cheap.
+    """
     size_bytes = file.path.stat().st_size
     account = FileAccount(file=file.name or file.path.name, size_bytes=size_bytes)
-    return Reading(account, selection.filter(_batches(file, account, advance, selection.needles()), account))
+    return Reading(account, _batches(file, account, advance, needles))
+
+
+def read_selected(
+    file: TraceFile, selection: Selection, judge: Judge, advance: Callable[[int], None] = lambda _: None
+) -> Reading:
+    """The same for the events of a selection, of which `judge` is."""
+    reading = read_file(file, advance, selection.needles())
+    return Reading(reading.account, judge.filter(reading.batches, reading.account))
 
 
 def _batches(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
@@ -28,22 +29,37 @@ class Selection:
 
     def __post_init__(self) -> None:
         """Refuse what DuckDB cannot apply to events, before anything is read."""
-        if self.where:
-            with duckdb.connect() as connection:
-                _mask(connection, SCHEMA.empty_table(), self.where)
+        self.needles()
 
     def needles(self) -> Needles:
         """What the bytes of a wanted event's line hold."""
-        return _needles(self.where) if self.where else NO_NEEDLES
+        return _examined(self.where) if self.where else NO_NEEDLES
+
+    @contextmanager
+    def judge(self) -> Iterator[Judge]:
+        """Who applies the expression. One serves many files; to begin costs as much as 100,000 lines."""
+        if not self.where:
+            yield Judge("", None)
+            return
+        with duckdb.connect(config={"threads": 1}) as connection:
+            yield Judge(self.where, connection)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Applies an expression to batches of events; safe for threads."""
+
+    where: str
+    connection: duckdb.DuckDBPyConnection | None
 
     def filter(self, batches: Iterator[pa.RecordBatch], account: FileAccount) -> Iterator[pa.RecordBatch]:
         """The wanted events of batches; the others are counted as unwanted."""
-        if not self.where:
+        if self.connection is None:
             yield from batches
             return
-        with duckdb.connect(config={"threads": 1}) as connection:
+        with self.connection.cursor() as cursor:
             for batch in batches:
-                wanted = batch.filter(_mask(connection, pa.Table.from_batches([batch]), self.where))
+                wanted = batch.filter(_mask(cursor, pa.Table.from_batches([batch]), self.where))
                 account.unwanted += batch.num_rows - wanted.num_rows
                 yield wanted
 
@@ -53,9 +69,10 @@ EVERYTHING: Final = Selection()
 
 
 @cache
-def _needles(where: str) -> Needles:
-    """Asked once for all files: DuckDB's parser takes as long as reading some ten thousand lines."""
+def _examined(where: str) -> Needles:
+    """Needles of an expression that DuckDB can apply; asked once for all files."""
     with duckdb.connect() as connection:
+        _mask(connection, SCHEMA.empty_table(), where)
         query = f"SELECT * FROM events WHERE {where}"
         told = connection.execute("SELECT json_serialize_sql(?)", [query]).fetchall()[0][0]
     statements = json.loads(told).get("statements") or [{}]
