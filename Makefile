@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-RECIPE := pyproject.toml constraints.txt
+RECIPE := pyproject.toml constraints.txt tests/peers.txt
 
 .PHONY: help demo test test-slow check format bench clean
 
@@ -63,4 +63,6 @@ $(VENV)/.holds-demo: $(RECIPE) | $(BIN)/python
 $(VENV)/.holds-all: $(RECIPE) | $(BIN)/python
 	@echo "Installing penstock with all extras and the test tools into $(VENV) (a few minutes the first time) ..."
 	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@$(PIP) install --no-deps --requirement tests/peers.txt || \
+	  echo "Not all of tests/peers.txt can be installed here: the tests of their adapters will be skipped." >&2
 	@touch $@ $(VENV)/.holds-demo

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.checkpoint.adapters.peers import seen_by
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root: Path = tmp_path_factory.mktemp("lightning")
+    return seen_by("lightning_resumes.py", root, needs="lightning")
+
+
+@pytest.mark.parametrize("plugin", ["blocking", "background"])
+def test_a_stopped_fit_resumes_to_the_very_weights_of_one_that_never_stopped(seen: Any, plugin: str) -> None:
+    assert seen[f"{plugin}_epochs"] == 4
+    assert seen[f"{plugin}_same"]
+
+
+@pytest.mark.parametrize("plugin", ["blocking", "background"])
+def test_lightning_keeps_as_many_checkpoints_as_it_was_told(seen: Any, plugin: str) -> None:
+    assert seen[f"{plugin}_kept"] == [seen[f"{plugin}_saved"]]
+
+
+def test_a_file_of_lightnings_own_plugin_is_resumed_from(seen: Any) -> None:
+    assert seen["own_file_same"]
+
+
+def test_an_older_checkpoint_stays_where_the_newer_one_fails_and_the_failure_is_told(seen: Any) -> None:
+    assert seen["failure"]
+    assert seen["kept"] == [1.0, 1.0, 1.0]
+
+
+def test_a_folder_takes_the_place_of_a_file(seen: Any) -> None:
+    assert seen["left"] == ["epoch=1-step=8.ckpt"]
+    assert seen["epoch"] == 3
