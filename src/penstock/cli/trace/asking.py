@@ -97,12 +97,18 @@ def columns(by: str | None, default: Sequence[str]) -> Sequence[str]:
 
 @contextmanager
 def asked(
-    files: Sequence[str], terminal: Terminal, lens: Lens, *, where: str = "", strict: bool = False
+    files: Sequence[str],
+    terminal: Terminal,
+    lens: Lens,
+    *,
+    where: str = "",
+    dask: str = "",
+    strict: bool = False,
 ) -> Iterator[Events]:
     """Traces opened and seen through the lens."""
     from penstock.trace.questions.base import through_lens
 
-    with opened(files, terminal, where=where, strict=strict) as traces:
+    with opened(files, terminal, where=where, dask=dask, strict=strict) as traces:
         yield through_lens(traces.connection, traces.relation, lens)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.terminal import JsonFlag, Terminal, table
 from penstock.cli.trace.asking import Tiers, asked, draw_answer, make_lens
-from penstock.cli.trace.opening import Files, Strict, Where, tell_losses
+from penstock.cli.trace.opening import Dask, Files, Strict, Where, tell_losses
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,6 +28,7 @@ def compare(
         Path | None,
         typer.Option("--out", "-o", metavar="FOLDER", help="Leave report.html, report.md, tables.parquet."),
     ] = None,
+    dask: Dask = "",
     strict: Strict = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -46,7 +47,10 @@ def compare(
 
     terminal = Terminal(as_json=as_json)
     wanted = read_document(Comparison, description)
-    with terminal.progress() as progress, open_study(wanted, description.parent, progress=progress) as study:
+    with (
+        terminal.progress() as progress,
+        open_study(wanted, description.parent, progress=progress, dask=dask) as study,
+    ):
         tell_losses([each for some in study.accounts.values() for each in some], terminal, strict=strict)
         compared = compare_study(study, progress=progress)
     if out is not None:
@@ -62,6 +66,7 @@ def expect(
         Path, typer.Argument(metavar="CHECKS.yaml", help="A comparison with checks: docs/trace.md.")
     ],
     *,
+    dask: Dask = "",
     as_json: JsonFlag = False,
 ) -> None:
     """Check what is expected of runs; exit code 1, and the lines that fail, if it does not hold.
@@ -78,7 +83,10 @@ def expect(
 
     terminal = Terminal(as_json=as_json)
     wanted = read_document(Expectations, checks)
-    with terminal.progress() as progress, open_study(wanted, checks.parent, progress=progress) as study:
+    with (
+        terminal.progress() as progress,
+        open_study(wanted, checks.parent, progress=progress, dask=dask) as study,
+    ):
         tell_losses([each for some in study.accounts.values() for each in some], terminal, strict=False)
         checked = check_all(study, wanted)
     failed = [each for each in checked if not each.holds]
@@ -96,6 +104,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="As trace.json or trace.json.gz.")],
     tier: Tiers = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -111,7 +120,10 @@ def export(
 
     terminal = Terminal(as_json=as_json)
     lens = make_lens(tier, None, None)
-    with asked(files, terminal, lens, where=where, strict=strict) as events, terminal.progress() as progress:
+    with (
+        asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events,
+        terminal.progress() as progress,
+    ):
         num_events = export_perfetto(events, out, progress=progress)
     document = {"file": str(out), "num_events": num_events, "size_bytes": out.stat().st_size}
     terminal.result(document, lambda console: console.print(f"{out}: {num_events:,} events", markup=False))

@@ -19,7 +19,7 @@ from penstock.cli.trace.asking import (
     make_lens,
     show,
 )
-from penstock.cli.trace.opening import Files, Strict, Where
+from penstock.cli.trace.opening import Dask, Files, Strict, Where
 
 Top = Annotated[int | None, typer.Option("--top", min=1, help="Only so many rows.")]
 
@@ -29,6 +29,7 @@ def summary(
     *,
     phase: Phases = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -44,7 +45,9 @@ def summary(
     from penstock.trace.questions.summary import summary as ask
 
     terminal = Terminal(as_json=as_json)
-    with asked(files, terminal, make_lens(None, None, phase), where=where, strict=strict) as events:
+    with asked(
+        files, terminal, make_lens(None, None, phase), where=where, dask=dask, strict=strict
+    ) as events:
         show(terminal, ask(events), form)
 
 
@@ -56,6 +59,7 @@ def ops(
     file_class: Classes = None,
     phase: Phases = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -72,7 +76,7 @@ def ops(
 
     terminal = Terminal(as_json=as_json)
     lens = make_lens(tier, file_class, phase)
-    with asked(files, terminal, lens, where=where, strict=strict) as events:
+    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
         show(terminal, [ask(events, by=columns(by, ("tier", "op")))], form)
 
 
@@ -84,6 +88,7 @@ def files_(
     tier: Tiers = None,
     file_class: Classes = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -100,7 +105,7 @@ def files_(
 
     terminal = Terminal(as_json=as_json)
     lens = make_lens(tier, file_class, None)
-    with asked(files, terminal, lens, where=where, strict=strict) as events:
+    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
         show(terminal, [ask(events, by=columns(by, ("path",)), top=top)], form)
 
 
@@ -111,6 +116,7 @@ def classes(
     tier: Tiers = None,
     file_class: Classes = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -127,7 +133,7 @@ def classes(
 
     terminal = Terminal(as_json=as_json)
     lens = make_lens(tier, file_class, None)
-    with asked(files, terminal, lens, where=where, strict=strict) as events:
+    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
         show(terminal, [ask(events, by=columns(by, ("file_class", "op")))], form)
 
 
@@ -139,6 +145,7 @@ def sizes(
     tier: Tiers = None,
     file_class: Classes = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -155,7 +162,7 @@ def sizes(
 
     terminal = Terminal(as_json=as_json)
     lens = make_lens(tier, file_class, None)
-    with asked(files, terminal, lens, where=where, strict=strict) as events:
+    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
         show(terminal, ask(events, by=columns(by, ("op",)), top=top), form)
 
 
@@ -164,6 +171,7 @@ def file(
     files: Files,
     *,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -179,7 +187,7 @@ def file(
     from penstock.trace.questions.file_events import file_events
 
     terminal = Terminal(as_json=as_json)
-    with asked(files, terminal, make_lens(None, None, None), where=where, strict=strict) as events:
+    with asked(files, terminal, make_lens(None, None, None), where=where, dask=dask, strict=strict) as events:
         show(terminal, [file_events(events, path)], form)
 
 
@@ -188,6 +196,7 @@ def ranks(
     *,
     phase: Phases = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -203,7 +212,9 @@ def ranks(
     from penstock.trace.questions.ranks import ranks as ask
 
     terminal = Terminal(as_json=as_json)
-    with asked(files, terminal, make_lens(None, None, phase), where=where, strict=strict) as events:
+    with asked(
+        files, terminal, make_lens(None, None, phase), where=where, dask=dask, strict=strict
+    ) as events:
         show(terminal, [ask(events)], form)
 
 
@@ -216,6 +227,7 @@ def timeline(
     tier: Tiers = None,
     phase: Phases = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -236,7 +248,9 @@ def timeline(
     if bucket_us is not None and bucket_us < 1:
         raise UsageError(f"--bucket {bucket} is shorter than a microsecond", fix="Write for example 100ms.")
     terminal = Terminal(as_json=as_json)
-    with asked(files, terminal, make_lens(tier, None, phase), where=where, strict=strict) as events:
+    with asked(
+        files, terminal, make_lens(tier, None, phase), where=where, dask=dask, strict=strict
+    ) as events:
         show(terminal, [ask(events, bucket_us=bucket_us)], form)
 
 
@@ -251,6 +265,7 @@ def overlap(
     file_class: Classes = None,
     phase: Phases = None,
     where: Where = "",
+    dask: Dask = "",
     strict: Strict = False,
     form: FormOption = Form.TABLE,
     as_json: JsonFlag = False,
@@ -270,5 +285,5 @@ def overlap(
 
     terminal = Terminal(as_json=as_json)
     lens = make_lens(tier, file_class, phase)
-    with asked(files, terminal, lens, where=where, strict=strict) as events:
+    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
         show(terminal, [ask(events, by=columns(by, ("pid",)), of=of)], form)

@@ -23,11 +23,13 @@ _IN_MEMORY_EVENTS: Final = 2_000_000
 
 
 @contextmanager
-def open_study(asked: Comparison, folder: Path, *, progress: Progress | None = None) -> Iterator[Study]:
-    """Open what `asked` names; its globs are relative to `folder`."""
+def open_study(
+    asked: Comparison, folder: Path, *, progress: Progress | None = None, dask: str = ""
+) -> Iterator[Study]:
+    """Open what `asked` names; globs are relative to `folder`; `dask` as in `open_traces`."""
     runs = {run: _patterns(globs, folder) for run, globs in asked.runs.items()}
     selection = Selection(where=asked.where)
-    with open_traces(runs, progress=progress or Silent(), selection=selection) as traces:
+    with open_traces(runs, progress=progress or Silent(), selection=selection, dask=dask) as traces:
         relation = traces.relation
         if sum(each.events + each.salvaged for each in traces.accounts) <= _IN_MEMORY_EVENTS:
             traces.connection.execute(f"CREATE TEMP TABLE penstock_study AS SELECT * FROM {relation}")

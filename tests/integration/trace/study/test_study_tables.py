@@ -288,3 +288,12 @@ def test_the_tables_do_not_depend_on_the_format_of_the_traces(
     for table in compared.tables:
         if table.name not in ("t0", "t9"):  # metadata lines, and numbers of threads
             assert again.table(table.name) == table
+
+
+@pytest.mark.slow
+def test_workers_of_dask_come_to_the_same_report(compared: Compared, study_folder: Path) -> None:
+    asked = read_document(Comparison, study_folder / "runs.yaml")
+    with open_study(asked, study_folder, dask="local") as study:
+        again = compare(study)
+    assert markdown.render(again) == markdown.render(compared)
+    assert list(again.charts) == list(compared.charts)
