@@ -19,6 +19,7 @@ from penstock.testing.servers import BUCKET
 if TYPE_CHECKING:
     from penstock.testing.servers import S3Server
 
+WITHOUT_ACCOUNTS = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
 SMALL = ("llama3-8b", "--scale", "0.00005", "--interval", "0s", "--chunk", "1MiB", "--buffer-memory", "8MiB")
 
 
@@ -29,7 +30,7 @@ def penstock(*words: str, **environment: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "COLUMNS": "120", **environment},
+        env={**WITHOUT_ACCOUNTS, "COLUMNS": "120", **environment},
     )
 
 
@@ -76,7 +77,15 @@ def test_people_see_rates_the_bottleneck_and_where_the_record_is(
     assert deltas["write_gib_per_s"]["changes"] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("client", ["obstore", "minio"])
+@pytest.mark.parametrize(
+    "client",
+    [
+        "obstore",
+        "minio",
+        pytest.param("s3dlio", marks=pytest.mark.slow),
+        pytest.param("s3torchconnector", marks=pytest.mark.slow),
+    ],
+)
 def test_an_object_store_takes_and_gives_back_checkpoints(
     tmp_path: Path, moto: S3Server, client: str
 ) -> None:
