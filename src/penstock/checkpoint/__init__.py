@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from penstock.checkpoint.handle import SaveHandle, SaveReport
     from penstock.checkpoint.manager import Manager
+    from penstock.checkpoint.step_reader import load
     from penstock.checkpoint.step_writer import save
     from penstock.checkpoint.torch_dcp.planner import SavePlanner
     from penstock.checkpoint.torch_dcp.writer import Writer
 
-__all__ = ["Manager", "SaveHandle", "SavePlanner", "SaveReport", "Writer", "save"]
+__all__ = ["Manager", "SaveHandle", "SavePlanner", "SaveReport", "Writer", "load", "save"]
 
 _PLACES: Final = MappingProxyType(
     {
@@ -28,6 +29,7 @@ _PLACES: Final = MappingProxyType(
         "SavePlanner": "torch_dcp.planner",
         "SaveReport": "handle",
         "Writer": "torch_dcp.writer",
+        "load": "step_reader",
         "save": "step_writer",
     }
 )
