@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 WAITING_BUFFER_BYTES = 128 << 20
-"""Where the caller waits for the commit, more buffers make nothing faster; object stores keep some in flight."""
+"""Where the caller waits for the commit, more make nothing faster; object stores keep some in flight."""
 
 DEFAULT_STAGING_BYTES = 2 << 30
 """A larger share than this blocks `save_async` until the rest of it is written."""
