@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.checkpoint.commit.place import on_all, on_lead
-from penstock.checkpoint.completing import Target, complete
+from penstock.checkpoint.commit.place import on_all
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.handle import Meter, SaveHandle, SaveReport
+from penstock.checkpoint.keeping import DurableKeeper
 from penstock.checkpoint.members import own_members
-from penstock.checkpoint.restoring import PassedOver, candidates, none_restorable, try_step
+from penstock.checkpoint.restoring import PassedOver, none_restorable, try_step
 from penstock.checkpoint.steps import Steps, name_of
 from penstock.cluster.collect import cause_of
-from penstock.errors import PenstockError, RankFailed, StorageError, UsageError
+from penstock.errors import PenstockError, RankFailed, UsageError
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.checkpoint.engine import Engine, Names, State
+    from penstock.checkpoint.keeping import Find, Keeper
     from penstock.checkpoint.staging.base import PreparedSave, StagedSave, Urgency
     from penstock.checkpoint.stored import AnyPath
     from penstock.progress import Progress
@@ -80,9 +82,10 @@ class Manager:
         self._storage: Storage = (
             open_here(durable, rank=self._rank) if isinstance(durable, str | os.PathLike) else durable
         )
-        self._steps = Steps(self._storage)
-        self._keep = keep
         self._timeout_s = timeout_s
+        self._keeper: Keeper = DurableKeeper(
+            Steps(self._storage), self._back.comm, keep=keep, timeout_s=timeout_s
+        )
         self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)
         self._handles: list[SaveHandle] = []
         self._num_saves = 0
@@ -93,7 +96,7 @@ class Manager:
 
     def steps(self) -> list[int]:
         """All committed steps, ascending. Not collective."""
-        return self._steps.committed()
+        return self._keeper.steps()
 
     def latest(self) -> int | None:
         """The newest committed step. Not collective."""
@@ -169,22 +172,23 @@ class Manager:
             convert_dtypes=convert_dtypes,
             trust=trust,
         )
+
+        def load(copy: Find) -> None:
+            self._engine.load(state, copy.find(), self._front, choice, progress)
+
         passed: list[PassedOver] = []
-        for each in on_lead(comm, lambda: candidates(self._steps, step), awaiting="rank 0 to list the steps"):
-            reason = try_step(
-                comm,
-                lambda each=each: self._engine.load(  # type: ignore[misc] # mypy does not infer the default
-                    state, self._steps.find(each), self._front, choice, progress
-                ),
-                each,
-            )
-            if reason is None:
-                self.passed_over = tuple(passed)
-                return each
+        for each in self._keeper.candidates(step):
+            reasons: list[str] = []
+            for copy in self._keeper.finds(each):
+                reason = copy if isinstance(copy, str) else try_step(comm, partial(load, copy), each)
+                if reason is None:
+                    self.passed_over = tuple(passed)
+                    return each
+                reasons.append(reason)
             # Once a job is enough to be read; the others' logs have it for whoever looks there.
             level = logging.WARNING if self._rank == 0 else logging.INFO
-            logger.log(level, "Step %d is passed over: %s", each, reason)
-            passed.append(PassedOver(each, reason))
+            logger.log(level, "Step %d is passed over: %s", each, "; ".join(reasons))
+            passed.append(PassedOver(each, "; ".join(reasons)))
         self.passed_over = tuple(passed)
         if passed:
             raise none_restorable(passed, self._storage.uri)
@@ -247,26 +251,10 @@ class Manager:
 
     def _complete(self, step: int, prepared: PreparedSave, staged: StagedSave, meter: Meter) -> SaveReport:
         """The rest of a save, in the worker's thread, where saves follow each other on all ranks alike."""
-        target = Target(storage=self._storage, name=name_of(step), facts={"step": step})
-        committed, stats = complete(
-            prepared, staged, target, self._back.comm, timeout_s=self._timeout_s, progress=meter
-        )
-        report = SaveReport(step=step, uri=f"{self._storage.uri}/{committed.name}", ranks=stats)
+        uri, stats = self._keeper.save(step, prepared, staged, meter)
+        report = SaveReport(step=step, uri=uri, ranks=stats)
         logger.info("Committed %s", report.line_of(self._rank))
-        if self._rank == 0:
-            self._retire(step)
         return report
-
-    def _retire(self, step: int) -> None:
-        """Point to the newest step and remove the surplus. The step is committed, whatever fails here."""
-        try:
-            if step == self.latest():
-                self._steps.point_to(step)
-            for removed in self._steps.surplus(self._keep):
-                logger.info("Removing step %d: the newest %s are kept", removed, self._keep)
-                self._steps.remove(removed)
-        except StorageError as error:
-            logger.warning("Step %d is committed, but old steps could not all be removed: %s", step, error)
 
     def _wait_for_saves(self) -> None:
         for handle in self._handles:

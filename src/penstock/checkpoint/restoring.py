@@ -13,7 +13,6 @@ from penstock.cluster.collect import cause_of, collect
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.steps import Steps
     from penstock.cluster.comm import Comm
 
 Fault = Literal["checkpoint", "caller", "elsewhere"]
@@ -35,16 +34,15 @@ class _Outcome:
     host: str
 
 
-def candidates(steps: Steps, wanted: int | None) -> list[int]:
+def wanted_of(committed: Sequence[int], wanted: int | None, uri: str) -> list[int]:
     """The steps to try, in this order; `ObjectNotFound` where the one that is wanted is not committed."""
-    committed = steps.committed()
     if wanted is None:
-        return committed[::-1]
+        return sorted(committed, reverse=True)
     if wanted not in committed:
         there = ", ".join(map(str, committed[-5:])) or "none"
         raise ObjectNotFound(
             f"Step {wanted} is not committed",
-            uri=steps.storage.uri,
+            uri=uri,
             fix=f"Restore one of those that are there (the newest: {there}).",
         )
     return [wanted]
