@@ -21,7 +21,17 @@ import numpy as np
 
 from harness import Ratio, read_record, regressions, write_record
 
-BENCHMARKS = ("storage_probe", "content", "formats", "training", "trace_load", "parity", "checkpoint_pipe", "checkpoint_save")
+BENCHMARKS = (
+    "storage_probe",
+    "content",
+    "formats",
+    "training",
+    "trace_load",
+    "parity",
+    "checkpoint_pipe",
+    "checkpoint_clients",
+    "checkpoint_save",
+)
 
 
 def main() -> int:

@@ -216,8 +216,9 @@ def shortcomings(result: CheckpointResult) -> list[str]:
         share = max(cold.resident_share for cold in warm)
         num_reads = sum(each.round.direction == "read" for each in result.rounds)
         said.append(
-            f"{len(warm)} of {num_reads} reads came from the page cache: up to {share:.0%} of the bytes stayed in memory "
-            "after they were dropped. They count for no storage; direct:// reads past the page cache"
+            f"{len(warm)} of {num_reads} reads came from the page cache: up to {share:.0%} of the bytes "
+            "stayed in memory after they were dropped. They count for no storage; direct:// reads past "
+            "the page cache"
         )
     return said
 
