@@ -76,6 +76,15 @@ def ending(children: Sequence[ForkServerProcess]) -> Iterator[None]:
             child.join()
 
 
+def exit_code_of(function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> int | None:
+    """How a child that calls `function` ends: 0, or minus the signal that killed it; None where it hung."""
+    child = clean_context().Process(target=_run, args=(Located.of(function), arguments))
+    child.start()
+    with ending([child]):
+        child.join(limit_s)
+        return child.exitcode
+
+
 def run_children(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[Any]:
     """What each function returns for its arguments, in a child each, all at once.
 
@@ -112,6 +121,10 @@ def _answers(readers: Sequence[Connection], limit_s: float) -> list[tuple[bool, 
                 answers[number] = False, "it died"
             reader.close()
     return answers
+
+
+def _run(function: Located, arguments: tuple[Any, ...]) -> None:
+    function.load()(*arguments)
 
 
 def _call(answer: Connection, function: Located, arguments: tuple[Any, ...]) -> None:

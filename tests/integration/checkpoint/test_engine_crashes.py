@@ -6,6 +6,8 @@ import errno
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -224,3 +226,13 @@ def in_gap(file: ManifestFile, offset: int) -> bool:
     """Whether a byte belongs to no item: it is checked by `verify` alone, and nobody loads it."""
     begins, ends = file.item_offset, file.item_offset + file.item_bytes
     return not bool(((begins <= offset) & (offset < ends)).any())
+
+
+@pytest.mark.slow
+def test_beside_stock_saves_no_kill_of_ours_leaves_what_no_save_made() -> None:
+    root = Path(__file__).parents[3]
+    program = [sys.executable, str(root / "benchmarks" / "checkpoint_crashes.py"), "3"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=3000)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("dcp.save") == 2
