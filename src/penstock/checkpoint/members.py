@@ -7,7 +7,7 @@ Invariant: a rank that is not in the group gets an error at once, and the ranks 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import gethostname
@@ -37,16 +37,17 @@ def own_members(process_group: Any = None) -> Members:
 
     Collective over these ranks alone. Its messages never meet those of the trainer.
     """
-    ranks = _ranks_of(process_group)
+    return members_of_ranks(_ranks_of(process_group))
+
+
+def members_of_ranks(ranks: Sequence[int]) -> Members:
+    """A group of our own of these ranks, by their numbers in the job. Collective over them alone."""
     if len(ranks) < 2:
         return Members(SoloComm(gethostname()))
-    import torch.distributed as dist  # noqa: PLC0415 - loads torch, which is there by now
+    from penstock.checkpoint.own_group import GroupComm, make_group  # noqa: PLC0415 - loads torch
 
-    from penstock.cluster.torch import LONGEST_CALL, TorchComm  # noqa: PLC0415 - likewise
-
-    group = dist.new_group(ranks, timeout=LONGEST_CALL, backend="gloo", use_local_synchronization=True)
-    comm = TorchComm(gethostname(), group, at_close=lambda: dist.destroy_process_group(group))
-    return Members(comm, group)
+    group = make_group(ranks)
+    return Members(GroupComm(gethostname(), group), group)
 
 
 def borrowed_members(process_group: Any = None) -> Members:

@@ -14,9 +14,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from penstock.checkpoint.members import own_members
 from penstock.checkpoint.step_reader import load
 from penstock.checkpoint.step_writer import save
+from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
+from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import PenstockError, RankFailed, UsageError
+from penstock.testing.comm_contract import check_comm
 from penstock.testing.gloo_ranks import on_gloo_ranks
 
 Told = dict[str, list[Any]]
@@ -127,6 +131,12 @@ def exchange_with_stock(rank: int, root: Path, seeds: range) -> None:
                 found.pop("rng")
             load(found, root / f"{name}-{seed}")
             assert_same(full(found), {key: expected[key] for key in found}, f"{name} {seed} ")
+        for name in ("ours", "stock"):
+            found = other.state(2)
+            found.pop("rng")
+            reader = Reader(root / f"{name}-{seed}")
+            stock_load(found, storage_reader=reader, planner=LoadPlanner())
+            assert_same(full(found), {key: expected[key] for key in found}, f"Reader loads {name} {seed} ")
         found = other.state(2)
         found.pop("rng")
         stock_load(found, checkpoint_id=root / f"ours-{seed}")
@@ -161,6 +171,21 @@ def read_once(rank: int, root: Path) -> tuple[int, int]:
     assert report.received_bytes == 8 << 20
     assert report.num_summed == 8
     return report.read_bytes, read
+
+
+def read_once_by_reader(rank: int, root: Path) -> int:
+    expected = values("w", (512, 1024), torch.float32, 1)
+    save({"w": expected.clone()}, root / "step")
+    found = {"w": torch.zeros(512, 1024)}
+    before = _read_by_this_process()
+    stock_load(found, storage_reader=Reader(root / "step"), planner=LoadPlanner())
+    assert found["w"].equal(expected)
+    return _read_by_this_process() - before
+
+
+def test_replicas_read_each_byte_once_through_stock_load_too(told: Told) -> None:
+    for seen in told["read_once_by_reader"]:
+        assert seen <= (1 << 20) + (1 << 19), "half of 2 MiB, and the checkpoint's description"
 
 
 def _read_by_this_process() -> int:
@@ -228,6 +253,23 @@ def test_groups_load_apart_and_a_rank_outside_is_told_so(told: Told) -> None:
     assert told["disjoint_groups"] == [None, None]
 
 
+def groups_again_and_again(rank: int, root: Path) -> None:
+    for _ in range(5):
+        members = own_members()
+        check_comm(members.comm)
+        members.close()
+    if rank == 0:
+        # A rank that belongs to more groups than others still meets them.
+        alone = dist.new_group([0], use_local_synchronization=True)
+        assert own_members(alone).group is None
+    first, second = own_members(), own_members()
+    assert first.comm.gather(rank, awaiting="ranks") == second.comm.gather(rank, awaiting="ranks") == [0, 1]
+
+
+def test_groups_of_our_own_are_made_as_often_as_needed(told: Told) -> None:
+    assert told["groups_again_and_again"] == [None, None]
+
+
 def own_objects(rank: int, root: Path) -> tuple[Any, Any]:
     save({"w": torch.ones(4), "rng": f"of rank {rank}", "step": 3}, root / "step")
     found: dict[str, Any] = {"w": torch.zeros(4), "rng": None, "step": None}
@@ -240,7 +282,15 @@ def test_each_rank_gets_its_own_objects_back(told: Told) -> None:
 
 
 def all_programs(rank: int, root: Path) -> dict[str, Any]:
-    programs = (few_layouts, read_once, fail_together, disjoint_groups, own_objects)
+    programs = (
+        few_layouts,
+        read_once,
+        read_once_by_reader,
+        fail_together,
+        disjoint_groups,
+        own_objects,
+        groups_again_and_again,
+    )
     return {program.__name__: program(rank, root / program.__name__) for program in programs}
 
 

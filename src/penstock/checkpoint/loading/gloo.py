@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from penstock.checkpoint.loading.exchange import AWAITED
 from penstock.errors import RankError, WaitTimeout
@@ -40,23 +39,22 @@ class _GlooPending:
 
 
 class GlooLines:
-    """`Lines` of one group, which must have a gloo part."""
+    """`Lines` of one group with a gloo part, a trainer's or our own; peers are ranks of the group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: Any) -> None:
         self._group = group
 
     def send(self, peer: int, number: int, memory: NDArray[np.uint8]) -> _GlooPending:
         """Begin to send."""
-        return self._begin(dist.isend, peer, number, memory)
+        return self._begin(self._group.send, peer, number, memory)
 
     def receive(self, peer: int, number: int, memory: NDArray[np.uint8]) -> _GlooPending:
         """Begin to receive."""
-        return self._begin(dist.irecv, peer, number, memory)
+        return self._begin(self._group.recv, peer, number, memory)
 
     def _begin(self, move: Any, peer: int, number: int, memory: NDArray[np.uint8]) -> _GlooPending:
-        other = dist.get_global_rank(self._group, peer)
         try:
-            work = move(torch.from_numpy(memory), other, group=self._group, tag=FIRST_TAG + number)
+            work = move([torch.from_numpy(memory)], peer, FIRST_TAG + number)
         except RuntimeError as error:
             raise _broken(peer, error) from error
         return _GlooPending(work, peer)

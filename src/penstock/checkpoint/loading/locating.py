@@ -29,8 +29,7 @@ NUM_THREADS = 4
 def located(opened: Opened, storage: Storage, comm: Comm) -> Contents:
     """The contents with all payloads' positions; collective. Costs nothing where a manifest tells them."""
     contents = opened.contents
-    stored = contents.stored
-    rows = np.flatnonzero((stored.payload_offset == UNKNOWN) & ~stored.packed)
+    rows = unlocated_rows(contents)
     if not len(rows):
         return contents
     mine = rows[comm.rank :: comm.size]
@@ -42,6 +41,12 @@ def located(opened: Opened, storage: Storage, comm: Comm) -> Contents:
     for rank, each in enumerate(everybodys):
         positions[rank :: comm.size] = each
     return with_payloads(contents, positions, rows)
+
+
+def unlocated_rows(contents: Contents) -> Ints:
+    """Rows of plain items whose payload only their own heads can tell."""
+    stored = contents.stored
+    return np.flatnonzero((stored.payload_offset == UNKNOWN) & ~stored.packed)
 
 
 def _positions(opened: Opened, storage: Storage, rows: Ints) -> Ints:

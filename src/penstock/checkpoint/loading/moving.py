@@ -23,16 +23,17 @@ from penstock.checkpoint.plan.loading import payload_starts
 from penstock.storage.aligned import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from penstock.checkpoint.loading.exchange import Lines as Carrier
     from penstock.checkpoint.loading.landing import Target
     from penstock.checkpoint.loading.reading import Buffers
     from penstock.checkpoint.loading.wishes import Lines
+    from penstock.checkpoint.opened import Opened
     from penstock.checkpoint.pieces import Ints
     from penstock.checkpoint.plan.records import LoadPlan
     from penstock.progress import Progress
-    from penstock.storage.base import Source
+    from penstock.storage.base import Source, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +49,38 @@ class Moved:
 class Means:
     """What moving needs besides the plan."""
 
-    open_file: Callable[[int], Source]
-    takes_any_address: bool
-    """Whether the storage reads into any memory as fast as into aligned huge pages."""
-    summed: Callable[[int], SummedItem | None]
-    """The sum of a row of `Lines`, where it is known."""
+    opened: Opened
+    storage: Storage
+    """The opened one, or a faster way to the same files."""
     carrier: Carrier | None
     buffers: Buffers
     progress: Progress
     timeout_s: float
+
+    @property
+    def takes_any_address(self) -> bool:
+        """Whether the storage reads into any memory as fast as into aligned huge pages."""
+        return self.storage.options.get("access") != "direct"
+
+    def open_file(self, number: int) -> Source:
+        """One of the checkpoint's files."""
+        return self.storage.open(self.opened.key(self.opened.contents.files[number]))
+
+    def summed(self, lines: Lines, row: int) -> SummedItem | None:
+        """The sum of the item of a row of `lines`, where it is known."""
+        summed = self.opened.summed
+        if summed is None:
+            return None
+        source = int(lines.source_row[row])
+        expected = summed.object_sums[-1 - source] if source < 0 else summed.sums[source].tobytes()
+        begin = int(lines.stored.item_offset[row])
+        return SummedItem(
+            name=lines.tensors[int(lines.stored.boxes.tensor[row])].name,
+            file=f"{self.opened.uri}/{self.opened.contents.files[int(lines.stored.file[row])]}",
+            begin=begin,
+            end=begin + int(lines.stored.item_bytes[row]),
+            expected=expected,
+        )
 
 
 def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means) -> Moved:
@@ -66,7 +90,7 @@ def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means) 
     begin = lines.stored.payload_offset[plan.row]
     begin = begin + payload_starts(plan.boxes, outer) * item_bytes[plan.boxes.tensor]
     end = begin + plan.boxes.num_bytes(item_bytes)
-    items = _whole_items(plan, lines, begin, end, means.summed)
+    items = _whole_items(plan, lines, begin, end, means)
     spans = _spans(plan, lines, begin, end, items)
     settings = means.buffers.settings
     blocks = lay_out(spans, block_bytes=settings.block_bytes, alignment_bytes=PAGE_BYTES)
@@ -119,9 +143,7 @@ def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means) 
     )
 
 
-def _whole_items(
-    plan: LoadPlan, lines: Lines, begin: Ints, end: Ints, summed: Callable[[int], SummedItem | None]
-) -> dict[int, SummedItem]:
+def _whole_items(plan: LoadPlan, lines: Lines, begin: Ints, end: Ints, means: Means) -> dict[int, SummedItem]:
     """Items that this rank reads from end to end, by row of `Lines`: it can verify their sums on the way."""
     found = {}
     item_bytes = item_bytes_of(lines.tensors)
@@ -136,7 +158,7 @@ def _whole_items(
         payload = int(lines.stored.payload_offset[row])
         follows = (begin[low + 1 : high] == end[low : high - 1]).all()
         is_whole = begin[low] == payload and end[high - 1] == payload + sizes[row]
-        if in_one_run[row] and follows and is_whole and (item := summed(row)) is not None:
+        if in_one_run[row] and follows and is_whole and (item := means.summed(lines, row)) is not None:
             found[row] = item
     return found
 

@@ -137,7 +137,18 @@ def wishes_of(
         else:
             raise _kinds_differ(name, stored_name, is_tensor=name in own)
     boxes = Boxes.from_rows(rows)
-    _check_whole(contents, boxes, where)
+    check_whole(contents, boxes, where)
+    return wishes_for(boxes, tuple(names), wanted_objects, contents, lines)
+
+
+def wishes_for(
+    boxes: Boxes,
+    names: tuple[tuple[str, int], ...],
+    wanted_objects: Mapping[str, int],
+    contents: Contents,
+    lines: Lines,
+) -> Wishes:
+    """The same for boxes and objects that were matched and checked already."""
     unpacking = _unpackings(contents, lines, boxes)
     items = dict.fromkeys(lines.first_packed + each.row for each in unpacking)
     items.update(dict.fromkeys(lines.first_object + number for number in wanted_objects.values()))
@@ -145,7 +156,7 @@ def wishes_of(
     whole = _lines(np.array(list(items), dtype=np.int64), sizes)
     return Wishes(
         boxes=Boxes.concatenated([boxes, whole]),
-        names=tuple(names),
+        names=names,
         items=tuple(items),
         unpacking=unpacking,
         objects=wanted_objects,
@@ -173,7 +184,8 @@ def _kinds_differ(name: str, stored_name: str, *, is_tensor: bool) -> UsageError
     )
 
 
-def _check_whole(contents: Contents, boxes: Boxes, where: str) -> None:
+def check_whole(contents: Contents, boxes: Boxes, where: str) -> None:
+    """Raise `DataDamaged` for the first wanted box that stored ones do not make up, each element once."""
     missing = missing_elements(contents.stored.boxes, boxes)
     rows = np.flatnonzero(missing)
     if len(rows):

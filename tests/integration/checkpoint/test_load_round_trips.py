@@ -1,0 +1,346 @@
+"""Loading on one rank: every format into every kind of place, chosen parts, and what is refused."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
+
+from penstock.checkpoint.engine import LoadChoice
+from penstock.checkpoint.loading.load import Loader
+from penstock.checkpoint.members import meeting
+from penstock.checkpoint.opened import open_checkpoint
+from penstock.checkpoint.step_reader import load
+from penstock.checkpoint.step_writer import save
+from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
+from penstock.checkpoint.torch_dcp.reader import Reader
+from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+State = dict[str, Any]
+
+
+def state_of(seed: int) -> State:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        "model": OrderedDict(
+            weight=random(300, 50),
+            half=random(17).bfloat16(),
+            tiny=random(40, 3).to(torch.float8_e4m3fn),
+            counts=torch.arange(9) * seed,
+            mask=random(33) > 0,
+            complex=random(5, 4).to(torch.complex64),
+            scalar=torch.tensor(1.5 * seed),
+            empty=torch.empty(0, 4),
+        ),
+        "optimizer": {0: {"moment": random(50, 6), "step": seed}},
+        "layers": [random(3), {"name": f"norm{seed}"}],
+        "note": f"seed {seed}",
+        "betas": (0.9, 0.1 * seed),
+    }
+
+
+def assert_same(found: Any, expected: Any, where: str = "state") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (found, expected)]
+        assert bits[0].equal(bits[1]), where
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key, inner in expected.items():
+            assert_same(found[key], inner, f"{where}.{key}")
+    elif isinstance(expected, list):
+        for number, inner in enumerate(expected):
+            assert_same(found[number], inner, f"{where}[{number}]")
+    else:
+        assert found == expected, where
+
+
+def stock(state: State, path: Path) -> None:
+    stock_save(state, checkpoint_id=path)
+
+
+SAVERS: dict[str, Callable[[State, Path], object]] = {"ours": save, "stock": stock, "torch.save": torch.save}
+
+
+def through_load(state: State, path: Path) -> None:
+    load(state, path)
+
+
+def through_reader(state: State, path: Path) -> None:
+    stock_load(state, storage_reader=Reader(path), planner=LoadPlanner())
+
+
+LOADERS: dict[str, Callable[[State, Path], None]] = {"load": through_load, "dcp.load": through_reader}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("saver", SAVERS)
+def test_every_format_loads_in_place(tmp_path: Path, saver: str, loader: str) -> None:
+    SAVERS[saver](state_of(1), tmp_path / "saved")
+    found = state_of(2)
+    weight = found["model"]["weight"]
+    LOADERS[loader](found, tmp_path / "saved")
+    assert_same(found, state_of(1))
+    assert found["model"]["weight"] is weight
+
+
+def test_stock_planner_and_stock_reader_work_with_our_other_half(tmp_path: Path) -> None:
+    save(state_of(1), tmp_path / "ours")
+    stock(state_of(1), tmp_path / "stock")
+    found = state_of(2)
+    stock_load(found, storage_reader=FileSystemReader(tmp_path / "ours"), planner=LoadPlanner())
+    assert_same(found, state_of(1))
+    tensors = {"model": state_of(2)["model"], "note": ""}
+    stock_load(tensors, storage_reader=Reader(tmp_path / "stock"))
+    assert tensors["note"] == "seed 1"
+    assert_same(tensors["model"], state_of(1)["model"])
+
+
+def test_safetensors_load_in_place(tmp_path: Path) -> None:
+    saved = {name: each for name, each in state_of(1)["model"].items() if name != "complex"}
+    save_file(saved, tmp_path / "model.safetensors")
+    found = {name: torch.zeros_like(each) for name, each in saved.items()}
+    load(found, tmp_path / "model.safetensors")
+    assert_same(found, saved)
+
+
+def test_memory_of_any_stride_is_filled(tmp_path: Path) -> None:
+    full = torch.arange(24.0).reshape(4, 6)
+    save({"w": full, "v": full[:, 0].clone()}, tmp_path / "step")
+    wide = torch.full((8, 6), -1.0)
+    found = {"w": wide[::2], "v": torch.zeros(6, 4)[0].as_strided((4,), (1,))}
+    load(found, tmp_path / "step")
+    assert wide[::2].equal(full)
+    assert wide[1::2].eq(-1).all()
+    turned = torch.zeros(6, 4)
+    load({"w": turned.t()}, tmp_path / "step")
+    assert turned.equal(full.t())
+
+
+@given(st.data())
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_shape_and_dtype_comes_back(tmp_path: Path, data: st.DataObject) -> None:
+    dtypes = [
+        torch.float64,
+        torch.bfloat16,
+        torch.float8_e5m2,
+        torch.uint8,
+        torch.int16,
+        torch.bool,
+        torch.complex128,
+    ]
+    state, found = {}, {}
+    for number in range(data.draw(st.integers(1, 4))):
+        shape = data.draw(st.lists(st.integers(0, 9), max_size=4))
+        dtype = data.draw(st.sampled_from(dtypes))
+        bits = torch.randint(0, 2, [*shape, dtype.itemsize], dtype=torch.uint8)
+        state[f"w{number}"] = bits.view(dtype).reshape(shape)
+        found[f"w{number}"] = torch.zeros(shape, dtype=torch.uint8).to(dtype)
+    save(state, tmp_path / "step")
+    load(found, tmp_path / "step")
+    assert_same(found, state)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save(state_of(1), tmp_path / "step")
+    return tmp_path / "step"
+
+
+def test_chosen_parts_load_and_the_rest_is_listed(saved: Path) -> None:
+    found = state_of(2)
+    report = load(found, saved, only=["model.*", "note"], exclude="model.weight")
+    expected = state_of(2)
+    expected["model"].update({name: each for name, each in state_of(1)["model"].items() if name != "weight"})
+    expected["note"] = "seed 1"
+    assert_same(found, expected)
+    assert "model.weight" in report.left
+    assert "optimizer.0.moment" in report.left
+    assert "optimizer.0.moment" in report.unused
+
+
+def test_names_can_be_mapped(saved: Path) -> None:
+    found: State = {"net": {"half": torch.zeros(17, dtype=torch.bfloat16)}, "m": torch.zeros(50, 6)}
+    load(found, saved, rename={"net.*": "model.*", "m": "optimizer.0.moment"})
+    assert found["net"]["half"].equal(state_of(1)["model"]["half"])
+    assert found["m"].equal(state_of(1)["optimizer"][0]["moment"])
+
+
+def test_what_the_checkpoint_lacks_stays_where_that_is_allowed(saved: Path) -> None:
+    found: State = {"note": "", "extra": torch.ones(3)}
+    report = load(found, saved, strict=False)
+    assert found["note"] == "seed 1"
+    assert found["extra"].equal(torch.ones(3))
+    assert report.left == ("extra",)
+
+
+@pytest.mark.parametrize(
+    ("state", "complaint"),
+    [
+        (
+            {"modle": {"half": torch.zeros(17)}},
+            "does not hold 'modle.half'.*nearest name there is 'model.half'",
+        ),
+        ({"note": torch.zeros(3)}, "'note' is a tensor in the state, but 'note' is an object"),
+        ({"model": {"half": 5}}, "'model.half' is no tensor in the state"),
+        ({"model": {"half": torch.zeros(18)}}, r"is \[18\] in the state and \[17\] in the checkpoint"),
+        ({"model": {"half": torch.zeros(17)}}, "is float32 in the state and bfloat16 in the checkpoint"),
+        ({"model": {"half": torch.zeros(17, device="meta")}}, "lies on the meta device"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(saved: Path, state: State, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        load(state, saved)
+
+
+def test_another_dtype_is_converted_when_asked(saved: Path) -> None:
+    found = {"model": {"half": torch.zeros(17), "counts": torch.zeros(9, dtype=torch.int8)}}
+    load(found, saved, convert_dtypes=True)
+    assert found["model"]["half"].equal(state_of(1)["model"]["half"].float())
+    assert found["model"]["counts"].tolist() == list(range(9))
+    reader = Reader(saved, convert_dtypes=True)
+    again = {"model": {"half": torch.zeros(17)}}
+    stock_load(again, storage_reader=reader, planner=LoadPlanner())
+    assert again["model"]["half"].equal(found["model"]["half"])
+
+
+def test_a_place_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ObjectNotFound, match="no checkpoint here"):
+        load({"w": torch.zeros(1)}, tmp_path / "absent")
+
+
+class Rows:
+    """Some rows of a larger tensor, as one rank of many holds them, in torch's words."""
+
+    def __init__(self, first: int, num_rows: int, whole: torch.Tensor) -> None:
+        self.dtype = whole.dtype
+        self.memory = torch.zeros(num_rows, *whole.shape[1:])
+        self._first = first
+        self._size = whole.size()
+
+    def size(self) -> torch.Size:
+        return self._size
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size((self._first, 0)), self.memory.size())]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.memory
+
+
+def test_an_eighth_of_the_rows_reads_an_eighth_of_the_bytes(tmp_path: Path) -> None:
+    big = torch.arange(1 << 21, dtype=torch.float32).reshape(2048, 1024)
+    save({"w": big}, tmp_path / "step")
+    opened = open_checkpoint(tmp_path / "step")
+    rows = Rows(512, 256, big)
+    with meeting() as members:
+        report = Loader().load_opened({"w": rows}, opened, members, LoadChoice())
+    assert rows.memory.equal(big[512:768])
+    assert report.read_bytes <= 1.1 / 8 * big.nbytes
+
+
+def spoil(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def largest_file(folder: Path) -> Path:
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+@pytest.mark.parametrize("place", ["envelope", "payload", "last byte"])
+def test_a_flipped_bit_is_found_and_named(saved: Path, place: str) -> None:
+    path = largest_file(saved)
+    stored = open_checkpoint(saved).contents.stored
+    rows = [row for row in range(len(stored)) if stored.item_bytes[row] > 50_000]
+    begin, payload = int(stored.item_offset[rows[0]]), int(stored.payload_offset[rows[0]])
+    at = {
+        "envelope": begin + 5,
+        "payload": payload + 1000,
+        "last byte": begin + int(stored.item_bytes[rows[0]]) - 1,
+    }
+    spoil(path, at[place])
+    with pytest.raises(DataDamaged, match=r"model.weight is not as it was written") as caught:
+        load(state_of(2), saved)
+    assert f"{path.name}, bytes {begin} to" in str(caught.value)
+
+
+def test_a_file_cut_short_and_a_missing_one_are_told(saved: Path) -> None:
+    path = largest_file(saved)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(PenstockError, match=path.name):
+        load(state_of(2), saved)
+    path.unlink()
+    with pytest.raises(ObjectNotFound, match=path.name):
+        load(state_of(2), saved)
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("this ran",)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_no_code_runs_unless_it_is_trusted(
+    tmp_path: Path, loader: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock({"thing": Harmful(), "w": torch.ones(2)}, tmp_path / "step")
+    found = {"thing": None, "w": torch.zeros(2)}
+    with pytest.raises(BaseException, match="more than data"):
+        LOADERS[loader](found, tmp_path / "step")
+    assert capsys.readouterr().out == ""
+    assert found["thing"] is None
+    load(found, tmp_path / "step", trust=True)
+    assert capsys.readouterr().out == "this ran\n"
+
+
+class Counter:
+    """A part that makes and takes its own state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = torch.tensor(count)
+        self.taken: State = {}
+
+    def state_dict(self) -> State:
+        return {"count": self.count, "name": f"count {int(self.count)}"}
+
+    def load_state_dict(self, state: State) -> None:
+        self.taken = state
+
+
+def test_parts_that_take_their_own_state_do_so_when_all_is_read(tmp_path: Path) -> None:
+    save({"counter": Counter(3)}, tmp_path / "step")
+    part = Counter(0)
+    load({"counter": part}, tmp_path / "step")
+    assert part.taken == {"count": torch.tensor(3), "name": "count 3"}
+    with pytest.raises(UsageError):
+        load({"counter": Counter(0), "other": torch.ones(1)}, tmp_path / "step")
+
+
+def test_bytes_streams_are_objects_like_others(tmp_path: Path) -> None:
+    held = io.BytesIO()
+    torch.save([1, 2], held)
+    save({"blob": held}, tmp_path / "step")
+    found: State = {"blob": None}
+    load(found, tmp_path / "step")
+    assert found["blob"] == [1, 2]
