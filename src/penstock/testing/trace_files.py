@@ -149,8 +149,9 @@ def _third_generation(writing: Writing) -> Iterator[str]:
     yield metadata("CM", "time_metric", "US")
     yield metadata("PR", "process_name", f"Rank {writing.rank}")
     known: dict[str, str] = {}
-    number = 0
+    number, end_us = 0, START_US
     for number, event in enumerate(make_events(writing), start=1):
+        end_us = event.ts_us + event.dur_us
         args: dict[str, Any] = {"hhash": host_hash}
         if event.step is not None:
             args["step"] = event.step
@@ -172,7 +173,7 @@ def _third_generation(writing: Writing) -> Iterator[str]:
         )  # fmt: skip
     closing = {"hhash": host_hash, "cfg": {"time_metric": "US"}, "num_events": number}
     yield _line(
-        id=number + 1, name="end", cat="dftracer", type=1, **common, ts=START_US, dur=0, ph=1, args=closing
+        id=number + 1, name="end", cat="dftracer", type=1, **common, ts=end_us, dur=0, ph=1, args=closing
     )
 
 

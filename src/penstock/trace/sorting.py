@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-MEMORY_LIMIT: Final = "300MB"
+MEMORY_LIMIT: Final = "200MB"
 """What DuckDB may use to merge runs."""
 
 
@@ -83,13 +83,11 @@ def _merged(runs: list[Path], scratch: Path, limit: int) -> Iterator[pa.Table]:
         "preserve_insertion_order": True,
     }
     with duckdb.connect(config=settings) as connection:
-        names = [str(run) for run in runs]
-        merged = connection.execute(
+        merged: Any = connection.sql(
             "SELECT * EXCLUDE (file_row_number, filename)"
             " FROM read_parquet(?, filename = true, file_row_number = true)"
             " ORDER BY ts_us, filename, file_row_number",
-            [names],
+            params=[[str(run) for run in runs]],
         )
-        reader: Any = merged.to_arrow_reader(min(limit, 1 << 17))
-        for batch in reader:
+        for batch in merged.to_arrow_reader(min(limit, 1 << 17)):
             yield pa.Table.from_batches([batch])

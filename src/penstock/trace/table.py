@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from penstock.progress import Progress
 
 ROW_GROUP_ROWS: Final = 1 << 17
-SORTED_ROWS: Final = 1 << 20
+SORTED_ROWS: Final = 1 << 19
 """Rows of a file that are sorted in memory; larger files are sorted in runs, which are merged from disk."""
 
+_MOST_THREADS: Final = 4
+"""More would wait for the one that writes, and each holds up to `SORTED_ROWS` rows."""
 _KEY: Final = b"penstock.trace"
 _VERSION: Final = 1
 _DICTIONARIES: Final = [
@@ -126,12 +128,12 @@ def convert(
 ) -> TableFacts:
     """Make the table `target` of these files, replacing an older one in one step; what it says of itself.
 
-    Files are read by `threads` at once (0: one a core) and written in their order. With `strict`, damaged
-    files are an error, and there is no table.
+    Files are read by `threads` at once (0: one a core, at most four) and written in their order. With
+    `strict`, damaged files are an error, and there is no table.
     """
     sources = tuple(Source.of(file) for file in files)
     progress.begin("reading traces", float(sum(source.size_bytes for source in sources)))
-    num_threads = max(1, min(threads or len(os.sched_getaffinity(0)), len(files)))
+    num_threads = max(1, min(threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS), len(files)))
     with (
         selection.judge() as judge,
         _publishing(target) as (partial, scratch),

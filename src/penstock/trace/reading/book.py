@@ -33,7 +33,7 @@ UNEXPLAINED: Final = "hash:"
 ABSENT: Final = -(1 << 62)
 """The code of a text that a row doesn't have."""
 
-_ARGS_BYTES: Final = 16 << 20
+_ARGS_BYTES: Final = 4 << 20
 _FIRST_TEXTS: Final = 1 << 12
 _FIRST_POOL_BYTES: Final = 1 << 20
 
