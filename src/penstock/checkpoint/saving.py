@@ -19,12 +19,14 @@ import torch
 from penstock.checkpoint.commit.base import Seal
 from penstock.checkpoint.dcp.metadata import DcpMetadata
 from penstock.checkpoint.dcp.metadata_text import metadata_bytes
+from penstock.checkpoint.dcp.transforms import require_known
 from penstock.checkpoint.image import lay_out
 from penstock.checkpoint.manifest import manifest_bytes, manifest_of
 from penstock.checkpoint.pieces import Boxes, Contents, StoredBoxes, StoredObject
 from penstock.checkpoint.plan.agreement import Planner
 from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.staging.memory import StagingMemory
+from penstock.checkpoint.staging.packing import pack_file
 from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor, wait_for_devices
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.state import leaves_of
@@ -59,12 +61,19 @@ DEFAULT_STAGING_BYTES = 2 << 30
 class Saver:
     """Prepares the saves of one trainer; its plans and its memory last from save to save.
 
-    `staging_bytes` bounds what all its saves under way take together, beside the state itself.
+    `staging_bytes` bounds what all its saves under way take together, beside the state itself. With
+    `transforms`, as in `("stream.zstd/1",)`, items are packed in memory before they are staged.
     """
 
     def __init__(
-        self, options: SaveOptions | None = None, *, staging_bytes: int = DEFAULT_STAGING_BYTES
+        self,
+        options: SaveOptions | None = None,
+        *,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        transforms: Sequence[str] = (),
     ) -> None:
+        require_known(transforms)
+        self._transforms = tuple(transforms)
         self._options = options or SaveOptions()
         self._memory = StagingMemory(staging_bytes)
         self._planners: WeakKeyDictionary[Comm, Planner] = WeakKeyDictionary()
@@ -76,23 +85,33 @@ class Saver:
         holding = _on_all(comm, lambda: _held(state, choice))
         planner = self._planners.setdefault(comm, Planner(comm))
         agreed = planner.agree(holding.held, self._options)
-        plan = agreed.plan_of(comm.rank)
-        images = tuple(lay_out(bucket, plan.tensors) for bucket in plan.buckets)
-        share = Share(
-            rank=comm.rank,
-            images=images,
-            payloads={bucket.file: _payloads(bucket, plan, holding, choice.dtype) for bucket in plan.buckets},
-            payload_bytes=plan.num_bytes,
-            paths=_own_paths(agreed, plan, holding),
-            plan_s=time.perf_counter() - began_s,
-        )
+        share = _on_all(comm, lambda: self._share(agreed, comm.rank, holding, choice))
         return Prepared(
             agreed,
-            share,
+            replace(share, plan_s=time.perf_counter() - began_s),
             self._memory,
             num_ranks=comm.size,
             writers=self._options.writers,
+            transforms=self._transforms,
             timeout_s=comm.timeout_s,
+        )
+
+    def _share(self, agreed: AgreedSave, rank: int, holding: Holding, choice: SaveChoice) -> Share:
+        plan = agreed.plan_of(rank)
+        images = [lay_out(bucket, plan.tensors) for bucket in plan.buckets]
+        payloads = [_payloads(bucket, plan, holding, choice.dtype) for bucket in plan.buckets]
+        if self._transforms:
+            packed = [
+                pack_file(image, of_file, self._transforms)
+                for image, of_file in zip(images, payloads, strict=True)
+            ]
+            images, payloads = [image for image, _ in packed], [of_file for _, of_file in packed]
+        return Share(
+            rank=rank,
+            images=tuple(images),
+            payloads={image.name: of_file for image, of_file in zip(images, payloads, strict=True)},
+            payload_bytes=plan.num_bytes,
+            paths=_own_paths(agreed, plan, holding),
         )
 
     def close(self) -> None:
@@ -111,8 +130,10 @@ class Prepared:
         *,
         num_ranks: int,
         writers: int,
+        transforms: tuple[str, ...],
         timeout_s: float,
     ) -> None:
+        self._transforms = transforms
         self._agreed = agreed
         self._share = share
         self._memory = memory
@@ -138,11 +159,19 @@ class Prepared:
 
     def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: metadata and manifest of what all ranks have written."""
-        contents = contents_of(self._agreed.plans(), shares)
+        contents = contents_of(self._agreed.plans(), shares, packed=bool(self._transforms))
         paths = {name: path for share in shares for name, path in share.paths.items()}
         named = {key: cast("Fact", value) for key, value in facts.items() if key not in ("step", "save_id")}
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        metadata = metadata_bytes(DcpMetadata(contents=contents, paths=paths, save_id=save_id))
+        described = DcpMetadata(contents=contents, paths=paths, save_id=save_id)
+        if self._transforms:
+            described = replace(
+                described,
+                transforms=((), self._transforms),
+                row_transform=np.ones(len(contents.stored), dtype=np.int64),
+                object_transforms={each.name: self._transforms for each in contents.objects},
+            )
+        metadata = metadata_bytes(described)
         manifest = manifest_of(
             contents,
             [file for share in shares for file in share.files],
@@ -159,7 +188,7 @@ class Prepared:
         )
 
 
-def contents_of(plans: Sequence[SavePlan], shares: Sequence[RankShare]) -> Contents:
+def contents_of(plans: Sequence[SavePlan], shares: Sequence[RankShare], *, packed: bool) -> Contents:
     """Where everything lies, from what was planned and what ranks report; both are in rank order."""
     pairs = [
         (bucket, file)
@@ -170,7 +199,7 @@ def contents_of(plans: Sequence[SavePlan], shares: Sequence[RankShare]) -> Conte
     for number, (bucket, file) in enumerate(pairs):
         for row, placed in enumerate(bucket.objects):
             offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
-            objects.append(StoredObject(placed.stored_name, number, offset, size))
+            objects.append(StoredObject(placed.stored_name, number, offset, size, packed))
     boxes = Boxes.concatenated([bucket.boxes for bucket, _ in pairs])
     rows = [(file, slice(len(bucket.objects), None)) for bucket, file in pairs]
     nothing = np.zeros(0, dtype=np.int64)
@@ -180,7 +209,7 @@ def contents_of(plans: Sequence[SavePlan], shares: Sequence[RankShare]) -> Conte
         item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
         item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
         payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
-        packed=np.zeros(len(boxes), dtype=np.bool_),
+        packed=np.full(len(boxes), packed),
     )
     tensors = plans[0].tensors if plans else ()
     return Contents(tensors, stored, tuple(objects), tuple(file.name for _, file in pairs))

@@ -17,6 +17,8 @@ from penstock.checkpoint.saving import WAITING_BUFFER_BYTES, Saver
 from penstock.checkpoint.stored import open_around
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.checkpoint.engine import Names, State
     from penstock.checkpoint.staging.base import ShareStats
     from penstock.checkpoint.stored import AnyPath
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 DEFAULT_TIMEOUT_S: Final = 1800.0
 
 
-def save(
+def save(  # noqa: PLR0913 - a save has as many choices
     state: State,
     path: AnyPath,
     *,
@@ -33,6 +35,7 @@ def save(
     dtype: Any = None,
     writers: int = 2,
     separation_hint: str | None = None,
+    transforms: Sequence[str] = (),
     process_group: Any = None,
     progress: Progress | None = None,
 ) -> tuple[ShareStats, ...]:
@@ -41,10 +44,11 @@ def save(
     >>> pc.save({"model": model.state_dict(), "step": 100}, "/pfs/run/step-100")
 
     A checkpoint that lies there already is replaced in one step, once the new one is whole. `only` saves the
-    parts whose names match, `dtype` converts tensors of floating point.
+    parts whose names match, `dtype` converts tensors of floating point. With `transforms`, as in
+    `["stream.zstd/1"]`, items are smaller, but can be read only as wholes.
     """
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
-    saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES)
+    saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms)
     with meeting(process_group) as members, closing(saver):
         storage, name = open_around(path, rank=members.comm.rank)
         prepared = saver.prepare(state, members, SaveChoice(only=only, dtype=dtype))

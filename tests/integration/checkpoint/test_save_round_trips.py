@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
+import penstock.checkpoint as pc
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.step_writer import save
@@ -97,12 +98,22 @@ def _writer_without_fsync(state: dict[str, Any], path: Path) -> None:
     stock_save(state, storage_writer=Writer(path, fsync=False, separation_hint="model"))
 
 
+def _compressed(state: dict[str, Any], path: Path) -> None:
+    save(state, path, transforms=["stream.zstd/1"])
+
+
+def _writer_compressed(state: dict[str, Any], path: Path) -> None:
+    stock_save(state, storage_writer=Writer(path, transforms=["stream.zstd/1"]), planner=SavePlanner())
+
+
 WAYS: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "save": _ours,
     "Writer and SavePlanner": _writer_and_planner,
     "Writer alone": _writer_alone,
     "SavePlanner alone": _planner_alone,
     "Writer without fsync": _writer_without_fsync,
+    "save, compressed": _compressed,
+    "Writer, compressed": _writer_compressed,
 }
 
 
@@ -110,6 +121,43 @@ WAYS: dict[str, Callable[[dict[str, Any], Path], None]] = {
 def test_stock_torch_loads_what_was_saved_bit_for_bit(tmp_path: Path, way: str) -> None:
     WAYS[way](_state(), tmp_path / "step-7")
     _assert_same(_stock_load(tmp_path / "step-7"), _state())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_engine_loads_what_was_saved_bit_for_bit(tmp_path: Path, way: str) -> None:
+    WAYS[way](_state(), tmp_path / "step-7")
+    found = _blank(_state())
+    pc.load(found, tmp_path / "step-7")
+    _assert_same(found, _state())
+
+
+def test_compression_makes_files_smaller(tmp_path: Path) -> None:
+    save({"zeros": torch.zeros(1 << 18)}, tmp_path / "step", transforms=["stream.zstd/1"])
+    assert (tmp_path / "step/__0_0.distcp").stat().st_size < 16 * 1024
+
+
+def test_an_unknown_transform_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"'stream\.lzma/1' is unknown"):
+        save({}, tmp_path / "step", transforms=["stream.lzma/1"])
+    with pytest.raises(UsageError, match=r"'stream\.lzma/1' is unknown"):
+        Writer(tmp_path / "step", transforms=["stream.lzma/1"])
+
+
+def test_a_writer_saves_again_and_again_wherever_it_is_told(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "step-1", staging_bytes=1 << 20)
+    stock_save(_state(), storage_writer=writer)
+    stock_save(_state(), storage_writer=writer, checkpoint_id=tmp_path / "step-2")
+    for name in ("step-1", "step-2"):
+        _assert_same(_stock_load(tmp_path / name), _state())
+
+
+def test_a_writer_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="writers=0"):
+        Writer(tmp_path / "step", writers=0)
+    with pytest.raises(UsageError, match="use_collectives"):
+        Writer(tmp_path / "step").set_up_storage_writer(True, rank=0, use_collectives=False)
+    with pytest.raises(BaseException, match="fsync=False is for file systems"):
+        stock_save({}, storage_writer=Writer("s3://bucket/run/step", fsync=False))
 
 
 def test_stock_conversion_rebuilds_the_nested_state(tmp_path: Path) -> None:

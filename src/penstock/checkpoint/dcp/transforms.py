@@ -37,6 +37,12 @@ def unpack(content: Bytes, descriptors: Sequence[str], where: str) -> bytes:
     return plain
 
 
+def require_known(descriptors: Sequence[str]) -> None:
+    """Raise `UsageError` unless all can be written here."""
+    for descriptor in descriptors:
+        _require_known(descriptor, UsageError)
+
+
 def _require_known(descriptor: str, error: type[UsageError | Unavailable]) -> None:
     name, _, version = descriptor.partition("/")
     if name != "stream.zstd" or version.partition(".")[0] != "1":

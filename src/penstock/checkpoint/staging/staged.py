@@ -43,7 +43,7 @@ class Share:
     payloads: Mapping[str, Sequence[Payload]]
     payload_bytes: int
     paths: Mapping[str, tuple[str | int, ...]]
-    plan_s: float
+    plan_s: float = 0.0
 
 
 def pipe_settings(images: Sequence[FileImage], writers: int, buffer_bytes: int) -> PipeSettings:

@@ -95,7 +95,9 @@ class SavePlanner(DefaultSavePlanner):
             return io.BytesIO(self._holding.objects[self._plain_names.get(name, name)])
         assert write_item.tensor_data is not None, "every other item is a tensor's"
         chunk = write_item.tensor_data.chunk
-        return self._holding.view(name, tuple(chunk.offsets), tuple(chunk.sizes))
+        memory = self._holding.view(name, tuple(chunk.offsets), tuple(chunk.sizes))
+        # Readers other than torch's own know nothing of views that stand for their conjugates.
+        return memory.resolve_conj().resolve_neg()
 
 
 def _plain_names(objects: list[PlacedObject]) -> dict[str, str]:

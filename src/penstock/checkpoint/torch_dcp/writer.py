@@ -22,6 +22,7 @@ from torch.futures import Future
 from penstock.checkpoint.commit.base import Draft, Seal
 from penstock.checkpoint.commit.place import Place, begin
 from penstock.checkpoint.dcp.metadata import read_metadata
+from penstock.checkpoint.dcp.transforms import require_known
 from penstock.checkpoint.image import FileImage, lay_out
 from penstock.checkpoint.manifest import manifest_bytes, manifest_of
 from penstock.checkpoint.pieces import Boxes, TensorFacts
@@ -30,6 +31,7 @@ from penstock.checkpoint.plan.saving import rank_plans
 from penstock.checkpoint.saving import WAITING_BUFFER_BYTES
 from penstock.checkpoint.staging.base import RankShare, WrittenFile
 from penstock.checkpoint.staging.memory import StagingMemory
+from penstock.checkpoint.staging.packing import pack_file
 from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor, wait_for_devices
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.stored import open_around
@@ -62,7 +64,8 @@ class Writer(StorageWriter):
 
     `writers` files of each rank are written side by side, through at most `staging_bytes` of buffers; names
     that begin with `separation_hint` go to files of their own. With fsync=False a power cut may take the
-    checkpoint. One writer may save again and again, with `dcp.save(..., checkpoint_id=path)`.
+    checkpoint. `transforms` as for `save`. One writer may save again and again, with
+    `dcp.save(..., checkpoint_id=path)`.
     """
 
     def __init__(
@@ -73,7 +76,10 @@ class Writer(StorageWriter):
         separation_hint: str | None = None,
         fsync: bool = True,
         staging_bytes: int = WAITING_BUFFER_BYTES,
+        transforms: Sequence[str] = (),
     ) -> None:
+        require_known(transforms)
+        self._transforms = tuple(transforms)
         if writers < 1:
             raise UsageError(f"writers={writers}", fix="Give at least 1.")
         self.checkpoint_id: AnyPath = path
@@ -151,8 +157,8 @@ class Writer(StorageWriter):
         assigned: _Assigned = plan.storage_data
         storage, _ = open_around(self._uri(), rank=assigned.rank)
         deal = _Deal(plan.items, planner, assigned.rank, self._options)
-        settings = pipe_settings(deal.images, self._options.writers, self._memory.budget_bytes)
-        share = deal.share()
+        share = deal.share(self._transforms)
+        settings = pipe_settings(share.images, self._options.writers, self._memory.budget_bytes)
         wait_for_devices(share.payloads)
         # Memory is this writer's own, so an earlier save of its has long given it back.
         staged = Staged(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
@@ -206,23 +212,27 @@ class _Deal:
         ]
         self._plan = rank_plans(shared, [*([()] * rank), objects], options, only=rank)[0]
         self._planner = planner
-        self.images: tuple[FileImage, ...] = tuple(
-            lay_out(bucket, self._plan.tensors) for bucket in self._plan.buckets
-        )
+        self._transforms: tuple[str, ...] = ()
 
-    def share(self) -> Share:
+    def share(self, transforms: tuple[str, ...]) -> Share:
         """What the engine is to write."""
+        self._transforms = transforms
+        images: list[FileImage] = []
         payloads: dict[str, list[Payload]] = {}
         for bucket in self._plan.buckets:
-            payloads[bucket.file] = [payload_of_bytes(self._contents[each.name]) for each in bucket.objects]
-            payloads[bucket.file] += [self._payload(item) for item in self._boxes_of(bucket.boxes)]
+            image = lay_out(bucket, self._plan.tensors)
+            of_file = [payload_of_bytes(self._contents[each.name]) for each in bucket.objects]
+            of_file += [self._payload(item) for item in self._boxes_of(bucket.boxes)]
+            if transforms:
+                image, of_file = pack_file(image, of_file, transforms)
+            images.append(image)
+            payloads[image.name] = of_file
         return Share(
             rank=self._rank,
-            images=self.images,
+            images=tuple(images),
             payloads=payloads,
             payload_bytes=self._plan.num_bytes,
             paths={},
-            plan_s=0.0,
         )
 
     def results(self, share: RankShare) -> list[WriteResult]:
@@ -231,7 +241,7 @@ class _Deal:
         for bucket, file in zip(self._plan.buckets, share.files, strict=True):
             indices = [MetadataIndex(each.name) for each in bucket.objects]
             indices += [item.index for item in self._boxes_of(bucket.boxes)]
-            results += [_result(index, file, row) for row, index in enumerate(indices)]
+            results += [_result(index, file, row, self._transforms) for row, index in enumerate(indices)]
         return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
 
     def _boxes_of(self, boxes: Boxes) -> list[WriteItem]:
@@ -264,9 +274,13 @@ def _packed(resolved: Any) -> bytes:
     return bytes(resolved.getbuffer())
 
 
-def _result(index: MetadataIndex, file: WrittenFile, row: int) -> WriteResult:
+def _result(index: MetadataIndex, file: WrittenFile, row: int, transforms: Sequence[str]) -> WriteResult:
     offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
-    return WriteResult(index, size, _StorageInfo(file.name, offset, size))
+    info = _StorageInfo(file.name, offset, size)
+    if transforms:
+        # Versions of torch without this field read what is not transformed.
+        info = _StorageInfo(file.name, offset, size, transform_descriptors=list(transforms))
+    return WriteResult(index, size, info)
 
 
 def _seal(metadata: Metadata, shares: Sequence[RankShare], save_id: str, *, num_ranks: int) -> Seal:
