@@ -67,38 +67,38 @@ class DurableKeeper:
 
     def __init__(self, steps: Steps, comm: Comm, *, keep: int | None, timeout_s: float) -> None:
         self.uri = steps.storage.uri
-        self._steps = steps
-        self._comm = comm
-        self._keep = keep
-        self._timeout_s = timeout_s
+        self.on_storage = steps
+        self.comm = comm
+        self.keep = keep
+        self.timeout_s = timeout_s
 
     def steps(self) -> list[int]:
         """All committed steps."""
-        return self._steps.committed()
+        return self.on_storage.committed()
 
     def save(
         self, step: int, prepared: PreparedSave, staged: StagedSave, progress: Progress
     ) -> tuple[str, tuple[ShareStats, ...]]:
         """Write and commit."""
-        target = Target(storage=self._steps.storage, name=name_of(step), facts={"step": step})
+        target = Target(storage=self.on_storage.storage, name=name_of(step), facts={"step": step})
         committed, stats = complete(
-            prepared, staged, target, self._comm, timeout_s=self._timeout_s, progress=progress
+            prepared, staged, target, self.comm, timeout_s=self.timeout_s, progress=progress
         )
-        if self._comm.rank == 0:
-            retire(self._steps, step, self._keep)
+        if self.comm.rank == 0:
+            retire(self.on_storage, step, self.keep)
         return f"{self.uri}/{committed.name}", stats
 
     def candidates(self, wanted: int | None) -> list[int]:
         """What rank 0 sees."""
         return on_lead(
-            self._comm,
-            lambda: wanted_of(self._steps.committed(), wanted, self.uri),
+            self.comm,
+            lambda: wanted_of(self.on_storage.committed(), wanted, self.uri),
             awaiting="rank 0 to list the steps",
         )
 
     def finds(self, step: int) -> Iterator[Find | str]:
         """The one copy."""
-        yield Find(level="durable", find=lambda: self._steps.find(step))
+        yield Find(level="durable", find=lambda: self.on_storage.find(step))
 
     def untold_failures(self) -> Mapping[int, BaseException]:
         """None: a save ends with its commit."""

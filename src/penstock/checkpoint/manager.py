@@ -20,12 +20,15 @@ from penstock.checkpoint.keeping import DurableKeeper
 from penstock.checkpoint.members import own_members
 from penstock.checkpoint.restoring import PassedOver, none_restorable, try_step
 from penstock.checkpoint.steps import Steps, name_of
+from penstock.checkpoint.tiers.flush import EACH, Flush
+from penstock.checkpoint.tiers.levels import leveled
+from penstock.checkpoint.tiers.schemes import Scheme, Single
 from penstock.cluster.collect import cause_of
 from penstock.errors import PenstockError, RankFailed, UsageError
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from types import TracebackType
 
     from penstock.checkpoint.engine import Engine, Names, State
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 1800.0
 """The slowest rank may take so long to write its share."""
+
+NO_HANDLE = 0
+"""Stands for a failure that no save's handle tells: handles count from 1."""
 
 Staging = Literal["copied", "background"]
 """When `save_async` returns: once the tensors may change, or at once."""
@@ -58,13 +64,22 @@ class Manager:
     Each rank writes `writers` files side by side; parts whose names begin with `separation_hint` go to files
     of their own. `staging_bytes` bounds what saves under way take beside the state on each rank (2 GiB); a
     larger state blocks `save_async` until the rest of it is written. An `engine` stands in for torch's.
+
+    With a `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and made durable
+    in the background as `flush` says; `keep_cached` of them stay. `failure_domain` names what fails together
+    with this rank (its host); ranks of one domain never protect each other. See docs/levels.md.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - as many as a run has choices
         self,
         durable: AnyPath | Storage,
         *,
         keep: int | None = None,
+        cache: AnyPath | Storage | None = None,
+        redundancy: Scheme | Sequence[Scheme] = (),
+        flush: Flush | None = EACH,
+        keep_cached: int | None = 2,
+        failure_domain: str | None = None,
         process_group: Any = None,
         writers: int = 2,
         separation_hint: str | None = None,
@@ -79,13 +94,20 @@ class Manager:
         for members in (self._front, self._back):
             members.comm.timeout_s = timeout_s
         self._rank = self._front.comm.rank
-        self._storage: Storage = (
-            open_here(durable, rank=self._rank) if isinstance(durable, str | os.PathLike) else durable
-        )
+        self._storage = _opened(durable, self._rank)
         self._timeout_s = timeout_s
-        self._keeper: Keeper = DurableKeeper(
-            Steps(self._storage), self._back.comm, keep=keep, timeout_s=timeout_s
-        )
+        plain = DurableKeeper(Steps(self._storage), self._back.comm, keep=keep, timeout_s=timeout_s)
+        self._keeper: Keeper = plain
+        if cache is not None:
+            self._keeper = leveled(
+                plain,
+                _opened(cache, self._rank),
+                own_members(process_group),
+                schemes=[redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()],
+                flush=flush,
+                keep_cached=keep_cached,
+                domain=failure_domain,
+            )
         self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)
         self._handles: list[SaveHandle] = []
         self._num_saves = 0
@@ -200,6 +222,7 @@ class Manager:
             return
         try:
             self._wait_for_saves()
+            self._keeper.close()
             self._meet("closing")
         finally:
             self._let_go()
@@ -270,6 +293,10 @@ class Manager:
             for handle in self._handles
             if (failure := handle.untold_failure()) is not None
         ]
+        mine += [
+            (NO_HANDLE, *_blame(failure, comm.rank, comm.host, step, doing="making durable"))
+            for step, failure in self._keeper.untold_failures().items()
+        ]
         views = comm.gather((doing, mine), awaiting=f"all ranks to come to {doing}")
         if {each for each, _ in views} != {doing}:
             others = ", ".join(f"rank {rank}: {each}" for rank, (each, _) in enumerate(views))
@@ -294,18 +321,25 @@ class Manager:
     def _let_go(self) -> None:
         self._is_open = False
         self._worker.shutdown()
+        self._keeper.close()
         self._engine.close()
         self._front.close()
         self._back.close()
 
 
-def _blame(failure: BaseException, rank: int, host: str, step: int) -> tuple[int, str, str]:
+def _opened(place: AnyPath | Storage, rank: int) -> Storage:
+    return open_here(place, rank=rank) if isinstance(place, str | os.PathLike) else place
+
+
+def _blame(
+    failure: BaseException, rank: int, host: str, step: int, *, doing: str = "saving"
+) -> tuple[int, str, str]:
     """Which rank failed, where and why, in a save of the background."""
     if isinstance(failure, RankFailed):
         rank, host, cause = failure.rank, failure.host, failure.cause
     else:
         cause = cause_of(failure)
-    return rank, host, f"saving step {step} in the background: {cause}"
+    return rank, host, f"{doing} step {step} in the background: {cause}"
 
 
 def _torch_engine(writers: int, separation_hint: str | None, staging_bytes: int | None) -> Engine:

@@ -115,7 +115,7 @@ class TorchTransfer:
         try:
             return TorchMoving(begin(tensor, group=self._group, **ends), self._place)
         except RuntimeError as error:
-            raise _broken(error, "a connection", self._place) from error
+            raise broken_connection(error, "a connection", self._place) from error
 
 
 class TorchMoving:
@@ -134,10 +134,11 @@ class TorchMoving:
         except RuntimeError as error:
             if "imed out" in str(error):
                 raise WaitTimeout(awaiting, timeout_s) from error
-            raise _broken(error, awaiting, self._place) from error
+            raise broken_connection(error, awaiting, self._place) from error
 
 
-def _broken(error: RuntimeError, awaiting: str, place: str) -> RankError:
+def broken_connection(error: RuntimeError, awaiting: str, place: str) -> RankError:
+    """The error of a connection that gloo lost."""
     return RankError(
         f"The connection between ranks broke while waiting for {awaiting}: {error}",
         where=place,

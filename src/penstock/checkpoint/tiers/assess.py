@@ -46,8 +46,8 @@ class Assessment:
         return bool(self.lost) and not self.reason
 
 
-def assess(holdings: Sequence[NodeHolding]) -> Assessment:
-    """What the caches of all nodes can give of one step."""
+def assess(holdings: Sequence[NodeHolding], *, damaged: Sequence[int] = ()) -> Assessment:
+    """What the caches of all nodes can give of one step; `damaged` ranks' files are as good as lost."""
     records: dict[int, GroupRecord] = {}
     for holding in holdings:
         records.update(holding.records)
@@ -67,7 +67,7 @@ def assess(holdings: Sequence[NodeHolding]) -> Assessment:
         sorted(
             rank
             for holding in holdings
-            if not all(_has_share(holding, each, records) for each in holding.ranks)
+            if not all(each not in damaged and _has_share(holding, each, records) for each in holding.ranks)
             for rank in holding.ranks
         )
     )

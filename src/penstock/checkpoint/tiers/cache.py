@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -136,10 +136,21 @@ class CacheLevel:
         )
         return sorted({name for names in told for name in names})
 
-    def assess(self, name: str) -> Assessment:
-        """What the caches can give of a step."""
+    def names_here(self) -> list[str]:
+        """Every step that this node has committed, in no order. Not collective."""
+        return self._shelf.names()
+
+    def assess(self, name: str, *, damaged: Sequence[int] = ()) -> Assessment:
+        """What the caches can give of a step, if the `damaged` ranks' files are as good as lost."""
         told = self._together(lambda: self._holding(name), f"all nodes to say what they hold of {name}")
-        return assess([holding for holding in told if holding is not None])
+        return assess([holding for holding in told if holding is not None], damaged=damaged)
+
+    def files_of(self, name: str, rank: int) -> list[str]:
+        """The files that a rank wrote of a step, as this node's records say. Not collective."""
+        held = self._shelf.find(name)
+        records = self._records(held.folder, {info.key for info in self.storage.list(held.folder)})
+        members = [member for record in records.values() for member in record.members]
+        return [file.name for member in members if member.rank == rank for file in member.files]
 
     def holds(self, name: str) -> Stored:
         """The share of a step that this node has."""
@@ -298,17 +309,21 @@ class CacheLevel:
                 info.key.removeprefix(f"{held.folder}/"): info.size_bytes
                 for info in self.storage.list(held.folder)
             }
-            records = {
-                int(file.removeprefix(RECORD_PREFIX).removesuffix(".json")): read_record(
-                    read_object(self.storage, held.key(file)), f"{self.storage.uri}/{held.key(file)}"
-                )
-                for file in sizes
-                if file.startswith(RECORD_PREFIX)
-            }
+            records = self._records(held.folder, {f"{held.folder}/{name}" for name in sizes})
         except StorageError as error:
             logger.info("The cache %s has not got %s: %s", self.storage.uri, name, error)
             return NodeHolding(ranks=ranks)
         return NodeHolding(ranks=ranks, sizes=sizes, records=records)
+
+    def _records(self, folder: str, keys: Iterable[str]) -> dict[int, GroupRecord]:
+        """The records of groups that lie in a folder, by the group's number."""
+        records = {}
+        for key in keys:
+            name = key.removeprefix(f"{folder}/")
+            if name.startswith(RECORD_PREFIX):
+                number = int(name.removeprefix(RECORD_PREFIX).removesuffix(".json"))
+                records[number] = read_record(read_object(self.storage, key), f"{self.storage.uri}/{key}")
+        return records
 
     def _read_seal(self, name: str) -> tuple[bytes, bytes] | None:
         try:

@@ -56,6 +56,10 @@ class Flush:
         return parse_rate(self.bandwidth) if isinstance(self.bandwidth, str) else self.bandwidth
 
 
+EACH: Final = Flush()
+"""Every checkpoint becomes durable, as fast as it can."""
+
+
 @dataclass(slots=True)
 class Pace:
     """Lets bytes pass at a rate, whichever thread asks: each waits until those before it are paid for."""
