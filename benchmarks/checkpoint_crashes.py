@@ -2,9 +2,9 @@
 
     python benchmarks/checkpoint_crashes.py [every]       kill at each `every`-th operation, by default at all
 
-Both save the same state of tensors to two files, once as a new step and once over the step that is
-there, and die by SIGKILL instead of making their n-th operation. Then the newest step is loaded, and compared bit for
-bit with what was ever saved. Nothing here is timed.
+Both save the same state of tensors to two files, once as a new step and once over the step that is there,
+and die by SIGKILL instead of making their n-th operation. Then the newest step is loaded, and compared bit
+for bit with what was ever saved. Nothing here is timed.
 """
 
 from __future__ import annotations
