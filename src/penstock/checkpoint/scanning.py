@@ -21,6 +21,7 @@ from penstock.checkpoint.damage import Damage
 from penstock.checkpoint.pipe.memory import WarmMemory
 from penstock.checkpoint.sums import RunningSum, running_sum
 from penstock.errors import StorageError
+from penstock.storage.aligned import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
@@ -147,16 +148,21 @@ def _stretch(file: str, run: list[Segment]) -> Stretch:
 def scan(
     storage: Storage,
     key_of: Callable[[str], str],
-    work: Iterable[Stretch],
+    work: Sequence[Stretch],
     progress: Progress,
     *,
     streams: int = STREAMS,
 ) -> list[Damage]:
     """Check all of `work`; the damage found, in order of files and ranges."""
-    memory = WarmMemory(streams * BLOCK_BYTES)
+    if not work:
+        return []
+    streams = min(streams, len(work))
+    largest = max(stretch.size_bytes for stretch in work)
+    block_bytes = min(BLOCK_BYTES, round_up(largest, PAGE_BYTES) + PAGE_BYTES)
+    memory = WarmMemory(streams * block_bytes)
     free: SimpleQueue[memoryview] = SimpleQueue()
-    for start in range(0, streams * BLOCK_BYTES, BLOCK_BYTES):
-        free.put(memory.view[start : start + BLOCK_BYTES])
+    for start in range(0, streams * block_bytes, block_bytes):
+        free.put(memory.view[start : start + block_bytes])
 
     def check(stretch: Stretch) -> list[Damage]:
         buffer = free.get()
@@ -225,7 +231,7 @@ class _Block:
     def at(self, offset: int, most_bytes: int) -> memoryview:
         """Some bytes from `offset` on, at least one."""
         if not self._begin <= offset < self._end:
-            self._begin = offset - offset % 4096
+            self._begin = offset - offset % PAGE_BYTES
             self._end = min(self._begin + len(self._buffer), self._source.size_bytes)
             self._source.read_into(self._begin, self._buffer[: self._end - self._begin])
         start = offset - self._begin

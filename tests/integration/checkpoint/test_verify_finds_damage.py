@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def some_state() -> dict[str, Any]:
     return {
-        "w": torch.arange(3000, dtype=torch.float32),
+        "w": torch.arange(300, dtype=torch.float32),
         "b": torch.ones(7, dtype=torch.bfloat16),
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 4),
@@ -113,10 +113,15 @@ def test_a_flipped_byte_anywhere_is_found_where_it_is(ours: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_flipped_byte_at_every_single_place_is_found(ours: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(ours, tmp_path / "copy"))
-    for spot in spots(copy):
-        check_spot(copy, spot)
+    contents = {path.name: path.read_bytes() for path in copy.iterdir()}
+    for name, position in spots(copy):
+        # Far inside of a gap, which is pages of zeros, one byte in 64 will do.
+        is_in_gap = not any(contents[name][max(position - 32, 0) : position + 32])
+        if not is_in_gap or position % 64 == 0:
+            check_spot(copy, (name, position))
 
 
 def only(found: Verification) -> Damage:
@@ -127,11 +132,11 @@ def only(found: Verification) -> Damage:
 def test_damage_names_file_item_and_range(ours: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(ours, tmp_path / "copy"))
     (name,) = {path.name for path in copy.glob("*_0.distcp")}
-    payload = (copy / name).read_bytes().index(torch.arange(3000, dtype=torch.float32).numpy().tobytes())
-    damage = only(flipped(copy, (name, payload + 5000)))
+    payload = (copy / name).read_bytes().index(torch.arange(300, dtype=torch.float32).numpy().tobytes())
+    damage = only(flipped(copy, (name, payload + 500)))
     assert (damage.file, damage.item, damage.what) == (name, "w", "its checksum differs")
     assert damage.begin < payload
-    assert damage.end > payload + 12000
+    assert damage.end > payload + 1200
     gap = (copy / name).read_bytes().index(bytes(500))
     assert only(flipped(copy, (name, gap + 100))).what == "something was written between items"
 
@@ -161,11 +166,11 @@ def test_stock_checkpoints_are_held_to_the_sums_that_torch_ignores(stock: Path, 
     copy = Path(shutil.copytree(stock, tmp_path / "copy"))
     found = verify(copy)
     assert found.is_whole
-    assert 12_000 < found.checked_bytes < found.size_bytes
+    assert 1_200 < found.checked_bytes < found.size_bytes
     assert "CRC-32" in found.notes[0]
     whole = (copy / "__0_0.distcp").read_bytes()
-    payload = whole.index(torch.arange(3000, dtype=torch.float32).numpy().tobytes())
-    damage = only(flipped(copy, ("__0_0.distcp", payload + 5000)))
+    payload = whole.index(torch.arange(300, dtype=torch.float32).numpy().tobytes())
+    damage = only(flipped(copy, ("__0_0.distcp", payload + 500)))
     assert (damage.item, damage.what) == ("w", "its CRC-32 differs")
     assert damage.begin == payload
 
@@ -190,7 +195,7 @@ def test_archives_of_torch_save_are_checked_record_by_record(tmp_path: Path) -> 
     torch.save(some_state(), path)
     assert verify(path).is_whole
     whole = bytearray(path.read_bytes())
-    whole[whole.index(torch.arange(3000, dtype=torch.float32).numpy().tobytes()) + 9] ^= 1
+    whole[whole.index(torch.arange(300, dtype=torch.float32).numpy().tobytes()) + 9] ^= 1
     path.write_bytes(whole)
     assert only(verify(path)).item.startswith("model/data/")
 
