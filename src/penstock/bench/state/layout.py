@@ -6,11 +6,9 @@ are some hundred arrays, never a list of files. Invariant: `bytes_of_processes` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import reduce
-from operator import add
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,7 +39,7 @@ class FileGroup:
     def scaled(self, scale: Fraction) -> FileGroup:
         """The same files with `scale` of their bytes, to half a byte, and none of them empty."""
         distinct, places = np.unique(self.size_bytes, return_inverse=True)
-        sizes = [max(1, round(size * scale)) if size else 0 for size in distinct.tolist()]
+        sizes = [max(1, round(size * scale)) for size in distinct.tolist()]
         return replace(self, size_bytes=np.array(sizes, dtype=np.int64)[places])
 
 
@@ -119,6 +117,11 @@ def checkpoint_folder(epoch: int, step: int) -> str:
     return f"global_epoch{epoch}_step{step}"
 
 
-def joined(groups: Iterator[FileGroup]) -> tuple[FileGroup, ...]:
-    """Groups without those that no rank has a file of, or whose files would all be empty."""
-    return reduce(add, ((group,) for group in groups if group.size_bytes.any()), ())
+def without_empty(groups: Iterable[FileGroup]) -> tuple[FileGroup, ...]:
+    """Groups without files that would be empty, as where fewer elements than ranks are divided."""
+    kept = ((group, group.size_bytes > 0) for group in groups)
+    return tuple(
+        replace(group, ranks=group.ranks[full], size_bytes=group.size_bytes[full])
+        for group, full in kept
+        if full.any()
+    )

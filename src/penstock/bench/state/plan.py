@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.bench.state.layout import FileGroup, StateLayout, joined
+from penstock.bench.state.layout import FileGroup, StateLayout, without_empty
 from penstock.bench.state.mesh import Mesh, share, stage_of_layer
 from penstock.errors import UsageError
 from penstock.workload.choices import CheckpointMode, CheckpointWriters, Datatype
@@ -72,7 +72,7 @@ def plan_layout(request: LayoutRequest) -> StateLayout:
         mesh=mesh,
         num_processes=num_processes,
         num_carried=num_carried,
-        groups=joined(_groups(request.model, mesh)),
+        groups=without_empty(_groups(request.model, mesh)),
         num_parameters=count_parameters(spec) if spec.transformer and spec.num_layers else None,
     )
     return layout.scaled(request.scale)

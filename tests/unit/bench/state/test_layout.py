@@ -239,6 +239,16 @@ def test_plain_bytes_are_written_by_rank_0_or_by_everyone() -> None:
     assert [file.name for file in everyone.files_of(3)] == ["model_states-3.pt"]
 
 
+def test_nobody_writes_an_empty_file() -> None:
+    """One element of a norm, divided among two: one of them has nothing of it."""
+    dims = Transformer(vocab_size=1, hidden_size=1, ffn_hidden_size=1, num_attention_heads=1, num_kv_heads=1)
+    spec = Model(num_layers=1, transformer=dims, parallelism=Parallelism(tensor=2, pipeline=2))
+    layout = plan_layout(LayoutRequest(model=model_of(spec), num_processes=4, scale=Fraction(1, 50)))
+    files = [file for process in range(4) for file in layout.files_of(process)]
+    assert all(file.size_bytes for file in files)
+    assert len(files) == layout.num_files
+
+
 def test_a_pipeline_under_zero_3_is_refused_with_the_key_to_change() -> None:
     split = Parallelism(pipeline=2, zero_stage=3)
     model = model_of(Model(num_layers=4, transformer=Transformer(), parallelism=split))
