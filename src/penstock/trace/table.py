@@ -157,13 +157,17 @@ def convert(
 
 
 def read_facts(path: Path) -> TableFacts | None:
-    """What a table says of itself; None if the file is no table of events."""
+    """What a table says of itself; None if the file is no Parquet file."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
     except (pa.ArrowInvalid, OSError):
         return None
     if _KEY not in metadata:
-        return None
+        raise UsageError(
+            "This Parquet file is no table of events",
+            where=str(path),
+            fix="Make one with penstock trace load.",
+        )
     document = json.loads(metadata[_KEY])
     if document["version"] != _VERSION:
         raise UsageError(
@@ -284,7 +288,7 @@ def _encoded(table: pa.Table) -> pa.Table:
 @contextmanager
 def _publishing(target: Path) -> Iterator[tuple[Path, Path]]:
     """A file to write to, which becomes `target` when the block ends, and a folder beside it to work in."""
-    if target.is_dir() or (target.exists() and read_facts(target) is None):
+    if target.exists() and (target.is_dir() or read_facts(target) is None):
         raise UsageError(
             "There is something else than a table of events", where=str(target), fix="Name another file."
         )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -169,3 +170,29 @@ def test_runs_have_names(traces: Path, tmp_path: Path) -> None:
 def test_a_name_that_stands_for_nothing_is_wrong_usage(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
         load(str(tmp_path / "*.pfw"))
+
+
+def test_a_parquet_file_of_something_else_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.parquet"
+    pq.write_table(pa.table({"x": [1]}), other)
+    assert main(["trace", "sql", "SELECT 1", str(other)]) == 2
+    assert "no table of events" in capsys.readouterr().err
+    assert main(["trace", "load", str(tmp_path), "-o", str(other)]) == 2
+
+
+def test_a_program_read_as_a_trace_is_all_dropped_and_never_a_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = Path(sys.executable).resolve()
+    rows = run_json(
+        capsys, "trace", "sql", "SELECT count(*) FROM events", str(program), "--where", "op = 'read'"
+    )
+    assert rows["rows"] == [[0]]
+
+
+def test_help_of_the_verbs_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("load", "sql"):
+        assert main(["trace", verb, "--help"]) == 0
+        assert f"penstock trace {verb}" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,20 +45,19 @@ def opened(
     from penstock.trace.reading.files import RANK_PATTERN
     from penstock.trace.reading.selection import Selection
 
-    with terminal.progress() as progress:
-        opening = open_traces(
-            {"": files},
-            progress=progress,
-            selection=Selection(where=where),
-            rank_pattern=rank_pattern or RANK_PATTERN,
-            dask=dask,
-        )
-        traces = opening.__enter__()
-    try:
+    with ExitStack() as resources:
+        with terminal.progress() as progress:
+            traces = resources.enter_context(
+                open_traces(
+                    {"": files},
+                    progress=progress,
+                    selection=Selection(where=where),
+                    rank_pattern=rank_pattern or RANK_PATTERN,
+                    dask=dask,
+                )
+            )
         tell_losses(traces.accounts, terminal, strict=strict)
         yield traces
-    finally:
-        opening.__exit__(None, None, None)
 
 
 def tell_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
