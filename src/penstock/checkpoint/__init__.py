@@ -13,22 +13,65 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.explaining import Explanation, explain
     from penstock.checkpoint.handle import SaveHandle, SaveReport
+    from penstock.checkpoint.loading.load import LoadReport
     from penstock.checkpoint.manager import Manager
     from penstock.checkpoint.step_reader import load
     from penstock.checkpoint.step_writer import save
+    from penstock.checkpoint.tiers.due import Daly, EverySeconds, EverySteps, Overhead
+    from penstock.checkpoint.tiers.flush import Flush
+    from penstock.checkpoint.tiers.schemes import DoubleParity, Partner, Single, Xor
+    from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
     from penstock.checkpoint.torch_dcp.planner import SavePlanner
+    from penstock.checkpoint.torch_dcp.reader import Reader
     from penstock.checkpoint.torch_dcp.writer import Writer
 
-__all__ = ["Manager", "SaveHandle", "SavePlanner", "SaveReport", "Writer", "load", "save"]
+__all__ = [
+    "Daly",
+    "DoubleParity",
+    "EverySeconds",
+    "EverySteps",
+    "Explanation",
+    "Flush",
+    "LoadPlanner",
+    "LoadReport",
+    "Manager",
+    "Overhead",
+    "Partner",
+    "Reader",
+    "SaveHandle",
+    "SavePlanner",
+    "SaveReport",
+    "Single",
+    "Writer",
+    "Xor",
+    "explain",
+    "load",
+    "save",
+]
 
 _PLACES: Final = MappingProxyType(
     {
+        "Daly": "tiers.due",
+        "DoubleParity": "tiers.schemes",
+        "EverySeconds": "tiers.due",
+        "EverySteps": "tiers.due",
+        "Explanation": "explaining",
+        "Flush": "tiers.flush",
+        "LoadPlanner": "torch_dcp.load_planner",
+        "LoadReport": "loading.load",
         "Manager": "manager",
+        "Overhead": "tiers.due",
+        "Partner": "tiers.schemes",
+        "Reader": "torch_dcp.reader",
         "SaveHandle": "handle",
         "SavePlanner": "torch_dcp.planner",
         "SaveReport": "handle",
+        "Single": "tiers.schemes",
         "Writer": "torch_dcp.writer",
+        "Xor": "tiers.schemes",
+        "explain": "explaining",
         "load": "step_reader",
         "save": "step_writer",
     }

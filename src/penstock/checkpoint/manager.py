@@ -20,6 +20,7 @@ from penstock.checkpoint.keeping import DurableKeeper
 from penstock.checkpoint.members import own_members
 from penstock.checkpoint.restoring import PassedOver, none_restorable, try_step
 from penstock.checkpoint.steps import Steps, name_of
+from penstock.checkpoint.tiers.due import EVERY_STEP, Pacer
 from penstock.checkpoint.tiers.flush import EACH, Flush
 from penstock.checkpoint.tiers.levels import leveled
 from penstock.checkpoint.tiers.schemes import Scheme, Single
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.keeping import Find, Keeper
     from penstock.checkpoint.staging.base import PreparedSave, StagedSave, Urgency
     from penstock.checkpoint.stored import AnyPath
+    from penstock.checkpoint.tiers.due import Policy
     from penstock.progress import Progress
     from penstock.storage import Storage
 
@@ -68,6 +70,8 @@ class Manager:
     With a `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and made durable
     in the background as `flush` says; `keep_cached` of them stay. `failure_domain` names what fails together
     with this rank (its host); ranks of one domain never protect each other. See docs/levels.md.
+
+    `due` decides when to save, for those who ask: `if manager.due(step): manager.save_async(step, state)`.
     """
 
     def __init__(  # noqa: PLR0913 - as many as a run has choices
@@ -80,6 +84,7 @@ class Manager:
         flush: Flush | None = EACH,
         keep_cached: int | None = 2,
         failure_domain: str | None = None,
+        due: Policy = EVERY_STEP,
         process_group: Any = None,
         writers: int = 2,
         separation_hint: str | None = None,
@@ -108,6 +113,7 @@ class Manager:
                 keep_cached=keep_cached,
                 domain=failure_domain,
             )
+        self._pacer = Pacer(due)
         self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)
         self._handles: list[SaveHandle] = []
         self._num_saves = 0
@@ -124,6 +130,11 @@ class Manager:
         """The newest committed step. Not collective."""
         return max(self.steps(), default=None)
 
+    def due(self, step: int) -> bool:
+        """Whether to save at this step, as the policy says and this run's saves have cost. Collective."""
+        answers = self._front.comm.gather(self._pacer.is_due(step), awaiting="rank 0 to say what is due")
+        return answers[0]
+
     def save(
         self,
         step: int,
@@ -139,7 +150,8 @@ class Manager:
         names match; `dtype` converts tensors of floating point.
         """
         choice = SaveChoice(only=only, dtype=dtype)
-        return self._start(step, state, choice, progress, urgent="commit").result()
+        with self._pacer.measure():
+            return self._start(step, state, choice, progress, urgent="commit").result()
 
     def save_async(
         self,
@@ -159,9 +171,10 @@ class Manager:
         if staging not in ("copied", "background"):
             raise UsageError(f"staging={staging!r} is unknown", fix='Use "copied" or "background".')
         choice = SaveChoice(only=only, dtype=dtype)
-        handle = self._start(step, state, choice, progress, urgent="copy")
-        if staging == "copied":
-            handle.wait_staged()
+        with self._pacer.measure():
+            handle = self._start(step, state, choice, progress, urgent="copy")
+            if staging == "copied":
+                handle.wait_staged()
         return handle
 
     def restore(  # noqa: PLR0913 - as many ways as `load` has

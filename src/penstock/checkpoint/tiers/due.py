@@ -8,7 +8,12 @@ one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
 from typing import Protocol
 
 from penstock.errors import UsageError
@@ -43,6 +48,9 @@ class EverySteps:
     def is_due(self, measured: Measured) -> bool:
         """Whether the step is a multiple."""
         return measured.step % self.steps == 0
+
+
+EVERY_STEP = EverySteps(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,37 @@ class Daly:
         if measured.blocked_s is None:
             return True
         return measured.since_last_s >= daly_interval_s(measured.blocked_s, self.mtbf_s)
+
+
+NUM_REMEMBERED = 9
+"""Saves whose cost is remembered: the first ones touch new memory, and are no measure for the others."""
+
+
+@dataclass(slots=True)
+class Pacer:
+    """Remembers what saves cost and when the last one was, and asks the policy."""
+
+    policy: Policy
+    clock: Callable[[], float] = time.monotonic
+    _since_s: float = field(init=False)
+    _blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED), init=False)
+
+    def __post_init__(self) -> None:
+        self._since_s = self.clock()
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Time what training waits for in one save."""
+        began_s = self.clock()
+        yield
+        self._since_s = self.clock()
+        self._blocked_s.append(self._since_s - began_s)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save now."""
+        blocked_s = median(self._blocked_s) if self._blocked_s else None
+        since_s = self.clock() - self._since_s
+        return self.policy.is_due(Measured(step=step, since_last_s=since_s, blocked_s=blocked_s))
 
 
 def young_interval_s(blocked_s: float, mtbf_s: float) -> float:

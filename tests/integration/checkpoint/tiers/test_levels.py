@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.tiers.due import EverySteps
 from penstock.checkpoint.tiers.flush import Flush
 from penstock.checkpoint.tiers.schemes import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.errors import PenstockError, UsageError
@@ -154,6 +155,18 @@ def test_a_flush_that_fails_is_told_and_the_step_stays_cached(tmp_path: Path) ->
         assert "making durable step 1 in the background" in told
         assert "notes.txt" in told
     assert on_gloo_ranks(2, restore, tmp_path, Single())[0][0] == 1
+
+
+def save_when_due(rank: int, root: Path) -> list[int]:
+    with Manager(root, due=EverySteps(3), timeout_s=60) as manager:
+        for step in range(1, 8):
+            if manager.due(step):
+                manager.save(step, state_of(rank, step))
+        return manager.steps()
+
+
+def test_what_is_due_is_due_on_all_ranks(tmp_path: Path) -> None:
+    assert on_gloo_ranks(2, save_when_due, tmp_path) == [[3, 6]] * 2
 
 
 def test_alone_a_cache_needs_no_group(tmp_path: Path) -> None:

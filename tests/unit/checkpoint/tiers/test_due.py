@@ -15,6 +15,7 @@ from penstock.checkpoint.tiers.due import (
     EverySteps,
     Measured,
     Overhead,
+    Pacer,
     Policy,
     daly_interval_s,
     young_interval_s,
@@ -66,3 +67,36 @@ def test_saving_longer_than_failures_are_apart_leaves_one_checkpoint_a_failure()
 def test_intervals_that_make_no_sense_are_refused(make: Callable[[], Policy]) -> None:
     with pytest.raises(UsageError):
         make()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_pacer_learns_what_saves_cost_and_forgets_the_first_ones() -> None:
+    clock = Clock()
+    pacer = Pacer(Overhead(percent=10), clock=clock)
+    assert pacer.is_due(1)
+    for blocked_s in (50.0, 1.0, 1.0, 1.0):
+        with pacer.measure():
+            clock.now_s += blocked_s
+        clock.now_s += 9.9
+        assert not pacer.is_due(1)
+    clock.now_s += 0.2
+    assert pacer.is_due(1)
+
+
+def test_a_pacer_counts_from_the_end_of_the_last_save() -> None:
+    clock = Clock()
+    pacer = Pacer(EverySeconds(10), clock=clock)
+    clock.now_s = 10.0
+    assert pacer.is_due(1)
+    with pacer.measure():
+        clock.now_s += 5
+    assert not pacer.is_due(1)
+    clock.now_s += 10
+    assert pacer.is_due(1)
