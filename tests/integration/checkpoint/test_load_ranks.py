@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+import penstock.checkpoint as pc
 from penstock.checkpoint.members import own_members
 from penstock.checkpoint.step_reader import load
 from penstock.checkpoint.step_writer import save
@@ -270,6 +271,30 @@ def test_groups_of_our_own_are_made_as_often_as_needed(told: Told) -> None:
     assert told["groups_again_and_again"] == [None, None]
 
 
+def explained(rank: int, root: Path) -> str:
+    mesh = init_device_mesh("cpu", (2, 1))
+    full = torch.zeros(1024, 512)
+    state = {
+        "w": distribute_tensor(full, mesh, [Replicate(), Shard(0)]),
+        "v": distribute_tensor(full, mesh, [Shard(0), Replicate()]),
+        "seed": rank,
+    }
+    told = pc.explain(state)
+    assert told.unique_bytes == 4 << 20
+    assert {part.writes_bytes for part in told.ranks} == {2 << 20}
+    assert {part.reads_bytes for part in told.ranks} == {2 << 20}
+    assert {part.holds_bytes - part.reads_bytes - part.receives_bytes for part in told.ranks} == {0}
+    assert told.objects == (("seed",), ("seed@rank1",))
+    return str(told)
+
+
+def test_who_writes_and_reads_what_is_explained_alike_on_all_ranks(told: Told) -> None:
+    first, second = told["explained"]
+    assert first == second
+    assert "rank 0 writes [0:512, :], 1 MiB" in first
+    assert first.splitlines()[3].split() == ["0", "3", "MiB", "2", "MiB", "2", "MiB", "1", "MiB", "1"]
+
+
 def own_objects(rank: int, root: Path) -> tuple[Any, Any]:
     save({"w": torch.ones(4), "rng": f"of rank {rank}", "step": 3}, root / "step")
     found: dict[str, Any] = {"w": torch.zeros(4), "rng": None, "step": None}
@@ -290,6 +315,7 @@ def all_programs(rank: int, root: Path) -> dict[str, Any]:
         disjoint_groups,
         own_objects,
         groups_again_and_again,
+        explained,
     )
     return {program.__name__: program(rank, root / program.__name__) for program in programs}
 
