@@ -75,6 +75,12 @@ def plan_layout(request: LayoutRequest) -> StateLayout:
         groups=without_empty(_groups(request.model, mesh)),
         num_parameters=count_parameters(spec) if spec.transformer and spec.num_layers else None,
     )
+    if not layout.groups:
+        raise UsageError(
+            f"{request.model.name} holds no bytes",
+            where="model",
+            fix="Give it model_size_bytes, layer_parameters, or a transformer with num_layers.",
+        )
     return layout.scaled(request.scale)
 
 

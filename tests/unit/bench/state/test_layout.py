@@ -249,6 +249,11 @@ def test_nobody_writes_an_empty_file() -> None:
     assert len(files) == layout.num_files
 
 
+def test_a_model_without_bytes_is_refused() -> None:
+    with pytest.raises(UsageError, match="holds no bytes"):
+        plan_layout(LayoutRequest(model=model_of(Model(model_size_bytes=0))))
+
+
 def test_a_pipeline_under_zero_3_is_refused_with_the_key_to_change() -> None:
     split = Parallelism(pipeline=2, zero_stage=3)
     model = model_of(Model(num_layers=4, transformer=Transformer(), parallelism=split))
