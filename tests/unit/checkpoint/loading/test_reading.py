@@ -1,0 +1,152 @@
+"""Reading threads: sums in order whoever reads, bytes handed on once, and no thread left waiting."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.loading.extents import Part, Span, lay_out
+from penstock.checkpoint.loading.reading import Buffers, OpenFiles, Reading, ReadSettings, SummedItem
+from penstock.checkpoint.sums import sum_of
+from penstock.errors import DataDamaged, StorageError
+from penstock.progress import Silent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.storage.base import Source
+
+PAGE = 4096
+SETTINGS = ReadSettings(streams=3, block_bytes=PAGE)
+
+
+class UnevenSource:
+    """A file whose reads take turns in no order, or fail from some offset on."""
+
+    def __init__(self, content: bytes, seed: int = 0, *, fails_at: int | None = None) -> None:
+        self.content = content
+        self.size_bytes = len(content)
+        self.is_open = True
+        self._fails_at = fails_at
+        self._random = random.Random(seed)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        assert self.is_open
+        if self._fails_at is not None and offset + len(buffer) > self._fails_at:
+            raise StorageError("The disk is gone", uri="file:///gone")
+        time.sleep(self._random.random() * 1e-3)
+        buffer[:] = self.content[offset : offset + len(buffer)]
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class Collected:
+    """A landing that remembers what came; `straight` spans are read to their place."""
+
+    def __init__(self, spans: list[Span], straight: set[int]) -> None:
+        self.memory = [bytearray(span.end - span.begin) for span in spans]
+        self.num_arrived = [0] * len(spans)
+        self._spans = spans
+        self._straight = straight
+        self._lock = threading.Lock()
+
+    def place(self, span: int, begin: int, end: int) -> memoryview | None:
+        first = self._spans[span].begin
+        return memoryview(self.memory[span])[begin - first : end - first] if span in self._straight else None
+
+    def take(self, span: int, begin: int, content: memoryview) -> None:
+        first = begin - self._spans[span].begin
+        self.memory[span][first : first + len(content)] = content
+
+    def arrived(self, part: Part) -> None:
+        with self._lock:
+            self.num_arrived[part.span] += part.end - part.begin
+
+
+def read(
+    source: UnevenSource, spans: list[Span], items: dict[int, SummedItem], straight: set[int]
+) -> Collected:
+    blocks = lay_out(spans, block_bytes=SETTINGS.block_bytes, alignment_bytes=PAGE)
+    landing = Collected(spans, straight)
+    opened: Callable[[int], Source] = lambda _: source  # noqa: E731 - typed
+    files = OpenFiles(blocks, opened)
+    reading = Reading(
+        blocks,
+        spans,
+        files=files,
+        landing=landing,
+        items=items,
+        progress=Silent(),
+        wait_for_room=lambda: None,
+    )
+    with ThreadPoolExecutor(SETTINGS.streams) as threads:
+        futures = reading.start(Buffers(SETTINGS), threads)
+    files.close()
+    for future in futures:
+        future.result()
+    return landing
+
+
+CONTENT = np.random.default_rng(3).bytes(40 * PAGE)
+
+
+def item(content: bytes, begin: int, end: int) -> SummedItem:
+    return SummedItem(name="w", file="f", begin=begin, end=end, expected=sum_of(content[begin:end]))
+
+
+@given(st.lists(st.integers(1, 8 * PAGE), min_size=1, max_size=6), st.integers(0, 99), st.data())
+@settings(max_examples=25)
+def test_items_are_summed_in_order_whichever_thread_reads(
+    lengths: list[int], seed: int, data: st.DataObject
+) -> None:
+    spans, items, at = [], {}, 0
+    for number, length in enumerate(lengths):
+        end = min(at + length, len(CONTENT))
+        if end == at:
+            break
+        spans.append(Span(0, at, end, number))
+        items[number] = item(CONTENT, at, end)
+        at = end
+    straight = data.draw(st.sets(st.integers(0, len(spans) - 1)))
+    source = UnevenSource(CONTENT, seed)
+    landing = read(source, spans, items, straight)
+    assert b"".join(landing.memory) == CONTENT[:at]
+    assert landing.num_arrived == [span.end - span.begin for span in spans]
+    assert not source.is_open
+
+
+def test_one_item_of_several_spans_has_one_sum() -> None:
+    spans = [Span(0, 100, 9000, 7), Span(0, 9000, 30000, 7)]
+    read(UnevenSource(CONTENT), spans, {7: item(CONTENT, 100, 30000)}, set())
+
+
+@pytest.mark.parametrize("at", [5000, 5001, 29999])
+def test_a_flipped_bit_is_named_with_its_item_and_range(at: int) -> None:
+    spoiled = bytearray(CONTENT)
+    spoiled[at] ^= 4
+    with pytest.raises(DataDamaged, match=r"w is not as it was written.*\(f, bytes 5000 to 30000\)"):
+        read(UnevenSource(bytes(spoiled)), [Span(0, 5000, 30000, 1)], {1: item(CONTENT, 5000, 30000)}, set())
+
+
+def test_a_failure_of_one_thread_ends_all() -> None:
+    source = UnevenSource(CONTENT, fails_at=20 * PAGE)
+    with pytest.raises(StorageError, match="The disk is gone"):
+        read(source, [Span(0, 0, len(CONTENT), 1)], {1: item(CONTENT, 0, len(CONTENT))}, set())
+    assert not source.is_open
+
+
+def test_warm_memory_is_kept_from_load_to_load() -> None:
+    buffers = Buffers(SETTINGS)
+    first, second = buffers.blocks(100), buffers.blocks(2)
+    assert len(first) == 2 * SETTINGS.streams
+    assert len(second) == 2
+    assert second[0].obj is first[0].obj
