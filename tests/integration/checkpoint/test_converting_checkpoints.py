@@ -243,6 +243,8 @@ def test_the_last_whole_checkpoint_of_a_run_is_only_removed_when_told(archive: P
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert main(["checkpoint", "rm", str(run / "step-1")]) == 2
     assert main(["checkpoint", "rm", str(run / "step-2")]) == 0
+    convert(archive, run / "step-3", DCP)
+    assert main(["checkpoint", "rm", str(run / "step-3")]) == 0
     assert [one.name for one in list_checkpoints(run)] == ["step-1"]
     assert main(["checkpoint", "rm", str(run / "step-1"), "--even-last", "--json"]) == 0
     assert main(["checkpoint", "rm", str(run / "step-1")]) == 1

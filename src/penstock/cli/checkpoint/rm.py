@@ -15,11 +15,15 @@ def remove(
     even_last: Annotated[
         bool, typer.Option("--even-last", help="Also the last one of its run that is whole.")
     ] = False,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Believe the files and sizes of those that stay.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Remove the checkpoint at PATH: its name first, in one durable step, then its files.
 
-    The last one of a run that looks whole is kept, unless --even-last is given.
+    The last whole one of a run is kept, unless --even-last is given: before anything goes, another one is
+    verified to its last byte, the newest first.
 
     Examples:
 
@@ -32,6 +36,9 @@ def remove(
     from penstock.checkpoint import removal
     from penstock.units import format_bytes
 
-    gone = removal.remove(path, even_last=even_last)
-    text = f"removed {gone.uri}: {gone.num_files} files, {format_bytes(gone.size_bytes)}"
-    Terminal(as_json=as_json).result(asdict(gone), lambda console: console.print(text))
+    terminal = Terminal(as_json=as_json)
+    with terminal.progress() as progress:
+        gone = removal.remove(path, even_last=even_last, verified=not no_verify, progress=progress)
+    stays = f"; {gone.stays} is whole and stays" if gone.stays else ""
+    text = f"removed {gone.uri}: {gone.num_files} files, {format_bytes(gone.size_bytes)}{stays}"
+    terminal.result(asdict(gone), lambda console: console.print(text))

@@ -1,0 +1,37 @@
+"""Which checkpoint must be whole before another one may go: the newest first, and no more than needed."""
+
+from __future__ import annotations
+
+from penstock.checkpoint.inspection import Listed, State
+from penstock.checkpoint.removal import whole_beside
+
+
+def listed(name: str, step: int | None, state: State = State.COMMITTED) -> Listed:
+    return Listed(name=name, step=step, state=state, size_bytes=1, num_files=1, num_tensors=1, modified_s=0.0)
+
+
+def asked(checkpoints: list[Listed], name: str, whole: set[str]) -> tuple[str | None, list[str]]:
+    """The answer, and which were read to find it."""
+    read: list[str] = []
+
+    def is_whole(other: str) -> bool:
+        read.append(other)
+        return other in whole
+
+    return whole_beside(checkpoints, name, is_whole), read
+
+
+RUN = [listed("a", None), listed("step-1", 1), listed("step-2", 2), listed("step-9", 9, State.DAMAGED)]
+
+
+def test_the_newest_other_one_is_asked_first_and_suffices() -> None:
+    assert asked(RUN, "step-1", {"step-2", "a"}) == ("step-2", ["step-2"])
+
+
+def test_older_ones_are_asked_when_newer_ones_are_damaged() -> None:
+    assert asked(RUN, "step-1", {"a"}) == ("a", ["step-2", "a"])
+    assert asked(RUN, "step-2", set()) == (None, ["step-1", "a"])
+
+
+def test_what_looks_damaged_is_not_even_read_and_oneself_does_not_count() -> None:
+    assert asked(RUN[2:], "step-2", {"step-2", "step-9"}) == (None, [])
