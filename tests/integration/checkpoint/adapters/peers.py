@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = "tests.integration.checkpoint.adapters.programs"
+ROOT = Path(__file__).parents[4]
 
 
 def seen_by(program: str, root: Path, *, needs: str) -> Any:
@@ -27,7 +28,8 @@ def seen_by(program: str, root: Path, *, needs: str) -> Any:
         "PYTHONWARNINGS": "ignore",
     }
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / program), str(root)],
+        [sys.executable, "-m", f"{PROGRAMS}.run", program, str(root)],
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,

@@ -10,7 +10,7 @@ from tests.integration.checkpoint.adapters.peers import seen_by
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root: Path = tmp_path_factory.mktemp("lightning")
-    return seen_by("lightning_resumes.py", root, needs="lightning")
+    return seen_by("lightning_resumes", root, needs="lightning")
 
 
 @pytest.mark.parametrize("plugin", ["blocking", "background"])

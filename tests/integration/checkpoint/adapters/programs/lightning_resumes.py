@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -70,6 +69,7 @@ def same(one: Any, other: Any) -> bool:
 
 def told(folder: Path) -> dict[str, Any]:
     """What happens to an older checkpoint where saving a newer one fails."""
+    folder.mkdir()
     plugin = AsyncPenstockIO()
     plugin.save_checkpoint({"weights": torch.ones(3)}, folder / "older")
     (folder / "in the way").write_text("a file of somebody's")
@@ -107,7 +107,3 @@ def main(root: Path) -> None:
     seen["own_file_same"] = same(straight, trained(root / "own file", 4, PenstockIO(), own_file))
     seen |= told(root / "told") | replaced(Path(own_file))
     print(json.dumps(seen))  # noqa: T201 - what the test reads
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,0 +1,252 @@
+"""The engine's writing behind the interface that Megatron and NVIDIA's resiliency extension call.
+
+Planning and finishing happen in the trainer; writing in whatever process or thread the caller of
+`get_save_function_and_args` chooses, forked and spawned ones included. Those frameworks own the folder and
+put files of theirs beside ours, so nothing is renamed here. Invariant: `.metadata`, without which there is no
+checkpoint, is written when all files of all ranks are durable, and is gone before one is written over.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import _wrap_exception
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.commit.whole import require_whole
+from penstock.checkpoint.image import FileImage, lay_out
+from penstock.checkpoint.plan.records import SaveOptions
+from penstock.checkpoint.staging.base import RankShare
+from penstock.checkpoint.staging.memory import StagingMemory
+from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
+from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
+from penstock.checkpoint.torch_dcp.writer import _Deal, _seal
+from penstock.errors import ObjectNotFound, PenstockError, StorageError
+from penstock.storage.powers import for_large_files
+from penstock.storage.registry import open_here
+from penstock.storage.whole import write_object
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    from penstock.checkpoint.stored import AnyPath
+
+DEFAULT_STAGING_BYTES = 256 << 20
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Work:
+    """One rank's files and where their bytes are; travels to the process that writes them."""
+
+    folder: str
+    rank: int
+    images: tuple[FileImage, ...]
+    parts: Mapping[str, Sequence[bytes | torch.Tensor]]
+    """By file: the packed object or the tensor of each item, in order."""
+    num_bytes: int
+    writers: int
+    staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preload:
+    """Brings tensors of devices into this host's memory. Called by the process that is going to write."""
+
+    work: Work
+
+    def __call__(self) -> Work:
+        """The same work with every tensor in main memory."""
+        parts = {
+            file: [each.to("cpu") if isinstance(each, torch.Tensor) else each for each in of_file]
+            for file, of_file in self.work.parts.items()
+        }
+        return replace(self.work, parts=parts)
+
+
+def write(rank: int, work: Work, report: str) -> None:  # noqa: ARG001 - callers give the rank first
+    """Write one rank's files, each durable, and leave in `report` what became of it."""
+    outcome: RankShare | PenstockError
+    try:
+        outcome = _written(work)
+    except PenstockError as error:
+        outcome = error
+    except (OSError, RuntimeError, ValueError) as error:
+        outcome = StorageError(f"Could not write: {error!r}", uri=work.folder)
+    pending = Path(f"{report}.pending")
+    pending.write_bytes(pickle.dumps(outcome))
+    pending.rename(report)
+
+
+class AsyncWriter:
+    """Writes one checkpoint into a folder that is there; a new one for each save, the same on all ranks.
+
+    `snapshots` copies tensors in main memory before `prepare_write_data` returns, as the process that writes
+    may share them with the trainer; a caller that waits for the writing needs no copy.
+    """
+
+    can_run_decentralized_global_plan = True
+
+    def __init__(
+        self,
+        folder: AnyPath,
+        *,
+        writers: int = 2,
+        separation_hint: str | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        snapshots: bool = True,
+    ) -> None:
+        self.checkpoint_id = os.fspath(folder)
+        self._options = SaveOptions(writers=writers, separation_hint=separation_hint)
+        self._staging_bytes = staging_bytes
+        self._snapshots = snapshots
+        self._deal: _Parts | None = None
+        self._work: Work | None = None
+        self._report = ""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: FBT001 - torch's
+        """All ranks, first. Takes away what made an older checkpoint of what lies here."""
+        if not is_coordinator:
+            return
+        storage = open_here(self.checkpoint_id)
+        for name in (METADATA_NAME, MANIFEST_NAME):
+            with suppress(ObjectNotFound):
+                storage.delete(name)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """All ranks: nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator: nothing to add, for each rank knows its number."""
+        return plans
+
+    def prepare_decentralized_global_plan(self, plan: SavePlan) -> SavePlan:
+        """All ranks, where each finishes its own plan: nothing to add."""
+        return plan
+
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """All ranks: lay out this rank's files."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._deal = deal = _Parts(plan.items, planner, rank, self._options)
+        images = deal.images()
+        if not images:
+            return
+        self._work = Work(
+            folder=self.checkpoint_id,
+            rank=rank,
+            images=images,
+            parts=deal.parts(copies=self._snapshots),
+            num_bytes=deal.num_bytes,
+            writers=self._options.writers,
+            staging_bytes=self._staging_bytes,
+        )
+        descriptor, self._report = tempfile.mkstemp(prefix="penstock-share-")
+        os.close(descriptor)
+        Path(self._report).unlink()
+
+    def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Preload | None, list[Any]]:
+        """All ranks: what to call, in any process; what to put for its second argument; its arguments.
+
+        Nothing on a rank that has nothing to write.
+        """
+        if self._work is None:
+            return None, None, []
+        return write, Preload(self._work), [self._work.rank, self._work, self._report]
+
+    def retrieve_write_results(self) -> list[WriteResult] | Any:
+        """All ranks, after the writing: what came of it; a failure as torch passes them to other ranks."""
+        assert self._deal is not None, "prepare_write_data comes first"
+        if self._work is None:
+            return []
+        report, self._work = Path(self._report), None
+        try:
+            # Written by this program, in a file that nobody else may write to.
+            outcome = pickle.loads(report.read_bytes())  # noqa: S301
+        except FileNotFoundError:
+            error = StorageError("The process that was to write ended early", uri=self.checkpoint_id)
+            return _wrap_exception(error)
+        report.unlink()
+        return self._deal.results(outcome) if isinstance(outcome, RankShare) else _wrap_exception(outcome)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator: make it a checkpoint, now that all ranks have written."""
+        metadata.storage_data = {}
+        metadata.storage_meta = self.storage_meta()
+        shares: list[RankShare] = []
+        for result in (each for rank in results for each in rank):
+            if isinstance(result.storage_data, RankShare):
+                shares.append(result.storage_data)
+            else:
+                metadata.storage_data[result.index] = result.storage_data
+        seal = _seal(metadata, shares, "", num_ranks=len(results))
+        storage = open_here(self.checkpoint_id)
+        found = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
+        require_whole(found, seal.sizes, storage.uri)
+        write_object(storage, MANIFEST_NAME, [seal.manifest])
+        write_object(storage, METADATA_NAME, [seal.metadata])
+
+    def storage_meta(self) -> StorageMeta:
+        """What `.metadata` keeps of this save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+
+class _Parts(_Deal):
+    """One rank's items, with what is in them rather than payloads, which cannot travel."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all payloads."""
+        return self._plan.num_bytes
+
+    def images(self) -> tuple[FileImage, ...]:
+        """The files, laid out; none where there is nothing to write."""
+        return tuple(lay_out(bucket, self._plan.tensors) for bucket in self._plan.buckets)
+
+    def parts(self, *, copies: bool) -> dict[str, list[bytes | torch.Tensor]]:
+        """By file, in order; with `copies`, what lies in main memory is the caller's no more."""
+        parts: dict[str, list[bytes | torch.Tensor]] = {}
+        for bucket in self._plan.buckets:
+            parts[bucket.file] = [self._contents[each.name] for each in bucket.objects]
+            for item in self._boxes_of(bucket.boxes):
+                memory = self._planner.resolve_data(item)
+                assert isinstance(memory, torch.Tensor), "torch's planners resolve tensors to tensors"
+                memory = memory.detach()
+                # Others come to main memory before anybody writes, and are copied by that.
+                parts[bucket.file].append(memory.clone() if copies and memory.is_cpu else memory)
+        return parts
+
+
+def _written(work: Work) -> RankShare:
+    payloads = {
+        file: [
+            payload_of_tensor(each) if isinstance(each, torch.Tensor) else payload_of_bytes(each)
+            for each in of_file
+        ]
+        for file, of_file in work.parts.items()
+    }
+    share = Share(
+        rank=work.rank,
+        images=work.images,
+        payloads=payloads,
+        payload_bytes=work.num_bytes,
+        paths={},
+        plan_s=0.0,
+    )
+    settings = pipe_settings(work.images, work.writers, work.staging_bytes)
+    memory = StagingMemory(work.staging_bytes)
+    staged = Staged(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
+    storage = open_here(work.folder, rank=work.rank)
+    return staged.write_to(for_large_files(storage), lambda name: name)

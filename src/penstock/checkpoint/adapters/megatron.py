@@ -1,0 +1,199 @@
+"""Strategies for Megatron core's `dist_checkpointing`, and the folders and tracker that its trainers expect.
+
+    strategy = PenstockSaveStrategy()
+    dist_checkpointing.save(sharded_state, folder, strategy, async_sharded_save=True)
+
+What is saved here is Megatron's `torch_dist` format, which its own strategies load, and the other way round.
+Invariant: the tracker names an iteration only when all of its files, `common.pt` included, are durable.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
+from penstock.checkpoint.torch_dcp.reader import Reader
+from penstock.errors import DataDamaged, Unavailable
+from penstock.storage.registry import open_here
+from penstock.storage.whole import exists, read_object, write_object
+
+try:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies import torch as stock
+    from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+except ImportError as error:
+    raise Unavailable(
+        f"Megatron core is not installed: no module {error.name!r}", fix="Run: pip install megatron-core"
+    ) from error
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.stored import AnyPath
+
+BACKEND: Final = "torch_dist"
+TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
+
+
+class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
+    """Megatron's `torch_dist` save strategy with the engine's writer in it: direct I/O, sums, a manifest.
+
+    All ranks of the default group save together, each to `writers` files; names that begin with
+    `separation_hint` go to files of their own. Plans are made anew at each save.
+    """
+
+    def __init__(
+        self,
+        *,
+        writers: int = 2,
+        separation_hint: str | None = None,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        keep_only_main_replica: bool = True,
+    ) -> None:
+        super().__init__(
+            BACKEND,
+            1,
+            keep_only_main_replica=keep_only_main_replica,
+            thread_count=writers,
+            separation_hint=separation_hint,
+        )
+        self._staging_bytes = staging_bytes
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
+        """All ranks: Megatron's request of a save. Tensors may change when it has been scheduled."""
+        return self._request(sharded_state_dict, checkpoint_dir, snapshots=True)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> None:
+        """All ranks: save, and return when it is durable."""
+        self._request(sharded_state_dict, checkpoint_dir, snapshots=False).execute_sync()
+
+    def _request(self, sharded_state_dict: Any, checkpoint_dir: AnyPath, *, snapshots: bool) -> Any:
+        renamed, *_ = stock._replace_state_dict_keys_with_sharded_keys(  # noqa: SLF001 - the parent's own
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        writer = AsyncWriter(
+            checkpoint_dir,
+            writers=self.thread_count,
+            separation_hint=self.separation_hint,
+            staging_bytes=self._staging_bytes,
+            snapshots=snapshots,
+        )
+        planner = stock.MCoreSavePlanner(
+            dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+        )
+        planned, *_ = save_state_dict_async_plan(
+            stock.mcore_to_pyt_state_dict(renamed, is_loading=False), writer, planner=planner
+        )
+        return self._get_save_and_finalize_callbacks(writer, planned)
+
+
+class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
+    """Megatron's `torch_dist` load strategy with the engine's reader in it.
+
+    What several ranks want is read once; sums are verified where a manifest has them. Sharded objects must be
+    plain data, unless `trust`.
+    """
+
+    def __init__(self, *, trust: bool = False) -> None:
+        super().__init__()
+        self._trust = trust
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
+        """All ranks: the state, with tensors and objects for their descriptions."""
+        strict_shapes, free_shapes = [], {}
+        for each in nested_values(sharded_state_dict):
+            if isinstance(each, ShardedTensor) and each.allow_shape_mismatch:
+                free_shapes[each.key] = each
+            elif isinstance(each, ShardedTensor):
+                strict_shapes.append(each)
+        renamed, flat, renames = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)  # noqa: SLF001 - the parent's own
+        state = stock.mcore_to_pyt_state_dict(renamed, is_loading=True)
+        reader = Reader(checkpoint_dir, trust=self._trust)
+        planner = stock.MCoreLoadPlanner(
+            shapes_validation_sharded_tensors=strict_shapes, allow_shape_mismatch_sharded_tensors=free_shapes
+        )
+        load(state, storage_reader=reader, planner=planner)
+        self.cached_global_metadata = reader.read_metadata()
+        loaded = stock._replace_sharded_keys_with_state_dict_keys(  # noqa: SLF001 - likewise
+            {key: stock._unwrap_pyt_sharded_tensor(value) for key, value in state.items()},  # noqa: SLF001 - likewise
+            flat,
+            renames,
+        )
+        stock._restore_dict_types(loaded, sharded_state_dict)  # noqa: SLF001 - likewise
+        return loaded
+
+
+def iteration_folder(root: AnyPath, iteration: int) -> str:
+    """Where Megatron keeps the checkpoint of an iteration."""
+    return f"{os.fspath(root).rstrip('/')}/iter_{iteration:07d}"
+
+
+def save_iteration(
+    root: AnyPath, iteration: int, sharded_state: Any, strategy: PenstockSaveStrategy | None = None
+) -> None:
+    """All ranks: save to the folder of an iteration, and have the tracker name it. `root` is a path."""
+    folder = iteration_folder(root, iteration)
+    if dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(sharded_state, folder, strategy or PenstockSaveStrategy())
+    commit_iteration(root, iteration)
+    dist.barrier()
+
+
+def load_iteration(
+    root: AnyPath,
+    sharded_state: Any,
+    iteration: int | None = None,
+    strategy: PenstockLoadStrategy | None = None,
+) -> tuple[int | None, Any]:
+    """All ranks: load an iteration, or the one that the tracker names. (None, None) where there is none."""
+    found = latest_iteration(root) if iteration is None else iteration
+    if found is None:
+        return None, None
+    folder = iteration_folder(root, found)
+    return found, dist_checkpointing.load(sharded_state, folder, strategy or PenstockLoadStrategy())
+
+
+def commit_iteration(root: AnyPath, iteration: int) -> None:
+    """Rank 0 (others return at once): make what Megatron wrote durable, then have the tracker name it.
+
+    The last finalize function of an asynchronous save:
+    `request.add_finalize_fn(lambda: commit_iteration(root, iteration))`.
+    """
+    if dist.get_rank() != 0:
+        return
+    folder = Path(iteration_folder(root, iteration))
+    for each in sorted(folder.iterdir()):
+        _sync(each)
+    _sync(folder)
+    _sync(folder.parent)
+    write_object(open_here(root), TRACKER_NAME, [f"{iteration}".encode()])
+
+
+def latest_iteration(root: AnyPath) -> int | None:
+    """What the tracker names; None where there is no tracker. Not collective."""
+    storage = open_here(root)
+    if not exists(storage, TRACKER_NAME):
+        return None
+    text = bytes(read_object(storage, TRACKER_NAME)).decode(errors="replace").strip()
+    if not text.isdecimal():
+        raise DataDamaged(
+            f"The tracker says {text[:40]!r}, and not an iteration",
+            where=f"{storage.uri}/{TRACKER_NAME}",
+            fix="Write the number of the newest whole iter_* folder into it.",
+        )
+    return int(text)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
