@@ -156,6 +156,26 @@ def convert(
     return facts
 
 
+def join(
+    tables: Sequence[Path], facts: Sequence[TableFacts], target: Path, *, strict: bool = False
+) -> TableFacts:
+    """One table of several, in their order, which stay; what it says of itself."""
+    joined = TableFacts(
+        sources=tuple(source for each in facts for source in each.sources),
+        accounts=tuple(account for each in facts for account in each.accounts),
+        where=facts[0].where,
+    )
+    if strict:
+        refuse_damaged(joined.accounts)
+    with _publishing(target) as (partial, _), _writer(partial, Form.KEPT) as writer:
+        for table in tables:
+            with pq.ParquetFile(table) as part:
+                for number in range(part.num_row_groups):
+                    writer.write_table(_encoded(part.read_row_group(number)), ROW_GROUP_ROWS)
+        writer.add_key_value_metadata({_KEY: _facts_text(joined)})
+    return joined
+
+
 def read_facts(path: Path) -> TableFacts | None:
     """What a table says of itself; None if the file is no Parquet file."""
     try:

@@ -7,14 +7,16 @@ caller share a file system. Invariant: the tables are those that threads would h
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.errors import Unavailable, UsageError
 from penstock.progress import Progress, Silent
-from penstock.trace.table import Form, TableFacts, convert
+from penstock.trace.table import Form, TableFacts, convert, join
 
 if TYPE_CHECKING:
     from penstock.trace.reading.files import TraceFile
@@ -58,13 +60,21 @@ def workers(scheduler: str) -> Iterator[Any]:
 
 
 def convert_by_workers(
-    client: Any, files: Sequence[TraceFile], folder: Path, *, progress: Progress, selection: Selection
+    client: Any,
+    files: Sequence[TraceFile],
+    folder: Path,
+    *,
+    progress: Progress,
+    selection: Selection,
+    form: Form = Form.PASSING,
 ) -> tuple[list[Path], list[TableFacts]]:
     """Make a table of each file in `folder`, which workers must see; the tables, and what they say."""
     distributed = importlib.import_module("distributed")
     progress.begin("reading traces", float(len(files)))
     targets = [folder / f"{number:06d}.events" for number in range(len(files))]
-    futures = client.map(_convert_one, files, targets, [selection] * len(files), pure=False)
+    futures = client.map(
+        _convert_one, files, targets, [selection] * len(files), [form] * len(files), pure=False
+    )
     facts: dict[Any, TableFacts] = {}
     for future, result in distributed.as_completed(futures, with_results=True):
         facts[future.key] = result
@@ -72,5 +82,26 @@ def convert_by_workers(
     return targets, [facts[future.key] for future in futures]
 
 
-def _convert_one(file: TraceFile, target: Path, selection: Selection) -> TableFacts:
-    return convert([file], target, progress=Silent(), selection=selection, form=Form.PASSING, threads=1)
+def load_by_workers(
+    scheduler: str,
+    files: Sequence[TraceFile],
+    target: Path,
+    *,
+    progress: Progress,
+    selection: Selection,
+    strict: bool = False,
+) -> TableFacts:
+    """Make the table that `convert` would make; workers must see the target's folder."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        TemporaryDirectory(prefix=f".{target.name}.{os.getpid()}.", dir=target.parent.absolute()) as folder,
+        workers(scheduler) as client,
+    ):
+        tables, facts = convert_by_workers(
+            client, files, Path(folder), progress=progress, selection=selection, form=Form.KEPT
+        )
+        return join(tables, facts, target, strict=strict)
+
+
+def _convert_one(file: TraceFile, target: Path, selection: Selection, form: Form) -> TableFacts:
+    return convert([file], target, progress=Silent(), selection=selection, form=form, threads=1)

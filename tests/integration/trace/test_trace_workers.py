@@ -2,11 +2,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from penstock.errors import UsageError
+from penstock.progress import Silent
 from penstock.testing.trace_files import Writing, write_trace
 from penstock.trace import load
+from penstock.trace.opened import find_files, trace_files
+from penstock.trace.reading.selection import EVERYTHING
+from penstock.trace.table import convert, read_facts
+from penstock.trace.workers import load_by_workers
 
 distributed = pytest.importorskip("distributed")
 
@@ -23,6 +29,20 @@ def compare(folder: Path, scheduler: str) -> None:
 def test_workers_of_a_scheduler_give_the_same_answers(tmp_path: Path) -> None:
     with distributed.LocalCluster(processes=False, n_workers=1, dashboard_address="127.0.0.1:0") as cluster:
         compare(tmp_path, cluster.scheduler_address)
+
+
+def test_workers_make_the_table_that_threads_make(tmp_path: Path) -> None:
+    for rank in range(3):
+        write_trace(tmp_path, Writing(events=300, rank=rank, generation=rank + 1))
+    files = trace_files(find_files([str(tmp_path)]), run="base")
+    alone, many = tmp_path / "alone.events", tmp_path / "many.events"
+    convert(files, alone, progress=Silent())
+    with distributed.LocalCluster(processes=False, n_workers=1, dashboard_address="127.0.0.1:0") as cluster:
+        facts = load_by_workers(
+            cluster.scheduler_address, files, many, progress=Silent(), selection=EVERYTHING
+        )
+    assert pq.read_table(many).equals(pq.read_table(alone))
+    assert facts == read_facts(many) == read_facts(alone)
 
 
 @pytest.mark.slow

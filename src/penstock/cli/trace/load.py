@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cli.trace.opening import Files, RankPattern, Strict, Where, tell_losses
+from penstock.cli.trace.opening import Dask, Files, RankPattern, Strict, Where, tell_losses
 
 if TYPE_CHECKING:
     from penstock.trace.event import FileAccount
@@ -22,6 +22,7 @@ def load(
     ] = "",
     where: Where = "",
     rank_pattern: RankPattern = None,
+    dask: Dask = "",
     strict: Strict = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -36,19 +37,20 @@ def load(
 
       penstock trace load traces -o writes.events --where "op = 'write'" --strict --json
     """
+    from functools import partial
     from pathlib import Path
 
     from penstock.trace.opened import find_files, trace_files
     from penstock.trace.reading.files import RANK_PATTERN
     from penstock.trace.reading.selection import Selection
     from penstock.trace.table import convert
+    from penstock.trace.workers import load_by_workers
 
     terminal = Terminal(as_json=as_json)
     sources = trace_files(find_files(files), run=run, rank_pattern=rank_pattern or RANK_PATTERN)
+    make = partial(load_by_workers, dask) if dask else convert
     with terminal.progress() as progress:
-        facts = convert(
-            sources, Path(out), progress=progress, selection=Selection(where=where), strict=strict
-        )
+        facts = make(sources, Path(out), progress=progress, selection=Selection(where=where), strict=strict)
     tell_losses(facts.accounts, terminal, strict=strict)
     document = {
         "table": out,
