@@ -49,16 +49,16 @@ def save_replicas(rank: int, root: Path, way: str) -> int:
     return sum(path.stat().st_size for path in (root / "step").glob(f"__{rank}_*.distcp"))
 
 
-def test_replicas_divide_their_bytes_and_stock_torch_loads_them_on_both(tmp_path: Path) -> None:
-    first, second = on_gloo_ranks(2, replicas, tmp_path)
-    for each in (*first, *second):
+def test_replicas_divide_their_bytes_and_stock_torch_loads_them_on_both(both_ranks: Job) -> None:
+    for each in both_ranks.told("replicas", 0) + both_ranks.told("replicas", 1):
         assert WEIGHT_BYTES / 2 <= each <= WEIGHT_BYTES / 2 + 64 * 1024
 
 
-def shards_and_own_objects(rank: int, root: Path) -> None:
-    """Both ways."""
+def shards_and_own_objects(rank: int, root: Path) -> list[str]:
+    """What went wrong, each way: nothing, or this raises."""
     for way in WAYS:
         save_shards_and_own_objects(rank, root / way, way)
+    return []
 
 
 def save_shards_and_own_objects(rank: int, root: Path, way: str) -> None:
@@ -100,8 +100,8 @@ def save_shards_and_own_objects(rank: int, root: Path, way: str) -> None:
     assert whole["only1"].tolist() == [1.0, 1.0]
 
 
-def test_shards_are_kept_and_so_is_each_ranks_own_object(tmp_path: Path) -> None:
-    on_gloo_ranks(2, shards_and_own_objects, tmp_path)
+def test_shards_are_kept_and_so_is_each_ranks_own_object(both_ranks: Job) -> None:
+    assert both_ranks.told("shards_and_own_objects", 0) == both_ranks.told("shards_and_own_objects", 1) == []
 
 
 def one_cannot_pack(rank: int, root: Path) -> str:
@@ -112,11 +112,11 @@ def one_cannot_pack(rank: int, root: Path) -> str:
     return str(caught.value)
 
 
-def test_what_one_rank_cannot_pack_fails_on_all_before_anything_is_written(tmp_path: Path) -> None:
-    told = on_gloo_ranks(2, one_cannot_pack, tmp_path)
+def test_what_one_rank_cannot_pack_fails_on_all_before_anything_is_written(both_ranks: Job) -> None:
+    told = [both_ranks.told("one_cannot_pack", rank) for rank in range(2)]
     assert told[0] == told[1]
     assert "Rank 1" in told[0]
-    assert list(tmp_path.iterdir()) == []
+    assert not (both_ranks.root / "one_cannot_pack").exists()
 
 
 def nothing_on_one(rank: int, root: Path) -> None:
@@ -127,9 +127,9 @@ def nothing_on_one(rank: int, root: Path) -> None:
     assert found["small"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_rank_with_nothing_to_write_writes_no_file_and_holds_nobody_up(tmp_path: Path) -> None:
-    on_gloo_ranks(2, nothing_on_one, tmp_path)
-    assert [path.name for path in (tmp_path / "step").glob("*.distcp")] == ["__0_0.distcp"]
+def test_a_rank_with_nothing_to_write_writes_no_file_and_holds_nobody_up(both_ranks: Job) -> None:
+    written = (both_ranks.root / "nothing_on_one/step").glob("*.distcp")
+    assert [path.name for path in written] == ["__0_0.distcp"]
 
 
 def disjoint_groups(rank: int, root: Path) -> None:
@@ -138,6 +138,30 @@ def disjoint_groups(rank: int, root: Path) -> None:
     save({"mine": torch.full((3,), rank)}, root / f"step-{rank}", process_group=groups[rank])
 
 
-def test_disjoint_groups_save_at_the_same_time(tmp_path: Path) -> None:
-    on_gloo_ranks(2, disjoint_groups, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-0", "step-1"}
+def test_disjoint_groups_save_at_the_same_time(both_ranks: Job) -> None:
+    saved = (both_ranks.root / "disjoint_groups").iterdir()
+    assert {path.name for path in saved} == {"step-0", "step-1"}
+
+
+PROGRAMS = (replicas, shards_and_own_objects, one_cannot_pack, nothing_on_one, disjoint_groups)
+
+
+def all_programs(rank: int, root: Path) -> dict[str, Any]:
+    """What each program tells on this rank. One job for all: starting ranks takes longest."""
+    return {program.__name__: program(rank, root / program.__name__) for program in PROGRAMS}
+
+
+class Job:
+    """What all programs told and left."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._told = on_gloo_ranks(2, all_programs, root)
+
+    def told(self, program: str, rank: int) -> Any:
+        return self._told[rank][program]
+
+
+@pytest.fixture(scope="module")
+def both_ranks(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("ranks"))
