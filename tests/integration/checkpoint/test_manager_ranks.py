@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from penstock.checkpoint.manager import Manager
-from penstock.errors import OutOfSpace, PenstockError, RankFailed, StorageError, UsageError
+from penstock.errors import (
+    OutOfSpace,
+    PenstockError,
+    RankError,
+    RankFailed,
+    StorageError,
+    UsageError,
+    WaitTimeout,
+)
+from penstock.testing.file_faults import FailFileCall, NoSync, faulty_calls
 from penstock.testing.gloo_ranks import on_gloo_ranks
 from penstock.testing.known_engine import BytesEngine
+from penstock.testing.known_states import restored, save_state
+from penstock.testing.known_steps import files_below
 
 SIZE = 1000
 
@@ -193,3 +206,45 @@ def test_a_save_that_one_rank_cancels_is_cancelled_on_all(tmp_path: Path) -> Non
     assert one == other
     assert "was cancelled" in one
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]
+
+
+def stay_away(rank: int, root: Path) -> str:
+    manager = Manager(root, engine=BytesEngine(), timeout_s=0.5)
+    told = ""
+    if rank == 0:
+        late = error_of(lambda: manager.save(1, state_of(rank, 1)))
+        assert isinstance(late, WaitTimeout)
+        after = error_of(lambda: manager.restore(state_of(rank, 1)))
+        assert isinstance(after, RankError)
+        told = f"{late} | {after}"
+    # The other rank stays until the first has given up: it was slow, and is not dead.
+    dist.barrier()
+    manager.__exit__(RankError, None, None)
+    return told
+
+
+def test_a_rank_that_does_not_come_is_waited_for_in_vain_and_named(tmp_path: Path) -> None:
+    told, _ = on_gloo_ranks(2, stay_away, tmp_path)
+    assert "Waited 0.5 s in vain for all ranks to come to saving step-1" in told
+    assert "left the ranks' common step" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail_one_write(rank: int, root: Path, name: str, number: int) -> list[str]:
+    faults = [NoSync(), FailFileCall(name, number, errno.EIO)] if rank == 1 else [NoSync()]
+    sound, told = files_below(root, faulty_calls(NoSync())), []
+    save_state(sound, 1, 0, rank)
+    told.append(str(error_of(lambda: save_state(files_below(root, faulty_calls(*faults)), 1, 1, rank))))
+    assert restored(sound, rank) == (1, 0)
+    save_state(sound, 1, 2, rank)
+    assert restored(sound, rank) == (1, 2)
+    return told
+
+
+@pytest.mark.parametrize(("name", "number"), [("pwrite", 1), ("fsync", 2)])
+def test_a_write_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, name: str, number: int) -> None:
+    one, other = on_gloo_ranks(2, fail_one_write, tmp_path / "run", name, number)
+    assert one == other
+    assert one[0].startswith("Rank 1 on")
+    assert os.strerror(errno.EIO) in one[0]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-1"]
