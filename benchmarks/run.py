@@ -31,6 +31,8 @@ BENCHMARKS = (
     "checkpoint_pipe",
     "checkpoint_clients",
     "checkpoint_save",
+    "checkpoint_load",
+    "checkpoint_metadata",
 )
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.storage.base import Source, Storage
 
-NUM_THREADS = 4
+NUM_THREADS = 16
+"""Heads are small, so it is latency that counts."""
 
 
 def located(opened: Opened, storage: Storage, comm: Comm) -> Contents:
