@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -143,7 +144,31 @@ def test_disjoint_groups_save_at_the_same_time(both_ranks: Job) -> None:
     assert {path.name for path in saved} == {"step-0", "step-1"}
 
 
-PROGRAMS = (replicas, shards_and_own_objects, one_cannot_pack, nothing_on_one, disjoint_groups)
+def torchs_async_save(rank: int, root: Path) -> bool:
+    """Save by torch's own background save, and overwrite the state before it is done."""
+    state: dict[str, Any] = {"weight": _weight() + rank, "step": 3}
+    future = async_save(state, storage_writer=Writer(root / "step"), planner=SavePlanner())
+    state["weight"].zero_()
+    future.result()  # type: ignore[union-attr] # a future without a staging executor
+    found = {"weight": torch.zeros(1000, 300)}
+    stock_load(found, checkpoint_id=root / "step")
+    # Ranks disagree, so the half that each wrote is its own.
+    return set((found["weight"] - _weight()).flatten().tolist()) == {0.0, 1.0}
+
+
+def test_torchs_own_background_save_goes_through_the_writer_untorn(both_ranks: Job) -> None:
+    assert both_ranks.told("torchs_async_save", 0)
+    assert both_ranks.told("torchs_async_save", 1)
+
+
+PROGRAMS = (
+    replicas,
+    shards_and_own_objects,
+    one_cannot_pack,
+    nothing_on_one,
+    disjoint_groups,
+    torchs_async_save,
+)
 
 
 def all_programs(rank: int, root: Path) -> dict[str, Any]:

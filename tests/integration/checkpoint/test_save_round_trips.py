@@ -154,6 +154,8 @@ def test_a_writer_saves_again_and_again_wherever_it_is_told(tmp_path: Path) -> N
 def test_a_writer_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="writers=0"):
         Writer(tmp_path / "step", writers=0)
+    with pytest.raises(UsageError, match="writers=0"):
+        save(_state(), tmp_path / "step", writers=0)
     with pytest.raises(UsageError, match="use_collectives"):
         Writer(tmp_path / "step").set_up_storage_writer(True, rank=0, use_collectives=False)
     with pytest.raises(BaseException, match="fsync=False is for file systems"):

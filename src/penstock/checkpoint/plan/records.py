@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.pieces import item_bytes_of
+from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.checkpoint.pieces import Boxes, Ints, TensorFacts
@@ -43,6 +44,10 @@ class SaveOptions:
     """Names that begin with it go to files of their own, which begin with it, too."""
     min_cut_bytes: int = 64 * 1024
     """A replicated box below twice this size is written whole by one rank."""
+
+    def __post_init__(self) -> None:
+        if self.writers < 1:
+            raise UsageError(f"writers={self.writers} can write nothing", fix="Give at least 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,8 +80,6 @@ class Writer(StorageWriter):
     ) -> None:
         require_known(transforms)
         self._transforms = tuple(transforms)
-        if writers < 1:
-            raise UsageError(f"writers={writers}", fix="Give at least 1.")
         self.checkpoint_id: AnyPath = path
         self._fsync = fsync
         self._options = SaveOptions(writers=writers, separation_hint=separation_hint)
