@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from tests.integration.checkpoint.adapters.programs.ranks import on_forked_ranks, without_cuda  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import penstock.checkpoint.adapters.megatron as ours  # noqa: E402
 
@@ -109,7 +110,7 @@ def iterations(rank: int, root: Path) -> dict[str, Any]:
     failure = ""
     try:
         queue.maybe_finalize_async_calls(blocking=True)
-    except BaseException as error:  # noqa: BLE001 - torch's is none of Exception
+    except CheckpointException as error:
         failure = type(error).__name__
     seen["failure"] = failure
     seen["tracker_after"] = (run / ours.TRACKER_NAME).read_text()

@@ -50,12 +50,16 @@ def _as_rank(
     arguments: tuple[Any, ...],
 ) -> None:
     rank, size = place
+    is_over = False
     try:
         store = dist.FileStore(str(root / "ranks"), size)  # type: ignore[attr-defined] # torch's stubs lack it
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         end.send(program(rank, root, *arguments))
         dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
-        traceback.print_exc(file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)
+        is_over = True
+    finally:
+        if not is_over:
+            # At once, for the other ranks must not wait for this one.
+            traceback.print_exc(file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)

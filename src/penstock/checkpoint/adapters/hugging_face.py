@@ -1,0 +1,274 @@
+"""Checkpoints of Hugging Face's Trainer and Accelerate, through a manager that the caller makes.
+
+    class Tuner(PenstockCheckpoints, Trainer): ...
+    Tuner(model=..., args=..., train_dataset=..., manager=Manager("/pfs/run", keep=3)).train(True)
+
+All ranks save and load together. Parameters and optimizer states go by their names, as torch's own state-dict
+functions give them, so FSDP and DDP shard and unshard them. Invariant: what decides where a run goes on (the
+trainer's state, random numbers, scheduler) lies in the same step as its weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.handle import SaveHandle
+    from penstock.checkpoint.manager import Manager
+
+logger = logging.getLogger(__name__)
+
+TRAINER_STATE_NAME = "trainer_state.json"
+"""What transformers' Trainer reads to know where it was."""
+
+_Trainer: Any = object
+"""A mixin does not know which Trainer will stand behind it."""
+
+
+class PenstockCheckpoints(_Trainer):
+    """Makes a Trainer save to and resume from a manager: a mixin, to stand before the Trainer's class.
+
+    The Trainer says when to save, in `checkpoint-N` folders of its own that now hold its state alone.
+    `train(resume_from_checkpoint=True)` goes on from the manager's newest step, and begins anew where there
+    is none. With background=False, training waits for each commit.
+    """
+
+    def __init__(
+        self, *args: Any, manager: Manager, background: bool = True, trust: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.load_best_model_at_end:
+            raise UsageError(
+                "load_best_model_at_end=True looks for weights in the Trainer's own folders",
+                fix="Leave it out, and restore the best step from the manager.",
+            )
+        self._manager = manager
+        self._in_background = background
+        self._trust = trust
+        self._is_saving = False
+        self._handles: list[SaveHandle] = []
+        self._resumed_step: int | None = None
+        self._resumed_noise: Any = None
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; all saves are committed when this returns."""
+        self._resumed_step = None
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = self._folder_of_newest()
+        result = super().train(resume_from_checkpoint, *args, **kwargs)
+        for handle in self._handles:
+            handle.result()
+        self._handles.clear()
+        return result
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save a model for use, as ever; within a checkpoint, the manager has it."""
+        if not self._is_saving:
+            super().save_model(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._is_saving = True
+        try:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._is_saving = False
+        state = self._training_state()
+        if self._in_background:
+            self._handles = [each for each in self._handles if not each.done]
+            self._handles.append(self._manager.save_async(self.state.global_step, state))
+        else:
+            self._manager.save(self.state.global_step, state)
+
+    def _save_optimizer_and_scheduler(self, _folder: str) -> None:
+        """The manager has them."""
+
+    def _save_scaler(self, _folder: str) -> None:
+        """Likewise."""
+
+    def _save_rng_state(self, _folder: str) -> None:
+        """Likewise."""
+
+    def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
+        # Weights come with the optimizer's state, once there is an optimizer.
+        if self._resumed_step is None:
+            super()._load_from_checkpoint(folder, model)
+
+    def _load_optimizer_and_scheduler(self, folder: str | None) -> None:
+        if self._resumed_step is None:
+            super()._load_optimizer_and_scheduler(folder)
+            return
+        state = self._training_state()
+        self._manager.restore(state, step=self._resumed_step, trust=self._trust)
+        _put_back(state, self._parts())
+        self._resumed_noise = state["noise"]
+
+    def _load_scaler(self, folder: str | None) -> None:
+        if self._resumed_step is None:
+            super()._load_scaler(folder)
+
+    def _load_rng_state(self, folder: str | None) -> None:
+        if self._resumed_step is None:
+            super()._load_rng_state(folder)
+        else:
+            set_noise(self._resumed_noise)
+
+    def _training_state(self) -> dict[str, Any]:
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / TRAINER_STATE_NAME
+            self.state.save_to_json(str(file))
+            return {**_state_of(self._parts()), "trainer": file.read_text()}
+
+    def _parts(self) -> _Parts:
+        return _Parts(
+            models=[self.model],
+            optimizers=[self.optimizer],
+            schedulers=[self.lr_scheduler],
+            scaler=self.accelerator.scaler,
+        )
+
+    def _folder_of_newest(self) -> str | None:
+        """Where the Trainer finds its state of the manager's newest step; None where there is no step."""
+        told = {"trainer": ""}
+        self._resumed_step = self._manager.restore(told)
+        if self._resumed_step is None:
+            logger.info("No step was committed yet: training begins anew")
+            return None
+        folder = Path(self.args.output_dir) / f"checkpoint-{self._resumed_step}"
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / TRAINER_STATE_NAME).write_text(told["trainer"])
+        self.accelerator.wait_for_everyone()
+        return str(folder)
+
+
+def save_state(accelerator: Any, manager: Manager, step: int) -> SaveHandle:
+    """Save what an Accelerator has prepared, and what is registered with it, as `step`, in the background.
+
+    Collective, as `accelerator.save_state` is.
+    """
+    return manager.save_async(step, _state_of_accelerator(accelerator))
+
+
+def load_state(
+    accelerator: Any, manager: Manager, *, step: int | None = None, trust: bool = False
+) -> int | None:
+    """Put the newest step, or `step`, back into what an Accelerator has prepared. Collective.
+
+    The step; None where none was ever committed. With `trust`, objects may be more than data.
+    """
+    state = _state_of_accelerator(accelerator)
+    found = manager.restore(state, step=step, trust=trust)
+    if found is None:
+        return None
+    parts = _parts_of(accelerator)
+    _put_back(state, parts)
+    for each, values in zip(accelerator._custom_objects, state["registered"], strict=True):  # noqa: SLF001 - see above
+        each.load_state_dict(values)
+    set_noise(state["noise"])
+    accelerator.step = state["step"]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What has a state: the n-th optimizer is the n-th model's."""
+
+    models: Sequence[Any]
+    optimizers: Sequence[Any]
+    schedulers: Sequence[Any]
+    scaler: Any
+
+
+def _parts_of(accelerator: Any) -> _Parts:
+    return _Parts(
+        models=accelerator._models,  # noqa: SLF001 - Accelerate lists what it has prepared nowhere else
+        optimizers=accelerator._optimizers,  # noqa: SLF001 - likewise
+        schedulers=accelerator._schedulers,  # noqa: SLF001 - likewise
+        scaler=accelerator.scaler,
+    )
+
+
+def _state_of_accelerator(accelerator: Any) -> dict[str, Any]:
+    registered = [each.state_dict() for each in accelerator._custom_objects]  # noqa: SLF001 - see above
+    return {**_state_of(_parts_of(accelerator)), "registered": registered, "step": accelerator.step}
+
+
+def _state_of(parts: _Parts) -> dict[str, Any]:
+    """A state to save, or with room for what is restored. Asking for it gives every optimizer its state."""
+    if len(parts.optimizers) > len(parts.models):
+        raise UsageError(
+            f"There are {len(parts.optimizers)} optimizers for {len(parts.models)} models",
+            fix="Prepare one optimizer for each model, in the same order.",
+        )
+    models, optimizers = [], []
+    for number, model in enumerate(parts.models):
+        weights, steps = get_state_dict(model, _optimizer_of(parts, number))
+        models.append(weights)
+        optimizers.append(steps)
+    return {
+        "model": models,
+        "optimizer": optimizers,
+        "scheduler": [each.state_dict() for each in parts.schedulers],
+        "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+        "noise": noise(),
+    }
+
+
+def _put_back(state: Mapping[str, Any], parts: _Parts) -> None:
+    for number, model in enumerate(parts.models):
+        set_state_dict(
+            model,
+            _optimizer_of(parts, number),
+            model_state_dict=state["model"][number],
+            optim_state_dict=state["optimizer"][number],
+        )
+    for scheduler, values in zip(parts.schedulers, state["scheduler"], strict=True):
+        scheduler.load_state_dict(values)
+    if parts.scaler is not None:
+        parts.scaler.load_state_dict(state["scaler"])
+
+
+def _optimizer_of(parts: _Parts, number: int) -> list[torch.optim.Optimizer]:
+    """None or one, without Accelerate's wrapping."""
+    own = parts.optimizers[number : number + 1]
+    return [getattr(each, "optimizer", each) for each in own]
+
+
+def noise() -> tuple[Any, ...]:
+    """Where this rank's random numbers stand: one object, which each rank saves and gets back for itself."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - users draw from it
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return (
+        random.getstate(),
+        (kind, np.asarray(keys).tolist(), position, has_gauss, gauss),
+        bytes(torch.get_rng_state().numpy()),
+        tuple(bytes(each.numpy()) for each in devices),
+    )
+
+
+def set_noise(was: tuple[Any, ...]) -> None:
+    """Let random numbers go on from where they stood."""
+    python, (kind, keys, *rest), host, devices = was
+    random.setstate(python)
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002 - likewise
+    torch.set_rng_state(_as_bytes(host))
+    if devices and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([_as_bytes(each) for each in devices])
+
+
+def _as_bytes(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
