@@ -34,6 +34,13 @@ def penstock(*words: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+def here(capsys: pytest.CaptureFixture[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process: a second quicker."""
+    code = main(["checkpoint", *words])
+    said = capsys.readouterr()
+    return subprocess.CompletedProcess(words, code, said.out, said.err)
+
+
 def document(result: subprocess.CompletedProcess[str]) -> Any:
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -59,7 +66,7 @@ def test_people_see_rates_the_bottleneck_and_where_the_record_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
-    result = penstock("run", *SMALL, *place, "--writes", "1", "--reads", "1", "--no-fsync", "--remove")
+    result = here(capsys, "run", *SMALL, *place, "--writes", "1", "--reads", "1", "--no-fsync", "--remove")
     assert result.returncode == 0, result.stderr
     for said in ("GiB/s", "write", "read", "Bottleneck", "the record:", "a checkpoint of llama3-8b"):
         assert said in result.stdout
@@ -98,14 +105,14 @@ def test_an_object_store_takes_and_gives_back_checkpoints(
     assert found["checkpoints"][1]["cold"]["path"] == "no page cache"
 
 
-def test_wrong_bytes_are_exit_code_1_and_named(tmp_path: Path) -> None:
+def test_wrong_bytes_are_exit_code_1_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
-    assert penstock("run", *SMALL, *place, "--writes", "1", "--reads", "0").returncode == 0
+    assert here(capsys, "run", *SMALL, *place, "--writes", "1", "--reads", "0").returncode == 0
     path = next((tmp_path / "ckpt" / "global_epoch1_step1").glob("*optim*"))
     content = bytearray(path.read_bytes())
     content[1_500_000] ^= 255
     path.write_bytes(content)
-    result = penstock("run", *SMALL, *place, "--writes", "0", "--reads", "1", "--json")
+    result = here(capsys, "run", *SMALL, *place, "--writes", "0", "--reads", "1", "--json")
     assert result.returncode == 1
     assert "Checkpoint 1: 1 chunks hold other bytes than were written" in result.stderr
     assert f"the first at byte 1,500,000 of global_epoch1_step1/{path.name}" in result.stderr
