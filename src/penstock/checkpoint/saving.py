@@ -19,6 +19,7 @@ import torch
 from penstock.checkpoint.commit.base import Seal
 from penstock.checkpoint.dcp.metadata import DcpMetadata
 from penstock.checkpoint.dcp.metadata_text import metadata_bytes
+from penstock.checkpoint.dcp.pickled import without_collections
 from penstock.checkpoint.dcp.transforms import require_known
 from penstock.checkpoint.image import lay_out
 from penstock.checkpoint.manifest import manifest_bytes, manifest_of
@@ -159,6 +160,11 @@ class Prepared:
 
     def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: metadata and manifest of what all ranks have written."""
+        # A million items make millions of short-lived objects, and collecting among them doubles the time.
+        with without_collections():
+            return self._seal(shares, facts)
+
+    def _seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
         contents = contents_of(self._agreed.plans(), shares, packed=bool(self._transforms))
         paths = {name: path for share in shares for name, path in share.paths.items()}
         named = {key: cast("Fact", value) for key, value in facts.items() if key not in ("step", "save_id")}
