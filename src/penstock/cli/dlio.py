@@ -126,12 +126,6 @@ def _open_session(words: Sequence[str], comm: Comm, environment: Environment) ->
 def check_stages(workload: Workload) -> None:
     """Refuse stages that cannot be run, naming the key to change."""
     stages = workload.workflow
-    if stages.checkpoint and stages.train:
-        raise UsageError(
-            "Checkpoints within training are not taken yet",
-            where="workflow.checkpoint",
-            fix="Switch them off: ++workload.workflow.checkpoint=False; or training: workflow.train=False.",
-        )
     if stages.evaluation and not stages.train:
         raise UsageError(
             "Evaluation comes after epochs of training, and there are none",
@@ -249,8 +243,11 @@ class _Session:
     def _train(self) -> None:
         from penstock.bench.order import Division
         from penstock.bench.training.run import TrainingRequest, train
+        from penstock.cli.dlio_checkpoint import checkpoint_place
         from penstock.cli.training.reading import asks_to_decode, choose_seed
+        from penstock.cli.training.saving import checkpoint_wish
 
+        place = checkpoint_place(self.workload, process_environment())
         request = TrainingRequest(
             workload=self.workload,
             results=self.folder.parent,
@@ -260,6 +257,13 @@ class _Session:
             loader=self.loader,
             reopen=self.reopen,
             decodes=asks_to_decode(self.workload),
+            checkpoints=checkpoint_wish(
+                self.workload,
+                place.uri,
+                comm=self.comm,
+                environment=place.environment,
+                options=place.options,
+            ),
             command=("penstock-dlio", *self.words),
             overrides=self.overrides,
             remarks=self.remarks,

@@ -135,12 +135,40 @@ def test_wrong_usage_says_what_would_be_right(place: Path, words: tuple[str, ...
 
 
 def test_what_is_asked_for_and_not_done_is_said_and_recorded(place: Path) -> None:
-    result = run(place, "--set", "workflow.checkpoint=true", "--set", "workflow.profiling=true", "--json")
+    result = run(place, "--set", "workflow.profiling=true", "--json")
     assert result.returncode == 0, result.stderr
-    assert "takes no checkpoints yet" in result.stderr
     assert "nothing observes the run" in result.stderr
     record = json.loads((Path(json.loads(result.stdout)["results_dir"]) / "run.json").read_text())
-    assert any("checkpoints" in remark for remark in record["remarks"])
+    assert any("profiling" in remark for remark in record["remarks"])
+
+
+def test_checkpoints_on_the_way_are_durable_files_outside_of_the_score(place: Path) -> None:
+    saves = ("--set", "workflow.checkpoint=true", "--set", "checkpoint.steps_between_checkpoints=3")
+    model = ("--set", "model.model_size_bytes=100000", "--checkpoints", str(place / "saves"))
+    result = run(place, *saves, *model, "--ranks", "2", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    taken = document["outside_of_score"]["checkpoints"]
+    assert (taken["checkpoints"], taken["bytes_each"]) == (2, 100_000)
+    files = sorted(str(path.relative_to(place / "saves")) for path in (place / "saves").rglob("*.pt"))
+    assert files == [f"global_epoch{epoch}_step3/model_states-0.pt" for epoch in (1, 2)]
+    assert all(path.stat().st_size == 100_000 for path in (place / "saves").rglob("*.pt"))
+    folder = Path(document["results_dir"])
+    stats = json.loads((folder / "0_per_epoch_stats.json").read_text())
+    assert set(stats["1"]) >= {"block1", "block2", "save_ckpt1"}
+    assert stats["1"]["block1"]["end"] <= stats["1"]["save_ckpt1"]["start"]
+    assert stats["1"]["save_ckpt1"]["end"] <= stats["1"]["block2"]["start"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["metric"]["save_checkpoint_duration_mean_seconds"] > 0
+
+
+def test_too_little_room_for_checkpoints_is_said_before_the_first_epoch(place: Path) -> None:
+    saves = ("--set", "workflow.checkpoint=true", "--set", "model.model_size_bytes=500TiB")
+    late = ("--set", "checkpoint.checkpoint_after_epoch=2")
+    result = run(place, *saves, *late, "--checkpoints", str(place / "saves"))
+    assert result.returncode == 1
+    assert "Writing all checkpoints" in result.stderr
+    assert not (place / "saves").exists() or not list((place / "saves").rglob("*.pt"))
 
 
 def test_the_seed_is_the_workloads_the_users_or_drawn_anew_and_always_recorded(place: Path) -> None:

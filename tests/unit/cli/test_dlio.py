@@ -75,7 +75,6 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
             ["workload=unet3d_h100", "++workload.dataset.num_fils_train=3"],
             "did you mean dataset.num_files_train?",
         ),
-        (["workload=bert_v100"], "++workload.workflow.checkpoint=False"),
     ],
 )
 def test_what_makes_no_sense_is_said_with_exit_code_2(
@@ -97,13 +96,13 @@ def test_stages_that_can_run_are_let_through() -> None:
     check_stages(unet3d())
     check_stages(unet3d("workflow.generate_data=true", "workflow.train=false"))
     check_stages(unet3d("workflow.checkpoint=true", "workflow.train=false"))
+    check_stages(unet3d("workflow.checkpoint=true"))
     check_stages(unet3d("workflow.evaluation=true", "dataset.num_files_eval=2"))
 
 
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        (["workflow.checkpoint=true"], "workflow.checkpoint"),
         (["workflow.train=false"], "workflow"),
         (["workflow.train=false", "workflow.evaluation=true"], "workflow.evaluation"),
     ],

@@ -30,11 +30,12 @@ class Round:
     direction: Direction
     number: int
     step: int
+    epoch: int = EPOCH
 
     @property
     def folder(self) -> str:
         """Where its files lie, below the storage's root."""
-        return checkpoint_folder(EPOCH, self.step)
+        return checkpoint_folder(self.epoch, self.step)
 
 
 def plan_rounds(*, num_writes: int, num_reads: int, there: Sequence[int]) -> tuple[Round, ...]:
@@ -58,12 +59,14 @@ def plan_rounds(*, num_writes: int, num_reads: int, there: Sequence[int]) -> tup
     return (*writes, *reads)
 
 
-def objects_of(layout: StateLayout, process: int, step: int) -> tuple[PlannedObject, ...]:
+def objects_of(
+    layout: StateLayout, process: int, step: int, *, epoch: int = EPOCH
+) -> tuple[PlannedObject, ...]:
     """What one process writes of a checkpoint."""
-    folder = checkpoint_folder(EPOCH, step)
+    folder = checkpoint_folder(epoch, step)
     return tuple(
         PlannedObject(f"{folder}/{file.name}", file.size_bytes)
-        for file in layout.files_of(process, epoch=EPOCH, step=step)
+        for file in layout.files_of(process, epoch=epoch, step=step)
     )
 
 

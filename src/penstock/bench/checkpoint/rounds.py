@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.bench.checkpoint.cold import make_cold
 from penstock.bench.checkpoint.content import StateContent
 from penstock.bench.checkpoint.figures import MOST_TOLD, RoundFigures
-from penstock.bench.checkpoint.plan import EPOCH, objects_of, reader_of
+from penstock.bench.checkpoint.plan import objects_of, reader_of
 from penstock.checkpoint.pipe.base import MIN_BUFFERS_PER_STREAM
 from penstock.checkpoint.pipe.ranks import common_origin_ns, figures_of
 from penstock.checkpoint.pipe.read import read_objects
@@ -64,7 +64,7 @@ class RoundWork:
         process = self.comm.rank
         if each.direction == "read":
             process = reader_of(process, num_processes=self.comm.size, shift=self.shift)
-        planned = objects_of(self.layout, process, each.step)
+        planned = objects_of(self.layout, process, each.step, epoch=each.epoch)
         content = StateContent(self.seed, planned)
         cold = make_cold(self.storages[0], planned, comm=self.comm) if each.direction == "read" else None
         title = f"{_TITLES[each.direction]} checkpoint {each.number} of {last}"
@@ -129,7 +129,7 @@ class RoundWork:
             SpanEvent(
                 kind=_KINDS[each.direction],
                 phase=Phase.TRAIN,
-                epoch=EPOCH,
+                epoch=each.epoch,
                 block=each.number,
                 step=each.step,
                 start_ns=origin_ns,

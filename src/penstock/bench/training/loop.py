@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
 
 
+class Saver(Protocol):
+    """Takes the checkpoints of a training run."""
+
+    def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
+        """Whether one follows this step."""
+
+    def take(self, epoch: int, block: int, step: int) -> None:
+        """Take it, and record its span; collective. It ends the block, and the next one begins after it."""
+
+
 class Recorder(Protocol):
     """Keeps what happened, in its order."""
 
@@ -109,6 +119,7 @@ class Loop:
     recorder: Recorder
     progress: Progress
     planned_ahead: int
+    saver: Saver | None = None
 
     def train(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
         """One epoch of training; collective: all ranks meet after each step."""
@@ -135,8 +146,7 @@ class Loop:
             if work.reads_first:
                 preload, batches = self._preload(batches)
                 began_ns = time.monotonic_ns()
-            self._steps(work, epoch, batches, durations_ns, meet)
-        self._note(SpanKind.BLOCK, work.phase, epoch, began_ns, step=num_steps)
+            self._steps(work, epoch, batches, durations_ns, meet, began_ns=began_ns)
         return preload
 
     def _steps(
@@ -146,8 +156,12 @@ class Loop:
         batches: Iterator[Batch],
         durations_ns: list[int],
         meet: Callable[[int], None],
+        *,
+        began_ns: int,
     ) -> None:
         clock = SystemClock()
+        saver = self.saver if work.phase is Phase.TRAIN else None
+        block, num_steps = 1, len(durations_ns)
         for step, duration_ns in enumerate(durations_ns, start=1):
             start_ns = time.monotonic_ns()
             batch = next(batches)
@@ -158,7 +172,7 @@ class Loop:
                 StepEvent(
                     phase=work.phase,
                     epoch=epoch,
-                    block=1,
+                    block=block,
                     step=step,
                     start_ns=start_ns,
                     loaded_ns=loaded_ns,
@@ -172,6 +186,12 @@ class Loop:
                 )
             )
             self.progress.advance(1)
+            saves = saver is not None and saver.is_due(epoch, step, num_steps)
+            if saves or step == num_steps:
+                self._note(SpanKind.BLOCK, work.phase, epoch, began_ns, step=step, block=block)
+            if saver is not None and saves:
+                saver.take(epoch, block, step)
+                block, began_ns = block + 1, time.monotonic_ns()
 
     def _preload(self, batches: Iterator[Batch]) -> tuple[Preload, Iterator[Batch]]:
         """Read a whole epoch, and wait for all ranks; its batches as memory gives them, without a read."""
@@ -186,13 +206,15 @@ class Loop:
     def _meet_all(self, step: int) -> None:
         self.comm.barrier(awaiting=f"all ranks to finish step {step}")
 
-    def _note(self, kind: SpanKind, phase: Phase, epoch: int, began_ns: int, *, step: int = 0) -> None:
+    def _note(
+        self, kind: SpanKind, phase: Phase, epoch: int, began_ns: int, *, step: int = 0, block: int = 1
+    ) -> None:
         self.recorder.add_span(
             SpanEvent(
                 kind=kind,
                 phase=phase,
                 epoch=epoch,
-                block=1,
+                block=block,
                 step=step,
                 start_ns=began_ns,
                 end_ns=time.monotonic_ns(),

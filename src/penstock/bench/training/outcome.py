@@ -65,6 +65,17 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsTaken:
+    """What a run saved on its way, and how fast; each lasts until all ranks' files are durable."""
+
+    checkpoints: int
+    bytes_each: int
+    duration_s: float
+    gib_per_s: float | None
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """All that a run did outside of its score, over all ranks where it was done by all.
 
@@ -81,6 +92,7 @@ class Stages:
     ceiling: Ceiling | None
     ceiling_s: float
     epochs: tuple[EpochStage, ...]
+    checkpoints: CheckpointsTaken | None = None
     survey_bytes: int
     storage_uri: str
     storage_options: Mapping[str, OptionValue]
@@ -98,6 +110,7 @@ class Stages:
             "ceiling": self.ceiling.document() if self.ceiling else None,
             "ceiling_s": self.ceiling_s,
             "epochs": [epoch.document() for epoch in self.epochs],
+            "checkpoints": asdict(self.checkpoints) if self.checkpoints else None,
             "survey_bytes": self.survey_bytes,
             "storage": {
                 "uri": self.storage_uri,

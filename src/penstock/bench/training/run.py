@@ -7,18 +7,20 @@ whichever way that was; only the loop's steps count.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.bench.checkpoint.watch import FILE
 from penstock.bench.loader.decoding import ContentCheck, FormatDecoder
 from penstock.bench.order import Division
 from penstock.bench.steps import StepRecorder, read_clocks
 from penstock.bench.training.batches import Handling
 from penstock.bench.training.caches import drop_caches, keeps_page_cache
 from penstock.bench.training.ceiling import run_ceiling
+from penstock.bench.training.checkpoints import CheckpointWish, TrainingCheckpoints
 from penstock.bench.training.finish import finish
 from penstock.bench.training.loop import Loop, Preload, phase_works
 from penstock.bench.training.outcome import EpochStage, Stages, TrainingResult
@@ -51,7 +53,8 @@ class TrainingRequest:
 
     `overrides` are in DLIO's words; `hydra_subfolder` and `log_before` are of DLIO's files: where the
     configuration goes ("": nowhere), and the log's lines about what came before the run. `reopen` is for
-    loaders whose processes open the storage themselves. `decodes` makes samples of what is read; `check`
+    loaders whose processes open the storage themselves. `checkpoints` are what is saved on the way, and
+    where. `decodes` makes samples of what is read; `check`
     holds them against their generator, which takes decoding. `reader` knows files of a format of its own.
     """
 
@@ -61,6 +64,7 @@ class TrainingRequest:
     division: Division = Division.ROTATE
     loader: LoaderOptions
     reopen: OpenStorage | None = None
+    checkpoints: CheckpointWish | None = None
     decodes: bool = False
     check: ContentCheck = ContentCheck.OFF
     reader: OpenFormat | None = None
@@ -136,6 +140,7 @@ class _Session:
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
         sign = run.sign_of_life if run else _nobody_asks
         with StepRecorder(spool, on_flush=sign) as recorder:
+            saver = self._saver(folder, recorder, sign)
             began_s = time.monotonic()
             with closing(self.request.loader.start(self.storage, self.request.reopen, decoder)) as loader:
                 loader_start_s = time.monotonic() - began_s
@@ -145,6 +150,7 @@ class _Session:
                     recorder=recorder,
                     progress=self.progress,
                     planned_ahead=self.request.loader.prefetch_batches + 2,
+                    saver=saver,
                 )
                 epochs = tuple(self._epochs(loop, works))
         counters = self.comm.gather(
@@ -163,10 +169,23 @@ class _Session:
             ceiling=ceiling,
             ceiling_s=ceiling_s,
             epochs=epochs,
+            checkpoints=saver.taken() if saver else None,
             survey_bytes=self.comm.reduce(survey_bytes, "sum", awaiting="all ranks' surveys"),
             storage_uri=self.storage.uri,
             storage_options=self.storage.options,
             counters=sum(counters, Counters()),
+        )
+
+    def _saver(
+        self, folder: Path, recorder: StepRecorder, sign: Callable[[], None]
+    ) -> TrainingCheckpoints | None:
+        """What takes checkpoints on the way, warmed up; None where none are asked for. Collective."""
+        wish = self.request.checkpoints
+        if wish is None:
+            return None
+        epochs = [(epoch.epoch, epoch.num_steps) for epoch in self.prepared.plan.epochs]
+        return TrainingCheckpoints.begin(
+            wish, epochs, comm=self.comm, board=folder / FILE, recorder=recorder, sign_of_life=sign
         )
 
     def _ceiling(self) -> Ceiling | None:

@@ -150,17 +150,9 @@ def asks_to_decode(workload: Workload) -> bool:
 
 def left_undone(workload: Workload) -> tuple[str, ...]:
     """What the workload asks for and this command does not do: said once, and recorded."""
-    asked, profiling = workload.checkpoint, workload.profiling
-    every = (
-        f"{asked.steps_between_checkpoints} steps"
-        if asked.steps_between_checkpoints
-        else f"{asked.epochs_between_checkpoints} epochs from epoch {asked.checkpoint_after_epoch} on"
-    )
+    profiling = workload.profiling
     of_devices = f" of {', '.join(profiling.iostat_devices)}" if profiling.iostat_devices else ""
     undone = {
-        f"workflow.checkpoint: training takes no checkpoints yet, asked for every {every}": (
-            workload.workflow.checkpoint
-        ),
         f"workflow.profiling: {profiling.profiler}{of_devices} is not started, nothing observes the run from "
         "outside": workload.workflow.profiling,
     }

@@ -19,6 +19,7 @@ from penstock.cli.training.reading import (
     open_rules,
     reader_of,
 )
+from penstock.cli.training.saving import checkpoint_wish
 from penstock.cli.training.words import (
     Accelerator,
     Data,
@@ -33,6 +34,7 @@ from penstock.cli.training.words import (
     load_workload,
 )
 from penstock.cluster.comm import Comm
+from penstock.environment import process_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions, OpenStorage
     from penstock.bench.loader.decoding import ContentCheck
     from penstock.bench.order import Division
+    from penstock.bench.training.checkpoints import CheckpointWish
     from penstock.bench.training.files import OpenFormat
     from penstock.bench.training.outcome import TrainingResult
     from penstock.bench.training.run import TrainingRequest
@@ -67,6 +70,12 @@ _Closed = Annotated[
 _Reader = Annotated[
     str | None, typer.Option("--reader", metavar="NAME", help="A format of another package, for all files.")
 ]
+_Checkpoints = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoints", metavar="URI", help="Where they go, if there are any; else checkpoint_folder."
+    ),
+]
 _Loader = Annotated[
     str | None, typer.Option("--loader", metavar="NAME", help="Who reads: native (the default) or pytorch.")
 ]
@@ -90,6 +99,7 @@ def run(
     decode: _Decode = False,
     check: _Check = "off",
     option: StorageOption = None,
+    checkpoints: _Checkpoints = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train as the workload says, with emulated computation, and tell how busy accelerators were kept.
@@ -104,6 +114,9 @@ def run(
       penstock training run retinanet_b200 --data s3://bucket/retinanet --results runs --threads 32 --json
 
       penstock training run unet3d_b200 --data /data/unet3d --results runs --ranks 8 --closed
+
+      penstock training run unet3d --accelerator h100 --data /data/unet3d --results runs
+      --set workflow.checkpoint=true --set checkpoint.steps_between_checkpoints=10 --checkpoints /data/saves
     """
     from penstock.bench.training.run import train
 
@@ -126,6 +139,12 @@ def run(
         reader=reader_of(reader),
         settings=settings or (),
         remarks=(*map(str, loaded.remarks), *undone),
+        checkpoints=checkpoint_wish(
+            loaded.workload,
+            checkpoints or loaded.workload.checkpoint.checkpoint_folder,
+            comm=comm,
+            environment=process_environment(),
+        ),
     )
     with terminal.progress() as progress:
         result = train(request, reopen(), comm=comm, progress=progress)
@@ -147,11 +166,11 @@ def _request(
     reader: OpenFormat | None,
     settings: Sequence[str],
     remarks: tuple[str, ...],
+    checkpoints: CheckpointWish | None,
 ) -> TrainingRequest:
     from pathlib import Path
 
     from penstock.bench.training.run import TrainingRequest
-    from penstock.environment import process_environment
 
     return TrainingRequest(
         workload=workload,
@@ -167,6 +186,7 @@ def _request(
         environment=process_environment(),
         overrides=tuple(f"++workload.{text}" for text in settings),
         remarks=remarks,
+        checkpoints=checkpoints,
     )
 
 
@@ -192,6 +212,11 @@ def _draw(console: Console, result: TrainingResult) -> None:
         console.print(f"  limit     {train.verdict.bottleneck.value}")
         for sentence in train.verdict.evidence:
             console.print(f"            {escape(sentence)}")
+    if (saved := result.stages.checkpoints) is not None:
+        rate = f", {format_rate(saved.gib_per_s * 2**30)}" if saved.gib_per_s else ""
+        console.print(
+            f"  saved     {saved.checkpoints} checkpoints of {format_bytes(saved.bytes_each)}{rate}"
+        )
     console.print(f"  results   {escape(result.results_dir)}")
 
 
