@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import penstock.checkpoint as pc
-from penstock.checkpoint.members import own_members
+from penstock.checkpoint.engine import LoadChoice
+from penstock.checkpoint.loading.load import Loader
+from penstock.checkpoint.members import meeting, own_members
 from penstock.checkpoint.step_reader import load
 from penstock.checkpoint.step_writer import save
+from penstock.checkpoint.stored import find_stored
 from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
-from penstock.errors import PenstockError, RankFailed, UsageError
+from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.testing.comm_contract import check_comm
 from penstock.testing.gloo_ranks import on_gloo_ranks
 
@@ -271,6 +277,35 @@ def test_groups_of_our_own_are_made_as_often_as_needed(told: Told) -> None:
     assert told["groups_again_and_again"] == [None, None]
 
 
+def node_local_files(rank: int, root: Path) -> str:
+    expected = [values(f"w{number}", (64, 1024), torch.float32, 1) for number in range(4)]
+    save({f"w{number}": each for number, each in enumerate(expected)}, root / "shared")
+    own = root / f"node{rank}"
+    own.mkdir()
+    for path in (root / "shared").iterdir():
+        if path.suffix != ".distcp" or path.name.startswith(f"__{rank}_"):
+            shutil.copy(path, own / path.name)
+    dist.barrier()
+    found = {f"w{number}": torch.zeros(64, 1024) for number in range(4)}
+    here = tuple(path.name for path in own.glob("*.distcp"))
+    with closing(Loader()) as loader, meeting() as members:
+        stored = replace(find_stored(own), readable=here)
+        report = loader.load(found, stored, members, LoadChoice())
+        for number, each in enumerate(expected):
+            assert found[f"w{number}"].equal(each)
+        assert report.read_bytes <= 1.2 * report.received_bytes
+        lost = replace(stored, readable=here if rank else ())
+        with pytest.raises(ObjectNotFound) as caught:
+            loader.load(found, lost, members, LoadChoice())
+    return str(caught.value)
+
+
+def test_files_that_only_one_rank_can_open_are_sent_and_lost_ones_are_named(told: Told) -> None:
+    first, second = (error.partition(" (")[0] for error in told["node_local_files"])
+    assert first == second
+    assert first.startswith("None of the 2 ranks can open __0_")
+
+
 def explained(rank: int, root: Path) -> str:
     mesh = init_device_mesh("cpu", (2, 1))
     full = torch.zeros(1024, 512)
@@ -316,6 +351,7 @@ def all_programs(rank: int, root: Path) -> dict[str, Any]:
         own_objects,
         groups_again_and_again,
         explained,
+        node_local_files,
     )
     return {program.__name__: program(rank, root / program.__name__) for program in programs}
 

@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
@@ -293,6 +294,23 @@ def test_a_file_cut_short_and_a_missing_one_are_told(saved: Path) -> None:
     path.unlink()
     with pytest.raises(ObjectNotFound, match=path.name):
         load(state_of(2), saved)
+
+
+def test_items_that_torch_compressed_are_unpacked(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "step", _extensions=[ZStandard()])
+    stock_save(state_of(1), storage_writer=writer)
+    for loader in LOADERS.values():
+        found = state_of(2)
+        loader(found, tmp_path / "step")
+        assert_same(found, state_of(1))
+
+
+def test_stock_tensors_in_another_order_are_loaded_whole(tmp_path: Path) -> None:
+    turned = torch.arange(600.0).reshape(20, 30).t()
+    stock({"w": turned}, tmp_path / "step")
+    found = {"w": torch.zeros(30, 20)}
+    load(found, tmp_path / "step")
+    assert found["w"].equal(turned)
 
 
 class Harmful:
