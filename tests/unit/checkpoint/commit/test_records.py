@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
@@ -14,13 +14,15 @@ from penstock.checkpoint.commit.place import begin, open_drafts, open_shelf
 from penstock.checkpoint.commit.records import LEASE_ENDING, RECORD_NAME, RecordDrafts, RecordShelf
 from penstock.cluster.solo import SoloComm
 from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
-from penstock.storage.base import ObjectInfo
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.memory import MemorySource, MemoryStorage
 from penstock.storage.owner import Owner, this_process
 from penstock.storage.whole import write_object
 from penstock.storage.wrapping import WrappedStorage
 from penstock.testing.faults import FailAtCall, Verb
 from penstock.testing.known_steps import assert_known, save_known
+
+if TYPE_CHECKING:
+    from penstock.storage.base import ObjectInfo
 
 T = TypeVar("T")
 
@@ -187,3 +189,50 @@ def test_a_storage_that_can_neither_rename_nor_ask_is_refused_before_anything_is
     with pytest.raises(Unavailable, match="neither folders that can be renamed nor conditional writes"):
         open_drafts(WrappedStorage(storage))
     assert keys(storage) == []
+
+
+def test_what_was_committed_is_not_dropped_with_its_draft() -> None:
+    storage = MemoryStorage()
+    drafts = RecordDrafts(storage, storage)
+    draft = drafts.start(NAME, "a" * 16)
+    write_object(storage, draft.key("__0_0.distcp"), [b"123"])
+    drafts.publish(draft, SEAL)
+    drafts.drop(draft)
+    assert len(keys(storage)) == 4
+
+
+def test_an_abandoned_save_leaves_nothing_and_one_that_cannot_be_removed_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage = MemoryStorage()
+    place = begin(storage, NAME, SoloComm())
+    write_object(place.for_data, place.key("__0_0.distcp"), [b"123"])
+    place.abandon()
+    assert keys(storage) == []
+    stuck = FailAtCall(storage, "delete", 1)
+    place = begin(stuck, NAME, SoloComm())
+    place.abandon()
+    assert f"Could not remove the unfinished checkpoint {place.draft.folder}" in caplog.text
+
+
+def test_what_cannot_be_swept_fails_no_save() -> None:
+    storage = MemoryStorage()
+    dead = RecordDrafts(storage, storage, owner=always(replace(this_process(), started="1")))
+    write_object(storage, dead.start("step-9", "a" * 16).key("__0_0.distcp"), [b"123"])
+    save_known(FailAtCall(storage, "delete", 1), NAME, 0, SoloComm())
+    assert any(key.startswith("step-9/") for key in keys(storage))
+    assert assert_known(storage) == {NAME: 0}
+
+
+def test_a_lease_that_ends_while_it_is_looked_at_keeps_its_save() -> None:
+    class _Ending(MemoryStorage):
+        def open(self, key: str) -> MemorySource:
+            if key.endswith(LEASE_ENDING):
+                self.delete(key)
+            return super().open(key)
+
+    storage = _Ending()
+    dead = RecordDrafts(storage, storage, owner=always(replace(this_process(), started="1")))
+    write_object(storage, dead.start(NAME, "a" * 16).key("__0_0.distcp"), [b"123"])
+    assert RecordDrafts(storage, storage).sweep() == []
+    assert len(keys(storage)) == 1
