@@ -69,7 +69,7 @@ class Lens:
 
     def file_class_sql(self) -> str:
         """NULL for events without a path."""
-        base = "regexp_extract(path, '[^/]*$')"
+        base = "parse_filename(path, false, 'forward_slash')"
         cases = "".join(
             f" WHEN regexp_matches({base}, {quoted(pattern)}) THEN {quoted(name)}"
             for name, pattern in self.file_classes.items()

@@ -8,8 +8,8 @@ One invariant: an answer holds exact numbers (microseconds, bytes, counts as int
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +17,7 @@ from penstock.errors import UsageError
 from penstock.trace.event import COLUMNS
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from duckdb import DuckDBPyConnection
 
     from penstock.trace.lens import Lens, PhaseOf
@@ -75,6 +76,7 @@ class Events:
 
     connection: DuckDBPyConnection
     relation: str
+    file_class_sql: str = ""
 
     def ask(self, sql: str) -> list[tuple[Any, ...]]:
         """The rows of `sql`, in which `{events}` stands for the relation."""
@@ -85,9 +87,24 @@ class Events:
         (row,) = self.ask(sql)
         return row
 
+    def read(self, sql: str, batch_rows: int) -> Iterator[pa.RecordBatch]:
+        """The rows of `sql` in batches of columns, for answers that do not fit in memory."""
+        relation = self.connection.sql(sql.replace("{events}", self.relation))
+        yield from relation.to_arrow_reader(batch_rows)
+
     def only(self, where: str) -> Events:
         """Those of them for which the SQL expression `where` holds."""
-        return Events(connection=self.connection, relation=f"(SELECT * FROM {self.relation} WHERE {where})")
+        return replace(self, relation=f"(SELECT * FROM {self.relation} WHERE {where})")
+
+    def classified(self) -> Events:
+        """The same events, their classes found once a path: regular expressions for each row are slow."""
+        if not self.file_class_sql:
+            return self
+        paths = f"(SELECT DISTINCT path FROM {self.relation})"
+        known = f"(SELECT path, {self.file_class_sql} AS file_class FROM {paths})"
+        join = f"JOIN {known} known ON e.path IS NOT DISTINCT FROM known.path"
+        relation = f"(SELECT e.* REPLACE (known.file_class AS file_class) FROM {self.relation} e {join})"
+        return replace(self, relation=relation, file_class_sql="")
 
 
 def through_lens(connection: DuckDBPyConnection, source: str, lens: Lens) -> Events:
@@ -99,7 +116,7 @@ def through_lens(connection: DuckDBPyConnection, source: str, lens: Lens) -> Eve
         judged = " LEFT JOIN penstock_phases USING (name, cat, args)"
     select = f"SELECT {source}.*, {columns} FROM {source}{judged}"
     connection.execute(f"CREATE OR REPLACE TEMP VIEW penstock_events AS {select}")
-    return Events(connection=connection, relation="penstock_events")
+    return Events(connection=connection, relation="penstock_events", file_class_sql=lens.file_class_sql())
 
 
 def _judge_phases(connection: DuckDBPyConnection, source: str, phase_of: PhaseOf) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.trace.intervals import measures_sql
 from penstock.trace.questions.base import (
     GROUPINGS,
     IS_IO,
@@ -16,11 +15,13 @@ from penstock.trace.questions.base import (
     Unit,
     check_keys,
 )
+from penstock.trace.questions.measures import measured
 
-_EXTRA = f""",
-       coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT AS read_bytes,
-       coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT AS written_bytes,
-       max(dur_us) AS max_us"""
+_EXTRA = (
+    f"coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT",
+    f"coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT",
+    "max(dur_us)",
+)
 
 
 def ops(events: Events, *, by: Sequence[str] = ("tier", "op")) -> Answer:
@@ -42,12 +43,10 @@ def _measured(
     events: Events, by: Sequence[str], *, where: str, name: str, title: str, top: int | None = None
 ) -> Answer:
     check_keys(by, GROUPINGS)
-    limit = f" LIMIT {top}" if top is not None else ""
-    extra = _EXTRA if "path" in by else f", count(DISTINCT path) AS num_files{_EXTRA}"
-    rows = events.ask(
-        measures_sql("{events}", by, where=where, extra=extra)
-        + f" ORDER BY sum_us DESC, {', '.join(by)}{limit}"
-    )
+    extra = _EXTRA if "path" in by else ("count(DISTINCT path)", *_EXTRA)
+    rows = measured(events, by, where=where, extra=extra)
+    width = len(by)
+    rows.sort(key=lambda row: (-row[width + 1], *map(str, row[:width])))
     columns = [
         *(Column(key) for key in by),
         Column("num_events", Unit.COUNT),
@@ -59,4 +58,4 @@ def _measured(
         Column("written_bytes", Unit.BYTES),
         Column("max_us", Unit.MICROSECONDS),
     ]
-    return Answer(name=name, title=f"{title} by {', '.join(by)}", columns=columns, rows=rows)
+    return Answer(name=name, title=f"{title} by {', '.join(by)}", columns=columns, rows=rows[:top])

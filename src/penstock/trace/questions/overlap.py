@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.trace.intervals import measures_sql
-from penstock.trace.questions.base import GROUPINGS, Answer, Column, Events, Unit, check_keys
+from penstock.trace.questions.base import GROUPINGS, Answer, Column, Events, Unit, Value, check_keys
+from penstock.trace.sweep import NOTHING, Unions, unions
 
 
 def overlap(events: Events, *, by: Sequence[str] = ("pid",), of: str = "io") -> Answer:
@@ -21,19 +21,11 @@ def overlap(events: Events, *, by: Sequence[str] = ("pid",), of: str = "io") -> 
         counted = "phase <> 'compute'"
         notes.append("No event is of the phase io: everything but compute is counted.")
     keys = ", ".join(by)
-    match = " AND ".join(f"a.{key} IS NOT DISTINCT FROM b.{key}" for key in by)
-    both = f"({counted} OR phase = 'compute')"
-    rows = events.ask(f"""
-        WITH io AS ({measures_sql("{events}", by, where=counted)}),
-             compute AS ({measures_sql("{events}", by, where="phase = 'compute'")}),
-             either AS ({measures_sql("{events}", by, where=both)}),
-             joined AS (
-                 SELECT a.*, coalesce(c.union_us, 0) AS compute_us, e.union_us AS either_us
-                 FROM io a LEFT JOIN compute c ON {match.replace("b.", "c.")}
-                           JOIN either e ON {match.replace("b.", "e.")})
-        SELECT {keys}, num_events, union_us, sum_us, concurrency, compute_us,
-               union_us + compute_us - either_us, either_us - compute_us, either_us - union_us
-        FROM joined ORDER BY {keys}""")
+    counts = events.ask(f"""
+        SELECT {keys}, count(*), sum(dur_us)::BIGINT FROM {{events}} WHERE {counted}
+        GROUP BY {keys} ORDER BY {keys}""")
+    busy = unions(events, by, first=counted, second="phase = 'compute'")
+    rows = [_row(row[:-2], row[-2], row[-1], busy.get(row[:-2], NOTHING)) for row in counts]
     columns = [
         *(Column(key) for key in by),
         Column("num_events", Unit.COUNT),
@@ -46,3 +38,18 @@ def overlap(events: Events, *, by: Sequence[str] = ("pid",), of: str = "io") -> 
         Column("compute_alone_us", Unit.MICROSECONDS),
     ]
     return Answer(name="overlap", title=f"I/O and compute by {keys}", columns=columns, rows=rows, notes=notes)
+
+
+def _row(key: Sequence[Value], num_events: int, sum_us: int, busy: Unions) -> tuple[Value, ...]:
+    io_us, compute_us, either_us = busy.first_us, busy.second_us, busy.either_us
+    return (
+        *key,
+        num_events,
+        io_us,
+        sum_us,
+        sum_us / io_us if io_us else None,
+        compute_us,
+        io_us + compute_us - either_us,
+        either_us - compute_us,
+        either_us - io_us,
+    )

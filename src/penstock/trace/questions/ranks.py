@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from statistics import median
 
-from penstock.trace.intervals import measures_sql
 from penstock.trace.questions.base import IS_IO, Answer, Column, Events, Unit
+from penstock.trace.questions.measures import measured
 
+_MOVED = "coalesce(sum(size_bytes), 0)::BIGINT"
 STRAGGLER_RATIO = 1.25
 """A rank that is so much busier with I/O than the median is called a straggler."""
 
 
 def ranks(events: Events) -> Answer:
     """A row for each process, by run and rank."""
-    rows = events.ask(f"""
-        WITH io AS ({measures_sql("{events}", ("run", "rank", "pid", "host"), where=IS_IO)}),
-             span AS (
-                SELECT run, pid, host,
-                       coalesce(sum(size_bytes) FILTER (WHERE {IS_IO}), 0)::BIGINT AS moved_bytes,
-                       max(end_us) - min(min(ts_us)) OVER (PARTITION BY run) AS last_us,
-                       coalesce(sum(dur_us) FILTER (WHERE phase = 'app_io'), 0)::BIGINT AS app_us
-                FROM {{events}} GROUP BY run, pid, host)
-        SELECT io.run, rank, io.pid, io.host, num_events, moved_bytes, sum_us, union_us, concurrency,
-               app_us, last_us
-        FROM io JOIN span
-          ON io.run = span.run AND io.pid = span.pid AND io.host IS NOT DISTINCT FROM span.host
-        ORDER BY io.run, rank, io.pid, io.host""")
+    busy = measured(events, ("run", "rank", "pid", "host"), where=IS_IO, extra=[_MOVED])
+    spans = {
+        row[:3]: row[3:]
+        for row in events.ask("""
+            SELECT run, pid, host, max(end_us) - min(min(ts_us)) OVER (PARTITION BY run),
+                   coalesce(sum(dur_us) FILTER (WHERE phase = 'app_io'), 0)::BIGINT
+            FROM {events} GROUP BY run, pid, host""")
+    }
+    rows = [
+        (
+            run,
+            rank,
+            pid,
+            host,
+            num_events,
+            moved,
+            sum_us,
+            union_us,
+            concurrency,
+            *reversed(spans[run, pid, host]),
+        )
+        for run, rank, pid, host, num_events, sum_us, union_us, concurrency, moved in busy
+    ]
+    rows.sort(key=lambda row: (row[0], -1 if row[1] is None else row[1], row[2], row[3] or ""))
     middles = {run: median(row[7] for row in rows if row[0] == run) for run in {row[0] for row in rows}}
     judged = [
         (*row, ratio, ratio is not None and ratio > STRAGGLER_RATIO)

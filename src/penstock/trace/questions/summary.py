@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.trace.intervals import measures_sql
 from penstock.trace.questions.base import IS_IO, Answer, Column, Events, Unit
-
-_BOTH = f"({IS_IO} OR phase = 'compute')"
+from penstock.trace.sweep import unions
 
 
 def summary(events: Events) -> tuple[Answer, Answer]:
@@ -14,15 +12,19 @@ def summary(events: Events) -> tuple[Answer, Answer]:
 
 
 def _facts(events: Events) -> Answer:
-    counts = events.ask_one("""
+    who = events.ask_one("""
         SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)),
-               count(DISTINCT (host, pid, tid)), count(DISTINCT path), count(*),
-               coalesce(max(end_us) - min(ts_us), 0), coalesce(sum(size_bytes), 0)::BIGINT
+               count(DISTINCT (host, pid, tid))
+        FROM (SELECT DISTINCT host, rank, pid, tid FROM {events})""")
+    what = events.ask_one("""
+        SELECT count(DISTINCT path), count(*), coalesce(max(end_us) - min(ts_us), 0),
+               coalesce(sum(size_bytes), 0)::BIGINT
         FROM {events}""")
-    io = events.ask_one(measures_sql("{events}", (), where=IS_IO))
-    compute = events.ask_one(measures_sql("{events}", (), where="phase = 'compute'"))
-    app = events.ask_one(measures_sql("{events}", (), where="phase = 'app_io'"))
-    either = events.ask_one(measures_sql("{events}", (), where=_BOTH))
+    counts = (*who, *what)
+    (sum_us,) = events.ask_one(f"SELECT coalesce(sum(dur_us), 0)::BIGINT FROM {{events}} WHERE {IS_IO}")
+    busy = unions(events, (), first=IS_IO, second="phase = 'compute'")[()]
+    app_us = unions(events, (), first="phase = 'app_io'")[()].first_us
+    io_us, compute_us, either_us = busy.first_us, busy.second_us, busy.either_us
     facts: list[tuple[str, Unit, float | None]] = [
         *zip(
             ("num_hosts", "num_ranks", "num_processes", "num_threads", "num_files", "num_events"),
@@ -32,14 +34,14 @@ def _facts(events: Events) -> Answer:
         ),
         ("span_us", Unit.MICROSECONDS, counts[6]),
         ("moved_bytes", Unit.BYTES, counts[7]),
-        ("io_union_us", Unit.MICROSECONDS, io[2]),
-        ("io_sum_us", Unit.MICROSECONDS, io[1]),
-        ("io_concurrency", Unit.RATIO, io[3]),
-        ("app_io_union_us", Unit.MICROSECONDS, app[2]),
-        ("compute_union_us", Unit.MICROSECONDS, compute[2]),
-        ("overlap_us", Unit.MICROSECONDS, io[2] + compute[2] - either[2]),
-        ("io_alone_us", Unit.MICROSECONDS, either[2] - compute[2]),
-        ("compute_alone_us", Unit.MICROSECONDS, either[2] - io[2]),
+        ("io_union_us", Unit.MICROSECONDS, io_us),
+        ("io_sum_us", Unit.MICROSECONDS, sum_us),
+        ("io_concurrency", Unit.RATIO, sum_us / io_us if io_us else None),
+        ("app_io_union_us", Unit.MICROSECONDS, app_us),
+        ("compute_union_us", Unit.MICROSECONDS, compute_us),
+        ("overlap_us", Unit.MICROSECONDS, io_us + compute_us - either_us),
+        ("io_alone_us", Unit.MICROSECONDS, either_us - compute_us),
+        ("compute_alone_us", Unit.MICROSECONDS, either_us - io_us),
     ]
     return Answer(
         name="facts",
