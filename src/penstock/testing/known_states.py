@@ -6,7 +6,7 @@ of it is of one step and one generation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,3 +95,11 @@ def save_state_as_rank(
 
 def _save_on_rank(rank: int, calls: FileCalls, root: Path, step: int, generation: int) -> None:
     save_state(files_below(root, calls), step, generation, rank)
+
+
+def save_several_alone(calls: FileCalls, *, root: Path, steps: Sequence[int]) -> None:
+    """Save these steps in the background, one after the other, keeping two: a program of a crash sweep."""
+    torch.set_num_threads(1)
+    with Manager(files_below(root, calls), keep=2) as manager:
+        for step in steps:
+            manager.save_async(step, known_state(step, 1, 0))

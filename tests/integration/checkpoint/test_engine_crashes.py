@@ -14,11 +14,22 @@ from pathlib import Path
 
 import pytest
 
+from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.manifest import ManifestFile, read_manifest
+from penstock.checkpoint.steps import Steps
 from penstock.errors import PenstockError
 from penstock.testing.crash import Program, count_calls, killed_at, sweep
 from penstock.testing.file_faults import CallLog, FailFileCall, NoSync, faulty_calls
-from penstock.testing.known_states import restored, save_state, save_state_alone, save_state_as_rank
+from penstock.testing.known_states import (
+    blank_state,
+    known_state,
+    restored,
+    same_state,
+    save_several_alone,
+    save_state,
+    save_state_alone,
+    save_state_as_rank,
+)
 from penstock.testing.known_steps import files_below
 from penstock.testing.power_cut import Choice, Disk, OperationLog
 
@@ -66,6 +77,38 @@ def test_killed_at_any_call_a_known_step_restores(tmp_path: Path, step: int) -> 
     assert most > 60
     num_killed = sweep(partial(programs, tmp_path, step), partial(check, tmp_path, step), range(1, most + 1))
     assert num_killed >= most - 3
+
+
+LATER = (2, 3, 4)
+"""Steps that are saved in the background when step 1 is committed; two are kept."""
+
+
+def several_programs(root: Path, number: int) -> list[Program]:
+    prepare(root / str(number))
+    return [partial(save_several_alone, root=root / str(number), steps=LATER)]
+
+
+def check_several(root: Path, number: int) -> None:
+    place = root / str(number)
+    newest = restored(place)
+    assert newest in {(1, 0), *((step, 1) for step in LATER)}
+    for step in Steps(files_below(place, UNSYNCED)).committed():
+        state = blank_state(0)
+        with Manager(place) as manager:
+            manager.restore(state, step=step)
+        assert same_state(state, known_state(step, state["generation"], 0))
+
+
+@pytest.mark.parametrize("every", [60, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_amid_background_saves_and_removals_every_step_that_is_left_is_whole(
+    tmp_path: Path, every: int
+) -> None:
+    prepare(tmp_path / "counted")
+    most = count_calls(partial(save_several_alone, root=tmp_path / "counted", steps=LATER))
+    assert Steps(files_below(tmp_path / "counted", UNSYNCED)).committed() == [3, 4]
+    numbers = range(most - 5, 0, -every)
+    num_killed = sweep(partial(several_programs, tmp_path), partial(check_several, tmp_path), numbers)
+    assert num_killed >= len(numbers) - 3
 
 
 RANKS = 2
