@@ -296,4 +296,3 @@ def test_workers_of_dask_come_to_the_same_report(compared: Compared, study_folde
     with open_study(asked, study_folder, dask="local") as study:
         again = compare(study)
     assert markdown.render(again) == markdown.render(compared)
-    assert list(again.charts) == list(compared.charts)
