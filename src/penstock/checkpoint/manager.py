@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,6 +23,7 @@ from penstock.checkpoint.tiers.due import EVERY_STEP, Pacer
 from penstock.checkpoint.tiers.flush import EACH, Flush
 from penstock.checkpoint.tiers.levels import leveled
 from penstock.checkpoint.tiers.schemes import Scheme, Single
+from penstock.checkpoint.worker import lasting_worker
 from penstock.cluster.collect import cause_of
 from penstock.errors import PenstockError, RankFailed, UsageError
 from penstock.storage.registry import open_here
@@ -117,7 +117,7 @@ class Manager:
         self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)
         self._handles: list[SaveHandle] = []
         self._num_saves = 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-save")
+        self._worker = lasting_worker("penstock-save")
         self._is_open = True
         self.passed_over: tuple[PassedOver, ...] = ()
         """What the last `restore` could not load, newest first."""

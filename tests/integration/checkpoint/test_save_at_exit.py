@@ -1,0 +1,41 @@
+"""A program that ends while a save is on its way: the save is finished first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.checkpoint.steps import Steps
+from penstock.storage.registry import open_here
+
+PROGRAM = """
+import sys, torch
+import penstock.checkpoint as pc
+manager = pc.Manager(sys.argv[1])
+manager.save_async(1, {f"w{number}": torch.ones(1 << 20) for number in range(8)})
+manager.save_async(2, {"w": torch.ones(5)})
+{rest}
+"""
+
+
+def _run(folder: Path, rest: str = "") -> subprocess.CompletedProcess[str]:
+    program = PROGRAM.replace("{rest}", rest)
+    return subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_saves_that_nobody_waits_for_are_committed_before_the_program_ends(tmp_path: Path) -> None:
+    ended = _run(tmp_path / "run")
+    assert ended.returncode == 0, ended.stderr
+    assert Steps(open_here(tmp_path / "run")).committed() == [1, 2]
+
+
+@pytest.mark.slow
+def test_so_are_they_when_the_program_ends_with_an_error(tmp_path: Path) -> None:
+    ended = _run(tmp_path / "run", "raise ValueError('of the trainer')")
+    assert "of the trainer" in ended.stderr
+    assert Steps(open_here(tmp_path / "run")).committed() == [1, 2]
