@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.integration.checkpoint.adapters.peers import seen_by
+
+WAYS = ["ours", "async", "pinned", "stock_loads_ours", "ours_loads_stock"]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return seen_by("torchtitan_resumes", tmp_path_factory.mktemp("torchtitan"), needs="torchtitan")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_goes_on_to_the_very_weights_of_one_that_never_stopped(seen: Any, way: str) -> None:
+    assert seen[f"{way}_found"]
+    assert seen[f"{way}_step"] == 4
+    assert seen[f"{way}_same"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_as_many_steps_are_kept_as_the_configuration_says(seen: Any, way: str) -> None:
+    assert seen[f"{way}_steps"] == ["step-4", "step-6"]
+
+
+def test_a_run_without_steps_begins_anew(seen: Any) -> None:
+    assert not seen["found_in_nothing"]
