@@ -1,0 +1,58 @@
+"""Saves through NVIDIA's resiliency extension: its queue and worker processes, the engine's writer.
+
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(save_request(state, "/pfs/run/step-100"))
+
+Invariant: what is written are the values at the time of `save_request`, tensors in main memory included, and
+those of devices at the time of scheduling.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
+from penstock.checkpoint.stateful import opened
+from penstock.checkpoint.torch_dcp.planner import SavePlanner
+from penstock.errors import Unavailable
+
+try:
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncRequest
+    from nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver import (
+        save_state_dict_async_finalize,
+        save_state_dict_async_plan,
+    )
+except ImportError as error:
+    raise Unavailable(
+        f"NVIDIA's resiliency extension is not installed: no module {error.name!r}",
+        fix="Run: pip install nvidia-resiliency-ext",
+    ) from error
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.engine import State
+    from penstock.checkpoint.stored import AnyPath
+
+
+def save_request(
+    state: State,
+    path: AnyPath,
+    *,
+    process_group: Any = None,
+    planner: Any = None,
+    writers: int = 2,
+    separation_hint: str | None = None,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+) -> Any:
+    """All ranks: plan a save, and give the request that carries it out and makes it a checkpoint.
+
+    The queue's `maybe_finalize_async_calls` raises on the coordinator where writing failed on any rank; the
+    folder then is no checkpoint. `planner` stands in for the engine's own.
+    """
+    writer = AsyncWriter(path, writers=writers, separation_hint=separation_hint, staging_bytes=staging_bytes)
+    planned = save_state_dict_async_plan(
+        opened(state), writer, process_group, planner=planner or SavePlanner()
+    )
+    function, preload, arguments = writer.get_save_function_and_args()
+    finish = partial(save_state_dict_async_finalize, *planned)
+    return AsyncRequest(function, arguments, [finish], preload_fn=preload)
