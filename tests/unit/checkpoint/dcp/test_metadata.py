@@ -234,6 +234,7 @@ def test_sparse_tensors_are_refused_by_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_metadata_of_a_million_parts_survives_the_way_there_and_back() -> None:
     num_tensors, num_ranks = 1000, 1000
     chunks = [
