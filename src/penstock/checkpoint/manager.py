@@ -18,6 +18,7 @@ from penstock.checkpoint.handle import Meter, SaveHandle, SaveReport
 from penstock.checkpoint.keeping import DurableKeeper
 from penstock.checkpoint.members import own_members
 from penstock.checkpoint.restoring import PassedOver, none_restorable, try_step
+from penstock.checkpoint.staging.base import SaveCancelled
 from penstock.checkpoint.steps import Steps, name_of
 from penstock.checkpoint.tiers.due import EVERY_STEP, Pacer
 from penstock.checkpoint.tiers.flush import EACH, Flush
@@ -30,6 +31,7 @@ from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from concurrent.futures import Future
     from types import TracebackType
 
     from penstock.checkpoint.engine import Engine, Names, State
@@ -265,6 +267,7 @@ class Manager:
         staged = self._stage(prepared, urgent)
         meter = Meter(progress)
         future = self._worker.submit(self._complete, step, prepared, staged, meter)
+        future.add_done_callback(partial(_log_failure, step))
         self._num_saves += 1
         handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
         self._handles.append(handle)
@@ -342,6 +345,13 @@ class Manager:
 
 def _opened(place: AnyPath | Storage, rank: int) -> Storage:
     return open_here(place, rank=rank) if isinstance(place, str | os.PathLike) else place
+
+
+def _log_failure(step: int, future: Future[SaveReport]) -> None:
+    """Say in the log what failed: the program may end before anybody asks."""
+    error = None if future.cancelled() else future.exception()
+    if error is not None and not isinstance(error, SaveCancelled):
+        logger.error("Step %d was not saved: %s", step, cause_of(error))
 
 
 def _blame(
