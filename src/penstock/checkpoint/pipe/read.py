@@ -140,6 +140,8 @@ class ReadPipe:
             return next(self._chunks, None)
 
     def _read(self, stream: int, storage: Storage, progress: Progress) -> None:
+        if stream == 0:
+            self._look_at_empty_objects(storage)
         while (picked := self._next_chunk()) is not None:
             reading, number = picked
             awaited_ns = now_ns()
@@ -152,6 +154,13 @@ class ReadPipe:
                 self._unverified.put(buffer)
             else:
                 self._buffers.give_back(buffer, Ownership.FILLING)
+
+    def _look_at_empty_objects(self, storage: Storage) -> None:
+        """They have no chunk that would find them missing, or no longer empty."""
+        for reading in self._readings:
+            if not reading.job.num_chunks:
+                self._source(0, storage, reading)
+                self._close(reading)
 
     def _read_chunk(
         self, stream: int, storage: Storage, reading: _Reading, number: int, buffer: Buffer

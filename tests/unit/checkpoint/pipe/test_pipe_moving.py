@@ -365,6 +365,15 @@ def test_reading_what_is_not_there_fails_by_name() -> None:
         read_objects([MemoryStorage()], _objects(CHUNK), Keyed(), SMALL)
 
 
+def test_an_empty_object_must_be_there_too_and_still_be_empty() -> None:
+    with pytest.raises(ObjectNotFound, match="rank0/part0"):
+        read_objects([MemoryStorage()], _objects(0), Keyed(), SMALL)
+    storage, planned = _written(0)
+    write_object(storage, planned[0].key, [b"x"])
+    with pytest.raises(ShortTransfer, match="rank0/part0"):
+        read_objects([storage], planned, Keyed(), SMALL)
+
+
 def test_a_verifier_that_raises_fails_the_phase() -> None:
     class Broken(Keyed):
         def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
