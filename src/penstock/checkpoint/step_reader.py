@@ -7,7 +7,7 @@ all of them.
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.loading.load import Loader, LoadReport
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from penstock.checkpoint.engine import Names, State
     from penstock.checkpoint.stored import AnyPath
     from penstock.progress import Progress
+
+DEFAULT_TIMEOUT_S: Final = 1800.0
+"""The slowest rank may read so much longer than the fastest."""
 
 
 def load(  # noqa: PLR0913 - each is a choice of its own, and none without a default is left out
@@ -54,5 +57,6 @@ def load(  # noqa: PLR0913 - each is a choice of its own, and none without a def
         trust=trust,
     )
     with meeting(process_group) as members, closing(Loader()) as loader:
+        members.comm.timeout_s = DEFAULT_TIMEOUT_S
         opened = open_path_together(path, members.comm)
         return loader.load_opened(state, opened, members, choice, progress)

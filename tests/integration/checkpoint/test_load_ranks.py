@@ -306,6 +306,39 @@ def test_files_that_only_one_rank_can_open_are_sent_and_lost_ones_are_named(told
     assert first.startswith("None of the 2 ranks can open __0_")
 
 
+def one_large_item(rank: int, root: Path) -> list[Any]:
+    expected = values("w", (2048, 1024), torch.float32, 1)
+    if rank == 0:
+        save(
+            {"w": expected}, root / "step", process_group=dist.new_group([0], use_local_synchronization=True)
+        )
+    dist.barrier()
+    found = {"w": torch.zeros(2048, 1024)}
+    report = load(found, root / "step")
+    assert found["w"].equal(expected)
+    dist.barrier()
+    if rank == 0:
+        (file,) = (root / "step").glob("*.distcp")
+        content = bytearray(file.read_bytes())
+        content[-4096] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+    for way in (
+        lambda: load(found, root / "step"),
+        lambda: stock_load(found, storage_reader=Reader(root / "step")),
+    ):
+        with pytest.raises(BaseException, match="w is not as it was written"):
+            way()
+    return [report.read_bytes, report.num_summed]
+
+
+def test_an_item_that_ranks_read_in_shares_is_verified_where_it_landed(told: Told) -> None:
+    (first_bytes, first_summed), (second_bytes, second_summed) = told["one_large_item"]
+    assert first_summed + second_summed == 1
+    assert first_bytes == pytest.approx(4 << 20, rel=0.01)
+    assert second_bytes == pytest.approx(4 << 20, rel=0.01)
+
+
 def explained(rank: int, root: Path) -> str:
     mesh = init_device_mesh("cpu", (2, 1))
     full = torch.zeros(1024, 512)
@@ -352,6 +385,7 @@ def all_programs(rank: int, root: Path) -> dict[str, Any]:
         groups_again_and_again,
         explained,
         node_local_files,
+        one_large_item,
     )
     return {program.__name__: program(rank, root / program.__name__) for program in programs}
 

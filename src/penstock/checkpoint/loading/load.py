@@ -22,6 +22,7 @@ from penstock.checkpoint.loading.locating import located
 from penstock.checkpoint.loading.moving import Means, Moved, move
 from penstock.checkpoint.loading.opening import on_all, open_together
 from penstock.checkpoint.loading.reading import Buffers, ReadSettings
+from penstock.checkpoint.loading.rechecking import recheck
 from penstock.checkpoint.loading.selecting import Selection, select
 from penstock.checkpoint.loading.wishes import as_lines, wishes_of
 from penstock.checkpoint.pieces import item_bytes_of
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.loading.wishes import Lines, Unpacking, Wishes
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.opened import Opened
-    from penstock.checkpoint.pieces import Bools, Contents
+    from penstock.checkpoint.pieces import Bools, Boxes, Contents
     from penstock.checkpoint.plan.records import LoadPlan
     from penstock.checkpoint.stored import Stored
     from penstock.checkpoint.tensors import Holding
@@ -140,7 +141,7 @@ class _Load:
         targets += item_targets(wishes, lines)
         moved = on_all(
             self._comm,
-            lambda: move(plan, lines, targets, self._means(progress)),
+            lambda: self._move(plan, lines, wishes.boxes, targets, self._means(progress)),
             awaiting="all ranks to load their parts",
         )
         values = on_all(
@@ -188,6 +189,13 @@ class _Load:
         own = set(readable)
         mine = np.array([name in own for name in contents.files], dtype=np.bool_)
         return np.stack(self._comm.gather(mine, awaiting="which files each rank can open"))
+
+    def _move(
+        self, plan: LoadPlan, lines: Lines, wanted: Boxes, targets: Sequence[Target], means: Means
+    ) -> Moved:
+        moved = move(plan, lines, targets, means)
+        num_rechecked = recheck(plan, lines, wanted, targets, means)
+        return replace(moved, num_summed=moved.num_summed + num_rechecked)
 
     def _means(self, progress: Progress) -> Means:
         return Means(

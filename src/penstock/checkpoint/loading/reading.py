@@ -261,8 +261,13 @@ class Reading:
         if about.begin + item.done_bytes < about.end:
             return
         if item.sum.digest() != about.expected:
-            raise DataDamaged(
-                f"{about.name} is not as it was written: its checksum differs",
-                where=f"{about.file}, bytes {about.begin} to {about.end}",
-                fix="Load an older step, or run `penstock checkpoint verify` to see all damage.",
-            )
+            raise damaged(about)
+
+
+def damaged(item: SummedItem) -> DataDamaged:
+    """The error for an item whose sum is wrong."""
+    return DataDamaged(
+        f"{item.name} is not as it was written: its checksum differs",
+        where=f"{item.file}, bytes {item.begin} to {item.end}",
+        fix="Load an older step, or run `penstock checkpoint verify` to see all damage.",
+    )

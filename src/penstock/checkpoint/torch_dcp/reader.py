@@ -27,6 +27,7 @@ from penstock.checkpoint.loading.load import item_contents, item_targets, unpack
 from penstock.checkpoint.loading.locating import located, unlocated_rows
 from penstock.checkpoint.loading.moving import Means, move
 from penstock.checkpoint.loading.reading import Buffers, ReadSettings
+from penstock.checkpoint.loading.rechecking import recheck
 from penstock.checkpoint.loading.wishes import as_lines, check_whole, wishes_for, with_payloads
 from penstock.checkpoint.members import members_of_ranks
 from penstock.checkpoint.opened import Opened, open_checkpoint
@@ -34,6 +35,7 @@ from penstock.checkpoint.pieces import Boxes, Ints, item_bytes_of
 from penstock.checkpoint.plan.loading import rank_load_plan, share_loading
 from penstock.checkpoint.plan.records import LoadOptions
 from penstock.checkpoint.plan.records import LoadPlan as SharedPlan
+from penstock.checkpoint.step_reader import DEFAULT_TIMEOUT_S
 from penstock.cluster.solo import SoloComm
 from penstock.errors import UsageError
 from penstock.progress import Silent
@@ -168,9 +170,10 @@ class Reader(StorageReader):
                 carrier=None if members.group is None else GlooLines(members.group),
                 buffers=self._buffers,
                 progress=Silent(),
-                timeout_s=members.comm.timeout_s,
+                timeout_s=DEFAULT_TIMEOUT_S,
             )
             move(assigned.plan, lines, targets, means)
+            recheck(assigned.plan, lines, wishes.boxes, targets, means)
         # Objects are read here as well, so that one that would run code is refused before the planner does.
         values = unpack(opened, lines, wishes, targets, trust=self._trust)
         self._hand_objects(opened, planner, objects, (lines, wishes, targets), values)
