@@ -1,7 +1,7 @@
 """Sums of items that several ranks read in shares: taken from where they landed, once everything has come.
 
 Nobody reads such an item from end to end, but each replica ends up with all of it. The rank that read its
-first share verifies it. Invariant: an item that lies whole and as stored in a tensor of that rank is verified.
+first share verifies it. Invariant: an item that lies whole and as stored in a tensor of its rank is verified.
 """
 
 from __future__ import annotations
