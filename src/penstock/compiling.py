@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,9 @@ import numba
 from penstock.environment import Environment, process_environment, user_cache_folder
 
 logger = logging.getLogger(__name__)
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while numba's setting of the process is another one than its own."""
 
 
 def compile_loop(
@@ -50,11 +54,12 @@ def compile_loop(
 def _compile_cached(function: Callable[..., Any], signature: str, folder: Path) -> Callable[..., Any]:
     # numba knows one cache folder for the whole process, and looks it up when a function is declared.
     settings: Any = numba.config
-    usual, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
-    try:
-        return numba.njit(signature, nogil=True, cache=True)(function)
-    finally:
-        settings.CACHE_DIR = usual
+    with _ONE_AT_A_TIME:
+        usual, settings.CACHE_DIR = settings.CACHE_DIR, str(folder)
+        try:
+            return numba.njit(signature, nogil=True, cache=True)(function)
+        finally:
+            settings.CACHE_DIR = usual
 
 
 def _cache_folder(parts: Iterable[Callable[..., Any] | ModuleType], environment: Environment) -> Path | None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from penstock.environment import Environment
     from penstock.workload.spec import Workload
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 """Raised whenever a key is added, renamed or means something else."""
 
 LONGEST_SILENCE_S: Final = 900.0

@@ -118,8 +118,6 @@ def run(
       penstock training run unet3d --accelerator h100 --data /data/unet3d --results runs
       --set workflow.checkpoint=true --set checkpoint.steps_between_checkpoints=10 --checkpoints /data/saves
     """
-    from penstock.bench.training.run import train
-
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
     loaded = load_workload(terminal, workload, accelerator, settings)
     rules = closed_rules(workload, settings, loader, division) if closed else open_rules(loader, division)
@@ -140,12 +138,15 @@ def run(
         settings=settings or (),
         remarks=(*map(str, loaded.remarks), *undone),
         checkpoints=checkpoint_wish(
-            loaded.workload,
-            checkpoints or loaded.workload.checkpoint.checkpoint_folder,
-            comm=comm,
-            environment=process_environment(),
+            loaded.workload, checkpoints, comm=comm, environment=process_environment()
         ),
     )
+    _carry_out(request, reopen, comm=comm, terminal=terminal)
+
+
+def _carry_out(request: TrainingRequest, reopen: OpenStorage, *, comm: Comm, terminal: Terminal) -> None:
+    from penstock.bench.training.run import train
+
     with terminal.progress() as progress:
         result = train(request, reopen(), comm=comm, progress=progress)
     for remark in result.stages.remarks:

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 def checkpoint_wish(
     workload: Workload,
-    uri: str,
+    uri: str | None,
     *,
     comm: Comm,
     environment: Environment,
     options: Mapping[str, str] | None = None,
 ) -> CheckpointWish | None:
-    """What the workload wants saved, to `uri`; None if it takes no checkpoints."""
+    """What the workload wants saved, to `uri` or its own folder; None if it takes no checkpoints."""
     from functools import partial
 
     from penstock.bench.state import LayoutRequest, plan_layout
@@ -34,10 +34,11 @@ def checkpoint_wish(
         return None
     model = model_of_workload(workload.model.name, workload)
     asked = workload.checkpoint
-    told = {**durability(uri, fsync=asked.fsync), **(options or {})}
+    place = uri or asked.checkpoint_folder
+    told = {**durability(place, fsync=asked.fsync), **(options or {})}
     return CheckpointWish(
         layout=plan_layout(LayoutRequest(model=model, num_processes=comm.size, mode=asked.mode)),
         when=asked,
-        reopen=partial(open_storage, uri, environment, options=told, rank=comm.rank),
+        reopen=partial(open_storage, place, environment, options=told, rank=comm.rank),
         seed=workload.train.seed,
     )
