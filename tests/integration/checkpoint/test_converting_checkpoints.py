@@ -211,6 +211,25 @@ def test_differences_are_counted_by_element(tmp_path: Path) -> None:
     assert (parts["step"].first, parts["step"].second) == ("7", "8")
 
 
+def test_tensors_inside_objects_keep_their_shared_memory_and_come_along(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    inner = (shared, shared[2:4], torch.ones(2).to(torch.float8_e5m2), torch.ones(2).to(torch.float8_e5m2))
+    stock_save({"x": inner}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    convert(tmp_path / "stock", tmp_path / "x.pt", TORCH)
+    back = torch.load(tmp_path / "x.pt", weights_only=True)["x"]
+    assert_same(inner, back)
+    assert back[0].data_ptr() + 8 == back[1].data_ptr()
+    assert compare(tmp_path / "stock", tmp_path / "x.pt").are_same
+
+
+def test_compressed_tensors_are_said_to_be_read_whole(archive: Path, tmp_path: Path, capsys: Any) -> None:
+    convert(archive, tmp_path / "dcp", DCP, ConvertOptions(compress=True))
+    assert main(["checkpoint", "show", str(tmp_path / "dcp"), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {tensor["note"] for tensor in shown["tensors"]} == {"stream.zstd/1: read whole"}
+    assert {one["name"]: one["value"] for one in shown["objects"]}["step"] == "7"
+
+
 def test_equal_sums_spare_the_reading(archive: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         convert(archive, tmp_path / name, DCP)

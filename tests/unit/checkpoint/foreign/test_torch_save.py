@@ -145,3 +145,35 @@ def test_every_flipped_bit_of_the_directory_is_damage_or_harmless() -> None:
             opened(bytes(flipped))
         except (DataDamaged, UsageError) as error:
             assert str(error)  # noqa: PT017 - either way is right, but no other error is
+
+
+def test_conjugate_tensors_are_opaque_as_their_elements_do_not_lie_there() -> None:
+    archive = opened(saved({"c": torch.ones(2, dtype=torch.complex64).conj()}))
+    assert archive.contents.tensors == ()
+    assert not is_plain(archive.values["c"])
+
+
+def test_values_of_unknown_lists_mappings_and_states_are_let_go() -> None:
+    class Bag(list[int]):
+        pass
+
+    globals()["Bag"] = Bag
+    Bag.__qualname__ = "Bag"
+    bag = Bag([1, 2])
+    bag.note = "kept outside"  # type: ignore[attr-defined]
+    values = opened(
+        saved({"bag": bag, "one": Bag([1]), "set": {1}, "bytes": b"abc", "size": torch.Size([2])})
+    ).values
+    assert repr(values["bag"]) == f"<{__name__}.Bag>"
+    assert (values["set"], values["bytes"], values["size"]) == ({1}, b"abc", (2,))
+
+
+def test_references_to_anything_but_records_are_damage() -> None:
+    from penstock.checkpoint.foreign.torch_pickle import read_torch_pickle
+
+    for pickled in (
+        b"\x80\x02X\x01\x00\x00\x00xQ.",
+        b"\x80\x02(X\x07\x00\x00\x00storageK\x01K\x01K\x01K\x01tQ.",
+    ):
+        with pytest.raises(DataDamaged, match="no record of its archive"):
+            read_torch_pickle(pickled, "here")

@@ -1,0 +1,63 @@
+"""Differences are counted by bits and measured as numbers, for every element type that has numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.checkpoint.compare import differences, short_text
+from penstock.checkpoint.foreign.torch_pickle import Opaque
+
+
+def view(array: Any) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "float32", "float64", "int8", "uint16", "int64", "complex64", "complex128"]
+)
+def test_the_largest_difference_of_numbers(dtype: str) -> None:
+    first = np.arange(10).astype(dtype)
+    second = first.copy()
+    second[2] += 3
+    second[7] += 1
+    assert differences(view(first), view(second), dtype, first.itemsize) == (2, 3.0)
+    assert differences(view(first), view(first), dtype, first.itemsize) == (0, None)
+
+
+def test_bfloat16_is_measured_though_numpy_has_it_not() -> None:
+    first = np.array([1.0, 2.0], dtype=np.float32)
+    second = np.array([1.0, 4.0], dtype=np.float32)
+    upper = [(each.view(np.uint32) >> 16).astype(np.uint16) for each in (first, second)]
+    assert differences(view(upper[0]), view(upper[1]), "bfloat16", 2) == (1, 2.0)
+
+
+def test_types_without_numbers_here_are_counted_only() -> None:
+    first, second = np.array([1, 2], dtype=np.uint8), np.array([1, 3], dtype=np.uint8)
+    assert differences(view(first), view(second), "float8_e4m3fn", 1) == (1, None)
+
+
+def test_signs_of_zero_and_nans_are_bits_and_no_differences() -> None:
+    zeros, nans = np.array([0.0, np.nan]), np.array([-0.0, np.nan])
+    assert differences(view(zeros), view(nans), "float64", 8) == (1, 0.0)
+    assert differences(view(np.array([np.inf])), view(np.array([1.0])), "float64", 8) == (1, None)
+
+
+def test_bools_are_numbers_too() -> None:
+    assert differences(view(np.array([True])), view(np.array([False])), "bool", 1) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (7, "7"),
+        ("x" * 200, "<str>"),
+        ([1, None], "[1, None]"),
+        (Opaque(), "<Opaque>"),
+        ([Opaque()], "<list>"),
+    ],
+)
+def test_values_are_told_in_a_few_words(value: object, text: str) -> None:
+    assert short_text(value) == text
