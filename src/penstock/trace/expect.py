@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import Field
 
 from penstock.errors import UsageError
+from penstock.trace.answer import ask
 from penstock.trace.compare.description import Comparison
 from penstock.trace.compare.tables import load_report, measures
 from penstock.trace.documents import Document
@@ -62,7 +63,9 @@ def check_all(study: Study, asked: Expectations) -> list[Checked]:
 
 
 def _check_query(study: Study, check: QueryCheck) -> Checked:
-    rows = study.events.ask(check.sql.replace("FROM events", "FROM {events}"))
+    """`events` is what it is in `trace sql`, with the derived columns beside."""
+    seen = f"WITH events AS (SELECT * FROM {study.events.relation})"
+    rows = ask(study.events.connection, f"{seen} SELECT * FROM ({check.sql.rstrip().rstrip(';')})").rows
     value = rows[0][0] if rows and rows[0] else None
     return Checked(check=check.name, holds=value is True, seen=f"the query says {value}")
 

@@ -52,6 +52,13 @@ def test_a_failing_check_shows_the_figures_it_saw() -> None:
 def test_a_query_must_say_true() -> None:
     good = {"name": "large writes", "sql": "SELECT min(size_bytes) >= 100 FROM events WHERE op = 'write'"}
     bad = {"name": "no rows", "sql": "SELECT true FROM events WHERE false"}
+    nested = {
+        "name": "by tier",
+        "sql": "WITH t AS (SELECT tier FROM events) SELECT count(*) = 2 FROM t WHERE tier = 'fast';",
+    }
+    assert check(nested)[0].holds
+    with pytest.raises(UsageError, match="nonsense"):
+        check({"name": "wrong", "sql": "SELECT nonsense FROM events"})
     assert [(each.check, each.holds) for each in check(good, bad)] == [
         ("large writes", True),
         ("no rows", False),

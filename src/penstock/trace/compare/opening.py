@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.trace.compare.description import Comparison
     from penstock.trace.event import FileAccount
 
-_IN_MEMORY_EVENTS: Final = 2_000_000
+_IN_MEMORY_EVENTS: Final = 500_000
 """So many events are looked at through the lens once; of more, each question looks at what it needs."""
 
 

@@ -140,6 +140,10 @@ def check_keys(by: Sequence[str], allowed: Sequence[str]) -> Sequence[str]:
 
 
 GROUPINGS: Final = (
-    *(column.name for column in COLUMNS if column.name not in ("ts_us", "dur_us", "end_us", "args")),
+    *(
+        column.name
+        for column in COLUMNS
+        if column.name not in ("ts_us", "dur_us", "end_us", "args", "offset")
+    ),
     *DERIVED,
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.errors import UsageError
+from penstock.trace.lens import quoted
 from penstock.trace.questions.base import GROUPINGS, Answer, Column, Events, Unit, Value, check_keys
 from penstock.trace.sweep import NOTHING, Unions, unions
 
@@ -16,7 +18,7 @@ def overlap(events: Events, *, by: Sequence[str] = ("pid",), of: str = "io") -> 
     """A row for each value of `by`; `of` is the phase that counts as I/O, `all`: everything but compute."""
     check_keys(by, GROUPINGS)
     notes = []
-    counted = "phase <> 'compute'" if of == "all" else f"phase = '{of}'"
+    counted = "phase <> 'compute'" if of == "all" else f"phase = {quoted(of)}"
     if of == "io" and not events.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
         counted = "phase <> 'compute'"
         notes.append("No event is of the phase io: everything but compute is counted.")
@@ -24,6 +26,9 @@ def overlap(events: Events, *, by: Sequence[str] = ("pid",), of: str = "io") -> 
     counts = events.ask(f"""
         SELECT {keys}, count(*), sum(dur_us)::BIGINT FROM {{events}} WHERE {counted}
         GROUP BY {keys} ORDER BY {keys}""")
+    if not counts and of not in ("io", "all"):
+        known = ", ".join(row[0] for row in events.ask("SELECT DISTINCT phase FROM {events} ORDER BY phase"))
+        raise UsageError(f"No event is of the phase {of!r}", fix=f"There are the phases {known}.")
     busy = unions(events, by, first=counted, second="phase = 'compute'")
     rows = [_row(row[:-2], row[-2], row[-1], busy.get(row[:-2], NOTHING)) for row in counts]
     columns = [

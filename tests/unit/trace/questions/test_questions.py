@@ -68,6 +68,12 @@ def test_overlap_is_asked_by_any_columns_of_events(events: Events) -> None:
         overlap(events, by=("rnak",))
 
 
+def test_a_phase_that_no_event_is_of_is_refused_with_those_there_are(events: Events) -> None:
+    assert only_row(overlap(events, of="all"), pid=2)["sum_us"] == 400
+    with pytest.raises(UsageError, match="There are the phases compute, io"):
+        overlap(events, of="i'o")
+
+
 def test_where_nothing_is_traced_as_io_all_but_compute_is_counted_and_that_is_said(events: Events) -> None:
     answer = overlap(events.only("cat = 'ai'"))
     assert answer.rows == []
