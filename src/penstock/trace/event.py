@@ -82,7 +82,8 @@ class FileAccount:
     `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
     explains other lines, `blank` lines are empty or a bracket, `skipped` ones were not asked for.
     `unwanted` events were read and left out of the table. `announced_events` is what the file's writer
-    counted, None if it didn't say; `faults` concern the file as a whole: a torn end.
+    counted, in the file's ending or beside it, None if it didn't say; `missing` of them are not in the file.
+    `faults` concern the file as a whole: a torn end.
     """
 
     file: str
@@ -100,6 +101,7 @@ class FileAccount:
     faults: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     announced_events: int | None = None
+    missing: int = 0
     hosts: set[str] = field(default_factory=set)
     ranks: set[int] = field(default_factory=set)
     size_bytes: int = 0
@@ -139,6 +141,7 @@ class FileAccount:
             "faults": self.faults,
             "samples": [{"line": one.line, "reason": one.reason, "text": one.text} for one in self.samples],
             "announced_events": self.announced_events,
+            "missing": self.missing,
             "hosts": sorted(self.hosts),
             "ranks": sorted(self.ranks),
         }

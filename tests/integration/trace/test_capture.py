@@ -26,6 +26,7 @@ from penstock.trace.capture.lines import Kind, Layer
 from penstock.trace.capture.recorder import Recorder, clock_ns
 from penstock.trace.capture.segments import COUNT_SUFFIX, Segments, read_tally
 from penstock.trace.capture.spans import span, steps, traced, tracing_to
+from penstock.trace.reading.files import TraceFile, read_file
 
 WORK = Kind("work", "app", Layer.PYTHON)
 PROGRAMS = Path(__file__).parent / "programs"
@@ -82,10 +83,40 @@ def test_a_killed_process_leaves_a_count_of_what_it_recorded(tmp_path: Path) -> 
     assert ended.returncode == -signal.SIGKILL
     (trace,) = tmp_path.glob("*.pfw.gz")
     assert read_tally(trace) == 70_000
-    in_trace = 0
-    with gzip.open(trace) as lines:
-        in_trace = sum(b'"name":"work"' in line for line in lines)
-    assert 0 < in_trace <= 70_000
+    assert num_missing(trace) == 70_000 - len(events_of(tmp_path))
+
+
+def num_missing(trace: Path) -> int:
+    """What the reader says that is missing of an unfinished trace; it must know it, and count right."""
+    reading = read_file(TraceFile(path=trace))
+    num_rows = sum(batch.num_rows for batch in reading.batches)
+    account = reading.account
+    assert account.announced_events is not None
+    assert num_rows == account.events + account.salvaged
+    if account.missing:
+        assert any(f"{account.missing} missing" in line for line in account.losses())
+        assert not account.is_whole
+    return account.missing
+
+
+def test_what_a_process_took_with_it_is_told_though_nothing_was_written(tmp_path: Path) -> None:
+    segments = Segments(tmp_path, "trace")
+    segments.tally.counts[0], segments.tally.counts[5] = 7, 3
+    segments.close(complete=False)
+    assert num_missing(segments.path) == 10
+
+
+def test_a_trace_that_ended_is_whole_though_its_count_was_left(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path)
+    recorder.record(WORK, clock_ns())
+    recorder.close()
+    (trace,) = tmp_path.iterdir()
+    trace.with_name(trace.name + COUNT_SUFFIX).write_bytes((1).to_bytes(8, "little"))
+    assert num_missing(trace) == 0
+    reading = read_file(TraceFile(path=trace))
+    list(reading.batches)
+    assert (reading.account.announced_events, reading.account.events) == (1, 2)
+    assert reading.account.is_whole
 
 
 def test_a_forked_child_has_a_trace_of_its_own_and_the_parents_stays_whole(tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ def test_an_announced_number_that_was_not_reached_is_a_fault(tmp_path: Path) -> 
     file.write_bytes(b"".join(lines))
     _, account = read(file)
     assert account.announced_events == NUM_EVENTS
-    assert account.faults == [f"its writer counted {NUM_EVENTS} events, {NUM_EVENTS - 1} are here"]
+    assert account.faults == [f"its writer counted {NUM_EVENTS} events, {NUM_EVENTS - 1} are here: 1 missing"]
+    assert account.missing == 1
 
 
 def test_hashes_mean_something_only_in_their_own_file(tmp_path: Path) -> None:

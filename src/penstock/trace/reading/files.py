@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.trace.capture.segments import read_tally
 from penstock.trace.event import FileAccount
 from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.columns import Origin
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from penstock.trace.reading.needles import Needles
     from penstock.trace.reading.selection import Judge, Selection
 
-RANK_PATTERN = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d+)"
-"""Where a file's name tells the rank: `trace-3-of-16.pfw.gz`, `run_rank3.pfw`."""
+RANK_PATTERN = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
+"""Where a file's name tells the rank: `trace-3-of-16.pfw.gz`, `run_rank3.pfw`; `trace-0c95a86b.pfw` does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,8 @@ def read_selected(
 def _batches(
     file: TraceFile, account: FileAccount, advance: Callable[[int], None], needles: Needles
 ) -> Iterator[pa.RecordBatch]:
+    # Taken first: of a program that still runs, nothing is called missing that it records meanwhile.
+    account.announced_events = read_tally(file.path)
     pieces = read_pieces(file.path, account.faults.append, advance)
     head = next(pieces, b"")
     dialect = detect(head)

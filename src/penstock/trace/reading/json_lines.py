@@ -39,7 +39,7 @@ class JsonLines:
         self._book = Book(needles)
         self._clock = Clock(ranks={})
         self._odd_rows: list[Mapping[str, Any]] = []
-        self._num_ends = 0
+        self._num_ends = self._num_announced = 0
         self._num_unexplained = 0
 
     def batches(self, pages: Iterator[Page]) -> Iterator[pa.RecordBatch]:
@@ -54,13 +54,18 @@ class JsonLines:
         account = self._account
         if self._num_unexplained:
             yield f"{self._num_unexplained} events name files or hosts by hashes that no line explains"
+        if self._num_ends:
+            # A count beside the file is older than the ending: its process was killed between the two.
+            account.announced_events = self._num_announced
+        if account.announced_events is None or account.skipped:
+            return
         num_events = account.events + account.salvaged - self._num_ends
-        if (
-            account.announced_events is not None
-            and num_events < account.announced_events
-            and not account.skipped
-        ):
-            yield f"its writer counted {account.announced_events} events, {num_events} are here"
+        account.missing = max(account.announced_events - num_events, 0)
+        if account.missing:
+            yield (
+                f"its writer counted {account.announced_events} events, {num_events} are here:"
+                f" {account.missing} missing"
+            )
 
     def _take_page(self, page: Page) -> Iterator[pa.RecordBatch]:
         content = np.frombuffer(page.content, np.uint8)
@@ -151,7 +156,7 @@ class JsonLines:
         document = odd.document or {}
         announced = whole(_argument(document, "num_events"))
         if document.get("name") == "end" and announced is not None:
-            self._account.announced_events = (self._account.announced_events or 0) + announced
+            self._num_announced += announced
             self._num_ends += 1
 
     def _flush(self) -> Iterator[pa.RecordBatch]:
