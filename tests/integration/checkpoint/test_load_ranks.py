@@ -7,15 +7,18 @@ import zlib
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.engine import LoadChoice
@@ -29,6 +32,9 @@ from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.testing.comm_contract import check_comm
 from penstock.testing.gloo_ranks import on_gloo_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 Told = dict[str, list[Any]]
 
@@ -339,6 +345,43 @@ def test_an_item_that_ranks_read_in_shares_is_verified_where_it_landed(told: Tol
     assert second_bytes == pytest.approx(4 << 20, rel=0.01)
 
 
+def sharded_tensors(rank: int, root: Path) -> None:
+    def rows(first: int, count: int, fill: torch.Tensor) -> ShardedTensor:
+        place = ShardMetadata([first, 0], [count, 4], f"rank:{rank}/cpu")
+        return init_from_local_shards([TensorShard(fill, place)], (10, 4))
+
+    whole = torch.arange(40.0).reshape(10, 4)
+    mine = slice(0, 7) if rank == 0 else slice(7, 10)
+    save({"s": rows(mine.start, mine.stop - mine.start, whole[mine].clone())}, root / "step")
+    other = slice(0, 2) if rank == 0 else slice(2, 10)
+    memory = torch.zeros(other.stop - other.start, 4)
+    load({"s": rows(other.start, other.stop - other.start, memory)}, root / "step")
+    assert memory.equal(whole[other])
+    plain = {"s": torch.zeros(10, 4)}
+    stock_load(plain, checkpoint_id=root / "step")
+    assert plain["s"].equal(whole)
+
+
+def test_sharded_tensors_are_loaded_by_other_cuts_than_they_were_saved(told: Told) -> None:
+    assert told["sharded_tensors"] == [None, None]
+
+
+def partial_sums(rank: int, root: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    sums = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    told = []
+    for move in (save, load):
+        with pytest.raises(PenstockError) as caught:
+            move({"w": sums}, root / "step")
+        told.append(str(caught.value))
+    return told
+
+
+def test_partial_sums_are_refused_on_all_ranks(told: Told) -> None:
+    for error in (error for rank in told["partial_sums"] for error in rank[:1]):
+        assert "'w' is a DTensor of partial sums" in error
+
+
 def explained(rank: int, root: Path) -> str:
     mesh = init_device_mesh("cpu", (2, 1))
     full = torch.zeros(1024, 512)
@@ -386,6 +429,8 @@ def all_programs(rank: int, root: Path) -> dict[str, Any]:
         explained,
         node_local_files,
         one_large_item,
+        sharded_tensors,
+        partial_sums,
     )
     return {program.__name__: program(rank, root / program.__name__) for program in programs}
 

@@ -1,0 +1,86 @@
+"""Nested states as flat lists of leaves, and back to where they were found."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from penstock.checkpoint.state import leaves_of
+from penstock.checkpoint.stateful import loading_into, opened
+from penstock.errors import UsageError
+
+
+class Tensor:
+    """Stands for one: what a tensor is, the caller says."""
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def names_of(state: dict[Any, Any]) -> list[str]:
+    return [leaf.name for leaf in leaves_of(state, is_tensor)]
+
+
+def test_names_are_the_keys_joined_by_dots() -> None:
+    state = {
+        "a": {"b": 1, 2: Tensor()},
+        "list": [Tensor(), {"c": 3}, [Tensor()]],
+        "plain": [1, 2],
+        "t": (Tensor(),),
+    }
+    assert names_of(state) == ["a.b", "a.2", "list.0", "list.1.c", "list.2.0", "plain", "t"]
+
+
+def test_paths_tell_places_in_lists_from_keys() -> None:
+    leaves = leaves_of({"a": [{"1": 0}], 7: {"x": 1}}, is_tensor)
+    assert [leaf.path for leaf in leaves] == [("a", 0, "1"), ("7", "x")]
+
+
+def test_a_leaf_is_put_back_under_its_own_key() -> None:
+    state: dict[Any, Any] = {"opt": {0: {"lr": 0.1}}, "list": [Tensor(), 5]}
+    for leaf in leaves_of(state, is_tensor):
+        leaf.put(f"new {leaf.name}")
+    assert state == {"opt": {0: {"lr": "new opt.0.lr"}}, "list": ["new list.0", "new list.1"]}
+
+
+def test_two_leaves_of_one_name_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"Two parts of the state are called 'a\.b'"):
+        names_of({"a": {"b": 1}, "a.b": 2})
+
+
+def test_a_place_that_cannot_change_is_told() -> None:
+    (leaf,) = leaves_of({"fixed": MappingProxyType({"x": 1})}, is_tensor)
+    with pytest.raises(UsageError, match=r"'fixed\.x' lies in a mappingproxy, which cannot be changed"):
+        leaf.put(2)
+
+
+class Part:
+    def __init__(self) -> None:
+        self.taken: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.taken = state_dict
+
+
+def test_parts_make_and_take_their_own_state() -> None:
+    part = Part()
+    state = {"part": part, "step": 1}
+    assert opened(state) == {"part": {"x": 1}, "step": 1}
+    with loading_into(state) as inner:
+        inner["part"]["x"] = 5
+        inner["step"] = 2
+    assert part.taken == {"x": 5}
+    assert state == {"part": part, "step": 2}
+
+
+def test_nothing_is_handed_over_after_a_failure() -> None:
+    part = Part()
+    with pytest.raises(UsageError), loading_into({"part": part}):
+        raise UsageError("no")
+    assert part.taken is None
