@@ -1,0 +1,121 @@
+"""A scan puts every byte to its check, in any blocks, and goes on where storage fails."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.scanning import (
+    CrcCheck,
+    Refuted,
+    Segment,
+    Stretch,
+    SumCheck,
+    ZeroCheck,
+    scan,
+    stretches,
+)
+from penstock.checkpoint.sums import sum_of
+from penstock.progress import Silent
+from penstock.storage.memory import MemoryStorage
+from penstock.storage.whole import write_object
+from penstock.testing.faults import FailAtCall
+
+
+def key_of(file: str) -> str:
+    return f"run/{file}"
+
+
+def held(**files: bytes) -> MemoryStorage:
+    storage = MemoryStorage("mem://scan")
+    for name, content in files.items():
+        write_object(storage, key_of(name), [content])
+    return storage
+
+
+def alone(segment: Segment) -> Stretch:
+    """A stretch of one segment."""
+
+    def segments(_: object) -> Sequence[Segment]:
+        return [segment]
+
+    return Stretch("f", segment.begin, segment.end - segment.begin, segments)
+
+
+def segments_of(content: bytes, cuts: list[int]) -> list[Segment]:
+    """All of `content`, cut anywhere, by three kinds of checks."""
+    edges = sorted({0, len(content), *(cut % (len(content) + 1) for cut in cuts)})
+    found = []
+    for number, (begin, end) in enumerate(pairwise(edges)):
+        part = content[begin:end]
+        check = partial(SumCheck, sum_of(part)) if number % 2 else partial(CrcCheck, zlib.crc32(part))
+        found.append(Segment(begin, end, str(number), check))
+    return found
+
+
+@settings(max_examples=25)
+@given(
+    content=st.binary(min_size=1, max_size=9000),
+    cuts=st.lists(st.integers(0, 9000), max_size=8),
+    streams=st.integers(1, 3),
+)
+def test_what_is_whole_has_no_damage_and_one_flipped_byte_is_found_in_its_segment(
+    content: bytes, cuts: list[int], streams: int
+) -> None:
+    segments = segments_of(content, cuts)
+    work = [alone(one) for one in segments]
+    assert scan(held(f=content), key_of, work, Silent(), streams=streams) == []
+    spot = sum(content) % len(content)
+    flipped = content[:spot] + bytes([content[spot] ^ 1]) + content[spot + 1 :]
+    (damage,) = scan(held(f=flipped), key_of, work, Silent(), streams=streams)
+    assert damage.begin <= spot < damage.end
+
+
+def test_gaps_must_be_zeros_and_known_damage_stays_damage() -> None:
+    segments = [Segment(0, 10, "", ZeroCheck), Segment(10, 20, "x", partial(Refuted, "no archive"))]
+    work = list(stretches("f", segments))
+    assert [damage.what for damage in scan(held(f=bytes(20)), key_of, work, Silent())] == ["no archive"]
+    found = scan(held(f=bytes(9) + b"!" + bytes(10)), key_of, work, Silent())
+    assert [damage.what for damage in found] == ["something was written between items", "no archive"]
+
+
+def test_bytes_behind_the_end_of_a_file_are_damage() -> None:
+    work = list(stretches("f", [Segment(0, 5, "a", ZeroCheck), Segment(5, 50, "b", ZeroCheck)]))
+    (damage,) = scan(held(f=bytes(20)), key_of, work, Silent())
+    assert (damage.item, damage.what) == ("b", "the file ends before it")
+
+
+def test_a_read_that_fails_is_damage_of_its_segment_and_the_scan_goes_on() -> None:
+    pages = bytes(64 << 10)
+    segments = [Segment(begin, begin + 4096, str(begin), ZeroCheck) for begin in (0, 40960)]
+    work = [alone(one) for one in segments]
+    storage = FailAtCall(held(f=pages), "read_into", 1)
+    (damage,) = scan(storage, key_of, work, Silent(), streams=1)
+    assert damage.item == "0"
+    assert damage.what.startswith("cannot be read: Injected fault")
+
+
+def test_a_file_that_cannot_be_opened_is_damage_of_each_stretch() -> None:
+    work = list(stretches("gone", [Segment(0, 5, "a", ZeroCheck)]))
+    (damage,) = scan(held(), key_of, work, Silent())
+    assert (damage.file, damage.begin, damage.end) == ("gone", 0, 5)
+
+
+def test_nothing_to_check_is_no_damage() -> None:
+    assert scan(held(), key_of, [], Silent()) == []
+
+
+def test_stretches_are_runs_that_threads_can_share() -> None:
+    size = 40 << 20
+    segments = [Segment(number * size, (number + 1) * size, "", ZeroCheck) for number in range(5)]
+    found = list(stretches("f", segments))
+    assert [(stretch.begin // size, stretch.size_bytes // size) for stretch in found] == [
+        (0, 2),
+        (2, 2),
+        (4, 1),
+    ]
