@@ -33,7 +33,7 @@ def seen_by(program: str, root: Path, *, needs: str) -> Any:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, f"{program}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"

@@ -36,3 +36,7 @@ def test_an_older_checkpoint_stays_where_the_newer_one_fails_and_the_failure_is_
 def test_a_folder_takes_the_place_of_a_file(seen: Any) -> None:
     assert seen["left"] == ["epoch=1-step=8.ckpt"]
     assert seen["epoch"] == 3
+
+
+def test_one_rank_of_a_job_saves_and_all_of_them_load(seen: Any) -> None:
+    assert seen["by_rank"] == [[1.0, 1.0, 1.0]] * 2

@@ -51,3 +51,7 @@ def test_a_save_that_fails_in_the_background_fails_on_all_ranks_and_leaves_the_t
         assert rank["failure"] == "CheckpointException"
         assert rank["tracker_after"] == "12"
         assert not rank["has_metadata_after"]
+
+
+def test_a_tracker_that_was_cut_off_is_told_as_damage(ranks: Any) -> None:
+    assert "newest whole iter_* folder" in ranks[0]["empty_tracker"]

@@ -43,7 +43,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(_TREES)
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_what_is_taken_apart_is_put_together_as_it_was(state: Any) -> None:
     parts = split(state)
     assert TREE_NAME not in parts.tensors
@@ -59,7 +59,7 @@ def test_taking_apart_leaves_the_state_alone() -> None:
 
 
 @given(_TREES)
-@settings(max_examples=12)
+@settings(max_examples=6)
 def test_what_is_saved_is_loaded_as_it_was(tmp_path_factory: pytest.TempPathFactory, state: Any) -> None:
     path = tmp_path_factory.mktemp("trees") / "one"
     save_tree({"state": state}, path, Saver())

@@ -12,8 +12,10 @@ warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
 
 import torch  # noqa: E402 - after the filter
+import torch.distributed as dist  # noqa: E402
 from lightning.pytorch import LightningModule, Trainer, seed_everything  # noqa: E402
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from tests.integration.checkpoint.adapters.programs.ranks import on_forked_ranks  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from penstock.checkpoint.adapters.lightning import AsyncPenstockIO, PenstockIO  # noqa: E402
@@ -91,9 +93,19 @@ def replaced(file: Path) -> dict[str, Any]:
     return {"left": sorted(path.name for path in file.parent.iterdir()), "epoch": state["epoch"]}
 
 
+def rank_0_saves(rank: int, root: Path) -> list[float]:
+    """As under DDP: one rank is handed the checkpoint, all of them load it."""
+    if rank == 0:
+        PenstockIO().save_checkpoint({"weights": torch.ones(3)}, root / "one")
+    dist.barrier()
+    loaded: list[float] = PenstockIO().load_checkpoint(root / "one")["weights"].tolist()
+    return loaded
+
+
 def main(root: Path) -> None:
+    by_rank = on_forked_ranks(2, rank_0_saves, root / "ranks")
     straight = trained(root / "straight", 4, None)
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"by_rank": by_rank}
     for name, plugin in (("blocking", PenstockIO()), ("background", AsyncPenstockIO())):
         folder = root / name
         first = trained(folder, 2, plugin)

@@ -21,6 +21,7 @@ from tests.integration.checkpoint.adapters.programs.ranks import on_forked_ranks
 from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
 
 import penstock.checkpoint.adapters.megatron as ours  # noqa: E402
+from penstock.errors import DataDamaged  # noqa: E402
 
 
 def state_of(rank: int, fill: float | None = None) -> dict[str, Any]:
@@ -114,6 +115,13 @@ def iterations(rank: int, root: Path) -> dict[str, Any]:
         failure = type(error).__name__
     seen["failure"] = failure
     seen["tracker_after"] = (run / ours.TRACKER_NAME).read_text()
+    dist.barrier()
+    if rank == 0:
+        (run / ours.TRACKER_NAME).write_text("")
+        try:
+            ours.latest_iteration(run)
+        except DataDamaged as error:
+            seen["empty_tracker"] = str(error)
     seen["has_metadata_after"] = (folder / ".metadata").exists()
     return seen
 
