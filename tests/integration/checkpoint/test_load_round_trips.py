@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.loading.load import Loader
+from penstock.checkpoint.loading.reading import ReadSettings
 from penstock.checkpoint.members import meeting
-from penstock.checkpoint.opened import open_checkpoint
+from penstock.checkpoint.opened import open_checkpoint, open_folder
 from penstock.checkpoint.step_reader import load
 from penstock.checkpoint.step_writer import save
 from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
+from penstock.storage.memory import MemoryStorage
+from penstock.storage.whole import write_object
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -311,6 +315,30 @@ def test_stock_tensors_in_another_order_are_loaded_whole(tmp_path: Path) -> None
     found = {"w": torch.zeros(30, 20)}
     load(found, tmp_path / "step")
     assert found["w"].equal(turned)
+
+
+@pytest.mark.parametrize("flipped", [None, 9 << 20])
+def test_a_storage_of_any_alignment_is_read_straight_into_tensors(
+    tmp_path: Path, flipped: int | None
+) -> None:
+    big = torch.arange(3 << 20, dtype=torch.float32)
+    save({"big": big, "small": torch.ones(3)}, tmp_path / "step")
+    storage = MemoryStorage()
+    for path in (tmp_path / "step").iterdir():
+        content = bytearray(path.read_bytes())
+        if flipped is not None and len(content) > flipped:
+            content[flipped] ^= 1
+        write_object(storage, f"step/{path.name}", [content])
+    found = {"big": torch.zeros(3 << 20), "small": torch.zeros(3)}
+    opened = open_folder(storage, "step", "mem://store/step")
+    small_blocks = ReadSettings(streams=3, block_bytes=1 << 20)
+    with meeting() as members, closing(Loader(small_blocks)) as loader:
+        if flipped is not None:
+            with pytest.raises(DataDamaged, match="big is not as it was written"):
+                loader.load_opened(found, opened, members, LoadChoice())
+            return
+        loader.load_opened(found, opened, members, LoadChoice())
+    assert_same(found, {"big": big, "small": torch.ones(3)})
 
 
 class Harmful:
