@@ -34,7 +34,7 @@ COLUMNS: Final = (
     Column("end_us", pa.int64(), "when it ended: ts_us + dur_us"),
     Column("op", pa.string(), "what was done, by one name whatever the libc's: open, stat, write"),
     Column("name", pa.string(), "the same as traced: open64, __xstat, write"),
-    Column("cat", pa.string(), "the layer that traced it: POSIX, STDIO, checkpoint"),
+    Column("cat", pa.string(), "the layer that traced it: POSIX, STDIO, OBJECT, checkpoint"),
     Column("pid", pa.int64(), "process, as traced (a rank in traces of DLIO)"),
     Column("tid", pa.int64(), "thread, as traced"),
     Column("rank", pa.int32(), "rank of the process in its job", may_be_missing=True),

@@ -31,7 +31,7 @@ class PhaseRule:
 DEFAULT_PHASES: Final = (
     PhaseRule("compute", ("name~compute",)),
     PhaseRule("app_io", ("cat~reader|checkpoint",)),
-    PhaseRule("io", ("cat=POSIX|STDIO",)),
+    PhaseRule("io", ("cat=POSIX|STDIO|OBJECT",)),
 )
 """The application's own spans of I/O contain the calls that they make, so the two are never added."""
 

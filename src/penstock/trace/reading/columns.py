@@ -30,6 +30,8 @@ BATCH_SCHEMA: Final = pa.schema(
     ]
 )
 
+_BYTE_LAYERS: Final = ("POSIX", "OBJECT")
+"""Categories whose reads and writes return bytes: calls for files, requests to object services."""
 _MOVERS: Final = frozenset(
     [
         "read",
@@ -125,7 +127,7 @@ def batch_of(rows: Sequence[Mapping[str, Any]], origin: Origin, clock: Clock) ->
 def size_of(name: str, cat: str, arguments: Mapping[str, Any]) -> int | None:
     """The bytes that an event moved: the same rule as for rows of numbers, for one event."""
     ret, op = whole(arguments.get("ret")), canonical(name)
-    if cat == "POSIX" and op in _MOVERS and ret is not None:
+    if cat in _BYTE_LAYERS and op in _MOVERS and ret is not None:
         return ret if ret >= 0 else None
     unit = whole(arguments.get("size"))
     if cat == "STDIO" and op in _ITEM_MOVERS and ret is not None and unit is not None:
@@ -200,7 +202,9 @@ def _sizes(
 ) -> Numbers:
     """Bytes moved: what a call returned, times an item's size if it counts items; or an image's size."""
     ops = [canonical(each) for each in names]
-    moves = np.array([op in _MOVERS for op in ops])[name] & np.array([each == "POSIX" for each in cats])[cat]
+    moves = (
+        np.array([op in _MOVERS for op in ops])[name] & np.array([each in _BYTE_LAYERS for each in cats])[cat]
+    )
     items = (
         np.array([op in _ITEM_MOVERS for op in ops])[name] & np.array([each == "STDIO" for each in cats])[cat]
     )

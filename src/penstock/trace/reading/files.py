@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.trace.reading.selection import Judge, Selection
 
 RANK_PATTERN = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
-"""Where a file's name tells the rank: `trace-3-of-16.pfw.gz`, `run_rank3.pfw`; `trace-0c95a86b.pfw` does not."""
+"""Where a file's name tells the rank: `trace-3-of-16.pfw`, `run_rank3.pfw`. No digits of a longer word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
