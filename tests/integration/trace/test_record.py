@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+import penstock.trace
 from penstock.errors import Unavailable, UsageError
-from penstock.trace.capture.other import plan_recording
+from penstock.trace.capture.other import dftracer_preload, plan_recording
 
+PROGRAMS = Path(__file__).parent / "programs"
+needs_dftracer = pytest.mark.skipif(dftracer_preload() is None, reason="dftracer is not installed")
 needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
 
 
-def _record(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _record(tmp_path: Path, *words: str, tracer: str = "strace") -> subprocess.CompletedProcess[str]:
     argv = [
         sys.executable,
         "-m",
@@ -23,11 +26,11 @@ def _record(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
         "trace",
         "record",
         "--tracer",
-        "strace",
+        tracer,
         "-o",
         str(tmp_path / "t"),
     ]
-    return subprocess.run([*argv, *words], capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run([*argv, *words], capture_output=True, text=True, timeout=280, check=False)
 
 
 @needs_strace
@@ -56,3 +59,47 @@ def test_bad_requests_are_refused_with_their_fix(tmp_path: Path, monkeypatch: py
     refused = _record(tmp_path, "--tracer", "ebpf", "--", "true")
     assert refused.returncode == 2
     assert "no such tracer" in refused.stderr
+
+
+@needs_strace
+@needs_dftracer
+def test_dftracer_and_strace_tell_the_same_of_a_program_that_saves_checkpoints(tmp_path: Path) -> None:
+    """Counts and bytes by operation and file, for all operations that dftracer sees of it."""
+    pytest.importorskip("torch")
+    told = {}
+    for tracer in ("dftracer", "strace"):
+        place = tmp_path / tracer
+        (place / "data").mkdir(parents=True)
+        program = (
+            "--data",
+            str(place / "data"),
+            "--",
+            sys.executable,
+            str(PROGRAMS / "saving_checkpoints.py"),
+        )
+        ended = _record(place, *program, str(place / "data"), tracer=tracer)
+        assert ended.returncode == 0, ended.stderr
+        assert f"Tracing with {tracer}" in ended.stderr
+        told[tracer] = _operations(place)
+    seen = {op for op, _ in told["dftracer"]}
+    assert seen == {"open", "write", "close", "rename", "read", "lseek"}
+    assert told["dftracer"] == {key: counts for key, counts in told["strace"].items() if key[0] in seen}
+    saved = sum(path.stat().st_size for path in (tmp_path / "strace" / "data").glob("*.pt"))
+    written = [
+        counts[1] for (op, name), counts in told["dftracer"].items() if op == "write" and ".pt" in name
+    ]
+    assert sum(written) == saved
+
+
+def _operations(place: Path) -> dict[tuple[str, str], tuple[int, int]]:
+    """Events and bytes of each operation on each of the program's files."""
+    query = (
+        "SELECT op, parse_filename(path), count(*), coalesce(sum(size_bytes), 0) FROM events"
+        f" WHERE path LIKE '{place}/data/%' GROUP BY ALL"
+    )
+    with penstock.trace.load(f"{place}/t/*") as run:
+        assert run.losses() == []
+        for account in run.accounts:
+            # An ending counts the events before it, not itself.
+            assert account.announced_events in (None, account.events - 1)
+        return {(op, name): (count, moved) for op, name, count, moved in run.sql(query).fetchall()}

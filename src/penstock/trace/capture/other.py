@@ -52,6 +52,8 @@ def plan_recording(
             environment={
                 "LD_PRELOAD": str(preload),
                 "DFTRACER_ENABLE": "1",
+                # Without it events have no paths, no bytes and no hosts.
+                "DFTRACER_INC_METADATA": "1",
                 "DFTRACER_INIT": "PRELOAD",
                 "DFTRACER_LOG_FILE": str(folder / "trace"),
                 "DFTRACER_DATA_DIR": ":".join(data) or "all",
