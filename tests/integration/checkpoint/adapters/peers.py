@@ -1,10 +1,11 @@
-"""Runs a program against a framework that is installed, or says which one is not."""
+"""Runs programs against frameworks that are installed, or says which one is not."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,38 @@ from typing import Any
 
 import pytest
 
-PROGRAMS = "tests.integration.checkpoint.adapters.programs"
 ROOT = Path(__file__).parents[4]
 
 
-def seen_by(program: str, root: Path, *, needs: str) -> Any:
-    """What a program prints about itself as its last line; a test without the peer is skipped."""
-    if importlib.util.find_spec(needs.partition(".")[0]) is None:
-        pytest.skip(f"{needs} is not installed: see tests/peers.txt and the extra `test`")
+class Programs:
+    """The programs beside this module; see `programs/run.py`, which is started by the first of them."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[str] | None = None
+
+    def seen_by(self, program: str, folder: Path, *, needs: str) -> Any:
+        """What a program says as its last line; a test without the framework is skipped."""
+        if importlib.util.find_spec(needs) is None:
+            pytest.skip(f"{needs} is not installed: see tests/peers.txt and the extra `test`")
+        self._server = server = self._server or _started()
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps([program, str(folder)]) + "\n")
+        server.stdin.flush()
+        code = server.stdout.readline().strip()
+        printed = (folder / "printed").read_text(errors="replace") if (folder / "printed").exists() else ""
+        assert code == "0", f"{program} ended with {code or 'its server'}:\n{printed[-8000:]}"
+        return json.loads(printed.splitlines()[-1])
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        if self._server is None:
+            return
+        os.killpg(self._server.pid, signal.SIGKILL)
+        self._server.communicate()
+
+
+def _started() -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
@@ -27,14 +52,13 @@ def seen_by(program: str, root: Path, *, needs: str) -> Any:
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", f"{PROGRAMS}.run", program, str(root)],
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.checkpoint.adapters.programs.run"],
         cwd=ROOT,
         env=environment,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=280,
-        check=False,
+        # So that what frameworks start is ended with it.
+        start_new_session=True,
     )
-    assert done.returncode == 0, f"{program}:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    return json.loads(done.stdout.splitlines()[-1])

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.integration.checkpoint.adapters.peers import seen_by
+
+if TYPE_CHECKING:
+    from tests.integration.checkpoint.adapters.peers import Programs
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("hugging face")
-    return seen_by("hugging_face_resumes", root, needs="transformers")
+    return programs.seen_by("hugging_face_resumes", root, needs="transformers")
 
 
 def test_a_trainer_that_was_stopped_resumes_to_the_very_weights_of_one_that_never_was(seen: Any) -> None:

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.integration.checkpoint.adapters.peers import seen_by
+
+if TYPE_CHECKING:
+    from tests.integration.checkpoint.adapters.peers import Programs
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root: Path = tmp_path_factory.mktemp("lightning")
-    return seen_by("lightning_resumes", root, needs="lightning")
+    return programs.seen_by("lightning_resumes", root, needs="lightning")
 
 
 @pytest.mark.parametrize("plugin", ["blocking", "background"])

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.integration.checkpoint.adapters.peers import seen_by
+
+if TYPE_CHECKING:
+    from tests.integration.checkpoint.adapters.peers import Programs
 
 DIRECTIONS = ["stock_loads_ours", "ours_loads_stock", "ours_loads_ours"]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return seen_by("megatron_round_trips", tmp_path_factory.mktemp("megatron"), needs="megatron.core")
+def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return programs.seen_by("megatron_round_trips", tmp_path_factory.mktemp("megatron"), needs="megatron")
 
 
 @pytest.fixture(params=["1", "2"])

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.integration.checkpoint.adapters.peers import seen_by
+
+if TYPE_CHECKING:
+    from tests.integration.checkpoint.adapters.peers import Programs
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("resiliency")
-    return seen_by("resiliency_saves", root, needs="nvidia_resiliency_ext")
+    return programs.seen_by("resiliency_saves", root, needs="nvidia_resiliency_ext")
 
 
 def test_stock_torch_loads_the_values_of_the_moment_on_all_ranks(seen: Any) -> None:
@@ -23,6 +25,8 @@ def test_ranks_share_what_they_all_hold_and_the_manifest_is_there(seen: Any) -> 
 
 
 @pytest.mark.slow
-def test_the_worker_that_stays_writes_the_values_of_the_moment_too(tmp_path: Path) -> None:
-    seen = seen_by("resiliency_saves_persistently", tmp_path, needs="nvidia_resiliency_ext")
+def test_the_worker_that_stays_writes_the_values_of_the_moment_too(
+    programs: Programs, tmp_path: Path
+) -> None:
+    seen = programs.seen_by("resiliency_saves_persistently", tmp_path, needs="nvidia_resiliency_ext")
     assert [rank["is_of_the_moment"] for rank in seen] == [True, True]

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.integration.checkpoint.adapters.peers import seen_by
+
+if TYPE_CHECKING:
+    from tests.integration.checkpoint.adapters.peers import Programs
 
 WAYS = ["ours", "async", "pinned", "stock_loads_ours", "ours_loads_stock"]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return seen_by("torchtitan_resumes", tmp_path_factory.mktemp("torchtitan"), needs="torchtitan")
+def seen(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return programs.seen_by("torchtitan_resumes", tmp_path_factory.mktemp("torchtitan"), needs="torchtitan")
 
 
 @pytest.mark.parametrize("way", WAYS)

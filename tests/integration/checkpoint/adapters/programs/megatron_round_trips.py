@@ -53,6 +53,8 @@ def folder_for(root: Path, name: str) -> str:
 
 
 def round_trips(rank: int, root: Path) -> dict[str, Any]:
+    # Megatron spawns a process for this queue of each rank, which would take seconds to import torch.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     seen: dict[str, Any] = {}
     mine = folder_for(root, "mine")
     dist_checkpointing.save(state_of(rank), mine, ours.PenstockSaveStrategy())
@@ -128,7 +130,5 @@ def iterations(rank: int, root: Path) -> dict[str, Any]:
 
 def main(root: Path) -> None:
     without_cuda()
-    # Megatron spawns a process for this queue, each of which takes seconds to import torch.
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     seen = {str(size): on_forked_ranks(size, round_trips, root / str(size)) for size in (1, 2)}
     print(json.dumps(seen))  # noqa: T201 - what the test reads
