@@ -32,7 +32,7 @@ from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_te
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.state import leaves_of
 from penstock.checkpoint.stateful import opened
-from penstock.checkpoint.tensors import held_of_leaves, is_tensor
+from penstock.checkpoint.tensors import held_of_leaves, is_tensor, mesh_of
 from penstock.cluster.collect import collect
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
@@ -92,6 +92,7 @@ class Saver:
             replace(share, plan_s=time.perf_counter() - began_s),
             self._memory,
             num_ranks=comm.size,
+            mesh=mesh_of(holding.leaves),
             writers=self._options.writers,
             transforms=self._transforms,
             timeout_s=comm.timeout_s,
@@ -130,6 +131,7 @@ class Prepared:
         memory: StagingMemory,
         *,
         num_ranks: int,
+        mesh: Mapping[str, int],
         writers: int,
         transforms: tuple[str, ...],
         timeout_s: float,
@@ -139,6 +141,7 @@ class Prepared:
         self._share = share
         self._memory = memory
         self._num_ranks = num_ranks
+        self._mesh = mesh
         self._writers = writers
         self._timeout_s = timeout_s
 
@@ -185,6 +188,7 @@ class Prepared:
             step=step if isinstance(step, int) else None,
             save_id=save_id,
             world_size=self._num_ranks,
+            mesh=self._mesh,
             facts=named,
         )
         return Seal(

@@ -142,6 +142,19 @@ def pieces_of(name: str, value: torch.Tensor | ShardedTensor) -> list[Piece]:
     return [Piece((0,) * value.dim(), tuple(value.size()), _plain(name, value))]
 
 
+def mesh_of(leaves: Sequence[Leaf]) -> dict[str, int]:
+    """Size of each dimension of the state's device mesh, outermost first; empty where nothing is on one.
+
+    Where tensors are on several meshes, that of most dimensions is told: the others are parts of it.
+    """
+    meshes = [leaf.value.device_mesh for leaf in leaves if isinstance(leaf.value, DTensor)]
+    if not meshes:
+        return {}
+    largest = max(meshes, key=lambda mesh: mesh.ndim)
+    names = largest.mesh_dim_names or tuple(f"dim_{number}" for number in range(largest.ndim))
+    return dict(zip(names, map(int, largest.mesh.shape), strict=True))
+
+
 def _pieces_of_dtensor(name: str, value: DTensor) -> list[Piece]:
     if value.device_mesh.get_coordinate() is None:
         return []

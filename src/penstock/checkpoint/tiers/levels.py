@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from penstock.checkpoint.steps import name_of, step_of
 from penstock.checkpoint.tiers.cache import Cached, CacheLevel
 from penstock.checkpoint.tiers.flush import Flush, flush_step
 from penstock.checkpoint.verify import damage_in_files
+from penstock.checkpoint.worker import lasting_worker
 from penstock.cluster.collect import collect
 from penstock.errors import UsageError
 from penstock.storage.whole import read_object
@@ -82,7 +83,7 @@ class LeveledKeeper:
         self._num_saves = 0
         self._is_open = True
         self._flushes: dict[int, Future[None]] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="penstock-flush")
+        self._worker = lasting_worker("penstock-flush")
 
     def steps(self) -> list[int]:
         """The durable steps, and those of this node's cache."""

@@ -179,6 +179,7 @@ def test_what_is_outside_of_the_score_is_reported_by_itself(ground: Ground) -> N
     assert all(epoch["change_s"] >= 0 for epoch in stages["epochs"])
     assert stages["loader"] == {
         "name": "native", "threads": 2, "prefetch_batches": 2, "buffer_bytes": 1 << 16,
+        "preprocess_threads": None,
     }  # fmt: skip
     assert stages["storage"]["uri"] == ground.storage.uri
 

@@ -1,0 +1,33 @@
+"""A manifest says on which mesh the state was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from penstock.checkpoint.commit.base import MANIFEST_NAME
+from penstock.checkpoint.manifest import read_manifest
+from penstock.checkpoint.step_writer import save
+from penstock.testing.gloo_ranks import on_gloo_ranks
+
+
+def save_on_a_mesh(_rank: int, path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "shard"))
+    state = {"w": distribute_tensor(torch.ones(4, 2), mesh, [Replicate(), Shard(0)]), "plain": torch.ones(1)}
+    save(state, path)
+
+
+def test_the_mesh_of_a_state_is_in_its_manifest(tmp_path: Path) -> None:
+    on_gloo_ranks(2, save_on_a_mesh, tmp_path / "saved")
+    manifest = read_manifest((tmp_path / "saved" / MANIFEST_NAME).read_bytes(), "saved")
+    assert dict(manifest.mesh) == {"replica": 2, "shard": 1}
+    assert manifest.world_size == 2
+
+
+def test_a_state_without_a_mesh_says_none(tmp_path: Path) -> None:
+    save({"w": torch.ones(3)}, tmp_path / "saved")
+    manifest = read_manifest((tmp_path / "saved" / MANIFEST_NAME).read_bytes(), "saved")
+    assert dict(manifest.mesh) == {}
