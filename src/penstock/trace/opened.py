@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import duckdb
 
 from penstock.errors import UsageError
+from penstock.trace.capture.segments import COUNT_SUFFIX
 from penstock.trace.event import COLUMNS, FileAccount
 from penstock.trace.reading.files import RANK_PATTERN, TraceFile
 from penstock.trace.reading.selection import EVERYTHING, Selection
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 RELATION: Final = "events"
 """What questions and people's SQL call the events."""
 
-_TRACES: Final = ("*.pfw", "*.pfw.gz")
-"""What a folder is searched for."""
+_TRACES: Final = ("*.pfw", "*.pfw.gz", "*.strace", "*.strace.[0-9]*")
+"""What a folder is searched for: tracers' files, and strace's of whole programs and of single processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
         if path.is_dir():
             matches = sorted(each for kind in _TRACES for each in path.rglob(kind))
         else:
-            matches = [path] if path.exists() else sorted(map(Path, glob.glob(pattern, recursive=True)))  # noqa: PTH207 - absolute globs, too
+            matches = [path] if path.exists() else _globbed(pattern)
         if not matches:
             raise UsageError(
                 "No trace there" if path.is_dir() else "No such file",
@@ -67,6 +68,12 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
             )
         found.update(dict.fromkeys(each for each in matches if not each.is_dir()))
     return list(found)
+
+
+def _globbed(pattern: str) -> list[Path]:
+    """What a glob stands for, less the counts that lie beside unfinished traces."""
+    found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - absolute globs, too
+    return [Path(each) for each in found if not each.endswith(COUNT_SUFFIX)]
 
 
 def trace_files(paths: Sequence[Path], *, run: str, rank_pattern: str = RANK_PATTERN) -> list[TraceFile]:

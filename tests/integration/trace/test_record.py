@@ -97,7 +97,7 @@ def _operations(place: Path) -> dict[tuple[str, str], tuple[int, int]]:
         "SELECT op, parse_filename(path), count(*), coalesce(sum(size_bytes), 0) FROM events"
         f" WHERE path LIKE '{place}/data/%' GROUP BY ALL"
     )
-    with penstock.trace.load(f"{place}/t/*") as run:
+    with penstock.trace.load(place / "t") as run:
         assert run.losses() == []
         for account in run.accounts:
             # An ending counts the events before it, not itself.
