@@ -1,6 +1,7 @@
 """I/O traces: captured, loaded, asked, compared, explained.
 
-`load` opens traces of any kind; what is imported for that comes with its first use.
+`load` opens traces of any kind; `span`, `traced`, `steps` and `tracing_to` trace a program of one's own. What
+is imported for them comes with their first use.
 """
 
 from __future__ import annotations
@@ -9,11 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.trace.capture.spans import span, steps, traced, tracing_to
     from penstock.trace.session import load
 
-__all__ = ["load"]
+__all__ = ["load", "span", "steps", "traced", "tracing_to"]
 
-_HOMES = {"load": "penstock.trace.session"}
+_SPANS = "penstock.trace.capture.spans"
+_HOMES = {
+    "load": "penstock.trace.session",
+    "span": _SPANS,
+    "steps": _SPANS,
+    "traced": _SPANS,
+    "tracing_to": _SPANS,
+}
 
 
 def __getattr__(name: str) -> Any:

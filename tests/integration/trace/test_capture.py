@@ -22,10 +22,11 @@ from penstock.storage import open_storage
 from penstock.storage.powers import find_folders
 from penstock.storage.whole import read_object, write_object
 from penstock.testing.contract import StorageContract
+from penstock.trace import span, steps, traced, tracing_to
 from penstock.trace.capture.lines import Kind, Layer
 from penstock.trace.capture.recorder import Recorder, clock_ns
 from penstock.trace.capture.segments import COUNT_SUFFIX, Segments, read_tally
-from penstock.trace.capture.spans import span, steps, traced, tracing_to
+from penstock.trace.opened import find_files
 from penstock.trace.reading.files import TraceFile, read_file
 
 WORK = Kind("work", "app", Layer.PYTHON)
@@ -104,6 +105,7 @@ def test_what_a_process_took_with_it_is_told_though_nothing_was_written(tmp_path
     segments.tally.counts[0], segments.tally.counts[5] = 7, 3
     segments.close(complete=False)
     assert num_missing(segments.path) == 10
+    assert find_files([str(tmp_path)]) == find_files([f"{tmp_path}/*"]) == [segments.path]
 
 
 def test_a_trace_that_ended_is_whole_though_its_count_was_left(tmp_path: Path) -> None:
@@ -235,7 +237,7 @@ def test_spans_name_steps_and_pass_errors_on(tmp_path: Path) -> None:
     def double(number: int) -> int:
         return 2 * number
 
-    with tracing_to(str(tmp_path), rank=0):
+    with tracing_to(tmp_path, rank=0):
         assert [double(item) for item in steps(iter([1, 2]), "train", epoch=1)] == [2, 4]
         with pytest.raises(ValueError, match="bad"), span("fails", step=7):
             raise ValueError("bad")

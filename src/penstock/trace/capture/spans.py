@@ -1,8 +1,8 @@
 """Spans of a user's own program: what it computes, saves and reads, beside the I/O that it causes.
 
-    with span("evaluate", step=12): ...
-    @traced(cat="compute")
-    for batch in steps(loader, "train"): ...
+    with penstock.trace.span("evaluate", step=12): ...
+    @penstock.trace.traced(cat="compute")
+    for batch in penstock.trace.steps(loader, "train"): ...
 
 They trace where `PENSTOCK_TRACE` names a folder, or into the one given to `tracing_to`; anywhere else they
 cost one look-up. Invariant: a span never changes what it wraps, and its exceptions pass.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, wraps
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from penstock.environment import TRACE, TRACE_RANK, process_environment
@@ -29,9 +30,9 @@ _CHOSEN: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
-def tracing_to(folder: str, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
+def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
     """Trace the spans of this thread or task into `folder`; the trace is whole when this ends."""
-    recorder = shared_recorder(folder, "" if rank is None else f"{rank}/{size}")
+    recorder = shared_recorder(str(folder), "" if rank is None else f"{rank}/{size}")
     chosen = _CHOSEN.set(recorder)
     try:
         yield
