@@ -27,6 +27,7 @@ BENCHMARKS = (
     "formats",
     "training",
     "trace_load",
+    "trace_capture",
     "parity",
     "checkpoint_pipe",
     "checkpoint_clients",
