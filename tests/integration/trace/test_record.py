@@ -82,7 +82,7 @@ def test_dftracer_and_strace_tell_the_same_of_a_program_that_saves_checkpoints(t
         assert f"Tracing with {tracer}" in ended.stderr
         told[tracer] = _operations(place)
     seen = {op for op, _ in told["dftracer"]}
-    assert seen == {"open", "write", "close", "rename", "read", "lseek"}
+    assert seen >= {"open", "write", "close", "rename", "read", "lseek"}
     assert told["dftracer"] == {key: counts for key, counts in told["strace"].items() if key[0] in seen}
     saved = sum(path.stat().st_size for path in (tmp_path / "strace" / "data").glob("*.pt"))
     written = [
