@@ -139,7 +139,7 @@ def _record_as_child(recorder: Recorder) -> None:
     recorder.record(WORK, clock_ns(), args={"who": "child"})
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_a_data_loader_trace_what_they_read(method: str, tmp_path: Path) -> None:
     environment = {**os.environ, TRACE: str(tmp_path / "traces"), TRACE_RANK: "1/2"}
     program = [sys.executable, str(PROGRAMS / "traced_loader.py"), str(tmp_path / "data"), method]
