@@ -73,6 +73,10 @@ class ParquetFormat:
         self._seed = seed
         self._columns = tuple(column_type(column) for column in columns)
 
+    def __reduce__(self) -> tuple[type[ParquetFormat], tuple[Dataset, int]]:
+        # Arrow's types forget their element's name and nullability when they are pickled: they are made anew.
+        return ParquetFormat, (self._dataset, self._seed)
+
     def plan(self, index: int, name: str) -> Plan:
         """A block is a row group; only the library knows the file's size."""
         columns = self._columns

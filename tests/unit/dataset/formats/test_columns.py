@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -7,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.formats.columns import column_type
+from penstock.dataset.formats.parquet import ParquetFormat
+from penstock.workload.choices import Format
 from penstock.workload.records import column_bytes
-from penstock.workload.spec import Column
+from penstock.workload.spec import Column, Dataset, Parquet
 
 TYPES = [
     *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -67,3 +71,14 @@ def test_texts_of_other_lengths_are_no_rows() -> None:
     column = column_type(Column(name="c", dtype="string", size=3))
     with pytest.raises(ValueError, match="other lengths"):
         column.to_rows(pa.chunked_array([pa.array(["abc", "ab", "abcd"], pa.large_string())]))
+
+
+def test_a_format_that_travels_to_another_process_still_knows_its_columns() -> None:
+    columns = (Column(name="latents", dtype="float32", size=5), Column(name="label", dtype="int64", size=1))
+    dataset = Dataset(format=Format.PARQUET, num_samples_per_file=4, parquet=Parquet(columns=columns))
+    there = ParquetFormat(dataset, 7)
+    travelled = pickle.loads(pickle.dumps(there))
+    plan = there.plan(0, "train/img_0_of_1.parquet")
+    assert travelled.plan(0, "train/img_0_of_1.parquet") == plan
+    assert not there._columns[0].kind.value_field.nullable
+    assert not travelled._columns[0].kind.value_field.nullable
