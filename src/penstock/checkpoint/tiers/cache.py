@@ -24,8 +24,8 @@ from penstock.checkpoint.commit.place import open_drafts, open_shelf
 from penstock.checkpoint.stored import Stored
 from penstock.checkpoint.tiers.assess import Assessment, NodeHolding, assess
 from penstock.checkpoint.tiers.groups import choose_groups
-from penstock.checkpoint.tiers.guard import Guard
 from penstock.checkpoint.tiers.holdings import GroupRecord, HeldFile, Member, read_record, record_bytes
+from penstock.checkpoint.tiers.protecting import Protector
 from penstock.checkpoint.tiers.ring import BLOCK_BYTES
 from penstock.checkpoint.tiers.schemes import Partner, Scheme, check_schemes, scheme_for
 from penstock.checkpoint.tiers.stripes import layout_for
@@ -96,7 +96,7 @@ class CacheLevel:
             )
             for scheme in self._schemes
         }
-        self._guard = Guard(storage, comm)
+        self._protector = Protector(storage, comm)
         self._drafts, self._shelf = open_drafts(storage), open_shelf(storage)
 
     @property
@@ -168,7 +168,7 @@ class CacheLevel:
             undo.callback(self._drop, draft)
             from_key = None if lost_here else self._shelf.find(name).key
             for record in found.records.values():
-                self._guard.give_back(record, found.lost, from_key=from_key, to_key=draft.key)
+                self._protector.give_back(record, found.lost, from_key=from_key, to_key=draft.key)
             self._together(lambda: None, f"all lost files of {name} to be rebuilt")
             if lost_here and self.leads:
                 seal = Seal(manifest=manifest, metadata=metadata, sizes={})
@@ -186,7 +186,7 @@ class CacheLevel:
 
     def close(self) -> None:
         """Let go of the connections between ranks."""
-        self._guard.close()
+        self._protector.close()
 
     def _start(self, name: str, only: Sequence[int] | None = None) -> Draft:
         """A draft of one save id on every node, or on the nodes of some ranks."""
@@ -218,7 +218,7 @@ class CacheLevel:
         number = next(number for number, group in enumerate(groups) if self._comm.rank in group)
         plans = [self._planned(name, group, shares, scheme) for group in groups]
         kept = self._together(
-            lambda: self._guard.keep(plans[number], draft.key),
+            lambda: self._protector.keep(plans[number], draft.key),
             f"all ranks to protect {name} by {scheme.name}",
         )
         return {

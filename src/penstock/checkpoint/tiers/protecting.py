@@ -35,7 +35,7 @@ KeyOf = Callable[[str], str]
 logger = logging.getLogger(__name__)
 
 
-class Guard:
+class Protector:
     """The connections of one rank to the members of its groups; making and closing one is collective."""
 
     def __init__(self, storage: Storage, comm: Comm) -> None:
