@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import pytest
 
 PAGE = (Path(__file__).parents[3] / "docs" / "trace.md").read_text(encoding="utf-8")
-(TOUR,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-(PYTHON,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+TOUR, *CAPTURING = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+PYTHON, SPANS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMPARISON, CHECKS, TRACES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -36,6 +36,21 @@ def test_the_tour_and_the_python_after_it_work(
     assert (tmp_path / "report" / "report.html").exists()
     exec(compile(PYTHON, "docs/trace.md", "exec"), {})
     assert "model.pt" in capsys.readouterr().out
+
+
+def test_every_way_of_capturing_on_the_page_is_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for block in CAPTURING for line in block.splitlines() if line.startswith("penstock ")]
+    assert len(lines) >= 5
+    for line in lines:
+        noun, verb = line.split()[1:3]
+        assert main([noun, verb, "--help"]) == 0, line
+        assert "--trace" in capsys.readouterr().out or noun == "trace"
+
+
+def test_the_spans_on_the_page_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(SPANS, "docs/trace.md", "exec"), {"loader": [1, 2], "model": None, "save": str})
+    assert list((tmp_path / "traces").glob("*.pfw.gz"))
 
 
 def test_the_descriptions_on_the_page_are_read(tmp_path: Path) -> None:
