@@ -24,8 +24,14 @@ def test_the_tour_has_commands_and_a_program() -> None:
     assert {language for language, _ in BLOCKS} == {"sh", "python"}
 
 
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder for the whole tour: later steps look at what earlier ones left, as they do for a reader."""
+    return tmp_path_factory.mktemp("tour")
+
+
 @pytest.mark.parametrize(("language", "text"), BLOCKS, ids=[text.split("\n")[0][:40] for _, text in BLOCKS])
-def test_a_step_of_the_tour_works(language: str, text: str, tmp_path: Path, moto: S3Server) -> None:
+def test_a_step_of_the_tour_works(language: str, text: str, here: Path, moto: S3Server) -> None:
     text = text.replace("s3://my-bucket/", f"s3://{BUCKET}/")
     environment = {
         **os.environ,
@@ -34,7 +40,7 @@ def test_a_step_of_the_tour_works(language: str, text: str, tmp_path: Path, moto
     }
     program = ["bash", "-euc", text] if language == "sh" else [sys.executable, "-c", text]
     result = subprocess.run(
-        program, check=False, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        program, check=False, cwd=here, env=environment, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
