@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from penstock.cli import main
+from penstock.trace.capture.recorder import shared_recorder
 from penstock.trace.compare.description import Comparison
 from penstock.trace.documents import parse_document
 from penstock.trace.expect import Expectations
@@ -50,6 +51,7 @@ def test_every_way_of_capturing_on_the_page_is_a_verb(capsys: pytest.CaptureFixt
 def test_the_spans_on_the_page_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(SPANS, "docs/trace.md", "exec"), {"loader": [1, 2], "model": None, "save": str})
+    shared_recorder("traces", "0/1").close()
     assert list((tmp_path / "traces").glob("*.pfw.gz"))
 
 

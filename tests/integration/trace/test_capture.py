@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,19 +218,20 @@ def test_storage_traces_exact_bytes_and_offsets_where_the_environment_says(tmp_p
     assert named == {f"{tmp_path}/data/a/b"}
 
 
-def _close_recorder(folder: Path) -> None:
+def _close_recorder(folder: Path, place: str = "") -> None:
     from penstock.trace.capture.recorder import shared_recorder
 
-    shared_recorder(str(folder)).close()
+    shared_recorder(str(folder), place).close()
 
 
 class TestTracedStorage(StorageContract):
     """A traced storage keeps every promise of the one inside."""
 
     @pytest.fixture
-    def storage(self, tmp_path: Path) -> object:
+    def storage(self, tmp_path: Path) -> Iterator[object]:
         (tmp_path / "data").mkdir()
-        return open_storage(str(tmp_path / "data"), {TRACE: str(tmp_path / "traces")})
+        yield open_storage(str(tmp_path / "data"), {TRACE: str(tmp_path / "traces")})
+        _close_recorder(tmp_path / "traces")
 
 
 def test_spans_name_steps_and_pass_errors_on(tmp_path: Path) -> None:
@@ -241,6 +243,7 @@ def test_spans_name_steps_and_pass_errors_on(tmp_path: Path) -> None:
         assert [double(item) for item in steps(iter([1, 2]), "train", epoch=1)] == [2, 4]
         with pytest.raises(ValueError, match="bad"), span("fails", step=7):
             raise ValueError("bad")
+    _close_recorder(tmp_path, "0/1")
     events = events_of(tmp_path)
     names = [event["name"] for event in events]
     assert names.count("train.wait") == 3

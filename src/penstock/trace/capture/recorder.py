@@ -85,6 +85,7 @@ class Recorder:
         self._segments: Segments | None = None
         self._lines = LineWriter(socket.gethostname(), os.getpid(), time.time_ns() - clock_ns())
         self._stop = threading.Event()
+        self._writer: threading.Thread | None = None
         self._num_lost = 0
         self._unwritten = b""
 
@@ -124,6 +125,8 @@ class Recorder:
     def close(self) -> None:
         """Write what is left and end the trace. Safe twice; what comes later begins another one."""
         self._stop.set()
+        if self._writer is not None:
+            self._writer.join()
         self.flush()
         with self._flushing:
             segments = self._segments
@@ -163,7 +166,8 @@ class Recorder:
         # A worker of multiprocessing ends without the interpreter's own farewells.
         multiprocessing_ends.Finalize(None, self.close, exitpriority=100)
         atexit.register(self.close)
-        threading.Thread(target=self._write_on, name="penstock-trace", daemon=True).start()
+        self._writer = threading.Thread(target=self._write_on, name="penstock-trace", daemon=True)
+        self._writer.start()
 
     def _write_on(self) -> None:
         stop = self._stop
