@@ -14,6 +14,7 @@
     ├── TraceDamaged                            strictly read, a trace has lost something       exit 1
     └── RankError                               one of many processes failed                    exit 1
         ├── RankFailed (RuntimeError)           which rank, on which host, and why
+        ├── HostsAbsent                         which hosts did not report, and why
         └── WaitTimeout (TimeoutError)          what was awaited, and from whom
 
 All of them survive pickling with their fields, because they travel from rank to rank.
@@ -138,6 +139,22 @@ class RankFailed(RankError, RuntimeError):
         self.rank = rank
         self.host = host
         self.cause = cause
+
+
+class HostsAbsent(RankError):
+    """Some hosts did not report: `reported` names those that did, `absent` the others with their reasons."""
+
+    def __init__(self, reported: tuple[str, ...], absent: dict[str, str]) -> None:
+        reasons = "; ".join(f"{host}: {reason}" for host, reason in absent.items())
+        super().__init__(
+            f"{len(absent)} of {len(absent) + len(reported)} hosts did not report: {reasons}",
+            where=f"reported: {', '.join(reported) or 'none'}",
+            fix="Mend those hosts, name others, or keep what there is with --allow-partial."
+            if reported
+            else "See that the hosts can be reached and hold the same Python and Penstock.",
+        )
+        self.reported = reported
+        self.absent = absent
 
 
 class WaitTimeout(RankError, TimeoutError):

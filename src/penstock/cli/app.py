@@ -16,6 +16,7 @@ import typer
 from penstock import __version__
 from penstock.cli import (
     checkpoint,
+    cluster,
     demo,
     doctor,
     results,
@@ -50,6 +51,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(trace.app, name="trace")
 app.add_typer(storage.app, name="storage")
 app.add_typer(results.app, name="results")
+app.add_typer(cluster.app, name="cluster")
 app.command(name="workloads")(workloads.workloads)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="demo")(demo.demo)

@@ -280,10 +280,15 @@ class _Timex(ctypes.Structure):
     _fields_ = (("modes", ctypes.c_uint), ("rest", ctypes.c_byte * 252))
 
 
-def _clock_synchronised() -> Diagnosis:
+def clock_is_synchronised() -> bool:
+    """Whether the kernel takes this machine's wall clock for synchronised."""
     unsynchronised = 5  # TIME_ERROR of adjtimex(2)
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
-    good = 0 <= state < unsynchronised
+    return bool(0 <= state < unsynchronised)
+
+
+def _clock_synchronised() -> Diagnosis:
+    good = clock_is_synchronised()
     return _judged(
         "clock",
         "synchronised",

@@ -29,17 +29,27 @@ class HostFacts:
 
 def read_host(host: str, *, proc: Path = PROC) -> HostFacts:
     """The facts of this machine, which the job calls `host`."""
-    meminfo = _pairs((proc / "meminfo").read_text(encoding="utf-8"))
+    meminfo = read_meminfo(proc)
     kernel = platform.uname()
     return HostFacts(
         host=host,
         kernel=f"{kernel.system} {kernel.release}",
         machine=kernel.machine,
         num_cores=os.cpu_count() or 1,
-        memory_bytes=int(meminfo["MemTotal"].removesuffix(" kB")) * 1024,
+        memory_bytes=memory_bytes(meminfo),
         cpuinfo=_pairs((proc / "cpuinfo").read_text(encoding="utf-8")),
         meminfo=meminfo,
     )
+
+
+def read_meminfo(proc: Path = PROC) -> dict[str, str]:
+    """What the kernel says of this machine's memory, in its own words."""
+    return _pairs((proc / "meminfo").read_text(encoding="utf-8"))
+
+
+def memory_bytes(meminfo: Mapping[str, str]) -> int:
+    """The memory that the kernel manages; KeyError where it does not tell."""
+    return int(meminfo["MemTotal"].removesuffix(" kB")) * 1024
 
 
 def one_per_host(facts: Iterable[HostFacts]) -> tuple[HostFacts, ...]:

@@ -1,0 +1,152 @@
+"""`penstock cluster collect`: the facts of all hosts in one file, or an error that names who is missing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli import values
+from penstock.cli.terminal import JsonFlag, Terminal, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.cluster.facts.asking import CommandFor
+    from penstock.cluster.facts.model import ClusterFacts, Present, Via
+    from penstock.environment import Environment
+
+
+def collect(
+    *,
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", metavar="A,B,C", help="The hosts to ask; without: this one.")
+    ] = None,
+    via: Annotated[
+        str | None,
+        typer.Option("--via", metavar="WAY", help="mpi (any launcher), or local: this machine only."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Where the facts go.")
+    ] = Path("cluster.json"),
+    allow_partial: Annotated[
+        bool, typer.Option("--allow-partial", help="Keep what there is where hosts are missing, marked.")
+    ] = False,
+    timeout: Annotated[
+        str, typer.Option("--timeout", metavar="TIME", help="Longest wait for one host.")
+    ] = "60s",
+    launcher: Annotated[
+        str, typer.Option("--launcher", metavar="NAME", help="auto, mpiexec, mpirun, srun or pals.")
+    ] = "auto",
+    launcher_arg: Annotated[
+        list[str] | None,
+        typer.Option("--launcher-arg", metavar="ARG", help="Passed to the launcher; repeatable."),
+    ] = None,
+    python: Annotated[
+        str, typer.Option("--python", metavar="PATH", help="The interpreter on the hosts; default: this one.")
+    ] = sys.executable,
+    as_json: JsonFlag = False,
+) -> None:
+    """Collect what each host is: cores, memory, networks, drives, mounts, kernel, settings.
+
+    One process runs on each host. A host that fails, hangs or answers with anything else than facts is an
+    error that names it. Only listed settings and variables are read; secrets are withheld.
+
+    Examples:
+
+      penstock cluster collect -o cluster.json
+
+      penstock cluster collect --hosts node1,node2,node3 -o cluster.json
+
+      penstock cluster collect --hosts node1,node2 --launcher srun --timeout 2min
+    """
+    from datetime import UTC, datetime
+
+    from penstock.cluster.facts.asking import Processes
+    from penstock.cluster.facts.gather import gather
+    from penstock.environment import process_environment
+    from penstock.results.durable import write_text
+
+    environment = process_environment()
+    names = tuple(hosts.split(",")) if hosts is not None else ()
+    way = _way(via, names)
+    timeout_s = values.seconds("--timeout", timeout)
+    command_for = (
+        _local(python) if way == "local" else _launched(launcher, launcher_arg or [], environment, python)
+    )
+    facts = gather(
+        Processes(command_for, environment),
+        names or ("localhost",),
+        via=way,
+        timeout_s=timeout_s,
+        collected_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        allow_partial=allow_partial,
+    )
+    write_text(output.absolute().parent, output.name, facts.model_dump_json(indent=2) + "\n")
+    terminal = Terminal(as_json=as_json)
+    for absent in facts.absent:
+        terminal.note(f"{absent.host} is missing: {absent.reason}")
+    terminal.result(facts.model_dump(mode="json"), lambda console: _draw(console, facts, output))
+
+
+def _way(via: str | None, names: tuple[str, ...]) -> Via:
+    """Several hosts need a launcher; this machine alone does not."""
+    from penstock.errors import UsageError
+
+    if not all(name == name.strip() != "" for name in names):
+        raise UsageError("A host's name is empty, or has a blank", where="--hosts", fix="Write: node1,node2")
+    way = via or ("mpi" if names else "local")
+    if way == "mpi":
+        if not names:
+            raise UsageError("Nothing says which hosts to ask", where="--via mpi", fix="Give --hosts a,b,c.")
+        return "mpi"
+    if way == "local":
+        if len(names) > 1:
+            raise UsageError(
+                f"{len(names)} hosts cannot be asked from here alone",
+                where="--via local",
+                fix="Leave --via out: a launcher then brings one process to each host.",
+            )
+        return "local"
+    raise UsageError(f"{way!r} is no way to hosts", where="--via", fix="Choose mpi or local.")
+
+
+def _local(python: str) -> CommandFor:
+    from penstock.cluster.facts.carriers import here
+
+    return here(python)
+
+
+def _launched(launcher: str, arguments: list[str], environment: Environment, python: str) -> CommandFor:
+    from penstock.cluster.facts.carriers import launched
+    from penstock.cluster.launch import LaunchRequest, launcher_name
+
+    request = LaunchRequest(launcher=launcher_name(launcher), launcher_args=tuple(arguments))
+    return launched(request, environment, python)
+
+
+def _draw(console: Console, facts: ClusterFacts, output: Path) -> None:
+    table("Hosts", [_row(each) for each in facts.present])(console)
+    whole = f"PARTIAL: {len(facts.absent)} missing" if facts.is_partial else "whole"
+    console.print(f"{len(facts.present)} of {len(facts.asked)} hosts, {whole}: {output}", markup=False)
+
+
+def _row(present: Present) -> dict[str, str]:
+    from penstock.units import format_bytes
+
+    report = present.report
+    return {
+        "host": present.host,
+        "cores": str(report.cpu.num_logical) if report.cpu else "-",
+        "memory": format_bytes(report.memory_bytes) if report.memory_bytes else "-",
+        "networks": _count(report.nics),
+        "drives": _count(report.drives),
+        "mounts": _count(report.mounts),
+        "unread": ", ".join(report.unread) or "-",
+    }
+
+
+def _count(facts: tuple[object, ...] | None) -> str:
+    return "-" if facts is None else str(len(facts))

@@ -1,0 +1,161 @@
+"""One process for each host, all at once, each with a time limit of its own.
+
+Place in the flow: between the list of hosts and what `gather` makes of their answers. A launcher for each
+host, rather than one for all, so that a dead host takes no other's answer with it and each has its own exit
+code and words. Invariant: when `ask` returns or raises, every process it started has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from penstock.environment import Environment
+
+AT_ONCE = 32
+POLL_S = 0.02
+GRACE_S = 1.0
+"""How long a launcher may take to end its remote process, once told to stop."""
+NOT_STARTED = 127
+"""What shells, too, say of a program that is not there."""
+LONGEST_ANSWER_BYTES = 16 << 20
+
+CommandFor = Callable[[str], Sequence[str]]
+"""The command line that makes the agent run on a host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of asking one host. `exit_code` is None where the process was ended at its limit."""
+
+    host: str
+    exit_code: int | None
+    stdout: str
+    stderr: str
+    asked_unix_s: float
+    answered_unix_s: float
+
+
+class Ask(Protocol):
+    """The way to hosts: one answer each, in any order."""
+
+    def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Iterator[Answer]:
+        """Ask all of `hosts`, each for `timeout_s` at most."""
+        ...
+
+
+class Processes:
+    """Asks by the command lines that `command_for` makes: a launcher's, or the agent's own."""
+
+    def __init__(self, command_for: CommandFor, environment: Environment, *, at_once: int = AT_ONCE) -> None:
+        self._command_for = command_for
+        self._environment = environment
+        self._at_once = at_once
+
+    def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Iterator[Answer]:
+        """Answers as they come; a host that waits for its turn is not yet timed."""
+        waiting = list(reversed(hosts))
+        running: list[_Running] = []
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(lambda: _end(running))
+            while waiting or running:
+                while waiting and len(running) < self._at_once:
+                    host = waiting.pop()
+                    try:
+                        running.append(_Running(host, self._command_for(host), self._environment))
+                    except OSError as error:
+                        yield _not_started(host, error)
+                over = [each for each in running if each.is_over(timeout_s)]
+                for each in over:
+                    answer = each.answer()
+                    running.remove(each)
+                    yield answer
+                if not over:
+                    time.sleep(POLL_S)
+
+
+class _Running:
+    """One host's process. Its words go to files: a grandchild that keeps a pipe open cannot hold us up."""
+
+    def __init__(self, host: str, command: Sequence[str], environment: Environment) -> None:
+        self._host = host
+        self._asked_unix_s = time.time()
+        self._began_s = time.monotonic()
+        with contextlib.ExitStack() as undo:
+            self._out: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+            self._err: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=self._out,
+                stderr=self._err,
+                start_new_session=True,  # a group of its own, to end whatever the launcher starts here
+            )
+            self._files = undo.pop_all()
+
+    def is_over(self, timeout_s: float) -> bool:
+        return self._process.poll() is not None or time.monotonic() - self._began_s > timeout_s
+
+    def answer(self) -> Answer:
+        exit_code = self._process.poll()
+        answered_unix_s = time.time()
+        self._stop()
+        said = [_content(file) for file in (self._out, self._err)]
+        self.end()
+        return Answer(
+            host=self._host,
+            exit_code=exit_code,
+            stdout=said[0],
+            stderr=said[1],
+            asked_unix_s=self._asked_unix_s,
+            answered_unix_s=answered_unix_s,
+        )
+
+    def end(self) -> None:
+        self._stop()
+        self._files.close()
+
+    def _stop(self) -> None:
+        """Launchers pass a request on to the other machine; who does not listen is killed."""
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE_S)
+        if self._process.poll() is None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def _end(running: Sequence[_Running]) -> None:
+    for each in running:
+        each.end()
+
+
+def _not_started(host: str, error: OSError) -> Answer:
+    now = time.time()
+    return Answer(
+        host=host,
+        exit_code=NOT_STARTED,
+        stdout="",
+        stderr=f"{error.filename}: {error.strerror}",
+        asked_unix_s=now,
+        answered_unix_s=now,
+    )
+
+
+def _content(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(LONGEST_ANSWER_BYTES).decode(errors="replace")

@@ -1,0 +1,106 @@
+"""Cluster facts through the command line: this machine, hosts under a launcher, and hosts that are broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from penstock.cluster.facts.asking import Processes
+
+FORKED = ("--launcher-arg=-launcher", "--launcher-arg=fork")
+
+
+def _cluster(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "penstock", "cluster", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+def test_this_machine_is_collected_and_is_like_itself(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    collected = _cluster("collect", "-o", str(file), "--json", AWS_SECRET_ACCESS_KEY="hush-hush")
+    assert collected.returncode == 0, collected.stderr
+    document = json.loads(collected.stdout)
+    assert document == json.loads(file.read_text())
+    (host,) = document["present"]
+    assert host["report"]["memory_bytes"] == psutil.virtual_memory().total
+    assert host["report"]["cpu"]["num_logical"] == psutil.cpu_count()
+    assert host["report"]["environment"]["AWS_SECRET_ACCESS_KEY"] == "<withheld>"
+    assert "hush-hush" not in collected.stdout
+    checked = _cluster("check", str(file), "--json")
+    assert json.loads(checked.stdout)["is_partial"] is False
+
+
+def test_hosts_under_a_launcher_that_are_one_machine_are_found_out(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    file = tmp_path / "cluster.json"
+    collected = _cluster("collect", "--hosts", "127.0.0.2,127.0.0.3", *FORKED, "-o", str(file))
+    assert collected.returncode == 0, collected.stderr
+    checked = _cluster("check", str(file))
+    assert checked.returncode == 1, checked.stderr
+    assert "127.0.0.2, 127.0.0.3 are one machine" in checked.stdout
+
+
+@pytest.mark.parametrize("partial", [(), ("--allow-partial",)])
+def test_a_host_that_fails_is_an_error_and_leaves_no_file(tmp_path: Path, partial: tuple[str, ...]) -> None:
+    result = _cluster("collect", "--python", "/bin/false", "-o", str(tmp_path / "x"), *partial)
+    assert result.returncode == 1
+    assert "1 of 1 hosts did not report: localhost: exit code 1" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--via", "mpi"), "Give --hosts"),
+        (("--via", "local", "--hosts", "a,b"), "Leave --via out"),
+        (("--via", "pigeon"), "Choose mpi or local"),
+        (("--hosts", "a,,b"), "node1,node2"),
+        (("--timeout", "soon"), "--timeout"),
+    ],
+)
+def test_wrong_usage_says_what_to_write(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    result = _cluster("collect", "-o", str(tmp_path / "x"), *words)
+    assert result.returncode == 2
+    assert said in result.stderr
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "cluster.json").write_text("{}")
+    result = _cluster("check", str(tmp_path / "cluster.json"))
+    assert result.returncode == 1
+    assert "no facts that this Penstock reads" in result.stderr
+
+
+def test_a_hanging_process_is_ended_at_its_limit_even_if_it_does_not_listen() -> None:
+    deaf = ("sh", "-c", "trap '' TERM; echo began; while :; do sleep 100; done")
+    (answer,) = Processes(lambda _host: deaf, os.environ)(["b"], timeout_s=0.2)
+    assert answer.exit_code is None
+    assert not psutil.Process().children()
+
+
+def test_each_host_has_its_own_exit_code_and_words() -> None:
+    ask = Processes(
+        lambda host: ("sh", "-c", f"echo {host}; echo no >&2; exit {host}"), os.environ, at_once=2
+    )
+    answers = {answer.host: answer for answer in ask(["3", "4", "5"], timeout_s=60)}
+    assert {host: answer.exit_code for host, answer in answers.items()} == {"3": 3, "4": 4, "5": 5}
+    assert all(answer.stdout == f"{host}\n" for host, answer in answers.items())
+    assert {answer.stderr for answer in answers.values()} == {"no\n"}
+
+
+def test_a_program_that_is_not_there_is_an_answer_too() -> None:
+    (answer,) = Processes(lambda _host: ("/no/such/program",), os.environ)(["a"], timeout_s=60)
+    assert answer.exit_code == 127
+    assert "/no/such/program" in answer.stderr
