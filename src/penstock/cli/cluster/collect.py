@@ -19,34 +19,41 @@ if TYPE_CHECKING:
     from penstock.environment import Environment
 
 
+_Hosts = Annotated[
+    str | None, typer.Option("--hosts", metavar="A,B,C", help="The hosts to ask; without: this one.")
+]
+_Via = Annotated[
+    str | None,
+    typer.Option("--via", metavar="WAY", help="mpi (any launcher), or local: this machine only."),
+]
+_Output = Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where the facts go.")]
+_AllowPartial = Annotated[
+    bool, typer.Option("--allow-partial", help="Keep what there is where hosts are missing, marked.")
+]
+_Timeout = Annotated[str, typer.Option("--timeout", metavar="TIME", help="Longest wait for one host.")]
+_Launcher = Annotated[
+    str, typer.Option("--launcher", metavar="NAME", help="auto, mpiexec, mpirun, srun or pals.")
+]
+_LauncherArgs = Annotated[
+    list[str] | None,
+    typer.Option("--launcher-arg", metavar="ARG", help="Passed to the launcher; repeatable."),
+]
+_Python = Annotated[
+    str,
+    typer.Option("--python", metavar="PATH", help="The interpreter on the hosts; default: this one's path."),
+]
+
+
 def collect(
     *,
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", metavar="A,B,C", help="The hosts to ask; without: this one.")
-    ] = None,
-    via: Annotated[
-        str | None,
-        typer.Option("--via", metavar="WAY", help="mpi (any launcher), or local: this machine only."),
-    ] = None,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", metavar="FILE", help="Where the facts go.")
-    ] = Path("cluster.json"),
-    allow_partial: Annotated[
-        bool, typer.Option("--allow-partial", help="Keep what there is where hosts are missing, marked.")
-    ] = False,
-    timeout: Annotated[
-        str, typer.Option("--timeout", metavar="TIME", help="Longest wait for one host.")
-    ] = "60s",
-    launcher: Annotated[
-        str, typer.Option("--launcher", metavar="NAME", help="auto, mpiexec, mpirun, srun or pals.")
-    ] = "auto",
-    launcher_arg: Annotated[
-        list[str] | None,
-        typer.Option("--launcher-arg", metavar="ARG", help="Passed to the launcher; repeatable."),
-    ] = None,
-    python: Annotated[
-        str, typer.Option("--python", metavar="PATH", help="The interpreter on the hosts; default: this one.")
-    ] = sys.executable,
+    hosts: _Hosts = None,
+    via: _Via = None,
+    output: _Output = Path("cluster.json"),
+    allow_partial: _AllowPartial = False,
+    timeout: _Timeout = "60s",
+    launcher: _Launcher = "auto",
+    launcher_arg: _LauncherArgs = None,
+    python: _Python = sys.executable,
     as_json: JsonFlag = False,
 ) -> None:
     """Collect what each host is: cores, memory, networks, drives, mounts, kernel, settings.
@@ -114,13 +121,13 @@ def _way(via: str | None, names: tuple[str, ...]) -> Via:
 
 
 def _local(python: str) -> CommandFor:
-    from penstock.cluster.facts.carriers import here
+    from penstock.cluster.facts.commands import here
 
     return here(python)
 
 
 def _launched(launcher: str, arguments: list[str], environment: Environment, python: str) -> CommandFor:
-    from penstock.cluster.facts.carriers import launched
+    from penstock.cluster.facts.commands import launched
     from penstock.cluster.launch import LaunchRequest, launcher_name
 
     request = LaunchRequest(launcher=launcher_name(launcher), launcher_args=tuple(arguments))
