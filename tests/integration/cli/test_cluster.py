@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from penstock.cli import main
 from penstock.cluster.facts.asking import Processes
 
 FORKED = ("--launcher-arg=-launcher", "--launcher-arg=fork")
@@ -53,10 +54,12 @@ def test_hosts_under_a_launcher_that_are_one_machine_are_found_out(tmp_path: Pat
 
 
 @pytest.mark.parametrize("partial", [(), ("--allow-partial",)])
-def test_a_host_that_fails_is_an_error_and_leaves_no_file(tmp_path: Path, partial: tuple[str, ...]) -> None:
-    result = _cluster("collect", "--python", "/bin/false", "-o", str(tmp_path / "x"), *partial)
-    assert result.returncode == 1
-    assert "1 of 1 hosts did not report: localhost: exit code 1" in result.stderr
+def test_a_host_that_fails_is_an_error_and_leaves_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], partial: tuple[str, ...]
+) -> None:
+    words = ("--python", "/bin/false", "-o", str(tmp_path / "x"), *partial)
+    assert main(["cluster", "collect", *words]) == 1
+    assert "1 of 1 hosts did not report: localhost: exit code 1" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -70,24 +73,107 @@ def test_a_host_that_fails_is_an_error_and_leaves_no_file(tmp_path: Path, partia
         (("--timeout", "soon"), "--timeout"),
     ],
 )
-def test_wrong_usage_says_what_to_write(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    result = _cluster("collect", "-o", str(tmp_path / "x"), *words)
-    assert result.returncode == 2
-    assert said in result.stderr
+def test_wrong_usage_says_what_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert main(["cluster", "collect", "-o", str(tmp_path / "x"), *words]) == 2
+    assert said in capsys.readouterr().err
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cluster.json").write_text("{}")
-    result = _cluster("check", str(tmp_path / "cluster.json"))
-    assert result.returncode == 1
-    assert "no facts that this Penstock reads" in result.stderr
+    assert main(["cluster", "check", str(tmp_path / "cluster.json")]) == 1
+    assert "no facts that this Penstock reads" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["collect", "check"])
+def test_help_shows_examples_and_offers_json(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert main(["cluster", verb, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "Examples:" in said
+    assert f"penstock cluster {verb}" in said
+    assert "--json" in said
+
+
+SRUN = """#!/bin/sh
+case "$*" in
+    *--nodelist=dead*) echo "srun: node is down" >&2; exit 255 ;;
+    *--nodelist=hung*) sleep 1000 ;;
+    *--nodelist=odd*) echo "Welcome!"; exit 0 ;;
+esac
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.fixture
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """A launcher that reaches some hosts, and fails, hangs or babbles at others."""
+    program = tmp_path / "bin" / "srun"
+    program.parent.mkdir()
+    program.write_text(SRUN)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return ("cluster", "collect", "--launcher", "srun", "-o", str(tmp_path / "cluster.json"))
+
+
+def test_broken_hosts_are_named_beside_those_that_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], srun: tuple[str, ...]
+) -> None:
+    assert main([*srun, "--hosts", "good,dead,odd"]) == 1
+    said = capsys.readouterr().err
+    assert "2 of 3 hosts did not report" in said
+    assert "dead: exit code 255, and said: srun: node is down" in said
+    assert "odd: no facts in its output: 'Welcome!'" in said
+    assert "reported: good" in said
+    assert not (tmp_path / "cluster.json").exists()
+
+
+def test_part_of_a_cluster_that_is_kept_is_marked_and_never_wholly_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], srun: tuple[str, ...]
+) -> None:
+    assert main([*srun, "--hosts", "good,dead", "--allow-partial"]) == 0
+    seen = capsys.readouterr()
+    assert "dead is missing: exit code 255" in seen.err
+    assert "PARTIAL: 1 missing" in seen.out
+    assert json.loads((tmp_path / "cluster.json").read_text())["absent"][0]["host"] == "dead"
+    assert main(["cluster", "check", str(tmp_path / "cluster.json")]) == 3
+
+
+def test_a_host_that_hangs_is_named_within_its_time(
+    capsys: pytest.CaptureFixture[str], srun: tuple[str, ...]
+) -> None:
+    assert main([*srun, "--hosts", "hung", "--timeout", "200ms"]) == 1
+    assert "hung: no answer within 0.2 s" in capsys.readouterr().err
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
 
 
 def test_a_hanging_process_is_ended_at_its_limit_even_if_it_does_not_listen() -> None:
+    before = _children()
     deaf = ("sh", "-c", "trap '' TERM; echo began; while :; do sleep 100; done")
     (answer,) = Processes(lambda _host: deaf, os.environ)(["b"], timeout_s=0.2)
     assert answer.exit_code is None
-    assert not psutil.Process().children()
+    assert _children() <= before
+
+
+def test_many_deaf_hosts_are_all_ended() -> None:
+    before = _children()
+    deaf = ("sh", "-c", "trap '' TERM; while :; do sleep 100; done")
+    answers = list(Processes(lambda _host: deaf, os.environ)([f"h{n}" for n in range(8)], timeout_s=0.5))
+    assert {answer.exit_code for answer in answers} == {None}
+    assert _children() <= before
+
+
+def test_leaving_early_ends_what_was_started() -> None:
+    before = _children()
+    ask = Processes(lambda host: ("sh", "-c", f"test {host} = a || exec sleep 100"), os.environ)
+    answers = ask(["a", "b", "c"], timeout_s=60)
+    assert next(answers).host == "a"
+    answers.close()
+    assert _children() <= before
 
 
 def test_each_host_has_its_own_exit_code_and_words() -> None:

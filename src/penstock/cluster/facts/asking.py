@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Protocol
 
@@ -60,12 +60,12 @@ class Processes:
         self._environment = environment
         self._at_once = at_once
 
-    def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Iterator[Answer]:
+    def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Generator[Answer, None, None]:
         """Answers as they come; a host that waits for its turn is not yet timed."""
         waiting = list(reversed(hosts))
         running: list[_Running] = []
         with contextlib.ExitStack() as cleanup:
-            cleanup.callback(lambda: _end(running))
+            cleanup.callback(_close, running)
             while waiting or running:
                 while waiting and len(running) < self._at_once:
                     host = waiting.pop()
@@ -74,6 +74,7 @@ class Processes:
                     except OSError as error:
                         yield _not_started(host, error)
                 over = [each for each in running if each.is_over(timeout_s)]
+                _stop(over)
                 for each in over:
                     answer = each.answer()
                     running.remove(each)
@@ -87,7 +88,8 @@ class _Running:
 
     def __init__(self, host: str, command: Sequence[str], environment: Environment) -> None:
         self._host = host
-        self._asked_unix_s = time.time()
+        self._is_late = False
+        self._asked_unix_s = self._over_unix_s = time.time()
         self._began_s = time.monotonic()
         with contextlib.ExitStack() as undo:
             self._out: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
@@ -103,45 +105,62 @@ class _Running:
             self._files = undo.pop_all()
 
     def is_over(self, timeout_s: float) -> bool:
-        return self._process.poll() is not None or time.monotonic() - self._began_s > timeout_s
+        """Whether the process has ended, or is too late."""
+        has_ended = self._process.poll() is not None
+        self._over_unix_s = time.time()  # after the look: it must not lie before the end
+        if has_ended:
+            return True
+        self._is_late = time.monotonic() - self._began_s > timeout_s
+        return self._is_late
 
-    def answer(self) -> Answer:
-        exit_code = self._process.poll()
-        answered_unix_s = time.time()
-        self._stop()
-        said = [_content(file) for file in (self._out, self._err)]
-        self.end()
-        return Answer(
-            host=self._host,
-            exit_code=exit_code,
-            stdout=said[0],
-            stderr=said[1],
-            asked_unix_s=self._asked_unix_s,
-            answered_unix_s=answered_unix_s,
-        )
-
-    def end(self) -> None:
-        self._stop()
-        self._files.close()
-
-    def _stop(self) -> None:
-        """Launchers pass a request on to the other machine; who does not listen is killed."""
+    def ask_to_stop(self) -> None:
+        """Launchers pass this on to the other machine."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE_S)
+
+    def end(self, deadline_s: float) -> None:
+        """Kill who has not listened until then."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline_s - time.monotonic()))
         if self._process.poll() is None:
             self._signal(signal.SIGKILL)
             self._process.wait()
+
+    def answer(self) -> Answer:
+        """What came of it; call it once the process has ended."""
+        said = [_content(file) for file in (self._out, self._err)]
+        self.close()
+        return Answer(
+            host=self._host,
+            exit_code=None if self._is_late else self._process.returncode,
+            stdout=said[0],
+            stderr=said[1],
+            asked_unix_s=self._asked_unix_s,
+            answered_unix_s=self._over_unix_s,
+        )
+
+    def close(self) -> None:
+        """Forget what it said."""
+        self._files.close()
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
 
-def _end(running: Sequence[_Running]) -> None:
+def _stop(running: Sequence[_Running]) -> None:
+    """End all of them, within one time of grace together."""
     for each in running:
-        each.end()
+        each.ask_to_stop()
+    deadline_s = time.monotonic() + GRACE_S
+    for each in running:
+        each.end(deadline_s)
+
+
+def _close(running: Sequence[_Running]) -> None:
+    _stop(running)
+    for each in running:
+        each.close()
 
 
 def _not_started(host: str, error: OSError) -> Answer:

@@ -52,6 +52,7 @@ def check_likeness(cluster: ClusterFacts) -> tuple[Check, ...]:
         *_each_version(hosts),
         _mounts(hosts),
         _sysctl(hosts),
+        _limits(hosts),
         _skew(hosts),
         _synchronised(hosts),
     )
@@ -145,6 +146,11 @@ def _sysctl(hosts: Sequence[Present]) -> Check:
     # Settings that grow with a host's memory differ a little on equal hosts, so this is for people to judge.
     fix = "Set them alike in /etc/sysctl.d, if they matter to your storage."
     return _same_entries(hosts, "sysctl", lambda report: report.sysctl, differing="warning", fix=fix)
+
+
+def _limits(hosts: Sequence[Present]) -> Check:
+    fix = "Raise them alike, in /etc/security/limits.d or the batch system's own configuration."
+    return _same_entries(hosts, "limits", lambda report: report.limits, differing="warning", fix=fix)
 
 
 def _skew(hosts: Sequence[Present]) -> Check:

@@ -97,6 +97,7 @@ class HostReport(_Facts):
     system: str | None
     dmi: dict[str, str] | None
     sysctl: dict[str, str] | None
+    limits: dict[str, str] | None
     environment: dict[str, str]
     versions: dict[str, str]
     clock: Clock | None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
+import resource
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +50,12 @@ _STATE_KINDS = frozenset(
 
 _NIC_KINDS: Final[dict[str, Literal["ethernet", "infiniband"]]] = {"1": "ethernet", "32": "infiniband"}
 _DMI = ("sys_vendor", "product_name", "board_name", "bios_version", "bios_date")
+_LIMITS: Final = {
+    "open files": resource.RLIMIT_NOFILE,
+    "processes": resource.RLIMIT_NPROC,
+    "locked bytes": resource.RLIMIT_MEMLOCK,
+    "bytes of a file": resource.RLIMIT_FSIZE,
+}
 _PACKAGES = ("mpi4py", "torch", "numpy")
 
 
@@ -77,6 +85,7 @@ def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> Ho
         system=attempt("system", lambda: parse_system(_text(root / "etc/os-release"))),
         dmi=attempt("dmi", lambda: _dmi(root / "sys/class/dmi/id")),
         sysctl=attempt("sysctl", lambda: _sysctl(root / "proc/sys")),
+        limits=attempt("limits", lambda: _limits(root / "dev/shm")),
         environment=allowed_variables(environment),
         versions=_versions(),
         clock=attempt(
@@ -202,6 +211,15 @@ def _sysctl(folder: Path) -> dict[str, str]:
     """Settings that this kernel lacks are left out."""
     found = {name: _optional_text(folder / name.replace(".", "/")) for name in SYSCTLS}
     return {name: " ".join(value.split()) for name, value in found.items() if value}
+
+
+def _limits(shared_memory: Path) -> dict[str, str]:
+    """What a process may take here, as a launcher starts it: often less than in a login shell."""
+    soft = {name: resource.getrlimit(kind)[0] for name, kind in _LIMITS.items()}
+    told = {
+        name: "unlimited" if limit == resource.RLIM_INFINITY else str(limit) for name, limit in soft.items()
+    }
+    return {**told, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
 
 
 def _versions() -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,14 @@ def test_only_interfaces_with_hardware_are_networks_and_an_unknown_speed_is_none
         ("eth0", "ethernet", 25000),
         ("ib0", "infiniband", None),
     ]
+
+
+def test_limits_are_those_of_the_reading_process(tmp_path: Path) -> None:
+    limits = read_report("node1", {}, root=machine(tmp_path)).limits
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert limits is not None
+    assert limits["open files"] == ("unlimited" if soft == resource.RLIM_INFINITY else str(soft))
+    assert limits["bytes of shared memory"] == str(shutil.disk_usage(tmp_path).total)
 
 
 def test_only_drives_that_stay_are_listed(tmp_path: Path) -> None:
