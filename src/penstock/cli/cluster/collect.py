@@ -135,9 +135,15 @@ def _launched(launcher: str, arguments: list[str], environment: Environment, pyt
 
 
 def _draw(console: Console, facts: ClusterFacts, output: Path) -> None:
+    from penstock.units import format_bytes
+
     table("Hosts", [_row(each) for each in facts.present])(console)
     whole = f"PARTIAL: {len(facts.absent)} missing" if facts.is_partial else "whole"
-    console.print(f"{len(facts.present)} of {len(facts.asked)} hosts, {whole}: {output}", markup=False)
+    together = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
+    console.print(
+        f"{len(facts.present)} of {len(facts.asked)} hosts, {whole}, memory of all {together}: {output}",
+        markup=False,
+    )
 
 
 def _row(present: Present) -> dict[str, str]:

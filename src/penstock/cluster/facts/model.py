@@ -133,6 +133,13 @@ class ClusterFacts(_Facts):
     present: tuple[Present, ...]
     absent: tuple[Absent, ...]
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """The sum over all hosts; None where a host is absent or could not tell its own."""
+        told = [each.report.memory_bytes for each in self.present]
+        known = [size_bytes for size_bytes in told if size_bytes is not None]
+        return None if self.is_partial or len(known) < len(told) else sum(known)
+
     @model_validator(mode="after")
     def _accounts_for_every_host(self) -> Self:
         told = sorted([each.host for each in self.present] + [each.host for each in self.absent])

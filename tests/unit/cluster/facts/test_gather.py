@@ -76,6 +76,13 @@ def test_what_there_is_can_be_kept_and_is_marked() -> None:
     assert facts.absent[0].stderr.endswith("no route to host")
 
 
+def test_memory_is_a_sum_over_hosts_and_unknown_where_one_is() -> None:
+    hosts = (present("a"), present("b", memory_bytes=1 << 30))
+    assert cluster(*hosts).memory_bytes == (512 << 30) + (1 << 30)
+    assert cluster(*hosts, present("c", memory_bytes=None)).memory_bytes is None
+    assert _gather(answer("a"), *BROKEN, allow_partial=True).memory_bytes is None
+
+
 def test_nothing_at_all_is_not_a_part() -> None:
     with pytest.raises(HostsAbsent, match="reported: none"):
         _gather(*BROKEN, hosts="b,c,d", allow_partial=True)
