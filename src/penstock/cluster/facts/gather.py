@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from penstock.cluster.facts.model import Via
 
 LONGEST_STDERR = 4_000
-"""In characters, from the end: the last words tell why."""
+LONGEST_LINE = 200
+"""In characters: of what the file keeps, and of a line in an error."""
 
 
 def gather(
@@ -64,7 +65,7 @@ def judged(answer: Answer | None, *, host: str, timeout_s: float) -> Present | A
             host=host,
             reason=reason,
             exit_code=answer.exit_code,
-            stderr=answer.stderr.strip()[-LONGEST_STDERR:],
+            stderr=_shortened(answer.stderr.strip()),
         )
 
     if answer.exit_code is None:
@@ -87,6 +88,12 @@ def judged(answer: Answer | None, *, host: str, timeout_s: float) -> Present | A
     )
 
 
+def _shortened(text: str) -> str:
+    """Beginning and end: both may tell why."""
+    half = LONGEST_STDERR // 2
+    return text if len(text) <= LONGEST_STDERR else f"{text[:half]}\n...\n{text[-half:]}"
+
+
 def _incomplete(present: Sequence[Present], absent: Sequence[Absent]) -> HostsAbsent:
     return HostsAbsent(
         reported=tuple(each.host for each in present),
@@ -95,5 +102,9 @@ def _incomplete(present: Sequence[Present], absent: Sequence[Absent]) -> HostsAb
 
 
 def _told(absent: Absent) -> str:
-    last = absent.stderr.splitlines()[-1:]
-    return f"{absent.reason}, and said: {last[0].strip()}" if last else absent.reason
+    lines = [line.strip()[:LONGEST_LINE] for line in absent.stderr.splitlines() if line.strip()]
+    if not lines:
+        return absent.reason
+    # Launchers tell the cause first and then what they made of it; tracebacks tell it last.
+    said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+    return f"{absent.reason}, and said: {said}"

@@ -55,7 +55,7 @@ def test_a_dead_a_hanging_and_a_garbled_host_are_each_named_with_what_became_of_
         _gather(answer("a"), *BROKEN)
     assert caught.value.reported == ("a",)
     assert caught.value.absent.keys() == {"b", "c", "d"}
-    assert caught.value.absent["b"] == "exit code 255, and said: ssh: no route to host"
+    assert caught.value.absent["b"] == "exit code 255, and said: Warning: x ... ssh: no route to host"
     assert caught.value.absent["c"] == "no answer within 9 s"
     assert caught.value.absent["d"].startswith("no facts in its output: 'Welcome!")
     assert "3 of 4 hosts" in str(caught.value)
@@ -92,6 +92,15 @@ def test_a_whole_document_does_not_excuse_a_launcher_that_failed() -> None:
     seen = judged(answer("a", exit_code=1), host="a", timeout_s=9)
     assert isinstance(seen, Absent)
     assert seen.reason == "exit code 1"
+
+
+def test_of_many_words_the_first_and_the_last_are_kept() -> None:
+    words = "cause\n" + "x" * 100_000 + "\nend"
+    seen = judged(answer("a", exit_code=1, stderr=words), host="a", timeout_s=9)
+    assert isinstance(seen, Absent)
+    assert seen.stderr.startswith("cause\n")
+    assert seen.stderr.endswith("\nend")
+    assert len(seen.stderr) < 5_000
 
 
 def test_a_host_that_nobody_asked_is_absent() -> None:
