@@ -21,6 +21,7 @@ from penstock.cli import (
     doctor,
     results,
     storage,
+    submission,
     trace,
     training,
     workloads,
@@ -52,6 +53,7 @@ app.add_typer(trace.app, name="trace")
 app.add_typer(storage.app, name="storage")
 app.add_typer(results.app, name="results")
 app.add_typer(cluster.app, name="cluster")
+app.add_typer(submission.app, name="submission")
 app.command(name="workloads")(workloads.workloads)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="demo")(demo.demo)

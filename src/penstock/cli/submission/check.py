@@ -1,0 +1,89 @@
+"""`penstock submission check`: judge a submitter's or a round's folder."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.terminal import JsonFlag, Terminal, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.submission.check import Judged
+    from penstock.submission.edition import Edition
+
+
+def check(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A round's folder, or one submitter's.")],
+    *,
+    edition: Annotated[
+        str, typer.Option(metavar="auto|v1.0|v2.0|v3.0", help="Whose rules to judge by; so far v1.0.")
+    ] = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Judge every result below DIR by the rules of MLPerf Storage, from its files alone.
+
+    Every mean is recomputed. What cannot be read is "not checked" and named, never taken for granted.
+    Exit codes: 0 all valid; 1 something invalid; 3 something not checked.
+
+    Examples:
+
+      penstock submission check ~/storage_results_v1.0
+
+      penstock submission check ~/storage_results_v1.0/closed/acme --edition v1.0 --json
+    """
+    from penstock.submission.check import check as check_tree
+    from penstock.submission.check import choose_edition
+    from penstock.submission.report import document, exit_code
+
+    terminal = Terminal(as_json=as_json)
+    chosen = choose_edition(edition)
+    with terminal.progress() as progress:
+        judged = list(check_tree(folder, chosen, progress=progress))
+    terminal.result(document(judged, chosen), lambda console: _draw(console, judged, chosen))
+    raise typer.Exit(exit_code(judged))
+
+
+def _draw(console: Console, judged: Sequence[Judged], edition: Edition) -> None:
+    from penstock.submission.finding import Verdict
+    from penstock.submission.report import summary
+
+    table(f"Results, by the rules of {edition.edition}", [_row(each) for each in judged])(console)
+    shown = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
+    for each in judged:
+        told = Counter(
+            (finding.verdict.value, finding.rule, finding.proof, finding.fix)
+            for verdict in shown
+            for finding in each.findings
+            if finding.verdict is verdict
+        )
+        if told:
+            console.print(each.name, markup=False)
+        for (said, rule, proof, fix), times in told.items():
+            often = f" ({times} times)" if times > 1 else ""
+            console.print(f"  {said}: {rule}: {proof}{often}", markup=False)
+            console.print(f"    {fix}", markup=False)
+    counts = ", ".join(f"{count} {what}" for what, count in summary(judged).items())
+    console.print(f"\n{counts}")
+    console.print("For the reviewer, because files cannot show it:")
+    for each_point in edition.for_the_reviewer:
+        console.print(f"  {each_point}", markup=False)
+
+
+def _row(judged: Judged) -> dict[str, str]:
+    throughput = judged.metrics.get("train_throughput_mean_samples_per_second")
+    return {
+        "organisation": judged.organisation,
+        "division": judged.division or "-",
+        "system": judged.system or "-",
+        "workload": judged.workload or "-",
+        "accelerator": judged.accelerator or "-",
+        "number": "-" if judged.num_accelerators is None else str(judged.num_accelerators),
+        "samples/s": "-" if throughput is None else f"{throughput:,.1f}",
+        "verdict": judged.verdict.value,
+    }

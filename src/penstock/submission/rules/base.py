@@ -1,0 +1,63 @@
+"""What a rule is: a name, its source, its formula, and a judgement of one result by an edition's numbers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from penstock.submission.facts import Unknown
+from penstock.submission.finding import Finding, Verdict
+
+if TYPE_CHECKING:
+    from penstock.submission.edition import Edition
+    from penstock.submission.reading import Job, Result
+
+
+class Rule(ABC):
+    """One rule. `passes` and `fails` are examples in words; the generated trees of both are in the tests."""
+
+    id: ClassVar[str]
+    title: ClassVar[str]
+    editions: ClassVar[tuple[str, ...]] = ("v1.0",)
+    source: ClassVar[str]
+    formula: ClassVar[str]
+    passes: ClassVar[str]
+    fails: ClassVar[str]
+
+    @abstractmethod
+    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
+        """The findings, or `Unknown` where a fact is missing."""
+
+
+class JobRule(Rule):
+    """A rule that each job of each run must keep: a fact missing in one hides nothing about the others."""
+
+    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
+        """The findings of all jobs."""
+        if not result.runs:
+            raise Unknown("there are no runs", where=result.place.name)
+        for job in result.jobs():
+            try:
+                yield from self.judge_job(job, result, edition)
+            except Unknown as reason:
+                yield not_checked(reason)
+
+    @abstractmethod
+    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
+        """The findings of one job."""
+
+
+def not_checked(reason: Unknown) -> Finding:
+    """What is said where a fact is missing: the field and the file."""
+    return Finding(
+        verdict=Verdict.NOT_CHECKED,
+        proof=reason.what,
+        evidence=reason.where,
+        fix=reason.fix or "Restore the file as the benchmark wrote it.",
+    )
+
+
+def verdict_of(is_kept: bool) -> Verdict:  # noqa: FBT001 - the one thing it is about
+    """Pass or fail."""
+    return Verdict.PASS if is_kept else Verdict.FAIL

@@ -1,0 +1,79 @@
+"""Rules on means: every stated mean is the mean of what it is said to be the mean of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from penstock.submission.facts import Document, Unknown
+from penstock.submission.finding import Finding
+from penstock.submission.metrics import METRICS, mib_per_second, samples_per_second, utilization_percent
+from penstock.submission.rules.base import JobRule, Rule, not_checked, verdict_of
+
+if TYPE_CHECKING:
+    from penstock.submission.edition import Edition
+    from penstock.submission.reading import Job, Result
+
+JOB_MEANS: Final[tuple[tuple[str, Callable[[Job], float]], ...]] = (
+    ("train_au_mean_percentage", utilization_percent),
+    ("train_throughput_mean_samples_per_second", samples_per_second),
+    ("train_io_mean_MB_per_second", mib_per_second),
+)
+
+
+def compare(document: Document, path: tuple[str, ...], recomputed: float, edition: Edition) -> Finding:
+    """A stated figure against the recomputed one."""
+    stated = document.number(*path)
+    tolerance = edition.means.relative_tolerance
+    kept = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
+    return Finding(
+        verdict=verdict_of(kept),
+        evidence=document.file,
+        value=repr(stated),
+        limit=repr(recomputed),
+        proof=f"{'.'.join(path)}: stated {stated!r} {'==' if kept else '!='} recomputed {recomputed!r}",
+        fix="" if kept else "State the recomputed figure, or restore the files that it was made from.",
+    )
+
+
+class RunMeans(JobRule):
+    """Means of one run."""
+
+    id = "means.run"
+    title = "The means that a run states are those of its epochs"
+    source = "ours: a stated mean is never trusted"
+    formula = (
+        "stated == mean over epochs, within the edition's relative tolerance; MB/s by the record's length"
+    )
+    passes = "train_au_percentage [90, 92], train_au_mean_percentage 91"
+    fails = "train_au_percentage [90, 92], train_au_mean_percentage 95"
+
+    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
+        """One finding for each mean."""
+        for name, metric in JOB_MEANS:
+            try:
+                yield compare(job.summary, ("metric", name), metric(job), edition)
+            except Unknown as reason:
+                yield not_checked(reason)
+
+
+class ReportedMeans(Rule):
+    """Means of the report."""
+
+    id = "means.report"
+    title = "The figures of the report are those of its runs"
+    source = "v1.0 rules, a result is the mean of five runs"
+    formula = "overall.* == mean and population deviation over the runs, within the edition's tolerance"
+    passes = "runs of 10, 10, 10, 11 and 9 samples/s, reported 10"
+    fails = "the same, reported 11"
+
+    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
+        """One finding for each figure of the report."""
+        result.report.value("overall")
+        for name, metric in METRICS.items():
+            if name.startswith("train_throughput"):
+                try:
+                    yield compare(result.report, ("overall", name), metric(result), edition)
+                except Unknown as reason:
+                    yield not_checked(reason)

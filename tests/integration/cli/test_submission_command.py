@@ -1,0 +1,54 @@
+"""`penstock submission` as a person calls it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.cli.app import main
+from penstock.testing.submission.tree import valid_submission
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_a_valid_tree_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submission", "check", str(valid_submission().write(tmp_path)), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (result,) = document["results"]
+    assert document["edition"] == "v1.0"
+    assert (result["org"], result["workload"], result["verdict"]) == ("acme", "unet3d", "valid")
+    assert document["summary"]["valid"] == 1
+
+
+def test_an_invalid_tree_ends_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submission = valid_submission()
+    submission.drop("systems/")
+    assert main(["submission", "check", str(submission.write(tmp_path))]) == 1
+    shown = capsys.readouterr().out
+    assert "fail: structure.folders: acme/ has no systems/" in shown
+    assert "invalid" in shown
+
+
+def test_what_cannot_be_checked_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    submission = valid_submission()
+    submission.summary(1).pop("num_hosts")
+    assert main(["submission", "check", str(submission.write(tmp_path))]) == 3
+    assert "not checked: sizing.memory: there is no field num_hosts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--edition", "v2.0"], ["--edition", "v3.0"]])
+def test_an_edition_without_rules_ends_with_3(words: list[str], tmp_path: Path) -> None:
+    assert main(["submission", "check", str(valid_submission().write(tmp_path)), *words]) == 3
+
+
+def test_rules_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submission", "rules"]) == 0
+    assert "sizing.steps" in capsys.readouterr().out
+    assert main(["submission", "rules", "sizing.steps"]) == 0
+    shown = capsys.readouterr().out
+    assert "passes:" in shown
+    assert "fails:" in shown
+    assert main(["submission", "rules", "nothing"]) == 2

@@ -1,0 +1,113 @@
+"""The engine, the tree's shapes, and editions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.errors import Unavailable, UsageError
+from penstock.submission.check import apply, check, choose_edition
+from penstock.submission.edition import load_edition
+from penstock.submission.finding import Validity, Verdict
+from penstock.submission.reading import read_result
+from penstock.submission.report import exit_code
+from penstock.submission.rules.base import Rule
+from penstock.submission.tree import find_places
+from penstock.testing.submission.tree import RESULT, valid_submission
+from penstock.workload.sizing import MEMORY_MULTIPLE, MIN_STEPS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from penstock.submission.edition import Edition
+    from penstock.submission.finding import Finding
+    from penstock.submission.reading import Result
+
+EDITION = load_edition("v1.0")
+
+
+class Defective(Rule):
+    """A rule with a defect of its own."""
+
+    id = "test.defective"
+    title = source = formula = passes = fails = "-"
+
+    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
+        """Fail after nothing."""
+        yield from ()
+        raise KeyError(f"{edition.edition} {result.place.name}")
+
+
+def test_a_defect_of_a_rule_is_not_checked_and_never_invalid(tmp_path: Path) -> None:
+    root = valid_submission().write(tmp_path)
+    (place,) = find_places(root)
+    (finding,) = apply(Defective(), read_result(place, root), EDITION)
+    assert finding.verdict is Verdict.NOT_CHECKED
+    assert "KeyError" in finding.proof
+    (judged,) = check(root, EDITION, rules=[Defective()])
+    assert judged.verdict is Validity.NOT_CHECKED
+    assert exit_code([judged]) == 3
+
+
+@pytest.mark.parametrize("start", ["", "closed", "closed/acme"])
+def test_a_round_a_division_and_a_submitter_are_understood(start: str, tmp_path: Path) -> None:
+    root = valid_submission().write(tmp_path) / start
+    (judged,) = check(root, EDITION)
+    assert (judged.division, judged.organisation) == ("closed", "acme")
+    assert judged.verdict is Validity.VALID
+
+
+def test_runs_below_runs_and_noise_are_understood(tmp_path: Path) -> None:
+    submission = valid_submission()
+    submission.files = {path.replace("/run", "/runs/run"): value for path, value in submission.files.items()}
+    submission.files[f"{RESULT}/runs/.DS_Store"] = "noise"
+    submission.files["notes/readme.txt"] = "noise"
+    (judged,) = check(submission.write(tmp_path), EDITION)
+    assert judged.verdict is Validity.VALID
+
+
+def test_clients_of_a_run_add_up(tmp_path: Path) -> None:
+    submission = valid_submission()
+    for path in [path for path in submission.files if "/run" in path]:
+        run, _, rest = path.removeprefix(f"{RESULT}/").partition("/")
+        value = submission.files.pop(path)
+        for client in ("c001", "c002"):
+            submission.files[f"{RESULT}/{run}/{client}/{rest}"] = value
+    (judged,) = check(submission.write(tmp_path), EDITION)
+    assert judged.num_accelerators == 4
+    assert judged.metrics["train_throughput_mean_samples_per_second"] == pytest.approx(40.4, rel=1e-12)
+
+
+def test_garbage_in_any_file_is_never_a_crash(tmp_path: Path) -> None:
+    for number, path in enumerate(valid_submission().files):
+        for garbage in ("", "[1, 2", "null", '"text"', "\x00", "[]"):
+            submission = valid_submission()
+            submission.files[path] = garbage
+            root = submission.write(tmp_path / f"{number}-{ord(garbage[:1] or ' ')}-{len(garbage)}")
+            (judged,) = check(root, EDITION)
+            defects = [each for each in judged.findings if "the rule itself failed" in each.proof]
+            assert defects == [], path
+
+
+def test_what_is_no_submission_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No results are here"):
+        list(check(tmp_path, EDITION))
+    with pytest.raises(UsageError, match="no such folder"):
+        list(check(tmp_path / "nowhere", EDITION))
+    (tmp_path / "training_20260101_metadata.json").write_text("{}")
+    with pytest.raises(Unavailable, match=r"v2\.0 or v3\.0"):
+        list(check(tmp_path, EDITION))
+
+
+def test_editions_are_known_by_name() -> None:
+    assert choose_edition("auto").edition == "v1.0"
+    with pytest.raises(Unavailable, match=r"rules of v3\.0"):
+        choose_edition("v3.0")
+    with pytest.raises(UsageError, match="no edition 'v9'"):
+        choose_edition("v9")
+
+
+def test_an_edition_asks_what_a_plan_gives() -> None:
+    assert (EDITION.sizing.min_steps, EDITION.sizing.memory_multiple) == (MIN_STEPS, MEMORY_MULTIPLE)

@@ -1,0 +1,130 @@
+"""Every rule on a tree that keeps it, and on trees that break it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.submission.check import check
+from penstock.submission.edition import load_edition
+from penstock.submission.finding import Validity, Verdict
+from penstock.submission.rules import RULES, rule_by_id
+from penstock.testing.submission.broken import BROKEN, Change
+from penstock.testing.submission.tree import NUM_FILES, Submission, valid_submission
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.submission.check import Judged
+    from penstock.submission.finding import Finding
+
+EDITION = load_edition("v1.0")
+
+
+def judged(submission: Submission, root: Path) -> Judged:
+    """The one result of a submission."""
+    (only,) = check(submission.write(root), EDITION)
+    return only
+
+
+def findings_of(rule: str, found: Judged) -> list[Finding]:
+    """What one rule found."""
+    return [finding for finding in found.findings if finding.rule == rule]
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Judged:
+    """A valid submission, judged once."""
+    return judged(valid_submission(), tmp_path_factory.mktemp("valid"))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_passes_on_a_valid_tree(rule: object, valid: Judged) -> None:
+    found = findings_of(getattr(rule, "id", ""), valid)
+    assert found
+    assert {finding.verdict for finding in found} == {Verdict.PASS}
+    assert all(finding.proof and finding.evidence for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "change", "verdict"),
+    [
+        pytest.param(rule, change, verdict, id=f"{rule}-{name}")
+        for rule, changes in BROKEN.items()
+        for name, change, verdict in changes
+    ],
+)
+def test_a_rule_finds_what_breaks_it(rule: str, change: Change, verdict: Verdict, tmp_path: Path) -> None:
+    submission = valid_submission()
+    change(submission)
+    found = [each for each in findings_of(rule, judged(submission, tmp_path)) if each.verdict is verdict]
+    assert found
+    assert all(finding.fix for finding in found)
+
+
+def test_every_rule_has_a_tree_that_breaks_it_and_explains_itself() -> None:
+    assert set(BROKEN) == {rule.id for rule in RULES}
+    for rule in RULES:
+        assert rule_by_id(rule.id) is rule
+        assert all((rule.title, rule.source, rule.formula, rule.passes, rule.fails, rule.editions))
+
+
+def test_a_valid_tree_is_valid_with_recomputed_figures(valid: Judged) -> None:
+    assert valid.verdict is Validity.VALID
+    assert (valid.organisation, valid.division, valid.system) == ("acme", "closed", "fast")
+    assert (valid.workload, valid.accelerator, valid.num_accelerators) == ("unet3d", "h100", 2)
+    assert valid.metrics["train_throughput_mean_samples_per_second"] == pytest.approx(20.2, rel=1e-12)
+    assert valid.metrics["train_au_mean_percentage"] == 97.0
+
+
+@pytest.mark.parametrize(
+    ("metric", "verdict"), [([90.0, 90.0], Verdict.PASS), ([89.0, 90.999], Verdict.FAIL)]
+)
+def test_the_minimum_itself_is_enough(metric: list[float], verdict: Verdict, tmp_path: Path) -> None:
+    submission = valid_submission()
+    submission.summary(2)["metric"]["train_au_percentage"] = metric
+    found = findings_of("utilization.minimum", judged(submission, tmp_path))
+    assert [each.verdict for each in found].count(verdict) >= 1
+    assert (verdict is Verdict.FAIL) == any(each.verdict is Verdict.FAIL for each in found)
+
+
+def test_a_missing_field_is_not_checked_and_named(tmp_path: Path) -> None:
+    submission = valid_submission()
+    metric = submission.summary(3)["metric"]
+    metric["train_au_percent"] = metric.pop("train_au_percentage")
+    found = judged(submission, tmp_path)
+    unknown = [each for each in found.findings if each.verdict is Verdict.NOT_CHECKED]
+    assert found.verdict is Validity.NOT_CHECKED
+    assert {each.rule for each in unknown} == {"utilization.minimum", "means.run"}
+    assert all("metric.train_au_percentage (is train_au_percent meant?)" in each.proof for each in unknown)
+    assert all(each.evidence.endswith("run3/summary.json") for each in unknown)
+
+
+def test_memory_that_a_description_limits_is_left_to_the_reviewer(tmp_path: Path) -> None:
+    submission = valid_submission()
+    for summary in submission.summaries():
+        summary["host_memory_GB"] = [256.0]
+    submission.files["systems/fast.json"] = {"options": ["echo 32G > /sys/fs/cgroup/mlperf/memory.max"]}
+    found = judged(submission, tmp_path)
+    memory = findings_of("sizing.memory", found)
+    assert {each.verdict for each in memory} == {Verdict.WARNING}
+    assert "5 x 32 GiB" in memory[0].proof
+    assert found.verdict is Validity.VALID
+
+
+def test_this_edition_cuts_a_part_of_a_file_off(tmp_path: Path) -> None:
+    submission = valid_submission()
+    for summary, config in zip(submission.summaries(), submission.configs(), strict=True):
+        summary.update(num_files_train=NUM_FILES // 3, num_samples_per_file=3)
+        config["dataset"]["num_samples_per_file"] = 3
+    steps = findings_of("sizing.steps", judged(submission, tmp_path))
+    assert {each.verdict for each in steps} == {Verdict.PASS}
+    assert "2,333.3 -> 2,333 files" in steps[0].proof
+
+
+def test_open_lets_more_be_changed(tmp_path: Path) -> None:
+    submission = valid_submission()
+    submission.division = "Open"
+    submission.overrides(1).append("++workload.dataset.format=hdf5")
+    assert judged(submission, tmp_path).verdict is Validity.VALID
