@@ -48,6 +48,7 @@ class Parameters(_Strict):
     tool: frozenset[str]
     closed: frozenset[str]
     open_adds: frozenset[str]
+    compared: tuple[str, ...]
 
     def allowed(self, division: SubmissionDivision) -> frozenset[str]:
         """The keys that are free in `division`, with those that the benchmark's script sets."""

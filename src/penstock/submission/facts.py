@@ -69,7 +69,7 @@ class Document:
     def _number(self, found: Any, path: tuple[str, ...]) -> float:
         try:
             number = math.nan if isinstance(found, bool) else float(found)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise Unknown(f"{'.'.join(path)} is {found!r:.60}, not a number", where=self.file)

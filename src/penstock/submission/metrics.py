@@ -81,7 +81,9 @@ def recompute(result: Result) -> dict[str, float]:
     found = {}
     for name, metric in METRICS.items():
         try:
-            found[name] = metric(result)
-        except Unknown:  # the rule on means names what is missing
+            value = metric(result)
+        except (Unknown, ArithmeticError):  # the rule on means names what is missing or absurd
             continue
+        if math.isfinite(value):
+            found[name] = value
     return found

@@ -89,7 +89,7 @@ def _results_of(submitter: Submitter, root: Path) -> Iterator[Place]:
         folders.sort()
         here = Path(path)
         runs = _run_folders(here) or _run_folders(here / "runs")
-        if runs or REPORT in names:
+        if runs or REPORT in names or _has_unnamed_runs(here):
             folders.clear()
             steps = here.relative_to(results).parts
             yield Place(
@@ -100,6 +100,11 @@ def _results_of(submitter: Submitter, root: Path) -> Iterator[Place]:
                 run_folders=runs,
                 stray=tuple(_stray(here)),
             )
+
+
+def _has_unnamed_runs(folder: Path) -> bool:
+    """Runs that are not named as such would be dropped silently otherwise."""
+    return any((each / "summary.json").exists() for each in _folders(folder))
 
 
 def _run_folders(folder: Path) -> tuple[Path, ...]:
@@ -116,7 +121,11 @@ def _stray(folder: Path) -> Iterator[str]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise Unavailable(f"This folder cannot be listed: {error.strerror}", where=str(folder)) from error
+    return [entry for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
 
 
 def _child(folder: Path, name: str) -> Path | None:

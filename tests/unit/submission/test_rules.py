@@ -115,12 +115,49 @@ def test_memory_that_a_description_limits_is_left_to_the_reviewer(tmp_path: Path
 
 def test_this_edition_cuts_a_part_of_a_file_off(tmp_path: Path) -> None:
     submission = valid_submission()
-    for summary, config in zip(submission.summaries(), submission.configs(), strict=True):
+    for summary in submission.summaries():
         summary.update(num_files_train=NUM_FILES // 3, num_samples_per_file=3)
-        config["dataset"]["num_samples_per_file"] = 3
     steps = findings_of("sizing.steps", judged(submission, tmp_path))
     assert {each.verdict for each in steps} == {Verdict.PASS}
     assert "2,333.3 -> 2,333 files" in steps[0].proof
+
+
+@pytest.mark.parametrize(
+    ("num_files", "verdict"), [(9_376, Verdict.PASS), (9_375, Verdict.PASS), (9_374, Verdict.FAIL)]
+)
+def test_the_memory_limit_is_exact(num_files: int, verdict: Verdict, tmp_path: Path) -> None:
+    submission = valid_submission()
+    for summary in submission.summaries():
+        summary.update(num_files_train=num_files, host_memory_GB=[256.0])  # 9,375.1 files
+    memory = findings_of("sizing.memory", judged(submission, tmp_path))
+    assert {each.verdict for each in memory} == {verdict}
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.9e-9, Verdict.PASS), (1.1e-9, Verdict.FAIL)])
+def test_means_may_differ_by_the_tolerance(share: float, verdict: Verdict, tmp_path: Path) -> None:
+    submission = valid_submission()
+    submission.report()["train_throughput_mean_samples_per_second"] *= 1 + share
+    means = findings_of("means.report", judged(submission, tmp_path))
+    assert (verdict is Verdict.FAIL) == any(each.verdict is Verdict.FAIL for each in means)
+
+
+def test_hosts_of_a_cluster_add_up_and_a_malformed_list_is_not_checked(tmp_path: Path) -> None:
+    submission = valid_submission()
+    for summary in submission.summaries():
+        summary.update(num_hosts=2, host_memory_GB=[128.0, 64.0])
+    submission.summary(5)["host_memory_GB"] = [128.0, 128.0, 64.0, 64.0]
+    memory = findings_of("sizing.memory", judged(submission, tmp_path))
+    assert [each.verdict for each in memory] == [Verdict.FAIL] * 4 + [Verdict.NOT_CHECKED]
+    assert "5 x 192 GiB" in memory[0].proof
+
+
+def test_absurd_numbers_are_not_checked(tmp_path: Path) -> None:
+    submission = valid_submission()
+    submission.summary(1)["metric"]["train_throughput_samples_per_second"] = [1e308, 1e308]
+    submission.summary(2)["metric"]["train_au_percentage"] = [10**400]
+    found = judged(submission, tmp_path)
+    assert found.verdict is not Validity.VALID
+    assert "train_throughput_mean_samples_per_second" not in found.metrics
 
 
 def test_open_lets_more_be_changed(tmp_path: Path) -> None:

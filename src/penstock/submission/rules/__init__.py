@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.errors import UsageError
 from penstock.submission.rules.means import ReportedMeans, RunMeans
-from penstock.submission.rules.parameters import AllowedParameters
+from penstock.submission.rules.parameters import AllowedParameters, Configuration
 from penstock.submission.rules.sizing import EnoughForMemory, EnoughSteps
 from penstock.submission.rules.structure import (
     Description,
@@ -37,6 +37,7 @@ RULES: Final[tuple[Rule, ...]] = (
     RunMeans(),
     ReportedMeans(),
     AllowedParameters(),
+    Configuration(),
 )
 
 

@@ -1,17 +1,23 @@
-"""The rule on what a division lets a run change."""
+"""Rules on what a division lets a run change: by what was set, and by what the run then had."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Final
 
 from penstock.submission.facts import Unknown
 from penstock.submission.finding import Finding
 from penstock.submission.rules.base import JobRule, verdict_of
+from penstock.workload.dialect import our_path
+from penstock.workload.shipped import families
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
     from penstock.submission.reading import Job, Result
+    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.tree import Path
+
+_ABSENT: Final = object()
 
 
 class AllowedParameters(JobRule):
@@ -28,13 +34,7 @@ class AllowedParameters(JobRule):
 
     def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
         """One finding for a job."""
-        division = result.place.submitter.division
-        if division is None:
-            raise Unknown(
-                "the path does not say which division this is",
-                where=result.place.name,
-                fix="Keep the submitter's folder below closed/ or open/.",
-            )
+        division = _division(result)
         changed = job.settings().keys() - {"workload"}
         forbidden = sorted(changed - edition.parameters.allowed(division))
         yield Finding(
@@ -49,3 +49,81 @@ class AllowedParameters(JobRule):
             ),
             fix="Repeat the runs without these." if forbidden else "",
         )
+
+
+class Configuration(JobRule):
+    """The run's whole configuration."""
+
+    id = "parameters.configuration"
+    title = "A run's configuration is the workload's, but for what its division leaves free"
+    source = "v1.0 rules, CLOSED and OPEN; the workload's published parameters"
+    formula = (
+        "the edition's compared keys in config.yaml == the workload's, unless the division leaves them free"
+    )
+    passes = "closed, unet3d, config.yaml with batch_size 7"
+    fails = "closed, unet3d, config.yaml with batch_size 1, whatever overrides.yaml says"
+
+    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
+        """One finding for a job."""
+        division = _division(result)
+        family, accelerator = job.workload()
+        reference = _reference(family, accelerator, job)
+        free = edition.parameters.allowed(division)
+        given = {our_path(path): value for path, value in _leaves(job.config.value("workload"), ())}
+        paths = {
+            key: our_path(tuple(key.split("."))) for key in edition.parameters.compared if key not in free
+        }
+        compared = {
+            key: (given.get(path, _ABSENT), reference[path])
+            for key, path in paths.items()
+            if path in reference
+        }
+        missing = [f"workload.{key}" for key, (value, _) in compared.items() if value is _ABSENT]
+        if missing:
+            raise Unknown(f"there is no field {', '.join(missing)}", where=job.config.file)
+        changed = [
+            f"{key} is {value!r}, not {wanted!r}"
+            for key, (value, wanted) in compared.items()
+            if not _is_same(value, wanted)
+        ]
+        yield Finding(
+            verdict=verdict_of(not changed),
+            evidence=job.config.file,
+            value=f"{len(changed)} changed",
+            limit="0 changed",
+            proof="; ".join(changed) or f"{len(compared)} values are those of {family} on {accelerator}",
+            fix="Repeat the runs with the workload as it is." if changed else "",
+        )
+
+
+def _division(result: Result) -> SubmissionDivision:
+    division = result.place.submitter.division
+    if division is None:
+        raise Unknown(
+            "the path does not say which division this is",
+            where=result.place.name,
+            fix="Keep the submitter's folder below closed/ or open/.",
+        )
+    return division
+
+
+def _reference(family: str, accelerator: str, job: Job) -> dict[Path, object]:
+    """The workload's values by our paths; what an accelerator sets goes over what all share."""
+    shipped = families().get(family)
+    if shipped is None or accelerator not in shipped.variants:
+        raise Unknown(f"{family} on {accelerator} is no workload that is known", where=job.overrides.file)
+    trees = (shipped.shared, shipped.variants[accelerator])
+    return {our_path(path): value for tree in trees for path, value in _leaves(tree, ())}
+
+
+def _leaves(tree: object, above: Path) -> Iterator[tuple[Path, object]]:
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _leaves(value, (*above, str(key)))
+    elif above:
+        yield above, tree
+
+
+def _is_same(given: object, reference: object) -> bool:
+    """Numbers by value, so that 0.9 is 0.90; all else as it stands."""
+    return (type(given) in (int, float) and given == reference) or str(given) == str(reference)

@@ -126,6 +126,8 @@ class NumRuns(Rule):
     def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
         """One finding."""
         num_runs = len(result.runs)
+        if not num_runs:
+            raise Unknown("no folder is named as a run (run1, run2, ...)", where=result.place.name)
         kept = num_runs == edition.num_runs
         yield Finding(
             verdict=verdict_of(kept),

@@ -40,6 +40,10 @@ def _drop(prefix: str) -> Change:
     return lambda submission: submission.drop(prefix)
 
 
+def _rename_runs(submission: Submission) -> None:
+    submission.files = {path.replace("/run", "/test"): value for path, value in submission.files.items()}
+
+
 BROKEN: Final[Mapping[str, tuple[tuple[str, Change, Verdict], ...]]] = MappingProxyType(
     {
         "structure.folders": (
@@ -61,6 +65,7 @@ BROKEN: Final[Mapping[str, tuple[tuple[str, Change, Verdict], ...]]] = MappingPr
                 lambda s: s.files.update({f"{RESULT}/run6/summary.json": s.summary(5)}),
                 Verdict.FAIL,
             ),
+            ("none by name", _rename_runs, Verdict.NOT_CHECKED),
         ),
         "runs.files": (
             ("no summary", _drop(f"{RESULT}/run3/summary.json"), Verdict.FAIL),
@@ -107,6 +112,15 @@ BROKEN: Final[Mapping[str, tuple[tuple[str, Change, Verdict], ...]]] = MappingPr
         "parameters.allowed": (
             ("batch", _set_override("++workload.reader.batch_size=1"), Verdict.FAIL),
             ("open's", _set_override("++workload.dataset.format=hdf5"), Verdict.FAIL),
+        ),
+        "parameters.configuration": (
+            ("batch", lambda s: s.configs()[3]["reader"].update(batch_size=1), Verdict.FAIL),
+            ("record", lambda s: s.configs()[3]["dataset"].update(record_length=1), Verdict.FAIL),
+            ("minimum", lambda s: s.configs()[3]["metric"].update(au=0.5), Verdict.FAIL),
+            ("computation", lambda s: s.configs()[3]["train"].update(computation_time=0.1), Verdict.FAIL),
+            ("text", lambda s: s.configs()[3]["reader"].update(batch_size="seven"), Verdict.FAIL),
+            ("no batch", lambda s: s.configs()[3]["reader"].pop("batch_size"), Verdict.NOT_CHECKED),
+            ("no sections", lambda s: s.configs()[3].clear(), Verdict.NOT_CHECKED),
         ),
     }
 )

@@ -1,7 +1,7 @@
 """Small v1.0 trees: a valid submission as values that tests change before it is written.
 
-Place in the flow: values -> (a test's change) -> files. Invariant: no tree is kept in this module; each call of
- `valid_submission` makes new values.
+Place in the flow: values -> (a test's change) -> files. Invariant: no tree is kept in this module; each call
+of `valid_submission` makes new values.
 """
 
 from __future__ import annotations
@@ -117,8 +117,23 @@ def _summary(rate: float) -> dict[str, Any]:
 def _workload() -> dict[str, Any]:
     return {
         "model": "unet3d",
-        "dataset": {"num_files_train": NUM_FILES, "num_samples_per_file": 1, "record_length": RECORD_BYTES},
-        "reader": {"batch_size": BATCH},
+        "framework": "pytorch",
+        "dataset": {
+            "format": "npz",
+            "num_files_train": NUM_FILES,
+            "num_samples_per_file": 1,
+            "record_length": RECORD_BYTES,
+            "record_length_stdev": 68_341_808,
+            "record_length_resize": 2_097_152,
+        },
+        "reader": {
+            "batch_size": BATCH,
+            "data_loader": "pytorch",
+            "file_shuffle": "seed",
+            "read_threads": 16,
+            "sample_shuffle": "seed",
+        },
+        "train": {"epochs": 5, "computation_time": 0.323},
         "metric": {"au": 0.9},
     }
 
