@@ -34,6 +34,7 @@ BENCHMARKS = (
     "checkpoint_save",
     "checkpoint_load",
     "checkpoint_metadata",
+    "submission_check",
 )
 
 

@@ -14,12 +14,16 @@ if TYPE_CHECKING:
     from penstock.submission.edition import Edition
 
 
-def document(judged: Sequence[Judged], edition: Edition) -> dict[str, Any]:
-    """What `--json` prints."""
+def document(judged: Sequence[Judged], edition: Edition, empty: Sequence[str] = ()) -> dict[str, Any]:
+    """What `--json` prints; `empty` names the submitters without results."""
     return {
         "edition": edition.edition,
         "results": [_result(each) for each in judged],
-        "summary": summary(judged) | {"for_the_reviewer": list(edition.for_the_reviewer)},
+        "summary": {
+            **summary(judged),
+            "without_results": list(empty),
+            "for_the_reviewer": list(edition.for_the_reviewer),
+        },
     }
 
 

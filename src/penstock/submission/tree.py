@@ -62,10 +62,19 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
     if _child(top, "results"):
         yield _submitter(top)
     elif _division(top.name):
-        yield from (_submitter(folder) for folder in _folders(top) if _child(folder, "results"))
+        yield from map(_submitter, _folders(top))
     else:
         for division in filter(lambda folder: _division(folder.name), _folders(top)):
             yield from (_submitter(folder) for folder in _folders(division))
+
+
+def without_results(root: Path) -> list[str]:
+    """The folders of a round or a division that hold no result: named, because nobody else would say so."""
+    return [
+        submitter.folder.relative_to(root.resolve()).as_posix()
+        for submitter in find_submitters(root)
+        if next(_results_of(submitter, root), None) is None
+    ]
 
 
 def folders_of(submitter: Submitter) -> frozenset[str]:

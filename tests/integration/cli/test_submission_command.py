@@ -39,6 +39,14 @@ def test_what_cannot_be_checked_ends_with_3(tmp_path: Path, capsys: pytest.Captu
     assert "not checked: sizing.memory: there is no field num_hosts" in capsys.readouterr().out
 
 
+def test_a_submitter_without_results_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (valid_submission().write(tmp_path) / "closed" / "idle").mkdir()
+    assert main(["submission", "check", str(tmp_path), "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["summary"]["without_results"] == ["closed/idle"]
+    assert "closed/idle: no results are here" in told.err
+
+
 @pytest.mark.parametrize("words", [["--edition", "v2.0"], ["--edition", "v3.0"]])
 def test_an_edition_without_rules_ends_with_3(words: list[str], tmp_path: Path) -> None:
     assert main(["submission", "check", str(valid_submission().write(tmp_path)), *words]) == 3

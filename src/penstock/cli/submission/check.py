@@ -40,12 +40,16 @@ def check(
     from penstock.submission.check import check as check_tree
     from penstock.submission.check import choose_edition
     from penstock.submission.report import document, exit_code
+    from penstock.submission.tree import without_results
 
     terminal = Terminal(as_json=as_json)
     chosen = choose_edition(edition)
     with terminal.progress() as progress:
         judged = list(check_tree(folder, chosen, progress=progress))
-    terminal.result(document(judged, chosen), lambda console: _draw(console, judged, chosen))
+    empty = without_results(folder)
+    for name in empty:
+        terminal.note(f"{name}: no results are here")
+    terminal.result(document(judged, chosen, empty), lambda console: _draw(console, judged, chosen))
     raise typer.Exit(exit_code(judged))
 
 
@@ -77,13 +81,13 @@ def _draw(console: Console, judged: Sequence[Judged], edition: Edition) -> None:
 
 def _row(judged: Judged) -> dict[str, str]:
     throughput = judged.metrics.get("train_throughput_mean_samples_per_second")
+    number = "?" if judged.num_accelerators is None else str(judged.num_accelerators)
     return {
         "organisation": judged.organisation,
         "division": judged.division or "-",
         "system": judged.system or "-",
         "workload": judged.workload or "-",
-        "accelerator": judged.accelerator or "-",
-        "number": "-" if judged.num_accelerators is None else str(judged.num_accelerators),
+        "accelerators": f"{number} {judged.accelerator}".strip(),
         "samples/s": "-" if throughput is None else f"{throughput:,.1f}",
         "verdict": judged.verdict.value,
     }
