@@ -1,7 +1,7 @@
 """Runs that `penstock submission check` judges in a second: of a round of 1,000 runs, over one of 100.
 
-No peer stands beside it: the ratio is the rate of the large round over that of the small one, near 1 as long as time grows
-linearly.
+No peer stands beside it: the ratio is the rate of the large round over that of the small one, near 1 as
+long as time grows linearly.
 """
 
 from __future__ import annotations
