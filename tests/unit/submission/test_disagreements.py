@@ -119,3 +119,15 @@ def test_the_lists_of_the_divisions_are_those_of_the_edition() -> None:
 def _judged(submission: Submission, root: Path) -> Judged:
     (only,) = check(submission.write(root), EDITION)
     return only
+
+
+def test_each_required_file_and_compared_key_is_of_the_edition() -> None:
+    assert set(EDITION.run_files) == {
+        "summary.json",
+        "per_epoch_stats.json",
+        "configs/config.yaml",
+        "configs/overrides.yaml",
+    }
+    assert len(EDITION.parameters.compared) == 13
+    assert {"train.epochs", "train.computation_time", "metric.au"} <= set(EDITION.parameters.compared)
+    assert EDITION.accelerators == ("a100", "h100")
