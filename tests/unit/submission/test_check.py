@@ -11,7 +11,7 @@ from penstock.submission.check import apply, check, choose_edition
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.reading import read_result
-from penstock.submission.report import exit_code
+from penstock.submission.reports.document import exit_code
 from penstock.submission.rules.base import Rule
 from penstock.submission.tree import find_places
 from penstock.testing.submission.tree import RESULT, valid_submission

@@ -39,7 +39,7 @@ def check(
     """
     from penstock.submission.check import check as check_tree
     from penstock.submission.check import choose_edition
-    from penstock.submission.report import document, exit_code
+    from penstock.submission.reports.document import document, exit_code
     from penstock.submission.tree import without_results
 
     terminal = Terminal(as_json=as_json)
@@ -55,7 +55,7 @@ def check(
 
 def _draw(console: Console, judged: Sequence[Judged], edition: Edition) -> None:
     from penstock.submission.finding import Verdict
-    from penstock.submission.report import summary
+    from penstock.submission.reports.document import summary
 
     table(f"Results, by the rules of {edition.edition}", [_row(each) for each in judged])(console)
     shown = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)

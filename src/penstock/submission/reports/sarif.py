@@ -1,0 +1,130 @@
+"""Findings as SARIF 2.1.0, so that viewers of code analysis show them beside the files that they are about.
+
+Pure: judged results in, one document out. Invariants: one result a finding, passes included; a path is
+relative to the checked folder, whose own place stands once in `originalUriBaseIds`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from penstock import __version__
+from penstock.submission.finding import Finding, Verdict
+from penstock.submission.reports.document import exit_code, summary
+
+if TYPE_CHECKING:
+    from penstock.submission.check import Judged
+    from penstock.submission.rules.base import Rule
+
+SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"
+TREE: Final = "TREE"
+"""The name of the checked folder in every location."""
+
+_KINDS: Final[Mapping[Verdict, tuple[str, str]]] = MappingProxyType(
+    {
+        Verdict.FAIL: ("fail", "error"),
+        Verdict.WARNING: ("fail", "warning"),
+        Verdict.NOT_CHECKED: ("open", "none"),
+        Verdict.PASS: ("pass", "none"),
+        Verdict.NOT_APPLICABLE: ("notApplicable", "none"),
+    }
+)
+"""`kind` and `level`; the standard allows a level other than "none" for the kind "fail" alone."""
+
+_LINE: Final = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
+
+
+def sarif(judged: Sequence[Judged], rules: Sequence[Rule], root: Path) -> dict[str, Any]:
+    """All findings below `root` as one run of one tool."""
+    positions = {rule.id: position for position, rule in enumerate(rules)}
+    return {
+        "$schema": SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {"driver": _driver(rules)},
+                "originalUriBaseIds": {TREE: {"uri": _folder_uri(root)}},
+                "columnKind": "unicodeCodePoints",
+                "invocations": [{"executionSuccessful": True, "exitCode": exit_code(judged)}],
+                "results": [result for each in judged for result in _results(each, positions)],
+                "properties": summary(judged),
+            }
+        ],
+    }
+
+
+def _driver(rules: Sequence[Rule]) -> dict[str, Any]:
+    return {
+        "name": "penstock",
+        "fullName": "penstock submission check",
+        "semanticVersion": __version__,
+        "rules": [_described(rule) for rule in rules],
+    }
+
+
+def _described(rule: Rule) -> dict[str, Any]:
+    return {
+        "id": rule.id,
+        "shortDescription": {"text": rule.title},
+        "fullDescription": {"text": rule.formula},
+        "help": {"text": f"Passes: {rule.passes}\nFails: {rule.fails}\nSource: {rule.source}"},
+        "defaultConfiguration": {"level": "error"},
+        "properties": {"editions": list(rule.editions)},
+    }
+
+
+def _results(judged: Judged, positions: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    seen: Counter[tuple[str, str]] = Counter()
+    for finding in judged.findings:
+        place = (finding.rule, finding.evidence)
+        seen[place] += 1
+        kind, level = _KINDS[finding.verdict]
+        yield {
+            "ruleId": finding.rule,
+            **({"ruleIndex": positions[finding.rule]} if finding.rule in positions else {}),
+            "kind": kind,
+            "level": level,
+            "message": {"text": _message(finding)},
+            "locations": [_location(finding.evidence or judged.name, judged)],
+            "partialFingerprints": {"finding/v1": _fingerprint(judged.name, *place, str(seen[place]))},
+            "properties": {
+                "verdict": finding.verdict.value,
+                "value": finding.value,
+                "limit": finding.limit,
+                "fix": finding.fix,
+            },
+        }
+
+
+def _message(finding: Finding) -> str:
+    return " ".join(filter(None, (finding.proof, finding.fix))) or finding.verdict.value
+
+
+def _location(evidence: str, judged: Judged) -> dict[str, Any]:
+    match = _LINE.fullmatch(evidence)
+    file = match["file"] if match else evidence
+    path = Path(file)
+    artifact = (
+        {"uri": path.as_uri()} if path.is_absolute() else {"uri": quote(file) or ".", "uriBaseId": TREE}
+    )
+    region = {"region": {"startLine": int(match["line"])}} if match else {}
+    return {
+        "physicalLocation": {"artifactLocation": artifact, **region},
+        "logicalLocations": [{"fullyQualifiedName": judged.name, "kind": "object"}],
+    }
+
+
+def _fingerprint(*words: str) -> str:
+    """The same for the same finding of a later check, whatever its verdict and figures are then."""
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def _folder_uri(root: Path) -> str:
+    return f"{root.resolve().as_uri().rstrip('/')}/"
