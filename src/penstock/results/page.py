@@ -31,14 +31,7 @@ class Page:
     sections: Sequence[Section]
 
 
-_DOCUMENT: Final = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --ink: #1b2430; --paper: #fbfbf9; --faint: #6b7682; --line: #dcdfe3;
+STYLE: Final = """:root { color-scheme: light dark; --ink: #1b2430; --paper: #fbfbf9; --faint: #6b7682; --line: #dcdfe3;
         --bar: #3f86c4; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e3e7ec; --paper: #14181d; --faint: #97a1ac; --line: #2d343c; --bar: #4c8fc9; }
@@ -55,7 +48,17 @@ th, td { padding: .3rem .8rem; border-bottom: 1px solid var(--line); text-align:
 th { color: var(--faint); font-weight: 600; } .number { text-align: right; }
 .bar { min-width: 7rem;
        background: linear-gradient(var(--bar), var(--bar)) no-repeat left bottom / var(--share) .28rem; }
-</style>
+"""
+"""The look of all pages that are made of text and tables, light and dark."""
+
+_DOCUMENT: Final = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title>
+<style>
+$style</style>
 </head>
 <body>
 <h1>$title</h1>
@@ -73,6 +76,7 @@ _LONG_TEXT: Final = 36
 def render(page: Page) -> str:
     """The page as one HTML document."""
     return _DOCUMENT.substitute(
+        style=STYLE,
         title=escape(page.title),
         subtitle=escape(page.subtitle),
         sections="\n".join(_section(section) for section in page.sections),
