@@ -6,34 +6,14 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal import JsonFlag, Terminal
-from penstock.cli.trace.asking import (
-    By,
-    Classes,
-    Form,
-    FormOption,
-    Phases,
-    Tiers,
-    asked,
-    columns,
-    make_lens,
-    show,
-)
-from penstock.cli.trace.opening import Dask, Files, Strict, Where
+from penstock.cli.trace.asking import By, columns
+from penstock.cli.trace.question import Asking, question
 
 Top = Annotated[int | None, typer.Option("--top", min=1, help="Only so many rows.")]
 
 
-def summary(
-    files: Files,
-    *,
-    phase: Phases = None,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
-) -> None:
+@question("phase")
+def summary(asking: Asking) -> None:
     """Tell what a trace is of: hosts, ranks, files, time; compute, I/O, their overlap; sizes by function.
 
     Examples:
@@ -44,26 +24,12 @@ def summary(
     """
     from penstock.trace.questions.summary import summary as ask
 
-    terminal = Terminal(as_json=as_json)
-    with asked(
-        files, terminal, make_lens(None, None, phase), where=where, dask=dask, strict=strict
-    ) as events:
-        show(terminal, ask(events), form)
+    with asking.events() as events:
+        asking.show(ask(events))
 
 
-def ops(
-    files: Files,
-    *,
-    by: By = None,
-    tier: Tiers = None,
-    file_class: Classes = None,
-    phase: Phases = None,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
-) -> None:
+@question("tier", "file_class", "phase")
+def ops(asking: Asking, *, by: By = None) -> None:
     """List I/O operations by the time they took: calls, bytes, sum, union and concurrency.
 
     Examples:
@@ -74,25 +40,12 @@ def ops(
     """
     from penstock.trace.questions.counts import ops as ask
 
-    terminal = Terminal(as_json=as_json)
-    lens = make_lens(tier, file_class, phase)
-    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
-        show(terminal, [ask(events, by=columns(by, ("tier", "op")))], form)
+    with asking.events() as events:
+        asking.show([ask(events, by=columns(by, ("tier", "op")))])
 
 
-def files_(
-    files: Files,
-    *,
-    by: By = None,
-    top: Top = None,
-    tier: Tiers = None,
-    file_class: Classes = None,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
-) -> None:
+@question("tier", "file_class")
+def files_(asking: Asking, *, by: By = None, top: Top = None) -> None:
     """List files by the time spent on them.
 
     Examples:
@@ -103,24 +56,12 @@ def files_(
     """
     from penstock.trace.questions.counts import files as ask
 
-    terminal = Terminal(as_json=as_json)
-    lens = make_lens(tier, file_class, None)
-    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
-        show(terminal, [ask(events, by=columns(by, ("path",)), top=top)], form)
+    with asking.events() as events:
+        asking.show([ask(events, by=columns(by, ("path",)), top=top)])
 
 
-def classes(
-    files: Files,
-    *,
-    by: By = None,
-    tier: Tiers = None,
-    file_class: Classes = None,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
-) -> None:
+@question("tier", "file_class")
+def classes(asking: Asking, *, by: By = None) -> None:
     """List classes of files by the time spent on them: names without digits, or patterns of your own.
 
     Examples:
@@ -131,24 +72,16 @@ def classes(
     """
     from penstock.trace.questions.counts import classes as ask
 
-    terminal = Terminal(as_json=as_json)
-    lens = make_lens(tier, file_class, None)
-    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
-        show(terminal, [ask(events, by=columns(by, ("file_class", "op")))], form)
+    with asking.events() as events:
+        asking.show([ask(events, by=columns(by, ("file_class", "op")))])
 
 
+@question("tier", "file_class")
 def sizes(
-    files: Files,
+    asking: Asking,
     *,
     by: By = None,
     top: Annotated[int, typer.Option("--top", min=1, help="So many of the most frequent sizes.")] = 20,
-    tier: Tiers = None,
-    file_class: Classes = None,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
 ) -> None:
     """Describe sizes of transfers: exact quantiles, and how often each size occurs.
 
@@ -160,21 +93,14 @@ def sizes(
     """
     from penstock.trace.questions.sizes import sizes as ask
 
-    terminal = Terminal(as_json=as_json)
-    lens = make_lens(tier, file_class, None)
-    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
-        show(terminal, ask(events, by=columns(by, ("op",)), top=top), form)
+    with asking.events() as events:
+        asking.show(ask(events, by=columns(by, ("op",)), top=top))
 
 
+@question()
 def file(
+    asking: Asking,
     path: Annotated[str, typer.Argument(metavar="PATH", help="A file that was worked on, or its name.")],
-    files: Files,
-    *,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
 ) -> None:
     """Tell the life of one file: its events in order.
 
@@ -186,21 +112,12 @@ def file(
     """
     from penstock.trace.questions.file_events import file_events
 
-    terminal = Terminal(as_json=as_json)
-    with asked(files, terminal, make_lens(None, None, None), where=where, dask=dask, strict=strict) as events:
-        show(terminal, [file_events(events, path)], form)
+    with asking.events() as events:
+        asking.show([file_events(events, path)])
 
 
-def ranks(
-    files: Files,
-    *,
-    phase: Phases = None,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
-) -> None:
+@question("phase")
+def ranks(asking: Asking) -> None:
     """Compare ranks: skew, and stragglers.
 
     Examples:
@@ -211,26 +128,17 @@ def ranks(
     """
     from penstock.trace.questions.ranks import ranks as ask
 
-    terminal = Terminal(as_json=as_json)
-    with asked(
-        files, terminal, make_lens(None, None, phase), where=where, dask=dask, strict=strict
-    ) as events:
-        show(terminal, [ask(events)], form)
+    with asking.events() as events:
+        asking.show([ask(events)])
 
 
+@question("tier", "phase")
 def timeline(
-    files: Files,
+    asking: Asking,
     *,
     bucket: Annotated[
         str | None, typer.Option("--bucket", metavar="TIME", help="As 1s or 100ms; else about 100 buckets.")
     ] = None,
-    tier: Tiers = None,
-    phase: Phases = None,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
 ) -> None:
     """Tell what went on when: bandwidth, operations and concurrency of each tier.
 
@@ -247,28 +155,18 @@ def timeline(
     bucket_us = None if bucket is None else round(parse_seconds(bucket) * 1e6)
     if bucket_us is not None and bucket_us < 1:
         raise UsageError(f"--bucket {bucket} is shorter than a microsecond", fix="Write for example 100ms.")
-    terminal = Terminal(as_json=as_json)
-    with asked(
-        files, terminal, make_lens(tier, None, phase), where=where, dask=dask, strict=strict
-    ) as events:
-        show(terminal, [ask(events, bucket_us=bucket_us)], form)
+    with asking.events() as events:
+        asking.show([ask(events, bucket_us=bucket_us)])
 
 
+@question("tier", "file_class", "phase")
 def overlap(
-    files: Files,
+    asking: Asking,
     *,
     by: By = None,
     of: Annotated[
         str, typer.Option("--of", metavar="PHASE", help="What counts as I/O; all: not compute.")
     ] = "io",
-    tier: Tiers = None,
-    file_class: Classes = None,
-    phase: Phases = None,
-    where: Where = "",
-    dask: Dask = "",
-    strict: Strict = False,
-    form: FormOption = Form.TABLE,
-    as_json: JsonFlag = False,
 ) -> None:
     """Tell how much I/O ran side by side, and beside computation: from intervals, to the microsecond.
 
@@ -283,7 +181,5 @@ def overlap(
     """
     from penstock.trace.questions.overlap import overlap as ask
 
-    terminal = Terminal(as_json=as_json)
-    lens = make_lens(tier, file_class, phase)
-    with asked(files, terminal, lens, where=where, dask=dask, strict=strict) as events:
-        show(terminal, [ask(events, by=columns(by, ("pid",)), of=of)], form)
+    with asking.events() as events:
+        asking.show([ask(events, by=columns(by, ("pid",)), of=of)])
