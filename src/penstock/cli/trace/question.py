@@ -53,7 +53,7 @@ class Asking:
 
 
 def question(*lens: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a verb of a function of an `Asking`: its own options come first, then those of `lens` and of all."""
+    """Make a verb of a function of an `Asking`: first its own options, then those of `lens` and of all."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
