@@ -2,14 +2,16 @@
 # Install the Debian packages that some tests want. Silent and instant when all is there; never fails the build:
 # what cannot be installed skips its tests, and this says which.
 set -u
+PATH=$PATH:/usr/sbin # where sshd is, also for people who are not root
 
 declare -A skipped=(
   [radosgw]="S3 tests on Ceph" [ceph-mon]="S3 tests on Ceph" [ceph-osd]="S3 tests on Ceph" [ceph]="S3 tests on Ceph"
   [chromium]="reports opened in a browser" [fio]="comparison with fio" [strace]="tests that watch system calls"
+  [sshd]="cluster facts over a real ssh"
 )
 declare -A package=(
   [radosgw]=radosgw [ceph-mon]=ceph-mon [ceph-osd]=ceph-osd [ceph]=ceph-common [chromium]=chromium
-  [fio]=fio [strace]=strace
+  [fio]=fio [strace]=strace [sshd]=openssh-server
 )
 
 missing_programs() {
@@ -31,7 +33,8 @@ install_missing() {
   echo "Installing ${packages[*]} for the tests (a few minutes, once) ..."
   {
     as_root apt-get update --quiet
-    as_root env DEBIAN_FRONTEND=noninteractive timeout 900 \
+    # At run level 1 no service that comes with a package is started.
+    as_root env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 timeout 900 \
       apt-get install --yes --no-install-recommends "${packages[@]}"
   } > /dev/null 2>&1
 }
