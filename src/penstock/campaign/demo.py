@@ -23,7 +23,8 @@ from penstock.bench.loader.native import NativeOptions
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe
 from penstock.bench.probe.rows import headline_rows, measurement_rows
 from penstock.bench.state import LayoutRequest, plan_layout
-from penstock.bench.training.run import TrainingRequest, train
+from penstock.bench.training.request import TrainingRequest
+from penstock.bench.training.run import train
 from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.doctor import Diagnosis, examine
 from penstock.cluster.solo import SoloComm

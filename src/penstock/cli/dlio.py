@@ -242,7 +242,8 @@ class _Session:
 
     def _train(self) -> None:
         from penstock.bench.order import Division
-        from penstock.bench.training.run import TrainingRequest, train
+        from penstock.bench.training.request import TrainingRequest
+        from penstock.bench.training.run import train
         from penstock.cli.dlio_checkpoint import checkpoint_place
         from penstock.cli.training.reading import asks_to_decode, choose_seed
         from penstock.cli.training.saving import checkpoint_wish

@@ -22,7 +22,7 @@ from penstock.results.provenance import redacted
 from penstock.results.tables import gather, read_events
 
 if TYPE_CHECKING:
-    from penstock.bench.training.run import TrainingRequest
+    from penstock.bench.training.request import TrainingRequest
     from penstock.results.host import HostFacts
     from penstock.results.record import OpenRun
 

@@ -7,26 +7,24 @@ whichever way that was; only the loop's steps count.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bench.checkpoint.watch import FILE
 from penstock.bench.loader.decoding import ContentCheck, FormatDecoder
-from penstock.bench.order import Division
 from penstock.bench.steps import StepRecorder, read_clocks
 from penstock.bench.training.batches import Handling
 from penstock.bench.training.caches import drop_caches, keeps_page_cache
 from penstock.bench.training.ceiling import run_ceiling
-from penstock.bench.training.checkpoints import CheckpointWish, TrainingCheckpoints
+from penstock.bench.training.checkpoints import TrainingCheckpoints
 from penstock.bench.training.finish import finish
 from penstock.bench.training.loop import Loop, Preload, phase_works
 from penstock.bench.training.outcome import EpochStage, Stages, TrainingResult
 from penstock.bench.training.prepare import prepare
 from penstock.errors import UsageError
-from penstock.results.dlio.folder import HYDRA_FOLDER
 from penstock.results.events import Phase
 from penstock.results.host import one_per_host, read_host
 from penstock.results.record import OpenRun, RunRequest
@@ -35,46 +33,14 @@ from penstock.storage import Counters
 from penstock.workload.choices import Format
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import LoaderOptions, OpenStorage
-    from penstock.bench.training.files import OpenFormat, TrainingFiles
+    from penstock.bench.training.files import TrainingFiles
     from penstock.bench.training.loop import PhaseWork
     from penstock.bench.training.outcome import Ceiling
     from penstock.bench.training.prepare import Prepared
+    from penstock.bench.training.request import TrainingRequest
     from penstock.cluster.comm import Comm
-    from penstock.environment import Environment
     from penstock.progress import Progress
     from penstock.storage import Storage
-    from penstock.workload.spec import Workload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRequest:
-    """One run. `results` is the folder in which the run's own is made, unless `run_folder` names that itself.
-
-    `overrides` are in DLIO's words; `hydra_subfolder` and `log_before` are of DLIO's files: where the
-    configuration goes ("": nowhere), and the log's lines about what came before the run. `reopen` is for
-    loaders whose processes open the storage themselves. `checkpoints` are what is saved on the way, and
-    where. `decodes` makes samples of what is read; `check`
-    holds them against their generator, which takes decoding. `reader` knows files of a format of its own.
-    """
-
-    workload: Workload
-    results: Path
-    seed: int
-    division: Division = Division.ROTATE
-    loader: LoaderOptions
-    reopen: OpenStorage | None = None
-    checkpoints: CheckpointWish | None = None
-    decodes: bool = False
-    check: ContentCheck = ContentCheck.OFF
-    reader: OpenFormat | None = None
-    command: Sequence[str] = ()
-    environment: Environment = field(default_factory=dict)
-    overrides: Sequence[str] = ()
-    remarks: Sequence[str] = ()
-    run_folder: Path | None = None
-    hydra_subfolder: str = HYDRA_FOLDER
-    log_before: Sequence[str] = ()
 
 
 def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress) -> TrainingResult:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.checkpoints import CheckpointWish
     from penstock.bench.training.files import OpenFormat
     from penstock.bench.training.outcome import TrainingResult
-    from penstock.bench.training.run import TrainingRequest
+    from penstock.bench.training.request import TrainingRequest
     from penstock.results.utilization import EpochRate
     from penstock.workload.spec import Workload
 
@@ -171,7 +171,7 @@ def _request(
 ) -> TrainingRequest:
     from pathlib import Path
 
-    from penstock.bench.training.run import TrainingRequest
+    from penstock.bench.training.request import TrainingRequest
 
     return TrainingRequest(
         workload=workload,

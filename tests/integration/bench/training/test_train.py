@@ -17,7 +17,8 @@ from penstock.bench.loader.native import NativeOptions
 from penstock.bench.order import Division
 from penstock.bench.training.caches import drop_caches, keeps_page_cache
 from penstock.bench.training.files import open_files
-from penstock.bench.training.run import TrainingRequest, train
+from penstock.bench.training.request import TrainingRequest
+from penstock.bench.training.run import train
 from penstock.bench.training.validate import checked_places, validate
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE

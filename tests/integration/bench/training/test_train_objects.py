@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.bench.loader.native import NativeOptions
-from penstock.bench.training.run import TrainingRequest, train
+from penstock.bench.training.request import TrainingRequest
+from penstock.bench.training.run import train
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.generate import generate

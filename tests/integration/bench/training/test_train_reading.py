@@ -14,7 +14,8 @@ import pytest
 from penstock.bench.loader.decoding import ContentCheck
 from penstock.bench.loader.native import NativeOptions
 from penstock.bench.training.outcome import STAGES_FILE
-from penstock.bench.training.run import TrainingRequest, train
+from penstock.bench.training.request import TrainingRequest
+from penstock.bench.training.run import train
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.formats.base import FileMap, Plan, Read
