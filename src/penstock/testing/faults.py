@@ -1,4 +1,4 @@
-"""Storages that are slow, narrow, full or broken: wrappers to put around any real one, and into each other.
+"""Storages that are slow, full or broken: wrappers to put around any real one, and into each other.
 
 Each does one thing and is off at its mildest setting, where it passes the contract suite. Invariant: also
 where a fault strikes, every submitted buffer is released exactly once.
@@ -25,7 +25,6 @@ Verb = Literal["create", "submit", "finish", "abort", "open", "read_into", "list
 Gate = Callable[[Verb, int], None]
 """Called before each call with its verb and bytes; it may wait, or raise what the call is to raise."""
 
-Clock = Callable[[], float]
 Sleep = Callable[[float], None]
 
 
@@ -117,48 +116,6 @@ class Slow(Gated):
     def _wait(self, _verb: Verb, _size_bytes: int) -> None:
         if self._latency_s:
             self._sleep(self._latency_s)
-
-
-class Throttled(Gated):
-    """All threads together move at most `rate_bytes_per_s`; infinity is off."""
-
-    def __init__(
-        self,
-        inside: Storage,
-        rate_bytes_per_s: float,
-        *,
-        clock: Clock = time.monotonic,
-        sleep: Sleep = time.sleep,
-    ) -> None:
-        super().__init__(inside, self._pass, throttled_rate_bytes_per_s=rate_bytes_per_s)
-        self._bucket = TokenBucket(rate_bytes_per_s, clock=clock)
-        self._sleep = sleep
-
-    def _pass(self, _verb: Verb, size_bytes: int) -> None:
-        wait_s = self._bucket.take(size_bytes)
-        if wait_s > 0:
-            self._sleep(wait_s)
-
-
-class TokenBucket:
-    """A rate shared by threads. It starts with, and keeps at most, `burst_s` seconds of unused rate."""
-
-    def __init__(
-        self, rate_bytes_per_s: float, *, clock: Clock = time.monotonic, burst_s: float = 0.01
-    ) -> None:
-        self._rate_bytes_per_s = rate_bytes_per_s
-        self._burst_s = burst_s
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._paid_until_s = clock() - burst_s
-
-    def take(self, size_bytes: int) -> float:
-        """Reserve room for `size_bytes`; the seconds to wait before they may move."""
-        with self._lock:
-            now_s = self._clock()
-            begin_s = max(self._paid_until_s, now_s - self._burst_s)
-            self._paid_until_s = begin_s + size_bytes / self._rate_bytes_per_s
-            return self._paid_until_s - now_s
 
 
 class FailAfter(Gated):

@@ -20,7 +20,7 @@ import pytest
 from penstock.environment import TRACE, TRACE_RANK
 from penstock.errors import StorageError
 from penstock.storage import open_storage
-from penstock.storage.powers import find_folders
+from penstock.storage.powers import find_folders, for_large_files
 from penstock.storage.whole import read_object, write_object
 from penstock.testing.contract import StorageContract
 from penstock.trace import span, steps, traced, tracing_to
@@ -232,6 +232,17 @@ class TestTracedStorage(StorageContract):
         (tmp_path / "data").mkdir()
         yield open_storage(str(tmp_path / "data"), {TRACE: str(tmp_path / "traces")})
         _close_recorder(tmp_path / "traces")
+
+
+def test_a_traced_storage_takes_large_files_past_the_page_cache_and_traces_them(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    storage = open_storage(str(tmp_path / "data"), {TRACE: str(tmp_path / "traces")})
+    large = for_large_files(storage)
+    assert large.options["publish"] == "in_place"
+    write_object(large, "large", [bytes(8192)])
+    _close_recorder(tmp_path / "traces")
+    writes = [event for event in events_of(tmp_path / "traces") if event["name"] == "pwrite64"]
+    assert [event["args"]["ret"] for event in writes] == [8192]
 
 
 def test_spans_name_steps_and_pass_errors_on(tmp_path: Path) -> None:

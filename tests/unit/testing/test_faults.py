@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import errno
-import math
-import threading
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,8 +18,6 @@ from penstock.testing.faults import (
     Full,
     Late,
     Slow,
-    Throttled,
-    TokenBucket,
     Verb,
 )
 
@@ -48,12 +44,6 @@ class TestSlowByNothing(StorageContract):
     @pytest.fixture
     def storage(self) -> Storage:
         return Slow(MemoryStorage(), 0)
-
-
-class TestThrottledToInfinity(StorageContract):
-    @pytest.fixture
-    def storage(self) -> Storage:
-        return Throttled(MemoryStorage(), math.inf)
 
 
 class TestFailAfterMoreThanIsMoved(StorageContract):
@@ -83,7 +73,7 @@ class TestLate(StorageContract):
 class TestWrappersInsideEachOther(StorageContract):
     @pytest.fixture
     def storage(self) -> Storage:
-        return Full(Late(FailAfter(Throttled(Slow(MemoryStorage(), 0), math.inf), 2**60)), 2**60)
+        return Full(Late(FailAfter(Slow(MemoryStorage(), 0), 2**60)), 2**60)
 
 
 def test_slow_delays_every_call_once() -> None:
@@ -108,40 +98,9 @@ def test_an_abort_is_slow_after_it_gave_up() -> None:
 
 
 def test_wrapping_shows_in_the_recorded_options() -> None:
-    storage = Throttled(Slow(MemoryStorage(), 0.5), 1e6)
-    assert storage.options == {"slow_latency_s": 0.5, "throttled_rate_bytes_per_s": 1e6}
+    storage = Full(Slow(MemoryStorage(), 0.5), 1000)
+    assert storage.options == {"slow_latency_s": 0.5, "full_capacity_bytes": 1000}
     assert storage.uri == "mem://store"
-
-
-def test_throttled_bytes_take_their_time_whatever_the_size_of_a_call() -> None:
-    clock = StoppedClock()
-    storage = Throttled(MemoryStorage(), 1000.0, clock=clock, sleep=clock.sleep)
-    write_object(storage, "key", [bytes(1000), bytes(500), bytes(3500)])
-    assert clock.now_s - 100.0 == pytest.approx(5.0, abs=0.011)
-    with closing(storage.open("key")) as source:
-        source.read_into(0, memoryview(bytearray(2000)))
-    assert clock.now_s - 100.0 == pytest.approx(7.0, abs=0.011)
-
-
-def test_a_bucket_does_not_save_up_more_than_its_burst() -> None:
-    clock = StoppedClock()
-    bucket = TokenBucket(1000.0, clock=clock, burst_s=0.5)
-    clock.now_s += 3600
-    assert bucket.take(500) == pytest.approx(0.0)
-    assert bucket.take(1000) == pytest.approx(1.0)
-    assert bucket.take(1000) == pytest.approx(2.0)
-
-
-def test_threads_share_one_bucket() -> None:
-    clock = StoppedClock()
-    bucket = TokenBucket(1000.0, clock=clock, burst_s=0.0)
-    waits: list[float] = []
-    threads = [threading.Thread(target=lambda: waits.append(bucket.take(100))) for _ in range(10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    assert sorted(waits) == pytest.approx([0.1 * turn for turn in range(1, 11)])
 
 
 def test_fail_after_lets_exactly_its_bytes_through() -> None:

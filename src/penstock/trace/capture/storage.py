@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from penstock.environment import TRACE, TRACE_RANK
+from penstock.storage.powers import for_large_files
 from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
 from penstock.trace.capture.lines import Kind, Layer
 from penstock.trace.capture.recorder import Recorder, clock_ns, shared_recorder
@@ -66,6 +67,10 @@ class TracedStorage(WrappedStorage):
         source = self.inside.open(key)
         self._recorder.record(self._kinds.open, began_ns, path)
         return TracedSource(source, self._recorder, self._kinds, path)
+
+    def past_cache(self) -> Storage:
+        """The same tree past the page cache, traced alike: a traced run takes the way that any run takes."""
+        return TracedStorage(for_large_files(self.inside), self._recorder)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """The objects inside; traced when the last one came."""
