@@ -7,9 +7,10 @@ import signal
 import pytest
 from hypothesis import settings
 
+from penstock.testing.browser import browser
 from penstock.testing.server_fixtures import faulty, lasting_fake, moto, radosgw
 
-__all__ = ["faulty", "lasting_fake", "moto", "radosgw"]
+__all__ = ["browser", "faulty", "lasting_fake", "moto", "radosgw"]
 
 pytest.register_assert_rewrite("penstock.testing.contract")
 
