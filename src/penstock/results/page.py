@@ -31,7 +31,8 @@ class Page:
     sections: Sequence[Section]
 
 
-STYLE: Final = """:root { color-scheme: light dark; --ink: #1b2430; --paper: #fbfbf9; --faint: #6b7682; --line: #dcdfe3;
+STYLE: Final = """\
+:root { color-scheme: light dark; --ink: #1b2430; --paper: #fbfbf9; --faint: #6b7682; --line: #dcdfe3;
         --bar: #3f86c4; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e3e7ec; --paper: #14181d; --faint: #97a1ac; --line: #2d343c; --bar: #4c8fc9; }

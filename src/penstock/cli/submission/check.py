@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,18 +25,30 @@ def check(
     edition: Annotated[
         str, typer.Option(metavar="auto|v1.0|v2.0|v3.0", help="Whose rules to judge by; so far v1.0.")
     ] = "auto",
+    sarif: Annotated[
+        Path | None, typer.Option("--sarif", metavar="FILE", help="Write SARIF 2.1.0, for viewers of code.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="Write a row for each finding.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page that needs no network.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Judge every result below DIR by the rules of MLPerf Storage, from its files alone.
 
     Every mean is recomputed. What cannot be read is "not checked" and named, never taken for granted.
-    Exit codes: 0 all valid; 1 something invalid; 3 something not checked.
+    Nothing is written but the files that options name. Exit codes: 0 all valid; 1 something invalid; 3
+    something not checked.
 
     Examples:
 
       penstock submission check ~/storage_results_v1.0
 
       penstock submission check ~/storage_results_v1.0/closed/acme --edition v1.0 --json
+
+      penstock submission check ~/storage_results_v1.0 --html verdicts.html --csv findings.csv
     """
     from penstock.submission.check import check as check_tree
     from penstock.submission.check import choose_edition
@@ -49,8 +62,37 @@ def check(
     empty = without_results(folder)
     for name in empty:
         terminal.note(f"{name}: no results are here")
+    _write(_Files(sarif=sarif, csv=csv, html=html), judged, chosen, folder=folder, empty=empty)
     terminal.result(document(judged, chosen, empty), lambda console: _draw(console, judged, chosen))
     raise typer.Exit(exit_code(judged))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """What is to be written, and where."""
+
+    sarif: Path | None
+    csv: Path | None
+    html: Path | None
+
+
+def _write(
+    files: _Files, judged: Sequence[Judged], edition: Edition, *, folder: Path, empty: Sequence[str]
+) -> None:
+    from penstock.results.durable import write_json, write_text
+    from penstock.submission.reports.sarif import sarif
+    from penstock.submission.reports.spreadsheet import findings_csv
+    from penstock.submission.reports.verdicts import verdicts_page
+    from penstock.submission.rules import RULES
+
+    if files.sarif is not None:
+        rules = [rule for rule in RULES if edition.edition in rule.editions]
+        write_json(files.sarif.parent, files.sarif.name, sarif(judged, rules, folder))
+    if files.csv is not None:
+        write_text(files.csv.parent, files.csv.name, findings_csv(judged))
+    if files.html is not None:
+        page = verdicts_page(judged, edition.edition, edition.for_the_reviewer, empty)
+        write_text(files.html.parent, files.html.name, page)
 
 
 def _draw(console: Console, judged: Sequence[Judged], edition: Edition) -> None:

@@ -1,6 +1,6 @@
 """Findings as CSV, a row each, in columns that stay as they are.
 
-Pure: judged results in, text out. Invariant: a column is never renamed, moved or taken out; new ones come last.
+Pure: judged results in, text out. Invariant: columns keep their names and places; new ones come last.
 """
 
 from __future__ import annotations

@@ -1,0 +1,71 @@
+"""Pages of judged results as people open them: in a browser, wide and narrow, light and dark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.cli.app import main
+from penstock.testing.submission.tree import valid_submission
+
+if TYPE_CHECKING:
+    from penstock.testing.browser import Browser
+
+SCREENS = [
+    pytest.param(1280, False, "rgb(251, 251, 249)", id="desktop, light"),
+    pytest.param(390, True, "rgb(20, 24, 29)", id="phone, dark"),
+]
+
+FRAME: dict[str, str] = {
+    "sideways": "document.documentElement.scrollWidth - window.innerWidth",
+    "paper": "getComputedStyle(document.body).backgroundColor",
+    "requests": "performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length",
+}
+
+
+def tick(group: str, value: str) -> str:
+    box = f"document.querySelector('input[name={group}][value=\"{value}\"]')"
+    return f"({box}.click(), true)"
+
+
+SHOWN = "[...document.querySelectorAll('section:not([hidden]) .finding:not([hidden]) .mark')]"
+VERDICTS: dict[str, str] = {
+    **FRAME,
+    "at first": f"[...new Set({SHOWN}.map(m => m.textContent))].sort().join()",
+    "results at first": "document.querySelectorAll('tr[data-verdict]:not([hidden])').length",
+    "show passes": tick("finding", "pass"),
+    "with passes": f"[...new Set({SHOWN}.map(m => m.textContent))].sort().join()",
+    "hide valid": tick("result", "valid"),
+    "results without valid": "document.querySelectorAll('tr[data-verdict]:not([hidden])').length",
+    "type": "(() => { const s = document.querySelector('input[type=search]'); s.value = 'STRUCTURE.folders';"
+    " s.dispatchEvent(new Event('input', {bubbles: true})); return true })()",
+    "found": f"{SHOWN}.map(m => m.parentElement.textContent).join()",
+}
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verdicts")
+    valid_submission().write(folder / "round")
+    bad = valid_submission()
+    bad.organisation = "bad"
+    bad.drop("systems/")
+    bad.write(folder / "round")
+    page = folder / "page.html"
+    assert main(["submission", "check", str(folder / "round"), "--html", str(page)]) == 1
+    return page
+
+
+@pytest.mark.parametrize(("width", "dark", "paper"), SCREENS)
+def test_the_page_of_verdicts_fits_its_screen_and_filters_as_one_asks(
+    browser: Browser, verdicts: Path, *, width: int, dark: bool, paper: str
+) -> None:
+    seen: Any = browser.open(verdicts, width=width, dark=dark, questions=VERDICTS)
+    assert seen.errors == []
+    assert seen.answers["sideways"] <= 0
+    assert (seen.answers["paper"], seen.answers["requests"]) == (paper, 0)
+    assert (seen.answers["at first"], seen.answers["with passes"]) == ("fail", "fail,pass")
+    assert (seen.answers["results at first"], seen.answers["results without valid"]) == (2, 1)
+    assert seen.answers["found"] == "fail structure.folders"

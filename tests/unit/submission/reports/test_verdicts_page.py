@@ -1,0 +1,61 @@
+"""The page of verdicts as text: everything is in it, and nothing can break out of it."""
+
+from __future__ import annotations
+
+import re
+
+from penstock.submission.check import Judged
+from penstock.submission.finding import Finding, Verdict
+from penstock.submission.reports.verdicts import verdicts_page
+
+EVIL = '</script><img src=x onerror="alert(1)">'
+
+
+def judged_with(*findings: Finding, name: str = "closed/acme/x") -> Judged:
+    return Judged(
+        name=name,
+        organisation="acme",
+        division="",
+        system="",
+        workload="",
+        accelerator="",
+        num_accelerators=None,
+        metrics={},
+        findings=findings,
+    )
+
+
+def test_every_finding_is_in_the_page_with_proof_figures_and_what_to_do() -> None:
+    findings = [
+        Finding(
+            verdict=verdict,
+            proof=f"proof of {verdict.name}",
+            value="7",
+            limit="5",
+            fix=f"mend {verdict.name}",
+            evidence=f"{verdict.name}.json",
+            rule="r",
+        )
+        for verdict in Verdict
+    ]
+    page = verdicts_page([judged_with(*findings)], "v1.0", ["caches"], ["closed/idle"])
+    for verdict in Verdict:
+        assert f"proof of {verdict.name}" in page
+        assert f"mend {verdict.name}" in page
+        assert f"{verdict.name}.json" in page
+    assert page.count("value 7; limit 5") == 5
+    assert "closed/idle" in page
+    assert "caches" in page
+
+
+def test_texts_of_strangers_cannot_become_markup() -> None:
+    finding = Finding(verdict=Verdict.FAIL, proof=EVIL, value=EVIL, evidence=EVIL, fix=EVIL, rule=EVIL)
+    page = verdicts_page([judged_with(finding, name=EVIL)], EVIL, [EVIL], [EVIL])
+    assert "<img" not in page
+    assert page.count("</script>") == 1
+
+
+def test_the_page_loads_nothing() -> None:
+    page = verdicts_page([judged_with()], "v1.0", [])
+    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page) == []
+    assert "@import" not in page
