@@ -36,7 +36,7 @@ class Ratio:
         """The ratio as a line of a report, beside its record."""
         before = f"{record:5.2f}" if record is not None else "  new"
         return (
-            f"{self.name:<44} {self.median:5.2f}  [{self.low:.2f} .. {self.high:.2f}]  record {before}   "
+            f"{self.name:<56} {self.median:5.2f}  [{self.low:.2f} .. {self.high:.2f}]  record {before}   "
             f"ours {self.ours:,.3f}, theirs {self.theirs:,.3f} {self.unit}"
         )
 
@@ -51,6 +51,24 @@ def interleave(ours: Side, theirs: Side, *, repetitions: int, unit: str) -> list
             peers, mine = theirs(), ours()
         pairs.append((mine, peers))
     return [_ratio(name, [(mine[name], peers[name]) for mine, peers in pairs], unit) for name in pairs[0][0]]
+
+
+def take_turns(sides: Sequence[Side], *, repetitions: int) -> list[dict[str, float]]:
+    """Run all sides once a round, another one first each time; the figures of each round."""
+    rounds: list[dict[str, float]] = []
+    for repetition in range(repetitions):
+        first = repetition % len(sides)
+        seen: dict[str, float] = {}
+        for side in (*sides[first:], *sides[:first]):
+            seen.update(side())
+        rounds.append(seen)
+    return rounds
+
+
+def compare(rounds: Sequence[Mapping[str, float]], name: str, pair: tuple[str, str], unit: str) -> Ratio:
+    """Ours over theirs in each of the rounds, by the names of both figures."""
+    ours, theirs = pair
+    return _ratio(name, [(seen[ours], seen[theirs]) for seen in rounds], unit)
 
 
 def _ratio(name: str, pairs: Sequence[tuple[float, float]], unit: str) -> Ratio:

@@ -31,8 +31,7 @@ BENCHMARKS = (
     "parity",
     "checkpoint_pipe",
     "checkpoint_clients",
-    "checkpoint_save",
-    "checkpoint_load",
+    "checkpoint_engine",
     "checkpoint_metadata",
     "submission_check",
 )
