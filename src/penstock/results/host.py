@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,10 @@ class HostFacts:
     memory_bytes: int
     cpuinfo: Mapping[str, str]
     meminfo: Mapping[str, str]
+
+
+FactsOf = Callable[[str], HostFacts]
+"""Reads the facts of the machine that a job calls by this name; called there."""
 
 
 def read_host(host: str, *, proc: Path = PROC) -> HostFacts:

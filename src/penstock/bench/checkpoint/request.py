@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.bench.checkpoint.marker import Shape
 from penstock.results.dlio.folder import HYDRA_FOLDER
+from penstock.results.host import read_host
 from penstock.workload.choices import CheckpointMode
 
 if TYPE_CHECKING:
     from penstock.bench.state import StateLayout
     from penstock.checkpoint.pipe.base import PipeSettings
     from penstock.environment import Environment
+    from penstock.results.host import FactsOf
     from penstock.storage import Storage
     from penstock.workload.model import CheckpointModel
 
@@ -33,7 +35,8 @@ class CheckpointRequest:
 
     `results` is the folder in which the run's own is made, unless `run_folder` names that itself. A `seed` of
     None is drawn anew for writing, and taken from what lies there for reading. With `resumes`, checkpoints
-    that an interrupted run left whole are kept; with `removes`, all are deleted at the end.
+    that an interrupted run left whole are kept; with `removes`, all are deleted at the end. `facts_of` reads
+    what a rank's machine is.
     """
 
     model: CheckpointModel
@@ -51,6 +54,7 @@ class CheckpointRequest:
     run_folder: Path | None = None
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
+    facts_of: FactsOf = read_host
 
     @property
     def shape(self) -> Shape:

@@ -26,7 +26,7 @@ from penstock.bench.steps import StepRecorder, read_clocks
 from penstock.checkpoint.pipe.memory import WarmMemory
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.results.events import Phase, SpanEvent, SpanKind
-from penstock.results.host import one_per_host, read_host
+from penstock.results.host import one_per_host
 from penstock.results.record import OpenRun, RunRequest
 from penstock.results.spool import SpoolWriter, spool_path
 
@@ -58,7 +58,7 @@ def run_checkpoints(
     num_writes = sum(each.direction == "write" for each in prepared.rounds)
     sizes = request.layout.bytes_of_processes().tolist()
     require_room(storage.uri, [size * num_writes for size in sizes], comm=comm)
-    facts = one_per_host(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
+    facts = one_per_host(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
     shift = rank_shift(hosts) if request.model.workload.checkpoint.recovery_rank_shift else 0
     if request.model.workload.checkpoint.recovery_rank_shift and not shift:
         tell("checkpoint.recovery_rank_shift: all ranks are on one host, so each reads what it wrote")

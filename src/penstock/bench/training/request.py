@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 from penstock.bench.loader.decoding import ContentCheck
 from penstock.bench.order import Division
 from penstock.results.dlio.folder import HYDRA_FOLDER
+from penstock.results.host import read_host
 
 if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions, OpenStorage
     from penstock.bench.training.checkpoints import CheckpointWish
     from penstock.bench.training.files import OpenFormat
     from penstock.environment import Environment
+    from penstock.results.host import FactsOf
     from penstock.workload.spec import Workload
 
 
@@ -27,7 +29,7 @@ class TrainingRequest:
     configuration goes ("": nowhere), and the log's lines about what came before the run. `reopen` is for
     loaders whose processes open the storage themselves. `checkpoints` are what is saved on the way, and
     where. `decodes` makes samples of what is read; `check` holds them against their generator, which takes
-    decoding. `reader` knows files of a format of its own.
+    decoding. `reader` knows files of a format of its own. `facts_of` reads what a rank's machine is.
     """
 
     workload: Workload
@@ -47,3 +49,4 @@ class TrainingRequest:
     run_folder: Path | None = None
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
+    facts_of: FactsOf = read_host

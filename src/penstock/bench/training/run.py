@@ -26,7 +26,7 @@ from penstock.bench.training.outcome import EpochStage, Stages, TrainingResult
 from penstock.bench.training.prepare import prepare
 from penstock.errors import UsageError
 from penstock.results.events import Phase
-from penstock.results.host import one_per_host, read_host
+from penstock.results.host import one_per_host
 from penstock.results.record import OpenRun, RunRequest
 from penstock.results.spool import SpoolWriter, spool_path
 from penstock.storage import Counters
@@ -54,7 +54,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
         progress=progress,
         reader=request.reader,
     )
-    hosts = one_per_host(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
+    hosts = one_per_host(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
     with ExitStack() as open_things:
         run = None
         if comm.rank == 0:
