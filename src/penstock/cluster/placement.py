@@ -29,18 +29,17 @@ def parse_hosts(text: str, *, ranks: int | None) -> tuple[HostSlots, ...]:
 
 def parse_hostfile(lines: str, *, ranks: int | None, where: str) -> tuple[HostSlots, ...]:
     """A host a line: `a`, `a:4` (MPICH) or `a slots=4` (Open MPI); `#` begins a comment."""
-    entries = []
-    for line in lines.splitlines():
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        slots = next((word.removeprefix("slots=") for word in words[1:] if word.startswith("slots=")), None)
-        entries.append(
-            (words[0], _count(slots, line)) if slots is not None else _host_and_count(words[0], line)
-        )
-    if not entries:
-        raise UsageError("The host file names no host", where=where, fix="Write one host a line: node1:4")
-    return _completed(entries, ranks, where=where)
+    return _completed(_hostfile_entries(lines, where), ranks, where=where)
+
+
+def host_names(text: str) -> tuple[str, ...]:
+    """The machines of `a,b:4`, where it does not matter how many ranks they take."""
+    return _each_once([_host_and_count(entry.strip(), text) for entry in text.split(",")], f"--hosts {text}")
+
+
+def hostfile_names(lines: str, *, where: str) -> tuple[str, ...]:
+    """The same of a host file."""
+    return _each_once(_hostfile_entries(lines, where), where)
 
 
 def ranks_placed(hosts: Sequence[HostSlots], ranks: int | None, *, where: str) -> int:
@@ -65,6 +64,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _hostfile_entries(lines: str, where: str) -> list[tuple[str, int | None]]:
+    entries = []
+    for line in lines.splitlines():
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        slots = next((word.removeprefix("slots=") for word in words[1:] if word.startswith("slots=")), None)
+        entries.append(
+            (words[0], _count(slots, line)) if slots is not None else _host_and_count(words[0], line)
+        )
+    if not entries:
+        raise UsageError("The host file names no host", where=where, fix="Write one host a line: node1:4")
+    return entries
 
 
 def _host_and_count(entry: str, whole: str) -> tuple[str, int | None]:
@@ -93,12 +107,7 @@ def _count(text: str, whole: str) -> int:
 def _completed(
     entries: list[tuple[str, int | None]], ranks: int | None, *, where: str
 ) -> tuple[HostSlots, ...]:
-    names = [host for host, _ in entries]
-    twice = next((host for host in names if names.count(host) > 1), None)
-    if twice is not None:
-        raise UsageError(
-            f"Host {twice!r} is named twice", where=where, fix=f"Name it once, with the sum: {twice}:2"
-        )
+    _each_once(entries, where)
     counted = [count for _, count in entries if count is not None]
     if counted and len(counted) < len(entries):
         raise UsageError(
@@ -108,3 +117,13 @@ def _completed(
         )
     even = -(-(ranks or len(entries)) // len(entries))
     return tuple(HostSlots(host, count if count is not None else even) for host, count in entries)
+
+
+def _each_once(entries: list[tuple[str, int | None]], where: str) -> tuple[str, ...]:
+    names = [host for host, _ in entries]
+    twice = next((host for host in names if names.count(host) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"Host {twice!r} is named twice", where=where, fix=f"Name it once, with the sum: {twice}:2"
+        )
+    return tuple(names)

@@ -68,8 +68,14 @@ def test_a_host_that_fails_is_an_error_and_leaves_no_file(
     [
         (("--via", "mpi"), "Give --hosts"),
         (("--via", "local", "--hosts", "a,b"), "Leave --via out"),
-        (("--via", "pigeon"), "Choose mpi or local"),
-        (("--hosts", "a,,b"), "node1,node2"),
+        (("--via", "ssh"), "--hostfile FILE"),
+        (("--via", "slurm"), "Nothing says which hosts to ask"),
+        (("--via", "pigeon"), "Choose one of local, ssh, slurm, mpi"),
+        (("--via", "ranks"), "Choose one of local, ssh, slurm, mpi"),
+        (("--hosts", "a", "--hostfile", "b"), "Give one of them"),
+        (("--hostfile", "/no/such/file"), "one host a line"),
+        (("--via", "ssh", "--hosts", "a", "--launcher", "srun"), "Leave one of them out"),
+        (("--hosts", "a,,b"), "node1:4,node2:4"),
         (("--timeout", "soon"), "--timeout"),
     ],
 )
@@ -78,6 +84,7 @@ def test_wrong_usage_says_what_to_write(
 ) -> None:
     assert main(["cluster", "collect", "-o", str(tmp_path / "x"), *words]) == 2
     assert said in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +152,18 @@ def test_a_host_that_hangs_is_named_within_its_time(
 ) -> None:
     assert main([*srun, "--hosts", "hung", "--timeout", "200ms"]) == 1
     assert "hung: no answer within 0.2 s" in capsys.readouterr().err
+
+
+def test_an_allocation_of_slurm_names_its_own_hosts(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    srun: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "good[1-2]")
+    assert main(["cluster", "collect", "--via", "slurm", "-o", str(tmp_path / "cluster.json"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["via"], document["asked"]) == ("slurm", ["good1", "good2"])
 
 
 def _children() -> set[int]:

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.placement import HostSlots, is_loopback, parse_hostfile, parse_hosts, ranks_placed
+from penstock.cluster.placement import (
+    HostSlots,
+    host_names,
+    hostfile_names,
+    is_loopback,
+    parse_hostfile,
+    parse_hosts,
+    ranks_placed,
+)
 from penstock.errors import UsageError
 
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_size=1, max_size=6, unique=True)
@@ -93,3 +101,10 @@ def test_more_ranks_than_slots_are_refused_with_both_numbers() -> None:
 )
 def test_only_loopback_names_are_this_machine_for_sure(host: str, loopback: bool) -> None:  # noqa: FBT001 - a table
     assert is_loopback(host) is loopback
+
+
+def test_names_alone_are_read_whether_or_not_counts_stand_behind_them() -> None:
+    assert host_names("a, b:4,[::1]:2,me@c") == ("a", "b", "::1", "me@c")
+    assert hostfile_names("a\nb:4 # fast\n\nc slots=2\n", where="hosts") == ("a", "b", "c")
+    with pytest.raises(UsageError, match="'a' is named twice"):
+        host_names("a,a:4")

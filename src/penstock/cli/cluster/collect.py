@@ -9,22 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import values
+from penstock.cli.cluster.hosts import asked_hosts, way_to
 from penstock.cli.terminal import JsonFlag, Terminal, table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.cluster.facts.asking import CommandFor
-    from penstock.cluster.facts.model import ClusterFacts, Present, Via
-    from penstock.environment import Environment
-
+    from penstock.cluster.facts.model import ClusterFacts, Present
 
 _Hosts = Annotated[
-    str | None, typer.Option("--hosts", metavar="A,B,C", help="The hosts to ask; without: this one.")
+    str | None, typer.Option("--hosts", metavar="A,B:4", help="The hosts to ask; without: this one.")
+]
+_Hostfile = Annotated[
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="The hosts to ask, one a line.")
 ]
 _Via = Annotated[
     str | None,
-    typer.Option("--via", metavar="WAY", help="mpi (any launcher), or local: this machine only."),
+    typer.Option(
+        "--via",
+        metavar="WAY",
+        help="ssh, slurm (an allocation's own hosts, if none are named), mpi (any launcher), or local: this "
+        "machine only.",
+    ),
 ]
 _Output = Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="Where the facts go.")]
 _AllowPartial = Annotated[
@@ -36,17 +42,22 @@ _Launcher = Annotated[
 ]
 _LauncherArgs = Annotated[
     list[str] | None,
-    typer.Option("--launcher-arg", metavar="ARG", help="Passed to the launcher; repeatable."),
+    typer.Option("--launcher-arg", metavar="ARG", help="Passed to the launcher, or to ssh; repeatable."),
 ]
 _Python = Annotated[
     str,
-    typer.Option("--python", metavar="PATH", help="The interpreter on the hosts; default: this one's path."),
+    typer.Option(
+        "--python",
+        metavar="PATH",
+        help="The interpreter on the hosts, or its name there; default: this one's.",
+    ),
 ]
 
 
 def collect(
     *,
     hosts: _Hosts = None,
+    hostfile: _Hostfile = None,
     via: _Via = None,
     output: _Output = Path("cluster.json"),
     allow_partial: _AllowPartial = False,
@@ -65,28 +76,31 @@ def collect(
 
       penstock cluster collect -o cluster.json
 
-      penstock cluster collect --hosts node1,node2,node3 -o cluster.json
+      penstock cluster collect --hosts node1,node2,node3 --via ssh --python /opt/penstock/bin/python
 
-      penstock cluster collect --hosts node1,node2 --launcher srun --timeout 2min
+      penstock cluster collect --hostfile hosts.txt --launcher srun --timeout 2min
     """
     from datetime import UTC, datetime
 
-    from penstock.cluster.facts.asking import Processes
     from penstock.cluster.facts.gather import gather
     from penstock.environment import process_environment
     from penstock.results.durable import write_text
 
     environment = process_environment()
-    names = tuple(hosts.split(",")) if hosts is not None else ()
-    way = _way(via, names)
+    asked = asked_hosts(via, hosts=hosts, hostfile=hostfile, environment=environment)
     timeout_s = values.seconds("--timeout", timeout)
-    command_for = (
-        _local(python) if way == "local" else _launched(launcher, launcher_arg or [], environment, python)
+    ask = way_to(
+        asked,
+        launcher=launcher,
+        arguments=launcher_arg or (),
+        python=python,
+        timeout_s=timeout_s,
+        environment=environment,
     )
     facts = gather(
-        Processes(command_for, environment),
-        names or ("localhost",),
-        via=way,
+        ask,
+        asked.hosts,
+        via=asked.via,
         timeout_s=timeout_s,
         collected_at=datetime.now(UTC).isoformat(timespec="seconds"),
         allow_partial=allow_partial,
@@ -96,42 +110,6 @@ def collect(
     for absent in facts.absent:
         terminal.note(f"{absent.host} is missing: {absent.reason}")
     terminal.result(facts.model_dump(mode="json"), lambda console: _draw(console, facts, output))
-
-
-def _way(via: str | None, names: tuple[str, ...]) -> Via:
-    """Several hosts need a launcher; this machine alone does not."""
-    from penstock.errors import UsageError
-
-    if not all(name == name.strip() != "" for name in names):
-        raise UsageError("A host's name is empty, or has a blank", where="--hosts", fix="Write: node1,node2")
-    way = via or ("mpi" if names else "local")
-    if way == "mpi":
-        if not names:
-            raise UsageError("Nothing says which hosts to ask", where="--via mpi", fix="Give --hosts a,b,c.")
-        return "mpi"
-    if way == "local":
-        if len(names) > 1:
-            raise UsageError(
-                f"{len(names)} hosts cannot be asked from here alone",
-                where="--via local",
-                fix="Leave --via out: a launcher then brings one process to each host.",
-            )
-        return "local"
-    raise UsageError(f"{way!r} is no way to hosts", where="--via", fix="Choose mpi or local.")
-
-
-def _local(python: str) -> CommandFor:
-    from penstock.cluster.facts.commands import here
-
-    return here(python)
-
-
-def _launched(launcher: str, arguments: list[str], environment: Environment, python: str) -> CommandFor:
-    from penstock.cluster.facts.commands import launched
-    from penstock.cluster.launch import LaunchRequest, launcher_name
-
-    request = LaunchRequest(launcher=launcher_name(launcher), launcher_args=tuple(arguments))
-    return launched(request, environment, python)
 
 
 def _draw(console: Console, facts: ClusterFacts, output: Path) -> None:

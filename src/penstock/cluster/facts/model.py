@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 VERSION: Final = 1
 """Raised with every change that an older reader would misunderstand."""
 
-Via = Literal["local", "mpi"]
+Via = Literal["local", "ssh", "slurm", "mpi", "ranks"]
+"""How hosts were asked; `ranks`: by the ranks of a run, each for its own host."""
 _Size = Annotated[int, Field(ge=0)]
 _Count = Annotated[int, Field(gt=0)]
 
