@@ -104,6 +104,11 @@ class CacheLevel:
         """Whether this rank speaks for its node."""
         return self._leads[self._comm.rank] == self._comm.rank
 
+    @property
+    def num_ranks_here(self) -> int:
+        """How many ranks use this rank's cache."""
+        return self._leads.count(self._leads[self._comm.rank])
+
     def save(
         self,
         name: str,

@@ -1,46 +1,34 @@
-"""From the caches to the durable level: each rank copies its files, all commit them as one checkpoint.
+"""The waist between the levels of a run and whoever makes cached steps durable.
 
-Runs beside training, on a thread of its own; the pace is capped, so that training keeps its share of the
-network. Invariant: what is committed durably has the very manifest of the cached step, so its sums prove the
-copy.
+`Flush` is what the user asks for; a `Flusher` does it: threads of the trainer (`trainer_flush`), or a process
+of the node that outlives it (`daemon`). Invariant: a step that was handed over stays in the caches until its
+`FlushState` is over.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from threading import Event, Lock
-from typing import TYPE_CHECKING, Final
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from penstock.checkpoint.commit.place import begin
-from penstock.cluster.collect import collect
 from penstock.errors import UsageError
-from penstock.storage.aligned import aligned_buffer
-from penstock.storage.powers import for_large_files
 from penstock.units import parse_rate
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.commit.base import Committed
-    from penstock.checkpoint.commit.place import Place
-    from penstock.checkpoint.stored import Stored
     from penstock.checkpoint.tiers.cache import Cached
-    from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
-
-BLOCK_BYTES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
     """Which checkpoints become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
 
-    `bandwidth` is what one rank may write, as a rate or in bytes a second; None is no limit.
+    `bandwidth` is what one node may write, as a rate or in bytes a second; None is no limit. Without
+    `background`, a save returns only when its step is durable.
     """
 
     every: int = 1
+    background: bool = True
     bandwidth: str | float | None = None
     threads: int = 2
 
@@ -59,83 +47,46 @@ class Flush:
 EACH: Final = Flush()
 """Every checkpoint becomes durable, as fast as it can."""
 
+FlushPhase = Literal["given", "copying", "waiting", "durable", "superseded", "failing"]
+"""How far a step is. Waiting: for other nodes' files. Superseded: retention would remove it at once."""
 
-@dataclass(slots=True)
-class Pace:
-    """Lets bytes pass at a rate, whichever thread asks: each waits until those before it are paid for."""
-
-    bytes_per_s: float | None
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    _lock: Lock = field(default_factory=Lock)
-    _free_at_s: float = 0.0
-
-    def take(self, num_bytes: int) -> None:
-        """Return when so many bytes may go."""
-        if self.bytes_per_s is None:
-            return
-        with self._lock:
-            now_s = self.clock()
-            begins_s = max(self._free_at_s, now_s)
-            self._free_at_s = begins_s + num_bytes / self.bytes_per_s
-        if begins_s > now_s:
-            self.sleep(begins_s - now_s)
+OVER: Final = ("durable", "superseded")
+"""The phases after which nothing more is done for a step."""
 
 
-def flush_step(
-    cached: Cached,
-    held: Stored,
-    durable: Storage,
-    comm: Comm,
-    *,
-    settings: Flush,
-    timeout_s: float,
-    pace: Pace | None = None,
-) -> Committed:
-    """Copy a cached step to the durable level and commit it there. Collective; it ends on all ranks alike."""
-    measured = pace or Pace(settings.bytes_per_s)
-    with ExitStack() as undo:
-        place = begin(durable, cached.name, comm)
-        undo.callback(place.abandon)
-        names = [file.name for file in cached.shares[comm.rank].files]
-        collect(
-            comm,
-            lambda: _copy_files(names, held, place, threads=settings.threads, pace=measured),
-            awaiting=f"all ranks to copy their files of {cached.name}",
-            timeout_s=timeout_s,
-        )
-        committed = place.commit(lambda: cached.seal)
-        undo.pop_all()
-    return committed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushState:
+    """How far this node's share of a step is on its way."""
+
+    phase: FlushPhase
+    size_bytes: int = 0
+    copied_bytes: int = 0
+    reason: str = ""
+    """Why it is failing, or what it waits for."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the caches may forget the step."""
+        return self.phase in OVER
 
 
-def _copy_files(names: Sequence[str], held: Stored, place: Place, *, threads: int, pace: Pace) -> None:
-    source = for_large_files(held.storage)
-    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-flush") as crew:
-        copies = [
-            crew.submit(_copy_file, source, held.key(name), place.for_data, place.key(name), pace)
-            for name in names
-        ]
-        for copy in copies:
-            copy.result()
+class Flusher(Protocol):
+    """Makes cached steps durable. All ranks call `hand_over` and `close`, in the same order."""
 
+    def saving(self) -> AbstractContextManager[None]:
+        """Around each save to the caches: a flusher that was told so pauses meanwhile."""
 
-def _copy_file(source: Storage, from_key: str, target: Storage, to_key: str, pace: Pace) -> None:
-    """One file, by two buffers in turn: one is read into while the other is written."""
-    with closing(source.open(from_key)) as file, ExitStack() as undo:
-        size_bytes = file.size_bytes
-        sink = target.create(to_key, size_bytes)
-        undo.callback(sink.abort)
-        buffers = [(aligned_buffer(min(BLOCK_BYTES, max(size_bytes, 1))), Event()) for _ in range(2)]
-        for _, free in buffers:
-            free.set()
-        for number, start in enumerate(range(0, size_bytes, BLOCK_BYTES)):
-            buffer, free = buffers[number % 2]
-            free.wait()
-            free.clear()
-            block = buffer[: min(BLOCK_BYTES, size_bytes - start)]
-            file.read_into(start, block)
-            pace.take(block.nbytes)
-            sink.submit(block, free.set)
-        sink.finish()
-        undo.pop_all()
+    def hand_over(self, step: int, cached: Cached) -> None:
+        """Take on a step that all caches have committed. Collective; it does not wait for the copy."""
+
+    def states(self) -> Mapping[int, FlushState]:
+        """The steps that were handed over, by this process or those before it. Not collective."""
+
+    def untold_failures(self) -> Mapping[int, BaseException]:
+        """What failed, by step; each is told once. Not collective."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when all steps are over or their failures told; `WaitTimeout` if nothing moves so long."""
+
+    def close(self) -> None:
+        """Wait likewise, and let go."""

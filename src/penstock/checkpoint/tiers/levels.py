@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME
-from penstock.checkpoint.keeping import DurableKeeper, Find, retire
+from penstock.checkpoint.keeping import DurableKeeper, Find
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.restoring import wanted_of
 from penstock.checkpoint.steps import name_of, step_of
-from penstock.checkpoint.tiers.cache import Cached, CacheLevel
-from penstock.checkpoint.tiers.flush import Flush, flush_step
+from penstock.checkpoint.tiers.cache import CacheLevel
+from penstock.checkpoint.tiers.trainer_flush import TrainerFlusher
 from penstock.checkpoint.verify import damage_in_files
-from penstock.checkpoint.worker import lasting_worker
 from penstock.cluster.collect import collect
 from penstock.errors import UsageError
 from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.manifest import Manifest
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.staging.base import PreparedSave, ShareStats, StagedSave
     from penstock.checkpoint.stored import Stored
     from penstock.checkpoint.tiers.assess import Assessment
+    from penstock.checkpoint.tiers.flush import Flush, Flusher
+    from penstock.checkpoint.tiers.holdings import HeldFile
     from penstock.checkpoint.tiers.schemes import Scheme
     from penstock.progress import Progress
     from penstock.storage import Storage
@@ -53,21 +54,22 @@ def leveled(
         raise UsageError(f"keep_cached={keep_cached} keeps nothing", fix="Keep one or more, or None for all.")
     flushers.comm.timeout_s = plain.timeout_s
     level = CacheLevel(cache, plain.comm, schemes=schemes, domain=domain)
-    return LeveledKeeper(level, plain, flushers, flush=flush, keep_cached=keep_cached)
+    flusher = None if flush is None else TrainerFlusher(level, plain, flushers, flush)
+    return LeveledKeeper(level, plain, flusher, flush=flush, keep_cached=keep_cached)
 
 
 class LeveledKeeper:
     """A `Keeper` of steps in caches and on a durable level.
 
-    Saving and finding speak over the group of the `plain` keeper, flushing over that of `flushers`. The
-    newest `keep_cached` steps stay in the caches; None keeps all.
+    Saving and finding speak over the group of the `plain` keeper; without a `flusher` nothing becomes
+    durable. The newest `keep_cached` steps stay in the caches; None keeps all.
     """
 
     def __init__(
         self,
         cache: CacheLevel,
         plain: DurableKeeper,
-        flushers: Members,
+        flusher: Flusher | None,
         *,
         flush: Flush | None,
         keep_cached: int | None,
@@ -77,13 +79,11 @@ class LeveledKeeper:
         self._plain = plain
         self._durable = plain.on_storage
         self._comm = plain.comm
-        self._flushers = flushers
+        self._flusher = flusher
         self._flush = flush
         self._keep_cached = keep_cached
         self._num_saves = 0
         self._is_open = True
-        self._flushes: dict[int, Future[None]] = {}
-        self._worker = lasting_worker("penstock-flush")
 
     def steps(self) -> list[int]:
         """The durable steps, and those of this node's cache."""
@@ -94,11 +94,19 @@ class LeveledKeeper:
     ) -> tuple[str, tuple[ShareStats, ...]]:
         """Save to the caches, protected as the number of this save wants; the flush goes on behind."""
         self._num_saves += 1
-        cached = self._cache.save(
-            name_of(step), prepared, staged, number=self._num_saves, facts={"step": step}, progress=progress
-        )
-        if self._flush is not None and self._num_saves % self._flush.every == 0:
-            self._flushes[step] = self._worker.submit(self._flush_one, step, cached, self._flush)
+        with self._flusher.saving() if self._flusher else nullcontext():
+            cached = self._cache.save(
+                name_of(step),
+                prepared,
+                staged,
+                number=self._num_saves,
+                facts={"step": step},
+                progress=progress,
+            )
+        if self._flusher and self._flush and self._num_saves % self._flush.every == 0:
+            self._flusher.hand_over(step, cached)
+            if not self._flush.background:
+                self._flusher.wait(self._plain.timeout_s)
         self._retire_cached()
         return f"{self.uri}/{cached.name}", cached.stats
 
@@ -123,48 +131,30 @@ class LeveledKeeper:
             awaiting="rank 0 to look for the durable step",
         )[0]
         if is_durable:
+            if found.reason and found.records:
+                logger.warning("%s is read from the durable level: %s", name_of(step), found.reason)
             yield Find(level="durable", find=lambda: self._durable.find(step))
         elif not found.records:
             yield "no level has it"
 
     def untold_failures(self) -> Mapping[int, BaseException]:
         """Flushes that failed: the step is still in the caches."""
-        failed = {
-            step: error
-            for step, future in list(self._flushes.items())
-            if future.done() and (error := future.exception()) is not None
-        }
-        for step in failed:
-            del self._flushes[step]
-        return failed
+        return self._flusher.untold_failures() if self._flusher else {}
 
     def close(self) -> None:
         """Wait until everything that is to be durable is, and let go."""
         if self._is_open:
             self._is_open = False
-            self._worker.shutdown()
+            if self._flusher:
+                self._flusher.close()
             self._cache.close()
-            self._flushers.close()
-
-    def _flush_one(self, step: int, cached: Cached, settings: Flush) -> None:
-        comm = self._flushers.comm
-        flush_step(
-            cached,
-            self._cache.holds(cached.name),
-            self._durable.storage,
-            comm,
-            settings=settings,
-            timeout_s=self._plain.timeout_s,
-        )
-        logger.info("Step %d is durable", step)
-        if comm.rank == 0:
-            retire(self._durable, step, self._plain.keep)
 
     def _retire_cached(self) -> None:
         """Remove the oldest steps of this node's cache, but none that is still to be flushed."""
         if self._keep_cached is None or not self._cache.leads:
             return
-        flushing = {step for step, future in list(self._flushes.items()) if not _is_flushed(future)}
+        states = self._flusher.states() if self._flusher else {}
+        flushing = {step for step, state in states.items() if not state.is_over}
         for step in self._cached_here()[: -self._keep_cached]:
             if step not in flushing:
                 self._cache.remove(name_of(step))
@@ -173,51 +163,49 @@ class LeveledKeeper:
         return sorted(step for name in self._cache.names_here() if (step := step_of(name)) is not None)
 
     def _cached(self, step: int, found: Assessment) -> Iterator[Find | str]:
+        name = name_of(step)
         if found.reason:
             yield f"caches: {found.reason}"
             return
         if found.is_rebuildable:
-            logger.warning("%s: rebuilding what ranks %s have lost", name_of(step), _listed(found.lost))
-            self._cache.repair(name_of(step), found)
-        yield Find(level="cache", find=partial(self._share, step))
+            logger.warning("%s: rebuilding what ranks %s have lost", name, _listed(found.lost))
+            self._cache.repair(name, found)
+            found = self._cache.assess(name)
+        yield Find(level="cache", find=partial(self._cache.view, name, found))
         # Asked for another copy: the first one was bad. Whose files are damaged is as good as lost.
-        damaged = self._damaged(step)
+        damaged = self._damaged(step, found)
         if not damaged:
             return
-        found = self._cache.assess(name_of(step), damaged=damaged)
+        found = self._cache.assess(name, damaged=damaged)
         if found.reason:
             yield f"caches: {found.reason}"
             return
-        logger.warning("%s: rebuilding the damaged files of ranks %s", name_of(step), _listed(damaged))
-        self._cache.repair(name_of(step), found)
-        yield Find(level="cache, rebuilt", find=partial(self._share, step))
+        logger.warning("%s: rebuilding the damaged files of ranks %s", name, _listed(damaged))
+        self._cache.repair(name, found)
+        found = self._cache.assess(name)
+        yield Find(level="cache, rebuilt", find=partial(self._cache.view, name, found))
 
-    def _share(self, step: int) -> Stored:
-        """The step as this rank can read it: its node's files, and all files through the other ranks."""
-        held = self._cache.holds(name_of(step))
-        folder = f"{held.committed.folder}/"
-        here = tuple(info.key.removeprefix(folder) for info in held.storage.list(held.committed.folder))
-        return held if self._comm.size == 1 else replace(held, readable=here)
+    def _damaged(self, step: int, found: Assessment) -> tuple[int, ...]:
+        """The ranks that saved some of whose files are not what the manifest says. Collective."""
 
-    def _damaged(self, step: int) -> tuple[int, ...]:
-        """The ranks some of whose own files are not what the manifest says. Collective."""
-
-        def look() -> bool:
+        def look() -> list[int]:
+            mine = [rank for rank, actor in found.actors.items() if actor == self._comm.rank]
+            if not mine:
+                return []
             held = self._cache.holds(name_of(step))
             manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
-            mine = set(self._cache.files_of(name_of(step), self._comm.rank))
-            files = [file for file in manifest.files if file.name in mine]
-            damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
-            for each in damage:
-                logger.warning("%s: %s", held.uri, each)
-            return bool(damage)
+            return [rank for rank in mine if self._is_damaged(held, manifest, found.files_of(rank))]
 
-        told = collect(self._comm, look, awaiting=f"all ranks to check their files of {name_of(step)}")
-        return tuple(rank for rank, is_damaged in enumerate(told) if is_damaged)
+        told = collect(self._comm, look, awaiting=f"all ranks to check the files of {name_of(step)}")
+        return tuple(sorted(rank for ranks in told for rank in ranks))
 
-
-def _is_flushed(future: Future[None]) -> bool:
-    return future.done() and future.exception() is None
+    def _is_damaged(self, held: Stored, manifest: Manifest, written: Sequence[HeldFile]) -> bool:
+        names = {file.name for file in written}
+        files = [file for file in manifest.files if file.name in names]
+        damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
+        for each in damage:
+            logger.warning("%s: %s", held.uri, each)
+        return bool(damage)
 
 
 def _listed(ranks: Sequence[int]) -> str:

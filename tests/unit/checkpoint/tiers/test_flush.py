@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.tiers.flush import Flush, Pace
+from penstock.checkpoint.tiers.copying import Pace
+from penstock.checkpoint.tiers.flush import Flush
 from penstock.errors import UsageError
 
 
@@ -39,6 +40,17 @@ def test_a_pause_earns_no_burst() -> None:
     for _ in range(3):
         pace.take(100)
     assert time.now_s - before_s == pytest.approx(2.0)
+
+
+def test_a_short_wait_for_the_disk_costs_nothing_of_the_rate() -> None:
+    time = Time()
+    pace = Pace(100.0, burst_s=2.0, clock=lambda: time.now_s, sleep=time.sleep)
+    pace.take(100)
+    time.sleep(1000)
+    before_s = time.now_s
+    for _ in range(4):
+        pace.take(100)
+    assert time.now_s - before_s == pytest.approx(1.0)
 
 
 def test_without_a_cap_nobody_waits() -> None:

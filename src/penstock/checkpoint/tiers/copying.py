@@ -1,0 +1,86 @@
+"""From a cache to the durable level, file by file: in big blocks, by several threads, at a pace.
+
+Used by whoever flushes: a trainer's own threads, or the daemon of a node. Invariant: bytes pass no faster
+than the pace allows, whichever thread moves them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Final
+
+from penstock.storage.aligned import aligned_buffer
+
+if TYPE_CHECKING:
+    from penstock.storage import Storage
+
+BLOCK_BYTES: Final = 16 << 20
+
+
+@dataclass(slots=True)
+class Pace:
+    """Lets bytes pass at a rate, whichever thread asks: each waits until those before it are paid for.
+
+    Time that nobody used is kept for `burst_s`, so that a wait for the disk does not cost its share of the
+    rate.
+    """
+
+    bytes_per_s: float | None
+    burst_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _lock: Lock = field(default_factory=Lock)
+    _free_at_s: float | None = None
+
+    def take(self, num_bytes: int) -> None:
+        """Return when so many bytes may go."""
+        if self.bytes_per_s is None:
+            return
+        with self._lock:
+            now_s = self.clock()
+            free_at_s = now_s if self._free_at_s is None else self._free_at_s
+            begins_s = max(free_at_s, now_s - self.burst_s)
+            self._free_at_s = begins_s + num_bytes / self.bytes_per_s
+        if begins_s > now_s:
+            self.sleep(begins_s - now_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One file to be copied: from where, to where."""
+
+    from_key: str
+    to_key: str
+
+
+def copy_files(copies: Sequence[Copy], source: Storage, target: Storage, *, threads: int, pace: Pace) -> None:
+    """Copy all, several at a time; each is durable when this returns."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-flush") as crew:
+        for copied in [crew.submit(copy_file, each, source, target, pace) for each in copies]:
+            copied.result()
+
+
+def copy_file(copy: Copy, source: Storage, target: Storage, pace: Pace) -> None:
+    """One file, by two buffers in turn: one is read into while the other is written."""
+    with closing(source.open(copy.from_key)) as file, ExitStack() as undo:
+        size_bytes = file.size_bytes
+        sink = target.create(copy.to_key, size_bytes)
+        undo.callback(sink.abort)
+        buffers = [(aligned_buffer(min(BLOCK_BYTES, max(size_bytes, 1))), Event()) for _ in range(2)]
+        for _, free in buffers:
+            free.set()
+        for number, start in enumerate(range(0, size_bytes, BLOCK_BYTES)):
+            buffer, free = buffers[number % 2]
+            free.wait()
+            free.clear()
+            block = buffer[: min(BLOCK_BYTES, size_bytes - start)]
+            file.read_into(start, block)
+            pace.take(block.nbytes)
+            sink.submit(block, free.set)
+        sink.finish()
+        undo.pop_all()
