@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Draft, Seal
+from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
 from penstock.checkpoint.commit.place import open_drafts, open_shelf
+from penstock.checkpoint.loading.opening import DescribedStorage
 from penstock.checkpoint.stored import Stored
 from penstock.checkpoint.tiers.assess import Assessment, NodeHolding, assess
 from penstock.checkpoint.tiers.groups import choose_groups
@@ -102,7 +103,15 @@ class CacheLevel:
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for its node."""
-        return self._leads[self._comm.rank] == self._comm.rank
+        return self._lead == self._comm.rank
+
+    @property
+    def _lead(self) -> int:
+        return self._leads[self._comm.rank]
+
+    @property
+    def _ranks_here(self) -> tuple[int, ...]:
+        return tuple(rank for rank, lead in enumerate(self._leads) if lead == self._lead)
 
     @property
     def num_ranks_here(self) -> int:
@@ -145,39 +154,59 @@ class CacheLevel:
         """Every step that this node has committed, in no order. Not collective."""
         return self._shelf.names()
 
-    def assess(self, name: str, *, damaged: Sequence[int] = ()) -> Assessment:
+    def assess(self, name: str, *, damaged: Collection[int] = ()) -> Assessment:
         """What the caches can give of a step, if the `damaged` ranks' files are as good as lost."""
         told = self._together(lambda: self._holding(name), f"all nodes to say what they hold of {name}")
         return assess([holding for holding in told if holding is not None], damaged=damaged)
-
-    def files_of(self, name: str, rank: int) -> list[str]:
-        """The files that a rank wrote of a step, as this node's records say. Not collective."""
-        held = self._shelf.find(name)
-        records = self._records(held.folder, {info.key for info in self.storage.list(held.folder)})
-        members = [member for record in records.values() for member in record.members]
-        return [file.name for member in members if member.rank == rank for file in member.files]
 
     def holds(self, name: str) -> Stored:
         """The share of a step that this node has."""
         return Stored(self.storage, self._shelf.find(name))
 
+    def view(self, name: str, found: Assessment) -> Stored:
+        """A whole step as this rank can read it: its node's files, and all files through other ranks.
+
+        Collective. What describes the step comes from one node that has it, as this one may have nothing.
+        """
+        has_it = bool(found.shares.get(self._lead))
+        if self._comm.size == 1:
+            return self.holds(name)
+        teller = min(lead for lead, shares in found.shares.items() if shares)
+        told = self._together(
+            lambda: self._read_seal(name) if self._comm.rank == teller else None,
+            f"rank {teller} to tell what {name} consists of",
+        )[teller]
+        assert told is not None, "a node that holds shares has their manifest"
+        if not has_it:
+            folder = Committed(name=name, folder=name)
+            known = {folder.key(MANIFEST_NAME): told[0], folder.key(METADATA_NAME): told[1]}
+            return Stored(DescribedStorage(self.storage, known), folder, readable=())
+        held = self._shelf.find(name)
+        start = f"{held.folder}/"
+        here = tuple(info.key.removeprefix(start) for info in self.storage.list(held.folder))
+        return Stored(self.storage, held, readable=here)
+
     def repair(self, name: str, found: Assessment) -> None:
         """Compute what is lost and commit it to the caches that it is missing from."""
-        lost_here = self._comm.rank in found.lost
+        own = found.shares.get(self._lead, frozenset())
+        gained = {rank for rank in found.lost if self._leads[found.actors[rank]] == self._lead}
         sealed = self._together(
-            lambda: None if lost_here or not self.leads else self._read_seal(name), f"the manifest of {name}"
+            lambda: self._read_seal(name) if own and self.leads else None, f"the manifest of {name}"
         )
         manifest, metadata = next(each for each in sealed if each is not None)
-        draft = self._start(name, only=found.lost)
+        draft = self._start(name, only=[found.actors[rank] for rank in found.lost])
         with ExitStack() as undo:
             undo.callback(self._drop, draft)
-            from_key = None if lost_here else self._shelf.find(name).key
+            from_key = self._shelf.find(name).key if own else draft.key
             for record in found.records.values():
-                self._protector.give_back(record, found.lost, from_key=from_key, to_key=draft.key)
+                self._protector.give_back(
+                    record, found.lost, actors=found.actors, from_key=from_key, to_key=draft.key
+                )
             self._together(lambda: None, f"all lost files of {name} to be rebuilt")
-            if lost_here and self.leads:
+            if gained and self.leads:
+                self._protector.bring_along(found.records, own, from_key=from_key, to_key=draft.key)
                 seal = Seal(manifest=manifest, metadata=metadata, sizes={})
-                self._publish_here(draft, seal, found.records)
+                self._publish_here(draft, seal, found.records, own | gained)
             undo.pop_all()
         self._together(lambda: None, f"all nodes to commit {name}")
 
@@ -198,14 +227,16 @@ class CacheLevel:
         save_id = self._comm.broadcast(secrets.token_hex(8), awaiting="rank 0 to name the save")
 
         def start() -> Draft | None:
-            if not self.leads or (only is not None and self._comm.rank not in only):
+            if not self.leads or (
+                only is not None and self._comm.rank not in {self._leads[each] for each in only}
+            ):
                 return None
             for swept in self._drafts.sweep():
                 logger.info("Removed %s, which a save left that died, below %s", swept, self.storage.uri)
             return self._drafts.start(name, save_id)
 
         drafts = self._together(start, f"all nodes to make room for {name}")
-        mine = drafts[self._leads[self._comm.rank]]
+        mine = drafts[self._lead]
         return mine or Draft(name=name, folder="", save_id=save_id)
 
     def _drop(self, draft: Draft) -> None:
@@ -221,7 +252,7 @@ class CacheLevel:
         """Compute what members keep of each other; the records of all groups."""
         groups = self._groups[scheme]
         number = next(number for number, group in enumerate(groups) if self._comm.rank in group)
-        plans = [self._planned(name, group, shares, scheme) for group in groups]
+        plans = [self._planned(draft, group, shares, scheme) for group in groups]
         kept = self._together(
             lambda: self._protector.keep(plans[number], draft.key),
             f"all ranks to protect {name} by {scheme.name}",
@@ -232,7 +263,7 @@ class CacheLevel:
         }
 
     def _planned(
-        self, name: str, group: tuple[int, ...], shares: Sequence[RankShare], scheme: Scheme
+        self, draft: Draft, group: tuple[int, ...], shares: Sequence[RankShare], scheme: Scheme
     ) -> GroupRecord:
         members = tuple(
             Member(
@@ -249,7 +280,9 @@ class CacheLevel:
         has_parity = scheme.losses and not isinstance(scheme, Partner)
         chunk = layout_for(len(group), scheme.losses, largest).chunk_bytes if has_parity else 0
         return GroupRecord(
-            step=name,
+            step=draft.name,
+            save_id=draft.save_id,
+            domains=self._domains,
             scheme=scheme.name,
             losses=scheme.losses,
             chunk_bytes=chunk,
@@ -272,17 +305,18 @@ class CacheLevel:
         with ExitStack() as undo:
             undo.callback(self._forget, draft)
             self._together(
-                lambda: self._publish_here(draft, seal, records) if self.leads else None,
+                lambda: self._publish_here(draft, seal, records, self._ranks_here) if self.leads else None,
                 f"all nodes to commit {draft.name}",
             )
             undo.pop_all()
 
-    def _publish_here(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
-        """Write the records of this node's groups, then commit exactly what belongs on this node."""
-        mine = {rank for rank, lead in enumerate(self._leads) if lead == self._comm.rank}
+    def _publish_here(
+        self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord], mine: Collection[int]
+    ) -> None:
+        """Commit exactly the shares of `mine`, ranks that saved, with the records of their groups."""
         sizes: dict[str, int] = {}
         for number, record in records.items():
-            if not mine & set(record.ranks):
+            if set(record.ranks).isdisjoint(mine):
                 continue
             written = write_object(self.storage, draft.key(_record_name(number)), [record_bytes(record)])
             sizes[_record_name(number)] = written.size_bytes
@@ -307,7 +341,7 @@ class CacheLevel:
     def _holding(self, name: str) -> NodeHolding | None:
         if not self.leads:
             return None
-        ranks = tuple(rank for rank, lead in enumerate(self._leads) if lead == self._comm.rank)
+        ranks = self._ranks_here
         try:
             held = self._shelf.find(name)
             sizes = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.storage.base import Sink, Source
 
 RECORD_NAME: Final = "redundancy.json"
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 class _Strict(BaseModel):
@@ -56,8 +56,12 @@ class Member(_Strict):
 class GroupRecord(_Strict):
     """How one group's members protect each other in one step."""
 
-    format: int = FORMAT
+    format: Literal[2] = FORMAT
     step: str
+    save_id: str
+    """Of the save that wrote all this: a step may have been saved twice, and one node have missed it."""
+    domains: tuple[str, ...]
+    """Of all ranks of the job that saved, in their order."""
     scheme: str
     losses: int
     chunk_bytes: int

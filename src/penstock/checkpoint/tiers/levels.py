@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,11 +25,13 @@ from penstock.errors import UsageError
 from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.manifest import Manifest
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.staging.base import PreparedSave, ShareStats, StagedSave
     from penstock.checkpoint.stored import Stored
     from penstock.checkpoint.tiers.assess import Assessment
     from penstock.checkpoint.tiers.flush import Flush, Flusher
+    from penstock.checkpoint.tiers.holdings import HeldFile
     from penstock.checkpoint.tiers.schemes import Scheme
     from penstock.progress import Progress
     from penstock.storage import Storage
@@ -130,6 +131,8 @@ class LeveledKeeper:
             awaiting="rank 0 to look for the durable step",
         )[0]
         if is_durable:
+            if found.reason and found.records:
+                logger.warning("%s is read from the durable level: %s", name_of(step), found.reason)
             yield Find(level="durable", find=lambda: self._durable.find(step))
         elif not found.records:
             yield "no level has it"
@@ -160,47 +163,49 @@ class LeveledKeeper:
         return sorted(step for name in self._cache.names_here() if (step := step_of(name)) is not None)
 
     def _cached(self, step: int, found: Assessment) -> Iterator[Find | str]:
+        name = name_of(step)
         if found.reason:
             yield f"caches: {found.reason}"
             return
         if found.is_rebuildable:
-            logger.warning("%s: rebuilding what ranks %s have lost", name_of(step), _listed(found.lost))
-            self._cache.repair(name_of(step), found)
-        yield Find(level="cache", find=partial(self._share, step))
+            logger.warning("%s: rebuilding what ranks %s have lost", name, _listed(found.lost))
+            self._cache.repair(name, found)
+            found = self._cache.assess(name)
+        yield Find(level="cache", find=partial(self._cache.view, name, found))
         # Asked for another copy: the first one was bad. Whose files are damaged is as good as lost.
-        damaged = self._damaged(step)
+        damaged = self._damaged(step, found)
         if not damaged:
             return
-        found = self._cache.assess(name_of(step), damaged=damaged)
+        found = self._cache.assess(name, damaged=damaged)
         if found.reason:
             yield f"caches: {found.reason}"
             return
-        logger.warning("%s: rebuilding the damaged files of ranks %s", name_of(step), _listed(damaged))
-        self._cache.repair(name_of(step), found)
-        yield Find(level="cache, rebuilt", find=partial(self._share, step))
+        logger.warning("%s: rebuilding the damaged files of ranks %s", name, _listed(damaged))
+        self._cache.repair(name, found)
+        found = self._cache.assess(name)
+        yield Find(level="cache, rebuilt", find=partial(self._cache.view, name, found))
 
-    def _share(self, step: int) -> Stored:
-        """The step as this rank can read it: its node's files, and all files through the other ranks."""
-        held = self._cache.holds(name_of(step))
-        folder = f"{held.committed.folder}/"
-        here = tuple(info.key.removeprefix(folder) for info in held.storage.list(held.committed.folder))
-        return held if self._comm.size == 1 else replace(held, readable=here)
+    def _damaged(self, step: int, found: Assessment) -> tuple[int, ...]:
+        """The ranks that saved some of whose files are not what the manifest says. Collective."""
 
-    def _damaged(self, step: int) -> tuple[int, ...]:
-        """The ranks some of whose own files are not what the manifest says. Collective."""
-
-        def look() -> bool:
+        def look() -> list[int]:
+            mine = [rank for rank, actor in found.actors.items() if actor == self._comm.rank]
+            if not mine:
+                return []
             held = self._cache.holds(name_of(step))
             manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
-            mine = set(self._cache.files_of(name_of(step), self._comm.rank))
-            files = [file for file in manifest.files if file.name in mine]
-            damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
-            for each in damage:
-                logger.warning("%s: %s", held.uri, each)
-            return bool(damage)
+            return [rank for rank in mine if self._is_damaged(held, manifest, found.files_of(rank))]
 
-        told = collect(self._comm, look, awaiting=f"all ranks to check their files of {name_of(step)}")
-        return tuple(rank for rank, is_damaged in enumerate(told) if is_damaged)
+        told = collect(self._comm, look, awaiting=f"all ranks to check the files of {name_of(step)}")
+        return tuple(sorted(rank for ranks in told for rank in ranks))
+
+    def _is_damaged(self, held: Stored, manifest: Manifest, written: Sequence[HeldFile]) -> bool:
+        names = {file.name for file in written}
+        files = [file for file in manifest.files if file.name in names]
+        damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
+        for each in damage:
+            logger.warning("%s: %s", held.uri, each)
+        return bool(damage)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -7,14 +7,17 @@ below the draft that it was given and nowhere else.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.tiers.holdings import FilesIn, FilesOut, GroupRecord, HeldFile
 from penstock.checkpoint.tiers.ring import (
+    BLOCK_BYTES,
     Outlet,
     Seat,
     Survivor,
+    Table,
     encode,
     mirror,
     rebuild,
@@ -22,6 +25,7 @@ from penstock.checkpoint.tiers.ring import (
 )
 from penstock.checkpoint.tiers.schemes import Partner
 from penstock.cluster.transfer import open_transfer
+from penstock.storage.aligned import aligned_buffer
 from penstock.storage.powers import for_large_files
 
 if TYPE_CHECKING:
@@ -63,41 +67,71 @@ class Protector:
         return kept.written[0]
 
     def give_back(
-        self, record: GroupRecord, lost: Sequence[int], *, from_key: KeyOf | None, to_key: KeyOf
+        self,
+        record: GroupRecord,
+        lost: Collection[int],
+        *,
+        actors: Mapping[int, int],
+        from_key: KeyOf,
+        to_key: KeyOf,
     ) -> None:
         """Give one group's lost members their files back, or take part in it, or look on.
 
-        `from_key` tells where this rank's files lie, if it has not lost them; `to_key` where they go if it
-        has.
+        `actors[member's rank]` is the rank of this job that has a member's files, or is to get them.
+        `from_key` tells where files lie on this node, `to_key` where lost ones go.
         """
-        rank = self._comm.rank
         places = [place for place, each in enumerate(record.ranks) if each in lost]
-        if not places or rank not in record.ranks:
+        table = Table(
+            ranks=tuple(actors[rank] for rank in record.ranks),
+            own_rank=self._comm.rank,
+            transfer=self._transfer,
+            block_bytes=record.block_bytes,
+            timeout_s=self._comm.timeout_s,
+        )
+        here = [place for place in range(len(record.ranks)) if table.is_here(place)]
+        if not places or not here:
             return
-        seat = self._seat(record)
-        member, kept = record.members[seat.member], record.kept[seat.member]
-        sizes = [each.size_bytes for each in record.members]
-
-        def run(have: Survivor | None, out: Outlet | None) -> None:
+        sizes = [member.size_bytes for member in record.members]
+        with ExitStack() as files:
+            have = {
+                place: Survivor(
+                    own=files.enter_context(FilesIn(record.members[place].files, self._opener(from_key))),
+                    kept=files.enter_context(FilesIn([record.kept[place]], self._opener(from_key))),
+                )
+                for place in here
+                if place not in places
+            }
+            out = {
+                place: Outlet(
+                    files.enter_context(self._out(record.members[place].files, to_key)),
+                    files.enter_context(self._out([record.kept[place]], to_key)),
+                )
+                for place in here
+                if place in places
+            }
             if record.scheme == Partner.name:
-                restore_copies(seat, sizes, places, have, out)
+                restore_copies(table, sizes, places, have, out)
             else:
-                rebuild(seat, record.layout, places, have, out)
+                rebuild(table, record.layout, places, have, out)
+        for place in out:
+            logger.info("Rebuilt %s of rank %d from its group", record.step, record.ranks[place])
 
-        if from_key is None:
-            target = [(file.name, file.size_bytes) for file in member.files]
-            with (
-                FilesOut(target, self._creator(to_key)) as own,
-                FilesOut([(kept.name, kept.size_bytes)], self._creator(to_key)) as others,
-            ):
-                run(None, Outlet(own, others))
-            logger.info("Rebuilt %s of rank %d from its group", record.step, rank)
-        else:
-            with (
-                FilesIn(member.files, self._opener(from_key)) as mine,
-                FilesIn([kept], self._opener(from_key)) as keeping,
-            ):
-                run(Survivor(own=mine, kept=keeping), None)
+    def bring_along(
+        self, records: Mapping[int, GroupRecord], ranks: Collection[int], *, from_key: KeyOf, to_key: KeyOf
+    ) -> None:
+        """Copy what these ranks wrote and kept from one folder of this node to another."""
+        block = aligned_buffer(BLOCK_BYTES)
+        for record in records.values():
+            for place, member in enumerate(record.members):
+                if member.rank not in ranks:
+                    continue
+                files = (*member.files, *record.kept[place : place + 1])
+                with FilesIn(files, self._opener(from_key)) as old, self._out(files, to_key) as new:
+                    left_bytes = sum(file.size_bytes for file in files)
+                    for start in range(0, left_bytes, BLOCK_BYTES):
+                        part = block[: min(BLOCK_BYTES, left_bytes - start)]
+                        old.read_into(start, part)
+                        new.write(part)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -113,6 +147,9 @@ class Protector:
             block_bytes=record.block_bytes,
             timeout_s=self._comm.timeout_s,
         )
+
+    def _out(self, files: Sequence[HeldFile], key: KeyOf) -> FilesOut:
+        return FilesOut([(file.name, file.size_bytes) for file in files], self._creator(key))
 
     def _opener(self, key: KeyOf) -> Callable[[str], Source]:
         return lambda name: self._storage.open(key(name))

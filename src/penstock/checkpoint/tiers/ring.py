@@ -4,13 +4,14 @@
     keeper mirror    each member sends its blocks to the next one, which keeps them
     rebuild   sums of what is left go along the survivors to the member that lost its files
 
-All members of a group call with the same arguments but their own. Memory is a few blocks, whatever the size.
+All members of a group call with the same arguments but their own; at a rebuild, one rank may act for several,
+as ranks may have moved. Memory is a few blocks, whatever the size.
 Invariant: nothing is kept but through the sink that was handed in, so a call that fails leaves nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
@@ -51,8 +52,7 @@ class Seat:
 
     def blocks(self, total_bytes: int) -> Iterator[tuple[int, int]]:
         """Start and length of each block of so many bytes."""
-        for start in range(0, total_bytes, self.block_bytes):
-            yield start, min(self.block_bytes, total_bytes - start)
+        return _blocks(total_bytes, self.block_bytes)
 
 
 def encode(seat: Seat, layout: Layout, own: FilesIn, kept: FilesOut) -> None:
@@ -109,52 +109,101 @@ class Survivor:
             self.kept.read_into(layout.parities * start + behind, block)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A group at a rebuild: which rank acts for each member. After a move, one rank may act for several.
+
+    `transfer` may be None where one rank acts for all.
+    """
+
+    ranks: tuple[int, ...]
+    own_rank: int
+    transfer: Transfer | None
+    block_bytes: int = BLOCK_BYTES
+    timeout_s: float = 300.0
+
+    def is_here(self, member: int) -> bool:
+        """Whether this rank acts for a member."""
+        return self.ranks[member] == self.own_rank
+
+    def blocks(self, total_bytes: int) -> Iterator[tuple[int, int]]:
+        """Start and length of each block of so many bytes."""
+        return _blocks(total_bytes, self.block_bytes)
+
+    def take_over(self, block: memoryview, *, before: int) -> None:
+        """Receive what the rank of the member before has; nothing to do where that is this one."""
+        rank = self.ranks[before]
+        if rank != self.own_rank:
+            moving = self._way().receive(rank, block)
+            moving.wait(awaiting=f"lost bytes from rank {rank}", timeout_s=self.timeout_s)
+
+    def hand_on(self, block: memoryview, *, after: int) -> None:
+        """Send to the rank of the member after, unless that is this one."""
+        rank = self.ranks[after]
+        if rank != self.own_rank:
+            moving = self._way().send(rank, block)
+            moving.wait(awaiting=f"rank {rank} to take lost bytes", timeout_s=self.timeout_s)
+
+    def _way(self) -> Transfer:
+        assert self.transfer is not None, "ranks that meet have a transfer"
+        return self.transfer
+
+
 def rebuild(
-    seat: Seat, layout: Layout, lost: Sequence[int], have: Survivor | None, out: Outlet | None
+    table: Table,
+    layout: Layout,
+    lost: Sequence[int],
+    have: Mapping[int, Survivor],
+    out: Mapping[int, Outlet],
 ) -> None:
     """Give the `lost` members back what they had, one after another: their data, then their parity.
 
-    A lost member hands in where its bytes go (`out`), each other one what it has.
+    Whoever acts for a lost member hands in where its bytes go (`out`), and for each other one what it has.
     """
-    block, total = aligned_buffer(seat.block_bytes), aligned_buffer(seat.block_bytes)
+    block, total = aligned_buffer(table.block_bytes), aligned_buffer(table.block_bytes)
     for member in lost:
-        for wanted in _in_order_of_writing(seat, layout, member):
+        for wanted in _in_order_of_writing(table, layout, member):
             terms = recover(layout, wanted.stripe, lost)[wanted.piece]
             way = [*(term.piece.member for term in terms), member]
-            if seat.member not in way:
-                continue
-            here, length = way.index(seat.member), wanted.length
-            _take_over(seat, total[:length], before=way[here - 1] if here else None)
-            if seat.member == member:
-                assert out is not None, "a lost member says where its bytes go"
-                out.write(wanted.piece, total[:length])
-                continue
-            assert have is not None, "a member that was not lost has its bytes"
-            have.read(layout, terms[here].piece, wanted.start, block[:length])
-            kernels.add_scaled(total[:length], block[:length], terms[here].factor)
-            _hand_on(seat, total[:length], after=way[here + 1])
+            sums, part = total[: wanted.length], block[: wanted.length]
+            for place, stop in enumerate(way):
+                if not table.is_here(stop):
+                    continue
+                if place:
+                    table.take_over(sums, before=way[place - 1])
+                else:
+                    np.frombuffer(sums, np.uint8)[:] = 0
+                if place == len(terms):
+                    out[member].write(wanted.piece, sums)
+                    continue
+                have[stop].read(layout, terms[place].piece, wanted.start, part)
+                kernels.add_scaled(sums, part, terms[place].factor)
+                table.hand_on(sums, after=way[place + 1])
 
 
 def restore_copies(
-    seat: Seat, sizes: Sequence[int], lost: Sequence[int], have: Survivor | None, out: Outlet | None
+    table: Table,
+    sizes: Sequence[int],
+    lost: Sequence[int],
+    have: Mapping[int, Survivor],
+    out: Mapping[int, Outlet],
 ) -> None:
     """The same for members that `mirror` each other: `sizes` are all members' bytes."""
-    block = aligned_buffer(seat.block_bytes)
-    members = len(seat.ranks)
+    block = aligned_buffer(table.block_bytes)
+    members = len(table.ranks)
     for member in lost:
         before, after = (member - 1) % members, (member + 1) % members
         # Its own bytes are the copy of the next one; the copy that it kept is what the one before has.
         for giver, owner, role in ((after, member, Role.DATA), (before, before, Role.PLAIN)):
-            for start, length in seat.blocks(sizes[owner]):
-                if seat.member == giver:
-                    assert have is not None, "a member that was not lost has its bytes"
-                    source = have.kept if role is Role.DATA else have.own
-                    source.read_into(start, block[:length])
-                    _hand_on(seat, block[:length], after=member)
-                elif seat.member == member:
-                    assert out is not None, "a lost member says where its bytes go"
-                    _take_over(seat, block[:length], before=giver)
-                    out.write(Piece(member, role), block[:length])
+            for start, length in table.blocks(sizes[owner]):
+                part = block[:length]
+                if table.is_here(giver):
+                    source = have[giver].kept if role is Role.DATA else have[giver].own
+                    source.read_into(start, part)
+                    table.hand_on(part, after=member)
+                if table.is_here(member):
+                    table.take_over(part, before=giver)
+                    out[member].write(Piece(member, role), part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +218,9 @@ class Outlet:
         (self.own if piece.role is Role.DATA else self.kept).write(block)
 
 
-def _take_over(seat: Seat, total: memoryview, *, before: int | None) -> None:
-    """The sum so far: nothing at the head of the way, else what the member before has of it."""
-    if before is None:
-        np.frombuffer(total, np.uint8)[:] = 0
-        return
-    rank = seat.rank_of(before)
-    seat.transfer.receive(rank, total).wait(awaiting=f"lost bytes from rank {rank}", timeout_s=seat.timeout_s)
-
-
-def _hand_on(seat: Seat, total: memoryview, *, after: int) -> None:
-    rank = seat.rank_of(after)
-    seat.transfer.send(rank, total).wait(awaiting=f"rank {rank} to take lost bytes", timeout_s=seat.timeout_s)
+def _blocks(total_bytes: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, total_bytes, block_bytes):
+        yield start, min(block_bytes, total_bytes - start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,14 +233,14 @@ class _Wanted:
     length: int
 
 
-def _in_order_of_writing(seat: Seat, layout: Layout, member: int) -> Iterator[_Wanted]:
+def _in_order_of_writing(table: Table, layout: Layout, member: int) -> Iterator[_Wanted]:
     for chunk in range(layout.num_chunks):
         piece = Piece(member, Role.DATA, chunk)
-        for start, length in seat.blocks(layout.chunk_bytes):
+        for start, length in table.blocks(layout.chunk_bytes):
             yield _Wanted(layout.stripe_of(member, chunk), piece, start, length)
     plain = _Wanted(member, Piece(member, Role.PLAIN), 0, 0)
     weighted = _Wanted((member - 1) % layout.members, Piece(member, Role.WEIGHTED), 0, 0)
-    for start, length in seat.blocks(layout.chunk_bytes):
+    for start, length in table.blocks(layout.chunk_bytes):
         for kept in (plain, weighted)[: layout.parities]:
             yield replace(kept, start=start, length=length)
 

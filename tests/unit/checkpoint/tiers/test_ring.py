@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.checkpoint.sums import sum_of
 from penstock.checkpoint.tiers.holdings import FilesIn, FilesOut, HeldFile
-from penstock.checkpoint.tiers.ring import Outlet, Seat, Survivor, encode, mirror, rebuild, restore_copies
+from penstock.checkpoint.tiers.ring import (
+    Outlet,
+    Seat,
+    Survivor,
+    Table,
+    encode,
+    mirror,
+    rebuild,
+    restore_copies,
+)
 from penstock.checkpoint.tiers.stripes import Layout, layout_for
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import read_object, write_object
@@ -49,8 +60,10 @@ def _all_of(storage: MemoryStorage) -> Mapping[str, bytes]:
     return {seen.key: bytes(read_object(storage, seen.key)) for seen in storage.list()}
 
 
-def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...]) -> None:
-    """`parities` 0 stands for copies."""
+def _lose_and_rebuild(
+    sizes: Sizes, parities: int, lost: tuple[int, ...], num_actors: int | None = None
+) -> None:
+    """`parities` 0 stands for copies; fewer actors than members each act for several at the rebuild."""
     members = [_stored(rank, each) for rank, each in enumerate(sizes)]
     totals = [sum(each) for each in sizes]
     layout = layout_for(len(sizes), max(parities, 1), max(totals), align_bytes=64)
@@ -70,29 +83,39 @@ def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...]) -> Non
     empty = {member: MemoryStorage(f"mem://replaced-{member}") for member in lost}
 
     def give_back(comm: ThreadComm) -> None:
-        storage, files = members[comm.rank]
-        kept_bytes = len(before[comm.rank]["kept"])
-        if comm.rank in lost:
-            sizes_by_name = [(file.name, file.size_bytes) for file in files]
-            target = empty[comm.rank]
-            with (
-                FilesOut(sizes_by_name, target.create) as own,
-                FilesOut([("kept", kept_bytes)], target.create) as kept,
-            ):
-                _run(comm, None, Outlet(own, kept))
-            assert tuple(own.written) == files, "sums of rebuilt files are those of the lost ones"
-        else:
-            kept_file = HeldFile(name="kept", size_bytes=kept_bytes, sum="")
-            with FilesIn(files, storage.open) as mine, FilesIn([kept_file], storage.open) as others:
-                _run(comm, Survivor(own=mine, kept=others), None)
+        table = Table(
+            ranks=tuple(place % comm.size for place in range(len(sizes))),
+            own_rank=comm.rank,
+            transfer=comm.transfer(),
+            block_bytes=BLOCK_BYTES,
+            timeout_s=30,
+        )
+        have, out = {}, {}
+        with ExitStack() as opened:
+            for place, (storage, files) in enumerate(members):
+                if not table.is_here(place):
+                    continue
+                kept_bytes = len(before[place]["kept"])
+                if place in lost:
+                    wanted = [(file.name, file.size_bytes) for file in files]
+                    out[place] = Outlet(
+                        opened.enter_context(FilesOut(wanted, empty[place].create)),
+                        opened.enter_context(FilesOut([("kept", kept_bytes)], empty[place].create)),
+                    )
+                else:
+                    kept_file = HeldFile(name="kept", size_bytes=kept_bytes, sum="")
+                    have[place] = Survivor(
+                        own=opened.enter_context(FilesIn(files, storage.open)),
+                        kept=opened.enter_context(FilesIn([kept_file], storage.open)),
+                    )
+            if parities == 0:
+                restore_copies(table, totals, lost, have, out)
+            else:
+                rebuild(table, layout, lost, have, out)
+        for place, outlet in out.items():
+            assert tuple(outlet.own.written) == members[place][1], "sums are those of the lost files"
 
-    def _run(comm: ThreadComm, have: Survivor | None, out: Outlet | None) -> None:
-        if parities == 0:
-            restore_copies(_seat(comm), totals, lost, have, out)
-        else:
-            rebuild(_seat(comm), layout, lost, have, out)
-
-    on_ranks(len(sizes), give_back)
+    on_ranks(num_actors or len(sizes), give_back)
     for member in lost:
         assert _all_of(empty[member]) == before[member]
 
@@ -114,6 +137,14 @@ def test_any_two_members_come_back_from_two_parities(sizes: Sizes) -> None:
 
 def test_two_members_that_are_no_neighbours_come_back_from_copies() -> None:
     _lose_and_rebuild([[5000], [7000], [1], [9000]], 0, (0, 2))
+
+
+@pytest.mark.parametrize("num_actors", [1, 2, 3])
+@pytest.mark.parametrize(("parities", "lost"), [(0, (3,)), (1, (0,)), (2, (1, 2))])
+def test_fewer_ranks_than_members_rebuild_what_is_lost(
+    num_actors: int, parities: int, lost: tuple[int, ...]
+) -> None:
+    _lose_and_rebuild([[5000], [7000, 12], [1], [9000]], parities, lost, num_actors)
 
 
 def test_members_without_any_bytes_have_parity_of_nothing() -> None:
