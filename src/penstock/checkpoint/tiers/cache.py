@@ -55,6 +55,7 @@ class Cached:
     """A step that was just saved to the caches: what it takes to save it elsewhere, too."""
 
     name: str
+    save_id: str
     shares: tuple[RankShare, ...]
     seal: Seal
     """Of the whole step, all nodes together."""
@@ -114,9 +115,12 @@ class CacheLevel:
         return tuple(rank for rank, lead in enumerate(self._leads) if lead == self._lead)
 
     @property
-    def num_ranks_here(self) -> int:
-        """How many ranks use this rank's cache."""
-        return self._leads.count(self._leads[self._comm.rank])
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each cache, in the order of their lowest ones."""
+        return tuple(
+            tuple(rank for rank, each in enumerate(self._leads) if each == lead)
+            for lead in sorted(set(self._leads))
+        )
 
     def save(
         self,
@@ -141,7 +145,7 @@ class CacheLevel:
             seal = self._sealed(prepared, shares, {**facts, "save_id": draft.save_id})
             self._publish(draft, seal, records)
             undo.pop_all()
-        return Cached(name=name, shares=tuple(shares), seal=seal)
+        return Cached(name=name, save_id=draft.save_id, shares=tuple(shares), seal=seal)
 
     def names(self) -> list[str]:
         """Every step that some node has committed, in no order."""

@@ -40,8 +40,9 @@ class TrainerFlusher:
         self._durable = durable
         self._members = members
         self._settings = settings
+        here = next(ranks for ranks in cache.nodes if members.comm.rank in ranks)
         rate = settings.bytes_per_s
-        self._pace = Pace(None if rate is None else rate / cache.num_ranks_here)
+        self._pace = Pace(None if rate is None else rate / len(here))
         self._flushes: dict[int, Future[None]] = {}
         self._sizes: dict[int, int] = {}
         self._told: set[int] = set()
