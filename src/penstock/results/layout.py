@@ -4,6 +4,7 @@
         run.json                       what was asked, planned, found; written first, outcome "running"
         steps.parquet spans.parquet    what happened, step by step (`spool/` while the run lasts)
         checkpoints.json               each checkpoint that was written or read, and what all of them come to
+        cluster.json                   what the hosts were, where that was collected
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
 Invariant: a run's folder is made by one process, under a name that nobody else has.
@@ -21,10 +22,12 @@ from penstock.errors import UsageError
 from penstock.storage.files.calls import explaining
 
 RUN_FILE: Final = "run.json"
+CLUSTER_FILE: Final = "cluster.json"
 SUMMARY_FILE: Final = "summary.json"
 CHECKPOINTS_FILE: Final = "checkpoints.json"
 _LEFT_BY_RUNS: Final = (
     SUMMARY_FILE,
+    CLUSTER_FILE,
     "*.parquet",
     "stages.json",
     CHECKPOINTS_FILE,

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from penstock import __version__
+from penstock.cluster.gates.base import Preflight  # noqa: TC001 - pydantic reads the annotations
 from penstock.errors import StorageError, UsageError
-from penstock.results.durable import write_file
+from penstock.results.durable import write_file, write_text
 from penstock.results.figures import PhaseFigures  # noqa: TC001 - pydantic reads the annotations
 from penstock.results.host import HostFacts  # noqa: TC001 - likewise
-from penstock.results.layout import RUN_FILE, make_run_folder, take_run_folder
+from penstock.results.layout import CLUSTER_FILE, RUN_FILE, make_run_folder, take_run_folder
 from penstock.results.provenance import (
     GitState,
     ProcessMark,
@@ -40,11 +41,14 @@ from penstock.results.spec import spec_values
 from penstock.units import format_seconds
 
 if TYPE_CHECKING:
+    from penstock.cluster.facts.model import ClusterFacts
     from penstock.environment import Environment
     from penstock.workload.spec import Workload
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
 """Raised whenever a key is added, renamed or means something else."""
+_OLDER: Final = frozenset({2})
+"""Formats that lack keys of this one, and are whole without them."""
 
 LONGEST_SILENCE_S: Final = 900.0
 """A run elsewhere that gave no sign of life for this long is taken for dead."""
@@ -64,7 +68,7 @@ class RunRequest:
     """What is known before a run starts.
 
     `plan` is what was derived from the workload, as plain values with units in their keys; of `environment`
-    the user's own settings are kept, without secrets.
+    the user's own settings are kept, without secrets. `cluster` goes into a file of its own.
     """
 
     workload: Workload
@@ -75,6 +79,8 @@ class RunRequest:
     seeds: Mapping[str, int] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     remarks: Sequence[str] = ()
+    preflight: Preflight | None = None
+    cluster: ClusterFacts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +88,7 @@ class RunRecord:
     """`run.json`. Dates are ISO 8601 in UTC; `why` says in a sentence why a run did not finish.
 
     `workload` is the spec as asked, under DLIO's keys; nobody's secrets, and no keys that nobody set.
+    `preflight` is None where no gates were looked at.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -107,6 +114,7 @@ class RunRecord:
     remarks: tuple[str, ...]
     workload: Mapping[str, Any]
     plan: Mapping[str, Any]
+    preflight: Preflight | None = None
     train: PhaseFigures | None = None
     evaluation: PhaseFigures | None = None
 
@@ -127,7 +135,7 @@ class OpenRun:
         """Make the run's folder below `parent`, with its `run.json`."""
         now = datetime.now(UTC)
         folder = make_run_folder(parent, request.workload.full_name, now)
-        return cls(folder, _first_record(request, folder.name, now))
+        return cls._begun(folder, request, now)
 
     @classmethod
     def start_in(cls, folder: Path, request: RunRequest) -> Self:
@@ -135,7 +143,14 @@ class OpenRun:
         if (folder / RUN_FILE).is_file() and read_record(folder).outcome is Outcome.RUNNING:
             raise UsageError("A run is under way here", where=str(folder), fix="Name another folder.")
         take_run_folder(folder)
-        return cls(folder, _first_record(request, folder.name, datetime.now(UTC)))
+        return cls._begun(folder, request, datetime.now(UTC))
+
+    @classmethod
+    def _begun(cls, folder: Path, request: RunRequest, now: datetime) -> Self:
+        run = cls(folder, _first_record(request, folder.name, now))
+        if request.cluster is not None:
+            write_text(folder, CLUSTER_FILE, request.cluster.model_dump_json(indent=2) + "\n")
+        return run
 
     def sign_of_life(self) -> None:
         """Tell readers on other hosts that the run goes on; cheap, for every few seconds."""
@@ -212,7 +227,7 @@ def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
 
 def _check_format(found: Any, path: Path) -> None:
     version = found.get("format") if isinstance(found, dict) else None
-    if version != FORMAT_VERSION:
+    if version != FORMAT_VERSION and version not in _OLDER:
         raise StorageError(
             f"This run has format {version}, not {FORMAT_VERSION}",
             uri=str(path),
@@ -243,6 +258,7 @@ def _first_record(request: RunRequest, run_id: str, now: datetime) -> RunRecord:
         remarks=tuple(request.remarks),
         workload=spec_values(request.workload),
         plan=request.plan,
+        preflight=request.preflight,
     )
 
 

@@ -71,7 +71,7 @@ def request(**changes: object) -> RunRequest:
 
 def golden_record() -> RunRecord:
     return RunRecord(
-        format=2,
+        format=3,
         id="unet3d_h100-20260102-030405-1a2b3c",
         name="unet3d",
         accelerator="h100",
@@ -244,7 +244,7 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
         (b"", "Cannot read this run"),
         (b"{", "Cannot read this run"),
         (b"[]", "format None"),
-        (b'{"format": 99}', "format 99, not 2"),
+        (b'{"format": 99}', "format 99, not 3"),
         (b'{"format": 2, "id": "x"}', "not as Penstock writes it: name Field required"),
         (b"\xff\xfe", "Cannot read this run"),
     ],

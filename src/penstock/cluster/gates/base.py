@@ -1,0 +1,168 @@
+"""The waist of gates: what is asked about, what ranks tell, what is found, and what a run's record keeps of it.
+
+Place in the flow: `measure`, `probe` and `clocks` tell, `judge` finds, `inspect` does both in order. Invariant:
+a gate that nobody could look at is "not checked", and closes like one that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, Literal
+
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.environment import Environment
+    from penstock.storage import Storage
+
+
+class Gate(StrEnum):
+    """The gates, in the order in which they are looked at: what is cheap and tells most comes first."""
+
+    CLUSTER = "cluster"
+    VERSIONS = "versions"
+    CLOCK = "clock"
+    LIMITS = "limits"
+    IPC = "ipc"
+    APART = "apart"
+    SPACE = "space"
+    STORAGE = "storage"
+
+
+MEANINGS: Final[Mapping[Gate, str]] = {
+    Gate.CLUSTER: "all hosts told what they are, and they are alike",
+    Gate.VERSIONS: "MPI, Python and packages are the same on all ranks",
+    Gate.CLOCK: "no host's clock is off by more than 1 s",
+    Gate.LIMITS: "processes may open, start and write enough",
+    Gate.IPC: "there is shared memory, and nothing deletes it under way",
+    Gate.APART: "data and results lie on different file systems",
+    Gate.SPACE: "what will be written has room",
+    Gate.STORAGE: "all ranks see the same bytes at the same place",
+}
+
+
+class GateVerdict(StrEnum):
+    """What became of a gate."""
+
+    PASS = "pass"  # noqa: S105 - no secret
+    WARNING = "warning"
+    FAIL = "fail"
+    NOT_CHECKED = "not checked"
+    NOT_APPLICABLE = "not applicable"
+    SKIPPED = "skipped"
+
+
+CLOSED: Final = frozenset({GateVerdict.FAIL, GateVerdict.NOT_CHECKED})
+"""What stops a run whose result is to be submitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateFinding:
+    """One gate: the verdict, what was found in a sentence, and what to do about it."""
+
+    gate: Gate
+    verdict: GateVerdict
+    found: str
+    fix: str = ""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing may pass here that is to be submitted."""
+        return self.verdict in CLOSED
+
+
+ClusterState = Literal["whole", "partial", "unknown"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """What a run's record keeps: every gate's finding, and whether closed ones would have stopped it.
+
+    `cluster` says of how many of the run's hosts there are facts beside the record: all, some, or none.
+    """
+
+    is_strict: bool
+    cluster: ClusterState
+    findings: tuple[GateFinding, ...]
+
+    @property
+    def closed(self) -> tuple[GateFinding, ...]:
+        """The gates that nothing may pass."""
+        return tuple(each for each in self.findings if each.is_closed)
+
+    @property
+    def skipped(self) -> tuple[Gate, ...]:
+        """The gates that were not looked at, because somebody asked for that."""
+        return tuple(each.gate for each in self.findings if each.verdict is GateVerdict.SKIPPED)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the run must not begin."""
+        return self.is_strict and bool(self.closed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undertaking:
+    """What one rank is about to do, as far as gates ask about it.
+
+    `reopen` opens the storage at `uri` once more, for a probe of a few bytes. `written_bytes` is what this
+    rank will write there. None: it uses no such thing.
+    """
+
+    environment: Environment
+    uri: str | None = None
+    reopen: Callable[[], Storage] | None = None
+    results: Path | None = None
+    written_bytes: int = 0
+    root: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volume:
+    """A file system: what tells it from others (the same on all hosts if it is shared), and what is free."""
+
+    identity: str
+    device: int
+    folder: str
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Login:
+    """What decides whether shared memory outlives its user's last login. None: could not be read."""
+
+    user_id: int
+    has_logind: bool
+    removes_ipc: bool | None
+    lingers: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What one rank tells. A limit of None is no limit; a volume of None is no file system of this host's."""
+
+    rank: int
+    host: str
+    versions: Mapping[str, str]
+    limits: Mapping[str, int | None]
+    shared_memory: Volume | None
+    login: Login
+    target: Volume | None
+    results: Volume | None
+    written_bytes: int = 0
+    unread: Mapping[str, str] = field(default_factory=dict)
+
+
+def gate_named(text: str) -> Gate:
+    """The gate of this name; `UsageError` that tells the nearest."""
+    import difflib  # noqa: PLC0415 - for a mistyped word alone
+
+    if text in set(Gate):
+        return Gate(text)
+    near = difflib.get_close_matches(text, [*Gate], n=1)
+    meant = f"Did you mean {near[0]}? " if near else ""
+    raise UsageError(f"No gate is named {text!r}", fix=f"{meant}Gates are: {', '.join(Gate)}.")
