@@ -1,0 +1,1 @@
+"""A submission's runs: benchmarks whose outcome becomes leaves of a submission's tree."""

@@ -1,0 +1,66 @@
+"""The names in a tree of v2.0 and v3.0, whose runs are named by their time: one place for makers and judges.
+
+    TOP/code-images/code-<8 digits>/                       the program (v3.0; `code_image` has these names)
+    TOP/<closed|open>/ORG/submission.yaml                  what the folder holds (v3.0)
+    TOP/<closed|open>/ORG/systems/SYSTEM.{yaml,pdf}
+    TOP/<closed|open>/ORG/results/SYSTEM/training/MODEL/{datasize,datagen,run}/20260102_030405/
+    TOP/<closed|open>/ORG/results/SYSTEM/checkpointing/MODEL/20260102_030405/
+
+Invariant: a leaf is a folder that is named by a time, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Final
+
+MANIFEST: Final = "submission.yaml"
+SENTINEL: Final = "mlperf-results.yaml"
+RESULTS_FILE: Final = "results.json"
+SUMMARY: Final = "summary.json"
+CONFIG_FOLDER: Final = "dlio_config"
+CONFIG_FILES: Final = ("config.yaml", "hydra.yaml", "overrides.yaml")
+PROVENANCE: Final = "provenance.json"
+SEPARATION: Final = "fs_separation.json"
+DATAGEN_MANIFEST: Final = "datagen-manifest.json"
+RUN_RECORD: Final = "run.json"
+METADATA_SUFFIX: Final = "_metadata.json"
+TIME_FORMAT: Final = "%Y%m%d_%H%M%S"
+
+_TIME: Final = re.compile(r"\d{8}_\d{6}")
+
+
+class Benchmark(StrEnum):
+    """What a result is of, by the name of its folder. Only the first two are judged here."""
+
+    TRAINING = "training"
+    CHECKPOINTING = "checkpointing"
+    VECTOR_SEARCH = "vector_database"
+    KV_CACHE = "kv_cache"
+
+
+class Phase(StrEnum):
+    """What a leaf of a training is, by the name of its folder."""
+
+    DATASIZE = "datasize"
+    DATAGEN = "datagen"
+    RUN = "run"
+
+
+JUDGED: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
+
+
+def is_time(name: str) -> bool:
+    """Whether a folder of this name is a leaf."""
+    return _TIME.fullmatch(name) is not None
+
+
+def metadata_name(benchmark: Benchmark, time: str) -> str:
+    """The file of a leaf that says what was asked and how it ended."""
+    return f"{benchmark.value}_{time}{METADATA_SUFFIX}"
+
+
+def log_names(benchmark: Benchmark, phase: Phase) -> tuple[str, str]:
+    """What the run printed: its output and its errors."""
+    return f"{benchmark.value}_{phase.value}.stdout.log", f"{benchmark.value}_{phase.value}.stderr.log"
