@@ -11,31 +11,29 @@ save that died on some nodes is no step.
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
-from penstock.checkpoint.commit.place import open_drafts, open_shelf
 from penstock.checkpoint.loading.opening import DescribedStorage
 from penstock.checkpoint.stored import Stored
-from penstock.checkpoint.tiers.assess import Assessment, NodeHolding, assess
+from penstock.checkpoint.tiers.assess import Assessment, assess
 from penstock.checkpoint.tiers.groups import choose_groups
-from penstock.checkpoint.tiers.holdings import GroupRecord, HeldFile, Member, read_record, record_bytes
-from penstock.checkpoint.tiers.protecting import Protector
+from penstock.checkpoint.tiers.holdings import GroupRecord, HeldFile, Member
+from penstock.checkpoint.tiers.node_cache import NodeCache
+from penstock.checkpoint.tiers.protecting import KeyOf, Protector
 from penstock.checkpoint.tiers.ring import BLOCK_BYTES
 from penstock.checkpoint.tiers.schemes import Partner, Scheme, check_schemes, scheme_for
 from penstock.checkpoint.tiers.stripes import layout_for
 from penstock.cluster.collect import collect
-from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.errors import UsageError
 from penstock.storage.owner import this_process
 from penstock.storage.powers import find_folders, for_large_files
 from penstock.storage.uri import parse_uri
-from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.staging.base import PreparedSave, RankShare, ShareStats, StagedSave
@@ -44,10 +42,6 @@ if TYPE_CHECKING:
     from penstock.storage import Storage
 
 Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
-
-RECORD_PREFIX = "redundancy-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +61,7 @@ class Cached:
 
 
 class CacheLevel:
-    """One rank's view of all caches. Everything but `holds` is collective.
+    """One rank's view of all caches. Collective, but for `holds`, `names_here`, `drop` and `remove`.
 
     `domain` names what fails together with this rank; ranks of one domain never protect each other.
     """
@@ -92,6 +86,7 @@ class CacheLevel:
         self._domains = tuple(each for _, each in told)
         self._leads = tuple([node for node, _ in told].index(node) for node, _ in told)
         """By rank: the lowest rank that uses the same cache."""
+        self._lead = self._leads[comm.rank]
         self._groups = {
             scheme: choose_groups(
                 self._domains, scheme.members, smallest=min(scheme.losses + 1, scheme.members)
@@ -99,20 +94,12 @@ class CacheLevel:
             for scheme in self._schemes
         }
         self._protector = Protector(storage, comm)
-        self._drafts, self._shelf = open_drafts(storage), open_shelf(storage)
+        self._node = NodeCache(storage, next(ranks for ranks in self.nodes if comm.rank in ranks))
 
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for its node."""
         return self._lead == self._comm.rank
-
-    @property
-    def _lead(self) -> int:
-        return self._leads[self._comm.rank]
-
-    @property
-    def _ranks_here(self) -> tuple[int, ...]:
-        return tuple(rank for rank, lead in enumerate(self._leads) if lead == self._lead)
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -135,165 +122,160 @@ class CacheLevel:
         """Write, protect and commit a step on all nodes. `number` counts checkpoints, from 1."""
         with ExitStack() as undo:
             undo.callback(staged.cancel)
-            draft = self._start(name)
-            undo.callback(self._drop, draft)
+            draft = self.start(name)
+            cached = self.complete(draft, prepared, staged, number=number, facts=facts, progress=progress)
+            undo.pop_all()
+        return cached
+
+    def start(self, name: str, only: Collection[int] | None = None) -> Draft:
+        """A draft of one save id on every node, or on the nodes of some ranks."""
+        save_id = self._comm.broadcast(secrets.token_hex(8), awaiting="rank 0 to name the save")
+        leads = set(self._leads if only is None else [self._leads[rank] for rank in only])
+        drafts = self._together(
+            lambda: self._node.start(name, save_id) if self.leads and self._lead in leads else None,
+            f"all nodes to make room for {name}",
+        )
+        return drafts[self._lead] or Draft(name=name, folder="", save_id=save_id)
+
+    def complete(
+        self,
+        draft: Draft,
+        prepared: PreparedSave,
+        staged: StagedSave,
+        *,
+        number: int,
+        facts: dict[str, Any],
+        progress: Progress | None = None,
+    ) -> Cached:
+        """Write into a draft on all nodes, protect it, and commit it; where that fails, the draft is gone."""
+        with ExitStack() as undo:
+            undo.callback(staged.cancel)
+            undo.callback(self.drop, draft)
             shares = self._together(
                 lambda: staged.write_to(for_large_files(self.storage), draft.key, progress),
-                f"all ranks to write their files of {name}",
+                f"all ranks to write their files of {draft.name}",
             )
-            records = self._protect(name, draft, shares, scheme_for(number, self._schemes))
+            records = self._protect(draft, shares, scheme_for(number, self._schemes))
             seal = self._sealed(prepared, shares, {**facts, "save_id": draft.save_id})
             self._publish(draft, seal, records)
             undo.pop_all()
-        return Cached(name=name, save_id=draft.save_id, shares=tuple(shares), seal=seal)
+        return Cached(name=draft.name, save_id=draft.save_id, shares=tuple(shares), seal=seal)
+
+    def drop(self, draft: Draft) -> None:
+        """Remove a draft that is not to be completed: each node's lead its own."""
+        if self.leads and draft.folder:
+            self._node.drop(draft)
 
     def names(self) -> list[str]:
         """Every step that some node has committed, in no order."""
         told = self._together(
-            lambda: self._shelf.names() if self.leads else [], "all nodes to list their caches"
+            lambda: self._node.names() if self.leads else [], "all nodes to list their caches"
         )
         return sorted({name for names in told for name in names})
 
     def names_here(self) -> list[str]:
-        """Every step that this node has committed, in no order. Not collective."""
-        return self._shelf.names()
+        """Every step that this node has committed, in no order."""
+        return self._node.names()
 
     def assess(self, name: str, *, damaged: Collection[int] = ()) -> Assessment:
         """What the caches can give of a step, if the `damaged` ranks' files are as good as lost."""
-        told = self._together(lambda: self._holding(name), f"all nodes to say what they hold of {name}")
+        told = self._together(
+            lambda: self._node.holding(name) if self.leads else None,
+            f"all nodes to say what they hold of {name}",
+        )
         return assess([holding for holding in told if holding is not None], damaged=damaged)
 
     def holds(self, name: str) -> Stored:
         """The share of a step that this node has."""
-        return Stored(self.storage, self._shelf.find(name))
+        return self._node.held(name)
 
     def view(self, name: str, found: Assessment) -> Stored:
         """A whole step as this rank can read it: its node's files, and all files through other ranks.
 
-        Collective. What describes the step comes from one node that has it, as this one may have nothing.
+        What describes the step comes from one node that has it, as this one may have nothing.
         """
-        has_it = bool(found.shares.get(self._lead))
         if self._comm.size == 1:
             return self.holds(name)
-        teller = min(lead for lead, shares in found.shares.items() if shares)
-        told = self._together(
-            lambda: self._read_seal(name) if self._comm.rank == teller else None,
-            f"rank {teller} to tell what {name} consists of",
-        )[teller]
-        assert told is not None, "a node that holds shares has their manifest"
-        if not has_it:
-            folder = Committed(name=name, folder=name)
-            known = {folder.key(MANIFEST_NAME): told[0], folder.key(METADATA_NAME): told[1]}
-            return Stored(DescribedStorage(self.storage, known), folder, readable=())
-        held = self._shelf.find(name)
-        start = f"{held.folder}/"
-        here = tuple(info.key.removeprefix(start) for info in self.storage.list(held.folder))
-        return Stored(self.storage, held, readable=here)
+        manifest, metadata = self._told_seal(name, found)
+        if found.shares.get(self._lead):
+            held = self.holds(name)
+            return replace(held, readable=tuple(self._node.files(held)))
+        folder = Committed(name=name, folder=name)
+        known = {folder.key(MANIFEST_NAME): manifest, folder.key(METADATA_NAME): metadata}
+        return Stored(DescribedStorage(self.storage, known), folder, readable=())
 
     def repair(self, name: str, found: Assessment) -> None:
         """Compute what is lost and commit it to the caches that it is missing from."""
-        own = found.shares.get(self._lead, frozenset())
-        gained = {rank for rank in found.lost if self._leads[found.actors[rank]] == self._lead}
-        sealed = self._together(
-            lambda: self._read_seal(name) if own and self.leads else None, f"the manifest of {name}"
+        self._refill(
+            name,
+            found,
+            {rank: found.actors[rank] for rank in found.lost},
+            lambda from_key, to_key: self._rebuild(found, from_key, to_key),
         )
-        manifest, metadata = next(each for each in sealed if each is not None)
-        draft = self._start(name, only=[found.actors[rank] for rank in found.lost])
-        with ExitStack() as undo:
-            undo.callback(self._drop, draft)
-            from_key = self._shelf.find(name).key if own else draft.key
-            for record in found.records.values():
-                self._protector.give_back(
-                    record, found.lost, actors=found.actors, from_key=from_key, to_key=draft.key
-                )
-            self._together(lambda: None, f"all lost files of {name} to be rebuilt")
-            if gained and self.leads:
-                self._protector.bring_along(found.records, own, from_key=from_key, to_key=draft.key)
-                seal = Seal(manifest=manifest, metadata=metadata, sizes={})
-                self._publish_here(draft, seal, found.records, own | gained)
-            undo.pop_all()
-        self._together(lambda: None, f"all nodes to commit {name}")
 
     def remove(self, name: str) -> None:
-        """Take a step out of all caches. Not collective: each node's lead removes its share."""
+        """Take a step out of all caches: each node's lead removes its share."""
         if self.leads:
-            try:
-                self._shelf.remove(self._shelf.find(name))
-            except ObjectNotFound:
-                logger.debug("%s was not in the cache %s", name, self.storage.uri)
+            self._node.remove(name)
 
     def close(self) -> None:
         """Let go of the connections between ranks."""
         self._protector.close()
 
-    def _start(self, name: str, only: Sequence[int] | None = None) -> Draft:
-        """A draft of one save id on every node, or on the nodes of some ranks."""
-        save_id = self._comm.broadcast(secrets.token_hex(8), awaiting="rank 0 to name the save")
+    def _rebuild(self, found: Assessment, from_key: KeyOf, to_key: KeyOf) -> None:
+        for record in found.records.values():
+            self._protector.give_back(
+                record, found.lost, actors=found.actors, from_key=from_key, to_key=to_key
+            )
 
-        def start() -> Draft | None:
-            if not self.leads or (
-                only is not None and self._comm.rank not in {self._leads[each] for each in only}
-            ):
-                return None
-            for swept in self._drafts.sweep():
-                logger.info("Removed %s, which a save left that died, below %s", swept, self.storage.uri)
-            return self._drafts.start(name, save_id)
+    def _refill(
+        self, name: str, found: Assessment, gains: Mapping[int, int], fill: Callable[[KeyOf, KeyOf], None]
+    ) -> None:
+        """Give the nodes of some ranks shares that they have not got: `gains` by the rank that saved.
 
-        drafts = self._together(start, f"all nodes to make room for {name}")
-        mine = drafts[self._lead]
-        return mine or Draft(name=name, folder="", save_id=save_id)
+        `fill` writes them, from what lies on this node or comes from others. What a node has already stays.
+        """
+        own = found.shares.get(self._lead, frozenset())
+        gained = {rank for rank, home in gains.items() if self._leads[home] == self._lead}
+        manifest, metadata = self._told_seal(name, found)
+        draft = self.start(name, only=gains.values())
+        with ExitStack() as undo:
+            undo.callback(self.drop, draft)
+            from_key = self.holds(name).key if own else draft.key
+            fill(from_key, draft.key)
+            self._together(lambda: None, f"all missing files of {name} to be there")
+            if gained and self.leads:
+                self._protector.bring_along(found.records, own, from_key=from_key, to_key=draft.key)
+                self._node.publish(draft, manifest, metadata, found.records, own | gained)
+            undo.pop_all()
+        self._together(lambda: None, f"all nodes to commit {name}")
 
-    def _drop(self, draft: Draft) -> None:
-        if self.leads and draft.folder:
-            try:
-                self._drafts.drop(draft)
-            except StorageError as error:
-                logger.warning("Could not remove the unfinished %s: %s", draft.folder, error)
+    def _told_seal(self, name: str, found: Assessment) -> tuple[bytes, bytes]:
+        """Manifest and metadata of a step, from the first node that has a share of it."""
+        teller = min(lead for lead, shares in found.shares.items() if shares)
+        told = self._together(
+            lambda: self._node.seal(name) if self._comm.rank == teller else None,
+            f"rank {teller} to tell what {name} consists of",
+        )[teller]
+        assert told is not None, "a node that holds shares has their manifest"
+        return told
 
-    def _protect(
-        self, name: str, draft: Draft, shares: Sequence[RankShare], scheme: Scheme
-    ) -> dict[int, GroupRecord]:
+    def _protect(self, draft: Draft, shares: Sequence[RankShare], scheme: Scheme) -> dict[int, GroupRecord]:
         """Compute what members keep of each other; the records of all groups."""
         groups = self._groups[scheme]
         number = next(number for number, group in enumerate(groups) if self._comm.rank in group)
-        plans = [self._planned(draft, group, shares, scheme) for group in groups]
+        plans = [
+            _planned(draft, group, shares, scheme, domains=self._domains, block_bytes=self._block_bytes)
+            for group in groups
+        ]
         kept = self._together(
             lambda: self._protector.keep(plans[number], draft.key),
-            f"all ranks to protect {name} by {scheme.name}",
+            f"all ranks to protect {draft.name} by {scheme.name}",
         )
         return {
             each: plan.model_copy(update={"kept": tuple(file for rank in plan.ranks if (file := kept[rank]))})
             for each, plan in enumerate(plans)
         }
-
-    def _planned(
-        self, draft: Draft, group: tuple[int, ...], shares: Sequence[RankShare], scheme: Scheme
-    ) -> GroupRecord:
-        members = tuple(
-            Member(
-                rank=rank,
-                domain=self._domains[rank],
-                files=tuple(
-                    HeldFile(name=file.name, size_bytes=file.size_bytes, sum="")
-                    for file in shares[rank].files
-                ),
-            )
-            for rank in group
-        )
-        largest = max(member.size_bytes for member in members)
-        has_parity = scheme.losses and not isinstance(scheme, Partner)
-        chunk = layout_for(len(group), scheme.losses, largest).chunk_bytes if has_parity else 0
-        return GroupRecord(
-            step=draft.name,
-            save_id=draft.save_id,
-            domains=self._domains,
-            scheme=scheme.name,
-            losses=scheme.losses,
-            chunk_bytes=chunk,
-            block_bytes=self._block_bytes,
-            members=members,
-            kept=(),
-        )
 
     def _sealed(self, prepared: PreparedSave, shares: Sequence[RankShare], facts: dict[str, Any]) -> Seal:
         return self._comm.broadcast(
@@ -306,84 +288,55 @@ class CacheLevel:
 
     def _publish(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
         """Commit on all nodes, or on none that stays: a node that cannot takes the step from all."""
+
+        def publish() -> None:
+            if self.leads:
+                self._node.publish(draft, seal.manifest, seal.metadata, records, self._node.ranks)
+
         with ExitStack() as undo:
-            undo.callback(self._forget, draft)
-            self._together(
-                lambda: self._publish_here(draft, seal, records, self._ranks_here) if self.leads else None,
-                f"all nodes to commit {draft.name}",
-            )
+            if self.leads:
+                undo.callback(self._node.take_back, draft)
+            self._together(publish, f"all nodes to commit {draft.name}")
             undo.pop_all()
-
-    def _publish_here(
-        self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord], mine: Collection[int]
-    ) -> None:
-        """Commit exactly the shares of `mine`, ranks that saved, with the records of their groups."""
-        sizes: dict[str, int] = {}
-        for number, record in records.items():
-            if set(record.ranks).isdisjoint(mine):
-                continue
-            written = write_object(self.storage, draft.key(_record_name(number)), [record_bytes(record)])
-            sizes[_record_name(number)] = written.size_bytes
-            for place, member in enumerate(record.members):
-                if member.rank in mine:
-                    sizes.update({file.name: file.size_bytes for file in member.files})
-                    sizes.update({file.name: file.size_bytes for file in record.kept[place : place + 1]})
-        self._drafts.publish(draft, Seal(manifest=seal.manifest, metadata=seal.metadata, sizes=sizes))
-
-    def _forget(self, draft: Draft) -> None:
-        """Remove what this node has committed of a step that others could not commit."""
-        if not self.leads:
-            return
-        try:
-            held = self._shelf.find(draft.name)
-            manifest = bytes(read_object(self.storage, held.key(MANIFEST_NAME)))
-            if draft.save_id.encode() in manifest:
-                self._shelf.remove(held)
-        except StorageError as error:
-            logger.debug("Nothing to take back of %s: %s", draft.name, error)
-
-    def _holding(self, name: str) -> NodeHolding | None:
-        if not self.leads:
-            return None
-        ranks = self._ranks_here
-        try:
-            held = self._shelf.find(name)
-            sizes = {
-                info.key.removeprefix(f"{held.folder}/"): info.size_bytes
-                for info in self.storage.list(held.folder)
-            }
-            records = self._records(held.folder, {f"{held.folder}/{name}" for name in sizes})
-        except StorageError as error:
-            logger.info("The cache %s has not got %s: %s", self.storage.uri, name, error)
-            return NodeHolding(ranks=ranks)
-        return NodeHolding(ranks=ranks, sizes=sizes, records=records)
-
-    def _records(self, folder: str, keys: Iterable[str]) -> dict[int, GroupRecord]:
-        """The records of groups that lie in a folder, by the group's number."""
-        records = {}
-        for key in keys:
-            name = key.removeprefix(f"{folder}/")
-            if name.startswith(RECORD_PREFIX):
-                number = int(name.removeprefix(RECORD_PREFIX).removesuffix(".json"))
-                records[number] = read_record(read_object(self.storage, key), f"{self.storage.uri}/{key}")
-        return records
-
-    def _read_seal(self, name: str) -> tuple[bytes, bytes] | None:
-        try:
-            held = self._shelf.find(name)
-        except ObjectNotFound:
-            return None
-        return (
-            bytes(read_object(self.storage, held.key(MANIFEST_NAME))),
-            bytes(read_object(self.storage, held.key(METADATA_NAME))),
-        )
 
     def _together(self, work: Callable[[], Result], awaiting: str) -> list[Result]:
         return collect(self._comm, work, awaiting=awaiting)
 
 
-def _record_name(group: int) -> str:
-    return f"{RECORD_PREFIX}{group}.json"
+def _planned(
+    draft: Draft,
+    group: tuple[int, ...],
+    shares: Sequence[RankShare],
+    scheme: Scheme,
+    *,
+    domains: tuple[str, ...],
+    block_bytes: int,
+) -> GroupRecord:
+    """The record of a group before it is known what its members keep of each other."""
+    members = tuple(
+        Member(
+            rank=rank,
+            domain=domains[rank],
+            files=tuple(
+                HeldFile(name=file.name, size_bytes=file.size_bytes, sum="") for file in shares[rank].files
+            ),
+        )
+        for rank in group
+    )
+    largest = max(member.size_bytes for member in members)
+    has_parity = scheme.losses and not isinstance(scheme, Partner)
+    chunk = layout_for(len(group), scheme.losses, largest).chunk_bytes if has_parity else 0
+    return GroupRecord(
+        step=draft.name,
+        save_id=draft.save_id,
+        domains=domains,
+        scheme=scheme.name,
+        losses=scheme.losses,
+        chunk_bytes=chunk,
+        block_bytes=block_bytes,
+        members=members,
+        kept=(),
+    )
 
 
 def _node_of(storage: Storage, rank: int) -> tuple[str, int, int]:

@@ -1,0 +1,136 @@
+"""One node's cache: the steps of which it has committed its share, and drafts of those on their way.
+
+Below `cache.py`, which speaks for all nodes. Nothing here is collective: the rank that leads its node calls.
+Invariant: a share is committed whole, with the records of its groups and what describes the whole step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Final
+
+from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Draft, Seal
+from penstock.checkpoint.commit.place import open_drafts, open_shelf
+from penstock.checkpoint.stored import Stored
+from penstock.checkpoint.tiers.assess import NodeHolding
+from penstock.checkpoint.tiers.holdings import GroupRecord, read_record, record_bytes
+from penstock.errors import ObjectNotFound, StorageError
+from penstock.storage.whole import read_object, write_object
+
+if TYPE_CHECKING:
+    from penstock.storage import Storage
+
+RECORD_PREFIX: Final = "redundancy-"
+
+logger = logging.getLogger(__name__)
+
+
+class NodeCache:
+    """What lies in the cache of this node, which `ranks` of the job use."""
+
+    def __init__(self, storage: Storage, ranks: tuple[int, ...]) -> None:
+        self.storage = storage
+        self.ranks = ranks
+        self._drafts, self._shelf = open_drafts(storage), open_shelf(storage)
+
+    def names(self) -> list[str]:
+        """Every step of which this node has committed a share, in no order."""
+        return self._shelf.names()
+
+    def held(self, name: str) -> Stored:
+        """Where the share of this node lies; `ObjectNotFound` where it has none."""
+        return Stored(self.storage, self._shelf.find(name))
+
+    def files(self, held: Stored) -> dict[str, int]:
+        """The files of a share and their sizes."""
+        start = f"{held.committed.folder}/"
+        listed = self.storage.list(held.committed.folder)
+        return {info.key.removeprefix(start): info.size_bytes for info in listed}
+
+    def seal(self, name: str) -> tuple[bytes, bytes] | None:
+        """The whole step's manifest and metadata; None where this node has not got the step."""
+        try:
+            held = self.held(name)
+        except ObjectNotFound:
+            return None
+        return (
+            bytes(read_object(self.storage, held.key(MANIFEST_NAME))),
+            bytes(read_object(self.storage, held.key(METADATA_NAME))),
+        )
+
+    def holding(self, name: str) -> NodeHolding:
+        """What this node can bring to a step."""
+        try:
+            held = self.held(name)
+            sizes = self.files(held)
+            records = self._records(held, sizes)
+        except StorageError as error:
+            logger.info("The cache %s has not got %s: %s", self.storage.uri, name, error)
+            return NodeHolding(ranks=self.ranks)
+        return NodeHolding(ranks=self.ranks, sizes=sizes, records=records)
+
+    def start(self, name: str, save_id: str) -> Draft:
+        """Make room for a step, where what dead saves left is removed first."""
+        for swept in self._drafts.sweep():
+            logger.info("Removed %s, which a save left that died, below %s", swept, self.storage.uri)
+        return self._drafts.start(name, save_id)
+
+    def drop(self, draft: Draft) -> None:
+        """Remove a draft."""
+        try:
+            self._drafts.drop(draft)
+        except StorageError as error:
+            logger.warning("Could not remove the unfinished %s: %s", draft.folder, error)
+
+    def publish(
+        self,
+        draft: Draft,
+        manifest: bytes,
+        metadata: bytes,
+        records: Mapping[int, GroupRecord],
+        saved: Collection[int],
+    ) -> None:
+        """Commit exactly the shares of ranks that `saved`, with the records of their groups."""
+        sizes: dict[str, int] = {}
+        for number, record in records.items():
+            if set(record.ranks).isdisjoint(saved):
+                continue
+            written = write_object(self.storage, draft.key(_record_name(number)), [record_bytes(record)])
+            sizes[_record_name(number)] = written.size_bytes
+            for place, member in enumerate(record.members):
+                if member.rank in saved:
+                    sizes.update({file.name: file.size_bytes for file in member.files})
+                    sizes.update({file.name: file.size_bytes for file in record.kept[place : place + 1]})
+        self._drafts.publish(draft, Seal(manifest=manifest, metadata=metadata, sizes=sizes))
+
+    def take_back(self, draft: Draft) -> None:
+        """Remove what was committed of a draft, because other nodes could not commit theirs."""
+        try:
+            held = self._shelf.find(draft.name)
+            manifest = bytes(read_object(self.storage, held.key(MANIFEST_NAME)))
+            if draft.save_id.encode() in manifest:
+                self._shelf.remove(held)
+        except StorageError as error:
+            logger.debug("Nothing to take back of %s: %s", draft.name, error)
+
+    def remove(self, name: str) -> None:
+        """Take this node's share of a step out of its cache."""
+        try:
+            self._shelf.remove(self._shelf.find(name))
+        except ObjectNotFound:
+            logger.debug("%s was not in the cache %s", name, self.storage.uri)
+
+    def _records(self, held: Stored, names: Iterable[str]) -> dict[int, GroupRecord]:
+        """The records of groups that lie in a share, by the group's number."""
+        records = {}
+        for name in names:
+            if name.startswith(RECORD_PREFIX):
+                number = int(name.removeprefix(RECORD_PREFIX).removesuffix(".json"))
+                content = read_object(self.storage, held.key(name))
+                records[number] = read_record(content, f"{self.storage.uri}/{held.key(name)}")
+        return records
+
+
+def _record_name(group: int) -> str:
+    return f"{RECORD_PREFIX}{group}.json"
