@@ -7,13 +7,14 @@
         cluster.json                   what the hosts were, where that was collected
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
+    PARENT/.penstock/                  the history of all runs below PARENT, and the trash (`history`)
+
 Invariant: a run's folder is made by one process, under a name that nobody else has.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -39,12 +40,16 @@ _LEFT_BY_RUNS: Final = (
 _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-def make_run_folder(parent: Path, name: str, now: datetime) -> Path:
-    """A new folder for a run of `name` that starts `now`; the parent is made where it is missing."""
+def run_folder_name(name: str, now: datetime, run_id: str) -> str:
+    """What the folder of a run of `name` is called that starts `now`."""
     safe_name = _UNSAFE.sub("-", name).strip("-.") or "run"
-    folder = parent / f"{safe_name}-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    return f"{safe_name}-{now:%Y%m%d-%H%M%S}-{run_id}"
+
+
+def make_run_folder(folder: Path) -> Path:
+    """Make a new folder for a run; its parent is made where it is missing."""
     with explaining("Making the folder of this run", str(folder)):
-        parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     return folder
 

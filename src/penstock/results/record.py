@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -25,6 +26,8 @@ from penstock.cluster.gates.base import Preflight  # noqa: TC001 - pydantic read
 from penstock.errors import StorageError, UsageError
 from penstock.results.durable import write_file, write_text
 from penstock.results.figures import PhaseFigures  # noqa: TC001 - pydantic reads the annotations
+from penstock.results.history.chapter import Chapter
+from penstock.results.history.file import HistoryFile
 from penstock.results.host import HostFacts  # noqa: TC001 - likewise
 from penstock.results.layout import CLUSTER_FILE, RUN_FILE, make_run_folder, take_run_folder
 from penstock.results.provenance import (
@@ -125,29 +128,40 @@ class OpenRun:
     Ctrl-C makes it interrupted, any error failed; a killed process leaves "running", and readers see that.
     """
 
-    def __init__(self, folder: Path, record: RunRecord) -> None:
+    def __init__(self, folder: Path, record: RunRecord, chapter: Chapter | None = None) -> None:
         self.folder = folder
         self.record = record
+        self._chapter = chapter
         self._write()
 
     @classmethod
     def start(cls, parent: Path, request: RunRequest) -> Self:
-        """Make the run's folder below `parent`, with its `run.json`."""
+        """Enter the run in the history of `parent`, and make its folder there, with its `run.json`."""
         now = datetime.now(UTC)
-        folder = make_run_folder(parent, request.workload.full_name, now)
-        return cls._begun(folder, request, now)
+        chapter = Chapter.begin(HistoryFile(parent), request, now)
+        folder = parent / chapter.folder_name
+        with chapter.starting():
+            make_run_folder(folder)
+            return cls._begun(folder, request, now, chapter)
 
     @classmethod
     def start_in(cls, folder: Path, request: RunRequest) -> Self:
-        """The same in a folder that its user named. An earlier run there gives way, unless it goes on."""
+        """The same in a folder that its user named. An earlier run there gives way, unless it goes on.
+
+        It is entered in its parent's history where there is one: a folder elsewhere gets no neighbours.
+        """
         if (folder / RUN_FILE).is_file() and read_record(folder).outcome is Outcome.RUNNING:
             raise UsageError("A run is under way here", where=str(folder), fix="Name another folder.")
-        take_run_folder(folder)
-        return cls._begun(folder, request, datetime.now(UTC))
+        now = datetime.now(UTC)
+        history = HistoryFile(folder.absolute().parent)
+        chapter = Chapter.begin(history, request, now, named=folder.name) if history.exists() else None
+        with chapter.starting() if chapter else nullcontext():
+            take_run_folder(folder)
+            return cls._begun(folder, request, now, chapter)
 
     @classmethod
-    def _begun(cls, folder: Path, request: RunRequest, now: datetime) -> Self:
-        run = cls(folder, _first_record(request, folder.name, now))
+    def _begun(cls, folder: Path, request: RunRequest, now: datetime, chapter: Chapter | None) -> Self:
+        run = cls(folder, _first_record(request, folder.name, now), chapter)
         if request.cluster is not None:
             write_text(folder, CLUSTER_FILE, request.cluster.model_dump_json(indent=2) + "\n")
         return run
@@ -178,6 +192,8 @@ class OpenRun:
         ended_at = datetime.now(UTC).isoformat(timespec="microseconds")
         self.record = replace(self.record, outcome=outcome, why=why, ended_at=ended_at)
         self._write()
+        if self._chapter is not None:
+            self._chapter.end(outcome.value, why)
 
     def _write(self) -> None:
         write_file(self.folder, RUN_FILE, format_record(self.record))

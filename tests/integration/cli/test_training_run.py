@@ -104,7 +104,7 @@ def test_a_short_file_ends_all_ranks_and_is_named_with_its_rank(place: Path, ran
     assert "img_13_of_28.npz" in result.stderr
     assert "Traceback" not in result.stderr
     assert ranks == 1 or "Rank " in result.stderr
-    (folder,) = (place / "runs").iterdir()
+    (folder,) = (place / "runs").glob("unet3d*")
     seen = json.loads(penstock("results", "show", str(folder), "--json").stdout)
     assert "running" not in json.dumps(seen)
 

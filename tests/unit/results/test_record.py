@@ -354,20 +354,20 @@ def test_the_working_folders_commit_is_known_where_there_is_one(tmp_path: Path) 
 
 
 def test_folders_of_runs_have_speaking_names_of_their_own(tmp_path: Path) -> None:
-    first = layout.make_run_folder(tmp_path / "a" / "b", "unet3d_h100", NOW)
-    second = layout.make_run_folder(tmp_path / "a" / "b", "unet3d_h100", NOW)
-    assert first != second
-    assert first.name.startswith("unet3d_h100-20260102-030405-")
-    odd = layout.make_run_folder(tmp_path, "../my workload/ü", NOW)
-    assert odd.parent == tmp_path
-    assert odd.name.startswith("my-workload-2026")
-    assert layout.make_run_folder(tmp_path, "...", NOW).name.startswith("run-2026")
+    name = layout.run_folder_name("unet3d_h100", NOW, "1a2b3c")
+    assert name == "unet3d_h100-20260102-030405-1a2b3c"
+    assert layout.make_run_folder(tmp_path / "a" / "b" / name).is_dir()
+    with pytest.raises(StorageError, match="Making the folder of this run"):
+        layout.make_run_folder(tmp_path / "a" / "b" / name)
+    odd = layout.run_folder_name("../my workload/ü", NOW, "1a2b3c")
+    assert odd.startswith("my-workload-2026")
+    assert layout.run_folder_name("...", NOW, "1a2b3c").startswith("run-2026")
 
 
 def test_a_parent_that_is_a_file_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="Making the folder of this run"):
-        layout.make_run_folder(tmp_path / "file", "x", NOW)
+        layout.make_run_folder(tmp_path / "file" / "x")
 
 
 def test_a_run_is_named_by_folder_name_or_part(tmp_path: Path) -> None:

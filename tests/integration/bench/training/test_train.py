@@ -27,6 +27,7 @@ from penstock.dataset.manifest import KEY, Recipe
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
 from penstock.results.events import Phase, RankEvents, SpanKind
+from penstock.results.layout import run_folders
 from penstock.results.record import Outcome, read_record
 from penstock.results.tables import read_events
 from penstock.storage import open_storage
@@ -350,7 +351,7 @@ def test_a_short_file_fails_the_run_by_name_and_the_record_says_why(ground: Grou
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ShortTransfer, match="img_09_of_24"):
         ground.run()
-    (folder,) = ground.results.iterdir()
+    (folder,) = run_folders(ground.results)
     record = read_record(folder)
     assert record.outcome is Outcome.FAILED
     assert "img_09_of_24" in record.why
@@ -378,7 +379,7 @@ def test_ctrl_c_leaves_a_run_that_is_marked_so(ground: Ground) -> None:
     )
     with pytest.raises(KeyboardInterrupt):
         train(request, ground.storage, comm=COMM, progress=Impatient())
-    (folder,) = ground.results.iterdir()
+    (folder,) = run_folders(ground.results)
     assert read_record(folder).outcome is Outcome.INTERRUPTED
     (events,) = read_events(folder)
     assert len(events.steps) == 7
