@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.facts import Unknown
 from penstock.submission.finding import Finding, Validity, Verdict, validity
 from penstock.submission.metrics import num_accelerators, recompute
-from penstock.submission.reading import Result, read_result
+from penstock.submission.reading import Result, read_results
 from penstock.submission.rules import RULES
 from penstock.submission.rules.base import Rule, not_checked
-from penstock.submission.tree import find_places
+from penstock.submission.surroundings import Pool, Surroundings, pool_folder, read_pool, read_surroundings
+from penstock.submission.tree import Place, Submitter, edition_of, find_places, find_submitters
 
 AUTO: Final = "auto"
 _log = logging.getLogger(__name__)
@@ -46,9 +48,20 @@ class Judged:
         return validity(self.findings)
 
 
-def choose_edition(asked: str) -> Edition:
-    """The edition to judge by; `auto` is v1.0, whose trees alone are read: others are refused."""
-    return load_edition("v1.0" if asked == AUTO else asked)
+def choose_edition(asked: str, root: Path) -> Edition:
+    """The edition to judge by; `auto` is the one that the tree at `root` looks like."""
+    if asked != AUTO:
+        return load_edition(asked)
+    found: dict[str, str] = {}
+    for submitter in find_submitters(root):
+        found.setdefault(edition_of(submitter), submitter.organisation)
+    if len(found) > 1:
+        raise UsageError(
+            f"Trees of several editions are here: {', '.join(f'{e} ({who})' for e, who in found.items())}",
+            where=str(root),
+            fix="Check each by itself, or name one with --edition.",
+        )
+    return load_edition(next(iter(found), "v1.0"))
 
 
 def check(
@@ -58,9 +71,31 @@ def check(
     told = progress or Silent()
     places = list(find_places(root))
     told.begin("results", len(places))
+    shared = _Shared(root)
     for place in places:
-        yield judge(read_result(place, root), edition, rules)
+        for result in read_results(place, shared.around(place), root, num_warm_ups=edition.num_warm_ups):
+            yield judge(result, edition, rules)
         told.advance(1)
+
+
+class _Shared:
+    """What results of one submitter, and submitters of one tree, have in common: the last of each."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._pools: dict[Path | None, Pool] = {None: Pool()}
+        self._submitter: Submitter | None = None
+        self._around = Surroundings(name="")
+
+    def around(self, place: Place) -> Surroundings:
+        """What lies around a place."""
+        if place.submitter != self._submitter:
+            self._submitter = place.submitter
+            folder = pool_folder(place.submitter)
+            if folder not in self._pools and folder is not None:
+                self._pools[folder] = read_pool(folder, place.submitter, self._root)
+            self._around = read_surroundings(place.submitter, self._pools[folder], self._root)
+        return self._around
 
 
 def judge(result: Result, edition: Edition, rules: Sequence[Rule] = RULES) -> Judged:
@@ -68,7 +103,7 @@ def judge(result: Result, edition: Edition, rules: Sequence[Rule] = RULES) -> Ju
     submitter = result.place.submitter
     family, accelerator = _workload(result)
     return Judged(
-        name=result.place.name,
+        name=result.name,
         organisation=submitter.organisation,
         division=submitter.division.value if submitter.division else "",
         system=result.place.system or _only_system(result),
@@ -79,7 +114,7 @@ def judge(result: Result, edition: Edition, rules: Sequence[Rule] = RULES) -> Ju
         findings=tuple(
             finding
             for rule in rules
-            if edition.edition in rule.editions
+            if edition.edition in rule.editions and result.place.benchmark in rule.benchmarks
             for finding in apply(rule, result, edition)
         ),
     )
@@ -93,11 +128,11 @@ def apply(rule: Rule, result: Result, edition: Edition) -> list[Finding]:
     except Unknown as reason:
         findings.append(not_checked(reason))
     except Exception as defect:  # noqa: BLE001 - a defect of a rule must not become somebody's "invalid"
-        _log.warning("rule %s failed on %s", rule.id, result.place.name, exc_info=True)
+        _log.warning("rule %s failed on %s", rule.id, result.name, exc_info=True)
         findings.append(
             Finding(
                 verdict=Verdict.NOT_CHECKED,
-                evidence=result.place.name,
+                evidence=result.name,
                 proof=f"the rule itself failed: {type(defect).__name__}: {defect}",
                 fix="This is a defect of Penstock: please report it with this result's files.",
             )
@@ -111,7 +146,7 @@ def _workload(result: Result) -> tuple[str, str]:
             return job.workload()
         except Unknown:  # the rule on workloads names what is missing
             continue
-    return "", ""
+    return result.place.model.lower(), ""
 
 
 def _num_accelerators(result: Result) -> int | None:

@@ -12,7 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.errors import Unavailable, UsageError
+from penstock.errors import UsageError
+from penstock.submission.facts import Unknown
 from penstock.workload.divisions import SubmissionDivision
 from penstock.workload.yamlfile import parse_yaml
 
@@ -29,11 +30,16 @@ class Folders(_Strict):
 
 
 class SizingLimits(_Strict):
-    """How large a data set must be; `rounding` says how a part of a file counts."""
+    """How large a data set must be; `rounding` says how a part of a file counts.
+
+    `host_memory` says what a summary's list of it is good for: `each` entry is a host's, or only their `sum`
+    is right.
+    """
 
     min_steps: int
     memory_multiple: int
     rounding: Literal["up", "down"]
+    host_memory: Literal["each", "sum"] = "each"
 
 
 class Tolerance(_Strict):
@@ -56,11 +62,68 @@ class Parameters(_Strict):
         return self.tool | self.closed | adds
 
 
+class Timed(_Strict):
+    """A tree whose runs are named by time: names, files and counts of its folders.
+
+    Files are patterns. `max_pause_runs` is in durations of a run, `max_ratio_of_hosts` tells nodes that are
+    not alike, `memory_tolerance` how far a described memory may lie from the measured one.
+    """
+
+    name_pattern: str
+    beside_divisions: frozenset[str]
+    beside_results: frozenset[str]
+    categories: frozenset[str]
+    phases: frozenset[str]
+    required_phases: frozenset[str]
+    num_datagen: int
+    datagen_files: tuple[str, ...]
+    config_files: tuple[str, ...]
+    metadata_parameters: tuple[str, ...]
+    max_pause_runs: float
+    memory_tolerance: float
+    max_ratio_of_hosts: float
+    min_accelerators_alone: int
+    odirect_workloads: frozenset[str]
+
+
+class Model(_Strict):
+    """A model whose checkpoints are written: processes in CLOSED, and their unit in OPEN; GiB as stated."""
+
+    closed_processes: int
+    open_unit: int
+    size_gib: float
+
+
+class Subset(_Strict):
+    """Where a part of the ranks may stand for all: which models in CLOSED, on how many accelerators."""
+
+    models: frozenset[str]
+    num_accelerators: int
+
+
+class Checkpoints(_Strict):
+    """What a checkpointing must be."""
+
+    models: dict[str, Model]
+    num_checkpoints: int
+    max_invocations: int
+    files: tuple[str, ...]
+    max_gap_s: float
+    memory_multiple: float
+    min_per_host: int
+    accelerator_memory_gb: dict[str, float]
+    subset: Subset
+    min_remap_share: float
+    size_tolerance: float
+    parameters: Parameters
+
+
 class Edition(_Strict):
-    """One edition."""
+    """One edition; the last two are absent where runs are numbered."""
 
     edition: str
     num_runs: int
+    num_warm_ups: int = 0
     folders: Folders
     run_files: tuple[str, ...]
     sizing: SizingLimits
@@ -69,6 +132,20 @@ class Edition(_Strict):
     min_utilization_percent: dict[str, float]
     parameters: Parameters
     for_the_reviewer: tuple[str, ...]
+    timed: Timed | None = None
+    checkpoints: Checkpoints | None = None
+
+    def of_time(self) -> Timed:
+        """What only a tree has whose runs are named by time."""
+        if self.timed is None:
+            raise Unknown(f"{self.edition} names no run by time")
+        return self.timed
+
+    def of_checkpoints(self) -> Checkpoints:
+        """What only an edition with checkpointing has."""
+        if self.checkpoints is None:
+            raise Unknown(f"{self.edition} has no checkpointing")
+        return self.checkpoints
 
 
 KNOWN = ("v1.0", "v2.0", "v3.0")
@@ -76,12 +153,10 @@ KNOWN = ("v1.0", "v2.0", "v3.0")
 
 @cache
 def load_edition(name: str) -> Edition:
-    """The edition called `name`; `Unavailable` where its rules are not written yet."""
+    """The edition called `name`."""
     if name not in KNOWN:
         raise UsageError(f"There is no edition {name!r}", fix=f"Known are: {', '.join(KNOWN)}.")
     source = files("penstock.submission") / "editions" / f"{name}.yaml"
-    if not source.is_file():
-        raise Unavailable(f"The rules of {name} are not there yet", fix="Only v1.0 can be checked so far.")
     try:
         return Edition.model_validate(parse_yaml(source.read_text(encoding="utf-8"), source=f"{name}.yaml"))
     except ValidationError as error:

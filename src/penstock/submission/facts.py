@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 
 from penstock.errors import PenstockError
 
+Steps = tuple[str, ...]
+"""The keys down to a value."""
+
 
 class Unknown(PenstockError):
     """A fact that a rule needs cannot be read from the files; `where` is the file."""
@@ -23,12 +26,16 @@ class Unknown(PenstockError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """One file: its values, or the `problem` why there are none; `remark` is a flaw that hid nothing."""
+    """One file: its values, or the `problem` why there are none; `remark` is a flaw that hid nothing.
+
+    `lines` has the line of each value, where people write the file by hand.
+    """
 
     file: str
     tree: Any = field(default_factory=dict)
     problem: str = ""
     remark: str = ""
+    lines: Mapping[Steps, int] = field(default_factory=dict)
 
     def value(self, *path: str) -> Any:
         """What stands at `path`, as it was read."""
@@ -58,6 +65,21 @@ class Document:
         if not isinstance(found, list) or not found:
             raise Unknown(f"{'.'.join(path)} is {found!r:.60}, not a list of numbers", where=self.file)
         return tuple(self._number(entry, path) for entry in found)
+
+    def has(self, *path: str) -> bool:
+        """Whether something other than null stands at `path`; a file that cannot be read has nothing."""
+        try:
+            return self.value(*path) is not None
+        except Unknown:
+            return False
+
+    def flag(self, *path: str) -> bool:
+        """True or false; DLIO's files spell them in several ways."""
+        found = self.value(*path)
+        said = str(found).lower()
+        if said not in ("true", "false"):
+            raise Unknown(f"{'.'.join(path)} is {found!r:.60}, not true or false", where=self.file)
+        return said == "true"
 
     def text(self, *path: str) -> str:
         """A text."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from penstock.submission.facts import Unknown
+from penstock.workload.values import element_bytes
 
 if TYPE_CHECKING:
     from penstock.submission.reading import Job, Result, Run
@@ -37,7 +39,37 @@ def samples_per_second(job: Job) -> float:
 
 def mib_per_second(job: Job) -> float:
     """The same in MiB/s, by the length of a record."""
-    return samples_per_second(job) * job.config.number("workload", "dataset", "record_length") / MIB
+    return samples_per_second(job) * float(record_bytes(job)) / MIB
+
+
+def record_bytes(job: Job) -> Fraction:
+    """A sample's bytes as the configuration has them: its length, by either name, else its columns'."""
+    for name in ("record_length_bytes", "record_length"):
+        if job.config.has("workload", "dataset", name):
+            length = Fraction(str(job.config.number("workload", "dataset", name)))
+            if length > 0:
+                return length
+            raise Unknown(f"workload.dataset.{name} is not positive", where=job.config.file)
+    return _columns_bytes(job)
+
+
+def _columns_bytes(job: Job) -> Fraction:
+    """Parquet has no length of a record: its columns say how large a sample is."""
+    if not job.config.has("workload", "dataset", "parquet", "columns"):
+        raise Unknown("there is no field workload.dataset.record_length", where=job.config.file)
+    columns = job.config.value("workload", "dataset", "parquet", "columns")
+    total = 0
+    for number, column in enumerate(columns if isinstance(columns, list) else ()):
+        try:
+            total += int(column.get("size", 1)) * element_bytes(column["dtype"])
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise Unknown(
+                f"workload.dataset.parquet.columns.{number} is {column!r:.60}, no column",
+                where=job.config.file,
+            ) from error
+    if total < 1:
+        raise Unknown("workload.dataset.parquet.columns has no column", where=job.config.file)
+    return Fraction(total)
 
 
 def utilization_percent(job: Job) -> float:
@@ -52,15 +84,15 @@ def num_accelerators(run: Run) -> int:
 
 def over_runs(result: Result, of_job: Callable[[Job], float]) -> tuple[float, ...]:
     """A figure of each run; jobs add up."""
-    if not result.runs:
-        raise Unknown("there are no runs", where=result.place.name)
-    return tuple(math.fsum(of_job(job) for job in run.jobs) for run in result.runs)
+    if not result.measured:
+        raise Unknown("there are no runs", where=result.name)
+    return tuple(math.fsum(of_job(job) for job in run.jobs) for run in result.measured)
 
 
 def _utilization(result: Result) -> float:
-    jobs = result.jobs()
+    jobs = tuple(job for run in result.measured for job in run.jobs)
     if not jobs:
-        raise Unknown("there are no runs", where=result.place.name)
+        raise Unknown("there are no runs", where=result.name)
     return mean(tuple(map(utilization_percent, jobs)))
 
 

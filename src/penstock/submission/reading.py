@@ -9,28 +9,48 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
-import yaml
-
+from penstock.submission import names
+from penstock.submission.code_image import POINTER
+from penstock.submission.documents import read_description, read_document, relative
 from penstock.submission.facts import Document, Unknown
+from penstock.submission.names import Benchmark
 from penstock.submission.tree import REPORT, Place
 
+if TYPE_CHECKING:
+    from penstock.submission.surroundings import Surroundings
+
+_RANK_STATS: Final = re.compile(r"\d+_per_epoch_stats\.json")
+_NOTHING: Final = Document(file="", problem="this edition has no such file")
 _TRAILING_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
 """A text, which is kept, or a comma that JSON does not allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The output of one launcher in one run: usually all of it, else one client's share."""
+    """The output of one launcher in one run: usually all of it, else one client's share.
+
+    `pointer` is the text of the leaf's pointer to its code image, `stats` what each rank says of its epochs
+    (of checkpoints alone), `log` what the run printed; v1.0 has none of these, and no metadata.
+    """
 
     name: str
+    benchmark: Benchmark
     summary: Document
     config: Document
     overrides: Document
     files: frozenset[str]
+    metadata: Document
+    provenance: Document
+    pointer: Document
+    separation: Document
+    generated: Document
+    record: Document
+    log: Document
+    stats: tuple[Document, ...] = ()
 
     def settings(self) -> Mapping[str, str]:
         """What the command line set, by key without `++` and `workload.`; the workload by `workload`."""
@@ -41,7 +61,12 @@ class Job:
         return {key.removeprefix("workload."): value for key, _, value in pairs}
 
     def workload(self) -> tuple[str, str]:
-        """The family and the accelerator: `workload=unet3d_h100` is (`unet3d`, `h100`)."""
+        """The family and the accelerator: `workload=unet3d_h100` is (`unet3d`, `h100`).
+
+        Of checkpoints both are as the metadata have them, because their configuration names no accelerator.
+        """
+        if self.benchmark is Benchmark.CHECKPOINTING:
+            return self.metadata.text("model").lower(), self.accelerator()
         settings = self.settings()
         if "workload" not in settings:
             raise Unknown("no override says workload=...", where=self.overrides.file)
@@ -50,41 +75,123 @@ class Job:
             raise Unknown(f"workload={accelerator} names no accelerator", where=self.overrides.file)
         return family, accelerator
 
+    def accelerator(self) -> str:
+        """The accelerator that the metadata name; "" where they name none."""
+        for path in (("accelerator",), ("args", "accelerator_type")):
+            if self.metadata.has(*path):
+                return self.metadata.text(*path).lower()
+        return ""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One of the runs of a result; jobs add up."""
+    """One of the runs of a result; jobs add up. A warm-up is judged, and counts in no mean."""
 
     name: str
     jobs: tuple[Job, ...]
+    is_warm_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """All that is known of one result."""
+    """All that is known of one result. `name` tells results of one place apart."""
 
+    name: str
     place: Place
     runs: tuple[Run, ...]
     report: Document
     systems: tuple[Document, ...]
+    around: Surroundings
+    datasize: tuple[Job, ...] = ()
+    datagen: tuple[Job, ...] = ()
+
+    @property
+    def measured(self) -> tuple[Run, ...]:
+        """The runs that count."""
+        return tuple(run for run in self.runs if not run.is_warm_up)
 
     def jobs(self) -> tuple[Job, ...]:
         """Every job of every run."""
         return tuple(job for run in self.runs for job in run.jobs)
 
+    def leaves(self) -> tuple[Job, ...]:
+        """Every job of every phase."""
+        return (*self.datasize, *self.datagen, *self.jobs())
 
-def read_result(place: Place, root: Path) -> Result:
-    """Read the files of `place`; names are relative to `root`."""
+
+def read_results(place: Place, around: Surroundings, root: Path, *, num_warm_ups: int) -> tuple[Result, ...]:
+    """Read the files of `place`; names are relative to `root`.
+
+    Where runs are named by time and are on several accelerators, each of these is a result of its own, and
+    the first `num_warm_ups` of its runs are warm-ups.
+    """
     base = root.resolve()
+    if not place.model:
+        return (_numbered(place, around, base),)
+    if place.benchmark not in names.JUDGED:
+        return (_result(place, around, base, runs=(), name=place.name),)
+    runs = [_timed_run(folder, place, base) for folder in place.run_folders]
+    groups = _by_accelerator(runs)
+    return tuple(
+        _result(
+            place,
+            around,
+            base,
+            runs=_marked(group, num_warm_ups if place.benchmark is Benchmark.TRAINING else 0),
+            name=place.name if len(groups) == 1 else f"{place.name} ({accelerator or 'unknown'})",
+        )
+        for accelerator, group in groups.items()
+    )
+
+
+def _numbered(place: Place, around: Surroundings, base: Path) -> Result:
     report = next(
         (path for path in (place.folder / REPORT, place.folder / "runs" / REPORT) if path.exists()), None
     )
     return Result(
+        name=place.name,
         place=place,
         runs=tuple(_run(folder, base) for folder in place.run_folders),
-        report=_document(report or place.folder / REPORT, base),
+        report=read_document(report or place.folder / REPORT, base),
         systems=tuple(_description(path, base) for path in _systems(place)),
+        around=around,
     )
+
+
+def _result(place: Place, around: Surroundings, base: Path, *, runs: tuple[Run, ...], name: str) -> Result:
+    is_training = place.benchmark is Benchmark.TRAINING
+    above = next((run.parent for run in place.run_folders), place.folder) if is_training else place.folder
+    described = place.submitter.folder / "systems" / f"{place.system}.yaml"
+    return Result(
+        name=name,
+        place=place,
+        runs=runs,
+        report=read_document(above / names.RESULTS_FILE, base),
+        systems=(read_description(described, base),) if described.exists() else (),
+        around=around,
+        datasize=tuple(_leaf(folder, place, names.Phase.DATASIZE, base) for folder in place.datasize_folders),
+        datagen=tuple(_leaf(folder, place, names.Phase.DATAGEN, base) for folder in place.datagen_folders),
+    )
+
+
+def _by_accelerator(runs: list[Run]) -> dict[str, list[Run]]:
+    """Runs whose accelerator cannot be read join the others where these are all on one."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        try:
+            accelerator = run.jobs[0].workload()[1]
+        except Unknown:  # the rule on workloads names what is missing
+            accelerator = ""
+        groups.setdefault(accelerator, []).append(run)
+    if len(groups) == 2 and "" in groups:
+        known = next(name for name in groups if name)
+        return {known: runs}
+    return groups or {"": []}
+
+
+def _marked(runs: list[Run], num_warm_ups: int) -> tuple[Run, ...]:
+    first = num_warm_ups if len(runs) > num_warm_ups else 0
+    return tuple(replace(run, is_warm_up=number < first) for number, run in enumerate(runs))
 
 
 def _systems(place: Place) -> list[Path]:
@@ -95,7 +202,7 @@ def _systems(place: Place) -> list[Path]:
 
 def _description(path: Path, base: Path) -> Document:
     """People write these by hand: a comma too many is remarked on, not a reason to know nothing."""
-    strict = _document(path, base)
+    strict = read_document(path, base)
     if not strict.problem:
         return strict
     try:
@@ -114,35 +221,60 @@ def _run(folder: Path, base: Path) -> Run:
 
 
 def _job(folder: Path, base: Path) -> Job:
-    return Job(
-        name=folder.relative_to(base).as_posix(),
-        summary=_document(folder / "summary.json", base),
-        config=_document(folder / "configs" / "config.yaml", base),
-        overrides=_document(folder / "configs" / "overrides.yaml", base),
-        files=frozenset(
-            path.relative_to(folder).as_posix()
-            for pattern in ("*", "configs/*")
-            for path in folder.glob(pattern)
-        ),
+    found = frozenset(
+        path.relative_to(folder).as_posix() for pattern in ("*", "configs/*") for path in folder.glob(pattern)
+    )
+    return _read_job(folder, base, benchmark=Benchmark.TRAINING, files=found, config="configs", log="")
+
+
+def _timed_run(folder: Path, place: Place, base: Path) -> Run:
+    return Run(name=folder.name, jobs=(_leaf(folder, place, names.Phase.RUN, base),))
+
+
+def _leaf(folder: Path, place: Place, phase: names.Phase, base: Path) -> Job:
+    """The files of one leaf, and those in its folder of configuration."""
+    found = frozenset(
+        path.relative_to(folder).as_posix()
+        for pattern in ("*", f"{names.CONFIG_FOLDER}/*")
+        for path in folder.glob(pattern)
+    )
+    log, _ = names.log_names(place.benchmark, phase)
+    return _read_job(
+        folder, base, benchmark=place.benchmark, files=found, config=names.CONFIG_FOLDER, log=log
     )
 
 
-def _document(path: Path, base: Path) -> Document:
-    file = path.relative_to(base).as_posix() if path.is_relative_to(base) else str(path)
-    try:
-        return Document(file=file, tree=_parse(path))
-    except FileNotFoundError:
-        return Document(file=file, problem="there is no such file")
-    except OSError as error:
-        return Document(file=file, problem=f"cannot be read: {error.strerror}")
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Document(file=file, problem=f"cannot be understood: {first}")
+def _read_job(
+    folder: Path, base: Path, *, benchmark: Benchmark, files: frozenset[str], config: str, log: str
+) -> Job:
+    def document(name: str) -> Document:
+        if name and name not in files:
+            return Document(file=relative(folder / name, base), problem="there is no such file")
+        return read_document(folder / name, base) if name else _NOTHING
 
-
-def _parse(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8-sig")
-    if path.suffix == ".json":
-        return json.loads(text)
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(text, Loader=loader)  # noqa: S506 - both are safe loaders
+    described = sorted(name for name in files if name.endswith(names.METADATA_SUFFIX))
+    metadata = (
+        document(described[0])
+        if len(described) == 1
+        else Document(
+            file=relative(folder, base),
+            problem=f"it has {len(described)} files *{names.METADATA_SUFFIX}, not one",
+        )
+    )
+    is_checkpoint = benchmark is Benchmark.CHECKPOINTING
+    return Job(
+        name=relative(folder, base),
+        benchmark=benchmark,
+        summary=document(names.SUMMARY),
+        config=document(f"{config}/config.yaml"),
+        overrides=document(f"{config}/overrides.yaml"),
+        files=files,
+        metadata=metadata,
+        provenance=document(names.PROVENANCE),
+        pointer=document(POINTER),
+        separation=document(names.SEPARATION),
+        generated=document(names.DATAGEN_MANIFEST),
+        record=document(names.RUN_RECORD),
+        log=document(log),
+        stats=tuple(map(document, sorted(filter(_RANK_STATS.fullmatch, files)))) if is_checkpoint else (),
+    )

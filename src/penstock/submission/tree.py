@@ -1,7 +1,7 @@
-"""Where results lie in a v1.0 tree: a round, a division or one submitter's folder; only names are read.
+"""Where results lie: in a round's, a division's or one submitter's folder; only names are read.
 
-Place in the flow: folders -> places -> `reading`. Invariant: what is not understood is kept as stray, and is
-never fatal.
+Place in the flow: folders -> places -> `reading`. v1.0 numbers its runs (run1, run2), later editions name
+them by time (`names` has that tree). Invariant: what is not understood is kept as stray, and is never fatal.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import Unavailable, UsageError
+from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK
+from penstock.submission.names import MANIFEST, PROVENANCE, SENTINEL, Benchmark, Phase, is_time
 from penstock.workload.divisions import SubmissionDivision
 
 REPORT: Final = "mlperf_storage_report.json"
 _RUN: Final = re.compile(r"run[_-]?(\d+)", re.IGNORECASE)
 _KNOWN_BESIDE_RUNS: Final = frozenset({REPORT, "runs"})
-_LATER_EDITION: Final = re.compile(r".*_metadata\.json|mlperf-results\.yaml")
+_KNOWN_BESIDE_TIMES: Final = frozenset({"results.json", "results.csv"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +32,18 @@ class Submitter:
     division: SubmissionDivision | None
     folder: Path
 
+    @property
+    def top(self) -> Path:
+        """The folder that has the divisions; the submitter's own where it lies below none."""
+        return self.folder if self.division is None else self.folder.parent.parent
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """One result: the folder that has the runs. `name` is relative to the folder that is checked."""
+    """One result: the folder that has the runs. `name` is relative to the folder that is checked.
+
+    `model` and the folders of phases are empty where runs are numbered.
+    """
 
     submitter: Submitter
     system: str
@@ -41,17 +51,26 @@ class Place:
     name: str
     run_folders: tuple[Path, ...]
     stray: tuple[str, ...]
+    benchmark: Benchmark = Benchmark.TRAINING
+    model: str = ""
+    phases: tuple[str, ...] = ()
+    datasize_folders: tuple[Path, ...] = ()
+    datagen_folders: tuple[Path, ...] = ()
 
 
 def find_places(root: Path) -> Iterator[Place]:
     """All results below `root`, in order; `UsageError` where there is none."""
     found = False
     for submitter in find_submitters(root):
-        for place in _results_of(submitter, root):
+        for place in _results_of(submitter, root.resolve()):
             found = True
             yield place
     if not found:
-        _refuse(root)
+        raise UsageError(
+            "No results are here",
+            where=str(root),
+            fix="Give a round's folder (with closed/ or open/), or a submitter's (with results/).",
+        )
 
 
 def find_submitters(root: Path) -> Iterator[Submitter]:
@@ -70,16 +89,42 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
 
 def without_results(root: Path) -> list[str]:
     """The folders of a round or a division that hold no result: named, because nobody else would say so."""
+    top = root.resolve()
     return [
-        submitter.folder.relative_to(root.resolve()).as_posix()
+        submitter.folder.relative_to(top).as_posix()
         for submitter in find_submitters(root)
-        if next(_results_of(submitter, root), None) is None
+        if next(_results_of(submitter, top), None) is None
     ]
 
 
 def folders_of(submitter: Submitter) -> frozenset[str]:
     """The names in a submitter's folder, in lower case."""
     return frozenset(folder.name.lower() for folder in _folders(submitter.folder))
+
+
+def leaves_of(submitter: Submitter) -> list[Path]:
+    """All folders of a submitter that are named by a time, in order."""
+    results = _child(submitter.folder, "results")
+    return [] if results is None else sorted(_leaves(results))
+
+
+def edition_of(submitter: Submitter) -> str:
+    """The edition that a submitter's tree looks like, by what only that edition has."""
+    results = _child(submitter.folder, "results")
+    if results is None or not _is_timed(results):
+        return "v1.0"
+    marks = (
+        submitter.top / POOL,
+        submitter.folder / POOL,
+        submitter.top / SENTINEL,
+        submitter.top / submitter.organisation / POOL_MARK,
+        submitter.folder / MANIFEST,
+        submitter.folder / "code" / DIGEST_FILE,
+    )
+    if any(mark.exists() for mark in marks):
+        return "v3.0"
+    stamped = any((leaf / name).exists() for leaf in _leaves(results) for name in (POINTER, PROVENANCE))
+    return "v3.0" if stamped else "v2.0"
 
 
 def _submitter(folder: Path) -> Submitter:
@@ -90,10 +135,68 @@ def _division(name: str) -> SubmissionDivision | None:
     return next((division for division in SubmissionDivision if division.value == name.lower()), None)
 
 
-def _results_of(submitter: Submitter, root: Path) -> Iterator[Place]:
+def _results_of(submitter: Submitter, top: Path) -> Iterator[Place]:
     results = _child(submitter.folder, "results")
     if results is None:
         return
+    if _is_timed(results):
+        yield from _timed_results(submitter, results, top)
+    else:
+        yield from _numbered_results(submitter, results, top)
+
+
+def _is_timed(results: Path) -> bool:
+    return any(_benchmark(folder.name) for system in _folders(results) for folder in _folders(system))
+
+
+def _benchmark(name: str) -> Benchmark | None:
+    return next((benchmark for benchmark in Benchmark if benchmark.value == name.lower()), None)
+
+
+def _timed_results(submitter: Submitter, results: Path, top: Path) -> Iterator[Place]:
+    for system in _folders(results):
+        for category in _folders(system):
+            benchmark = _benchmark(category.name)
+            for model in _folders(category) if benchmark else ():
+                yield _timed_place(submitter, system.name, benchmark or Benchmark.TRAINING, model, top)
+
+
+def _timed_place(submitter: Submitter, system: str, benchmark: Benchmark, model: Path, top: Path) -> Place:
+    runs = _child(model, Phase.RUN) if benchmark is Benchmark.TRAINING else model
+    stray = [] if runs is None else [name for name in _names(runs) if not _is_known(name)]
+    if benchmark is Benchmark.TRAINING:
+        stray += [name for name in _names(model) if name.lower() not in set(Phase)]
+    return Place(
+        submitter=submitter,
+        system=system,
+        folder=model,
+        name=model.relative_to(top).as_posix(),
+        run_folders=_times(runs),
+        stray=tuple(stray),
+        benchmark=benchmark,
+        model=model.name,
+        phases=tuple(folder.name.lower() for folder in _folders(model)),
+        datasize_folders=_times(_child(model, Phase.DATASIZE)),
+        datagen_folders=_times(_child(model, Phase.DATAGEN)),
+    )
+
+
+def _is_known(name: str) -> bool:
+    return is_time(name) or name in _KNOWN_BESIDE_TIMES
+
+
+def _times(folder: Path | None) -> tuple[Path, ...]:
+    return () if folder is None else tuple(each for each in _folders(folder) if is_time(each.name))
+
+
+def _leaves(folder: Path) -> Iterator[Path]:
+    for path, folders, _ in os.walk(folder):
+        here = Path(path)
+        yield from (here / name for name in folders if is_time(name))
+        folders[:] = [name for name in folders if not is_time(name)]
+
+
+def _numbered_results(submitter: Submitter, results: Path, top: Path) -> Iterator[Place]:
     for path, folders, names in os.walk(results):
         folders.sort()
         here = Path(path)
@@ -105,7 +208,7 @@ def _results_of(submitter: Submitter, root: Path) -> Iterator[Place]:
                 submitter=submitter,
                 system=steps[0] if len(steps) > 1 else "",
                 folder=here,
-                name=here.relative_to(root.resolve()).as_posix(),
+                name=here.relative_to(top).as_posix(),
                 run_folders=runs,
                 stray=tuple(_stray(here)),
             )
@@ -129,6 +232,10 @@ def _stray(folder: Path) -> Iterator[str]:
             yield entry.name
 
 
+def _names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
 def _folders(folder: Path) -> list[Path]:
     try:
         entries = sorted(folder.iterdir())
@@ -139,18 +246,3 @@ def _folders(folder: Path) -> list[Path]:
 
 def _child(folder: Path, name: str) -> Path | None:
     return next((entry for entry in _folders(folder) if entry.name.lower() == name), None)
-
-
-def _refuse(root: Path) -> None:
-    for _, _, names in os.walk(root):
-        if any(_LATER_EDITION.fullmatch(name) for name in names):
-            raise Unavailable(
-                "This looks like a tree of v2.0 or v3.0, whose rules are not there yet",
-                where=str(root),
-                fix="Only v1.0 can be checked so far.",
-            )
-    raise UsageError(
-        "No results are here",
-        where=str(root),
-        fix="Give a round's folder (with closed/ or open/), or a submitter's (with results/).",
-    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cli.app import main
+from penstock.testing.submission.timed import valid_round
 from penstock.testing.submission.tree import valid_submission
 
 if TYPE_CHECKING:
@@ -47,9 +48,14 @@ def test_a_submitter_without_results_is_named(tmp_path: Path, capsys: pytest.Cap
     assert "closed/idle: no results are here" in told.err
 
 
-@pytest.mark.parametrize("words", [["--edition", "v2.0"], ["--edition", "v3.0"]])
-def test_an_edition_without_rules_ends_with_3(words: list[str], tmp_path: Path) -> None:
-    assert main(["submission", "check", str(valid_submission().write(tmp_path)), *words]) == 3
+@pytest.mark.parametrize("edition", ["v2.0", "v3.0"])
+def test_later_editions_are_known_by_their_trees(
+    edition: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submission", "check", str(valid_round(edition).write(tmp_path)), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["edition"] == edition
+    assert {each["workload"] for each in document["results"]} == {"unet3d", "llama3-8b"}
 
 
 def test_rules_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:

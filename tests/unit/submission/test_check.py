@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.errors import Unavailable, UsageError
+from penstock.errors import UsageError
 from penstock.submission.check import apply, check, choose_edition
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
-from penstock.submission.reading import read_result
+from penstock.submission.reading import read_results
 from penstock.submission.reports.document import exit_code
 from penstock.submission.rules.base import Rule
+from penstock.submission.surroundings import Surroundings
 from penstock.submission.tree import find_places
+from penstock.testing.submission.timed import valid_round
 from penstock.testing.submission.tree import RESULT, valid_submission
 from penstock.workload.sizing import MEMORY_MULTIPLE, MIN_STEPS
 
@@ -43,7 +45,8 @@ class Defective(Rule):
 def test_a_defect_of_a_rule_is_not_checked_and_never_invalid(tmp_path: Path) -> None:
     root = valid_submission().write(tmp_path)
     (place,) = find_places(root)
-    (finding,) = apply(Defective(), read_result(place, root), EDITION)
+    (result,) = read_results(place, Surroundings(name="acme"), root, num_warm_ups=0)
+    (finding,) = apply(Defective(), result, EDITION)
     assert finding.verdict is Verdict.NOT_CHECKED
     assert "KeyError" in finding.proof
     (judged,) = check(root, EDITION, rules=[Defective()])
@@ -96,17 +99,23 @@ def test_what_is_no_submission_is_refused(tmp_path: Path) -> None:
         list(check(tmp_path, EDITION))
     with pytest.raises(UsageError, match="no such folder"):
         list(check(tmp_path / "nowhere", EDITION))
-    (tmp_path / "training_20260101_metadata.json").write_text("{}")
-    with pytest.raises(Unavailable, match=r"v2\.0 or v3\.0"):
-        list(check(tmp_path, EDITION))
 
 
-def test_editions_are_known_by_name() -> None:
-    assert choose_edition("auto").edition == "v1.0"
-    with pytest.raises(Unavailable, match=r"rules of v3\.0"):
-        choose_edition("v3.0")
+def test_editions_are_known_by_name_and_by_their_trees(tmp_path: Path) -> None:
+    assert choose_edition("auto", valid_submission().write(tmp_path / "1")).edition == "v1.0"
+    for edition in ("v2.0", "v3.0"):
+        assert choose_edition("auto", valid_round(edition).write(tmp_path / edition)).edition == edition
+    assert choose_edition("v3.0", tmp_path / "1").edition == "v3.0"
     with pytest.raises(UsageError, match="no edition 'v9'"):
-        choose_edition("v9")
+        choose_edition("v9", tmp_path)
+
+
+def test_trees_of_two_editions_in_one_round_are_refused(tmp_path: Path) -> None:
+    first, second = valid_submission(), valid_round("v2.0")
+    second.organisation = "other"
+    first.write(second.write(tmp_path))
+    with pytest.raises(UsageError, match=r"v1\.0 \(acme\), v2\.0 \(other\)"):
+        choose_edition("auto", tmp_path)
 
 
 def test_an_edition_asks_what_a_plan_gives() -> None:

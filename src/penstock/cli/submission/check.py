@@ -56,7 +56,7 @@ def check(
     from penstock.submission.tree import without_results
 
     terminal = Terminal(as_json=as_json)
-    chosen = choose_edition(edition)
+    chosen = choose_edition(edition, folder)
     with terminal.progress() as progress:
         judged = list(check_tree(folder, chosen, progress=progress))
     empty = without_results(folder)

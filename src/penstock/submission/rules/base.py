@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from penstock.submission.facts import Unknown
 from penstock.submission.finding import Finding, Verdict
+from penstock.submission.names import Benchmark
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
     from penstock.submission.reading import Job, Result
+
+ALL: Final = ("v1.0", "v2.0", "v3.0")
+LATER: Final = ("v2.0", "v3.0")
+NEWEST: Final = ("v3.0",)
+BOTH: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
+CHECKPOINTING: Final = (Benchmark.CHECKPOINTING,)
 
 
 class Rule(ABC):
@@ -20,6 +28,7 @@ class Rule(ABC):
     id: ClassVar[str]
     title: ClassVar[str]
     editions: ClassVar[tuple[str, ...]] = ("v1.0",)
+    benchmarks: ClassVar[tuple[Benchmark, ...]] = (Benchmark.TRAINING,)
     source: ClassVar[str]
     formula: ClassVar[str]
     passes: ClassVar[str]
@@ -36,7 +45,7 @@ class JobRule(Rule):
     def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
         """The findings of all jobs."""
         if not result.runs:
-            raise Unknown("there are no runs", where=result.place.name)
+            raise Unknown("there are no runs", where=result.name)
         for job in result.jobs():
             try:
                 yield from self.judge_job(job, result, edition)
@@ -56,6 +65,14 @@ def not_checked(reason: Unknown) -> Finding:
         evidence=reason.where,
         fix=reason.fix or "Restore the file as the benchmark wrote it.",
     )
+
+
+def forgiving(finding: Finding, job: Job, result: Result) -> Finding:
+    """A warm-up counts in no mean: what fails in it is a warning."""
+    is_warm_up = any(run.is_warm_up and job in run.jobs for run in result.runs)
+    if is_warm_up and finding.verdict is Verdict.FAIL:
+        return replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
+    return finding
 
 
 def verdict_of(is_kept: bool) -> Verdict:  # noqa: FBT001 - the one thing it is about

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.submission.facts import Document, Unknown
 from penstock.submission.finding import Finding
 from penstock.submission.metrics import METRICS, mib_per_second, samples_per_second, utilization_percent
-from penstock.submission.rules.base import JobRule, Rule, not_checked, verdict_of
+from penstock.submission.rules.base import ALL, JobRule, Rule, not_checked, verdict_of
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
@@ -40,6 +40,7 @@ def compare(document: Document, path: tuple[str, ...], recomputed: float, editio
 class RunMeans(JobRule):
     """Means of one run."""
 
+    editions = ALL
     id = "means.run"
     title = "The means that a run states are those of its epochs"
     source = "ours: a stated mean is never trusted"

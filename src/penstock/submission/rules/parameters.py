@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.submission.facts import Unknown
 from penstock.submission.finding import Finding
-from penstock.submission.rules.base import JobRule, verdict_of
+from penstock.submission.names import Benchmark
+from penstock.submission.rules.base import ALL, BOTH, JobRule, verdict_of
 from penstock.workload.dialect import our_path
 from penstock.workload.shipped import families
+from penstock.workload.shipped_models import shipped_card
 
 if TYPE_CHECKING:
-    from penstock.submission.edition import Edition
+    from penstock.submission.edition import Edition, Parameters
     from penstock.submission.reading import Job, Result
     from penstock.workload.divisions import SubmissionDivision
     from penstock.workload.tree import Path
@@ -23,9 +25,11 @@ _ABSENT: Final = object()
 class AllowedParameters(JobRule):
     """The division's keys."""
 
+    editions = ALL
+    benchmarks = BOTH
     id = "parameters.allowed"
     title = "A run sets only what its division leaves free"
-    source = "v1.0 rules, CLOSED and OPEN; 3.6.2 and 3.6.3 of later editions"
+    source = "v1.0 rules, CLOSED and OPEN; 3.6.2, 3.6.3 and 4.6.3 of later editions"
     formula = (
         "keys in overrides.yaml are a part of the division's list and of what the benchmark's script sets"
     )
@@ -36,7 +40,7 @@ class AllowedParameters(JobRule):
         """One finding for a job."""
         division = _division(result)
         changed = job.settings().keys() - {"workload"}
-        forbidden = sorted(changed - edition.parameters.allowed(division))
+        forbidden = sorted(changed - _parameters(job, edition).allowed(division))
         yield Finding(
             verdict=verdict_of(not forbidden),
             evidence=job.overrides.file,
@@ -54,6 +58,8 @@ class AllowedParameters(JobRule):
 class Configuration(JobRule):
     """The run's whole configuration."""
 
+    editions = ALL
+    benchmarks = BOTH
     id = "parameters.configuration"
     title = "A run's configuration is the workload's, but for what its division leaves free"
     source = "v1.0 rules, CLOSED and OPEN; the workload's published parameters"
@@ -68,10 +74,12 @@ class Configuration(JobRule):
         division = _division(result)
         family, accelerator = job.workload()
         reference = _reference(family, accelerator, job)
-        free = edition.parameters.allowed(division)
+        free = _parameters(job, edition).allowed(division)
         given = {our_path(path): value for path, value in _leaves(job.config.value("workload"), ())}
         paths = {
-            key: our_path(tuple(key.split("."))) for key in edition.parameters.compared if key not in free
+            key: our_path(tuple(key.split(".")))
+            for key in _parameters(job, edition).compared
+            if key not in free
         }
         compared = {
             key: (given.get(path, _ABSENT), reference[path])
@@ -101,14 +109,27 @@ def _division(result: Result) -> SubmissionDivision:
     if division is None:
         raise Unknown(
             "the path does not say which division this is",
-            where=result.place.name,
+            where=result.name,
             fix="Keep the submitter's folder below closed/ or open/.",
         )
     return division
 
 
+def _parameters(job: Job, edition: Edition) -> Parameters:
+    return edition.of_checkpoints().parameters if _is_checkpoint(job) else edition.parameters
+
+
+def _is_checkpoint(job: Job) -> bool:
+    return job.benchmark is Benchmark.CHECKPOINTING
+
+
 def _reference(family: str, accelerator: str, job: Job) -> dict[Path, object]:
     """The workload's values by our paths; what an accelerator sets goes over what all share."""
+    if _is_checkpoint(job):
+        card = shipped_card(family)
+        if card is None:
+            raise Unknown(f"{family} is no model that is known", where=job.metadata.file)
+        return {our_path(path): value for path, value in _leaves(card.sections, ())}
     shipped = families().get(family)
     if shipped is None or accelerator not in shipped.variants:
         raise Unknown(f"{family} on {accelerator} is no workload that is known", where=job.overrides.file)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.submission.facts import Document, Unknown
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.metrics import num_accelerators
-from penstock.submission.rules.base import Rule, not_checked, verdict_of
+from penstock.submission.metrics import num_accelerators, record_bytes
+from penstock.submission.rules.base import ALL, Rule, not_checked, verdict_of
 from penstock.workload.sizing import bytes_text, quotient_text
 
 if TYPE_CHECKING:
@@ -35,12 +35,13 @@ def min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> int
 class _SizingRule(Rule):
     """What both sizes share: one finding a run, files against files."""
 
+    editions = ALL
     source = "v1.0 rules and sizing command; 3.1.2 of later editions"
 
     def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
         """One finding a run, or the reason why it could not be judged."""
         if not result.runs:
-            raise Unknown("there are no runs", where=result.place.name)
+            raise Unknown("there are no runs", where=result.name)
         for run in result.runs:
             try:
                 yield self.judge_run(run, result, edition)
@@ -100,7 +101,7 @@ class EnoughForMemory(_SizingRule):
     def judge_run(self, run: Run, result: Result, edition: Edition) -> Finding:
         """Files against the memory's files, first by what the hosts have, then by what they may use."""
         job = run.jobs[0]
-        hosts = tuple(memory for each in run.jobs for memory in _hosts(each.summary))
+        hosts = tuple(memory for each in run.jobs for memory in _hosts(each.summary, edition))
         physical = self._finding(job, hosts, edition, "")
         limit = stated_limit(result.systems)
         if physical.verdict is Verdict.PASS:
@@ -116,9 +117,7 @@ class EnoughForMemory(_SizingRule):
         return self._finding(job, limited, edition, evidence)
 
     def _finding(self, job: Job, hosts: tuple[Fraction, ...], edition: Edition, limited_by: str) -> Finding:
-        length = Fraction(str(job.config.number("workload", "dataset", "record_length")))
-        if length <= 0:
-            raise Unknown("workload.dataset.record_length is not positive", where=job.config.file)
+        length = record_bytes(job)
         per_file, files = _files(job)
         multiple = edition.sizing.memory_multiple
         exactly = multiple * sum(hosts, Fraction(0)) / length
@@ -156,10 +155,14 @@ def _files(job: Job) -> tuple[int, int]:
     return per_file, job.summary.whole("num_files_train")
 
 
-def _hosts(summary: Document) -> tuple[Fraction, ...]:
-    """Each host's memory in bytes; `Unknown` where this edition's list is malformed."""
+def _hosts(summary: Document, edition: Edition) -> tuple[Fraction, ...]:
+    """Each host's memory in bytes, or all hosts' where only that is right; `Unknown` where none is."""
     stated = summary.numbers("host_memory_GB")
     num_hosts = summary.whole("num_hosts")
+    if edition.sizing.host_memory == "sum":
+        if min(stated) < 0 or sum(stated) <= 0:
+            raise Unknown(f"host_memory_GB is {stated!r:.60}, which is no memory", where=summary.file)
+        return (sum(map(Fraction, stated), Fraction(0)) * GIB,)
     if len(stated) != num_hosts or min(stated) <= 0:
         raise Unknown(
             f"host_memory_GB has {len(stated)} entries, {sum(entry <= 0 for entry in stated)} of them empty, "

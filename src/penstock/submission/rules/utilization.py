@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.submission.facts import Unknown
 from penstock.submission.finding import Finding
 from penstock.submission.metrics import utilization_percent
-from penstock.submission.rules.base import JobRule, verdict_of
+from penstock.submission.rules.base import ALL, JobRule, forgiving, verdict_of
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Utilization(JobRule):
     """The minimum."""
 
+    editions = ALL
     id = "utilization.minimum"
     title = "Accelerators are kept as busy as the workload asks"
     source = "v1.0 rules, workloads; 3.3.2 of later editions"
@@ -25,7 +26,7 @@ class Utilization(JobRule):
     passes = "cosmoflow at 70.1 %"
     fails = "unet3d at 89.9 %"
 
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
+    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
         """One finding for a job."""
         family, _ = job.workload()
         if family not in edition.min_utilization_percent:
@@ -33,7 +34,7 @@ class Utilization(JobRule):
         limit = edition.min_utilization_percent[family]
         value = utilization_percent(job)
         kept = value >= limit
-        yield Finding(
+        finding = Finding(
             verdict=verdict_of(kept),
             evidence=job.summary.file,
             value=f"{value:.6g} %",
@@ -41,14 +42,16 @@ class Utilization(JobRule):
             proof=f"mean over epochs {value!r} % {'>=' if kept else '<'} {limit:g} % of {family}",
             fix="" if kept else "Hand in a result with fewer accelerators, which this storage can feed.",
         )
+        yield forgiving(finding, job, result)
 
 
 class StatedSuccess(JobRule):
     """What the run says."""
 
+    editions = ALL
     id = "utilization.stated"
     title = "Each run says of itself that it met its utilization"
-    source = "v1.0 rules, success of a run"
+    source = "v1.0 rules, success of a run; 3.3.2 of later editions"
     formula = 'metric.train_au_meet_expectation == "success"'
     passes = '"success"'
     fails = '"fail"'
@@ -57,7 +60,7 @@ class StatedSuccess(JobRule):
         """One finding for a job."""
         said = job.summary.text("metric", "train_au_meet_expectation")
         kept = said == "success"
-        yield Finding(
+        finding = Finding(
             verdict=verdict_of(kept),
             evidence=job.summary.file,
             value=said,
@@ -65,3 +68,4 @@ class StatedSuccess(JobRule):
             proof=f"train_au_meet_expectation is {said!r}",
             fix="" if kept else "Repeat the run with fewer accelerators, which this storage can feed.",
         )
+        yield forgiving(finding, job, result)
