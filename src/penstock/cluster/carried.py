@@ -53,6 +53,7 @@ class ByteComm(ABC):
         self.size = size
         self.host = host
         self.timeout_s = DEFAULT_TIMEOUT_S
+        self.carrier = ""
         self.on_late: OnLate = _nobody
         self._call = 0
         self._left_early: str | None = None

@@ -25,6 +25,8 @@ class Comm(Protocol):
     host: str
     timeout_s: float
     """The limit of waits whose call sets none."""
+    carrier: str
+    """The library that carries messages, and its version; "" where nothing has to."""
 
     def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
         """Return once every rank has come here."""

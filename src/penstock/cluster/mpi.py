@@ -130,10 +130,11 @@ def join_mpi(host: str, expected_size: int) -> MpiComm:
     if begins_here:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     comm = MpiComm(MPI.COMM_WORLD, host, at_close=MPI.Finalize if begins_here else None)
+    comm.carrier = " ".join(MPI.Get_library_version().splitlines()[0].split())
     if comm.size != expected_size:
         raise RankError(
             f"The launcher started {expected_size} ranks, but MPI sees {comm.size}",
-            where=MPI.Get_library_version().splitlines()[0].strip(),
+            where=comm.carrier,
             fix="Launcher and MPI library are of different makes: use the mpiexec that belongs to this MPI, "
             "or tell srun which one it serves (--mpi=pmi2, --mpi=pmix).",
         )

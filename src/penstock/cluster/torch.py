@@ -44,6 +44,7 @@ class TorchComm(ByteComm):
                 fix='Hand over torch.distributed.new_group(backend="gloo").',
             )
         super().__init__(dist.get_rank(group), dist.get_world_size(group), host)
+        self.carrier = f"torch.distributed of torch {torch.__version__}"
         self._group = group
         self._at_close = at_close
 

@@ -35,3 +35,9 @@ def require_free_space(uri: str, size_bytes: int, *, what: str, fix: str) -> Non
 def nearest_folder(path: Path) -> Path:
     """`path`, or the innermost one above it that exists; what may not be looked into counts as absent."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+
+
+def volume_identity(folder: Path) -> str:
+    """What tells the file system of `folder` from others: the same on all hosts for a shared one."""
+    facts = os.statvfs(folder)
+    return f"{facts.f_fsid}:{facts.f_blocks}"

@@ -5,13 +5,12 @@ Invariant: ranks whose storage is the same file system need its space together, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cluster.collect import collect
-from penstock.storage.space import nearest_folder, require_free_space
+from penstock.storage.space import nearest_folder, require_free_space, volume_identity
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 
 if TYPE_CHECKING:
@@ -38,5 +37,4 @@ def volume_of(uri: str) -> str:
     location = parse_uri(uri)
     if location.scheme not in FILE_SCHEMES:
         return ""
-    facts = os.statvfs(nearest_folder(Path(location.root)))
-    return f"{facts.f_fsid}:{facts.f_blocks}"
+    return volume_identity(nearest_folder(Path(location.root)))

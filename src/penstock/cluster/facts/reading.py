@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import re
-import resource
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from penstock.cluster.facts.allowed import (
     without_secrets,
 )
 from penstock.cluster.facts.model import Clock, Cpu, Drive, HostReport, Mount, Nic, NumaNode
+from penstock.cluster.limits import soft_limits
 from penstock.results.host import memory_bytes, read_meminfo
 
 if TYPE_CHECKING:
@@ -50,12 +50,6 @@ _STATE_KINDS = frozenset(
 
 _NIC_KINDS: Final[dict[str, Literal["ethernet", "infiniband"]]] = {"1": "ethernet", "32": "infiniband"}
 _DMI = ("sys_vendor", "product_name", "board_name", "bios_version", "bios_date")
-_LIMITS: Final = {
-    "open files": resource.RLIMIT_NOFILE,
-    "processes": resource.RLIMIT_NPROC,
-    "locked bytes": resource.RLIMIT_MEMLOCK,
-    "bytes of a file": resource.RLIMIT_FSIZE,
-}
 _PACKAGES = ("mpi4py", "torch", "numpy")
 
 
@@ -215,10 +209,7 @@ def _sysctl(folder: Path) -> dict[str, str]:
 
 def _limits(shared_memory: Path) -> dict[str, str]:
     """What a process may take here, as a launcher starts it: often less than in a login shell."""
-    soft = {name: resource.getrlimit(kind)[0] for name, kind in _LIMITS.items()}
-    told = {
-        name: "unlimited" if limit == resource.RLIM_INFINITY else str(limit) for name, limit in soft.items()
-    }
+    told = {name: "unlimited" if limit is None else str(limit) for name, limit in soft_limits().items()}
     return {**told, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
 
 

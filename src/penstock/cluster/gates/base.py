@@ -1,21 +1,20 @@
-"""The waist of gates: what is asked about, what ranks tell, what is found, and what a run's record keeps of it.
+"""The waist of gates: what is asked about, what ranks tell, what is found, and what a record keeps of it.
 
-Place in the flow: `measure`, `probe` and `clocks` tell, `judge` finds, `inspect` does both in order. Invariant:
-a gate that nobody could look at is "not checked", and closes like one that failed.
+Place in the flow: `measure`, `probe` and `clocks` tell, `judge` finds, `inspect` does both in order.
+Invariant: a gate that nobody could look at is "not checked", and closes like one that failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from penstock.environment import Environment
     from penstock.storage import Storage
 
@@ -110,7 +109,7 @@ class Undertaking:
     """What one rank is about to do, as far as gates ask about it.
 
     `reopen` opens the storage at `uri` once more, for a probe of a few bytes. `written_bytes` is what this
-    rank will write there. None: it uses no such thing.
+    rank will write there. None: it uses no such thing. Tests replace `root`, below which the machine lies.
     """
 
     environment: Environment
@@ -118,16 +117,17 @@ class Undertaking:
     reopen: Callable[[], Storage] | None = None
     results: Path | None = None
     written_bytes: int = 0
-    root: Path | None = None
+    root: Path = Path("/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volume:
-    """A file system: what tells it from others (the same on all hosts if it is shared), and what is free."""
+    """The file system of `folder`. `identity` is the same on all hosts if it is shared; `device` is not."""
 
     identity: str
     device: int
     folder: str
+    total_bytes: int
     free_bytes: int
 
 
@@ -143,7 +143,10 @@ class Login:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What one rank tells. A limit of None is no limit; a volume of None is no file system of this host's."""
+    """What one rank tells. A limit of None is no limit; of the volumes, None is no file system of this host.
+
+    `target` is where data lies or checkpoints go.
+    """
 
     rank: int
     host: str
@@ -154,7 +157,45 @@ class RankFacts:
     target: Volume | None
     results: Volume | None
     written_bytes: int = 0
-    unread: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Untold:
+    """A rank that could not tell something, and why."""
+
+    rank: int
+    host: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offset:
+    """By how much a rank's wall clock is ahead of rank 0's: proven to lie between these bounds."""
+
+    rank: int
+    host: str
+    low_s: float
+    high_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """What a rank saw at the place of a probe: the digest of its bytes, or why it saw none."""
+
+    rank: int
+    host: str
+    digest: str | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """One probe of shared storage. `is_fresh`: its bytes were written for it, so no copy can have them."""
+
+    where: str
+    digest: str
+    is_fresh: bool
+    sights: Sequence[Sight]
 
 
 def gate_named(text: str) -> Gate:
