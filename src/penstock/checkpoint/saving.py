@@ -28,7 +28,7 @@ from penstock.checkpoint.plan.agreement import Planner
 from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.staging.memory import StagingMemory
 from penstock.checkpoint.staging.packing import pack_file
-from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor, wait_for_devices
+from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.state import leaves_of
 from penstock.checkpoint.stateful import opened
@@ -147,7 +147,6 @@ class Prepared:
 
     def stage(self, urgent: Urgency = "copy") -> Staged:
         """Begin to copy this rank's share."""
-        wait_for_devices(self._share.payloads)
         budget_bytes = self._memory.budget_bytes
         if urgent == "commit":
             budget_bytes = min(budget_bytes, WAITING_BUFFER_BYTES)

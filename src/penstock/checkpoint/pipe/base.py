@@ -8,7 +8,7 @@ these two, call `write.write_objects` or `read.read_objects`, and look at what c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from penstock.errors import UsageError
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 Direction = Literal["write", "read"]
 VerifyMode = Literal["full", "sample", "off"]
+FillOrder = Literal["chunk by chunk", "all first"]
+"""Whether a chunk is settled and handed on before the next is filled, or all are filled before any is.
+
+"all first" needs buffers for everything, and lets go of the source as early as can be.
+"""
 
 MIN_BUFFERS_PER_STREAM = 2
 """One buffer with the storage and one being filled: with fewer, one side always waits for the other."""
@@ -42,6 +47,17 @@ class Producer(Protocol):
         Called front to back for each object, by one thread; for different objects by several at once. What
         it raises ends the phase. It should leave the GIL alone while it works.
         """
+
+
+@runtime_checkable
+class SupportsSettling(Protocol):
+    """A `Producer` that leaves something to do for when nobody waits for the source of its bytes any more."""
+
+    def catch_up(self) -> None:
+        """Return when all that the calling thread has filled is in its buffers: the source may change."""
+
+    def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+        """Finish what `fill` left. Called once for each range, in its order, by the same thread."""
 
 
 class Verifier(Protocol):

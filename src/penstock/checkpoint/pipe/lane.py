@@ -6,19 +6,22 @@ created is finished with exactly the planned bytes, or aborted.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from penstock.checkpoint.pipe.base import SupportsSettling
 from penstock.checkpoint.pipe.buffers import Buffer, Buffers, Ownership, PipeStopped
 from penstock.checkpoint.pipe.report import StreamFacts
 from penstock.checkpoint.pipe.stamps import Job, Stamps, now_ns
 from penstock.errors import ShortTransfer
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.pipe.base import Producer
+    from penstock.checkpoint.pipe.base import FillOrder, Producer
     from penstock.progress import Progress
     from penstock.storage.base import Sink, Storage
 
@@ -32,6 +35,7 @@ class Shared:
     buffers: Buffers
     stamps: Stamps
     chunk_bytes: int
+    order: FillOrder
 
 
 class Lane:
@@ -42,7 +46,11 @@ class Lane:
         self._shared = shared
         # Jobs, each followed by its chunks; None when there are no more, or the phase stopped.
         self._ready: SimpleQueue[Job | Buffer | None] = SimpleQueue()
+        self._unsettled: deque[tuple[Job, Buffer | None]] = deque()
         self._is_stopped = False
+        self.filled: Future[None] = Future()
+        """Done when this stream needs the producer's source no more; failed where it gave up before."""
+        self.filled_ns = 0
         self.facts = StreamFacts()
 
     def stop(self) -> None:
@@ -52,11 +60,13 @@ class Lane:
 
     def fill(self) -> None:
         """Fill buffers, object after object, until no job is left."""
-        while (job := self._shared.next_job()) is not None:
-            self._ready.put(job)
-            for number in range(job.num_chunks):
-                self._fill_chunk(job, number)
-        self._shared.buffers.retire(self._stream)
+        with ExitStack() as undo:
+            undo.callback(self.filled.set_exception, PipeStopped())
+            self._fill_all()
+            undo.pop_all()
+        self.filled_ns = now_ns()
+        self.filled.set_result(None)
+        self._settle_all()
         self._ready.put(None)
 
     def write(self, storage: Storage, progress: Progress) -> None:
@@ -64,7 +74,38 @@ class Lane:
         while isinstance(job := self._next_ready(), Job):
             self._write_object(job, storage, progress)
 
-    def _fill_chunk(self, job: Job, number: int) -> None:
+    def _fill_all(self) -> None:
+        producer = self._shared.producer
+        while (job := self._shared.next_job()) is not None:
+            self._note(job, None)
+            for number in range(job.num_chunks):
+                self._note(job, self._fill_chunk(job, number))
+        # What is left to settle holds its buffers already: others may have those that are free.
+        self._shared.buffers.retire(self._stream)
+        if isinstance(producer, SupportsSettling):
+            producer.catch_up()
+
+    def _note(self, job: Job, buffer: Buffer | None) -> None:
+        self._unsettled.append((job, buffer))
+        if self._shared.order == "chunk by chunk":
+            self._settle_all()
+
+    def _settle_all(self) -> None:
+        """Hand on what is filled, each object before its chunks."""
+        producer = self._shared.producer
+        while self._unsettled:
+            if self._is_stopped:
+                raise PipeStopped
+            job, buffer = self._unsettled.popleft()
+            if buffer is None:
+                self._ready.put(job)
+                continue
+            if isinstance(producer, SupportsSettling):
+                producer.settle(job.planned, buffer.offset, buffer.filled)
+            buffer.hand_on(Ownership.FILLING, Ownership.READY)
+            self._ready.put(buffer)
+
+    def _fill_chunk(self, job: Job, number: int) -> Buffer:
         shared, stamps, chunk = self._shared, self._shared.stamps, job.first_chunk + number
         awaited_ns = now_ns()
         buffer = shared.buffers.take(self._stream, job.planned.key)
@@ -77,8 +118,7 @@ class Lane:
         stamps.size_bytes[chunk] = buffer.size_bytes
         stamps.content_begin[chunk] = begin_ns
         stamps.content_end[chunk] = now_ns()
-        buffer.hand_on(Ownership.FILLING, Ownership.READY)
-        self._ready.put(buffer)
+        return buffer
 
     def _next_ready(self) -> Job | Buffer | None:
         awaited_ns = now_ns()

@@ -33,6 +33,8 @@ class WarmMemory:
         lead = -address_of(whole) % HUGE_PAGE_BYTES
         self.view = whole[lead : lead + self.size_bytes]
         self._touched_bytes = 0
+        self.is_pinned = False
+        """Whether a device copies to and from it by itself; whoever pins it says so."""
 
     def touch(self, size_bytes: int | None = None) -> None:
         """Have the first `size_bytes`, or all, in memory from now on. What is there already costs nothing."""

@@ -21,7 +21,13 @@ from penstock.checkpoint.pipe.stamps import Job, Stamps, now_ns, number_chunks, 
 from penstock.progress import Progress, Silent
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.pipe.base import Measurement, PipeSettings, PlannedObject, Producer
+    from penstock.checkpoint.pipe.base import (
+        FillOrder,
+        Measurement,
+        PipeSettings,
+        PlannedObject,
+        Producer,
+    )
     from penstock.storage.base import Storage
 
 
@@ -63,6 +69,7 @@ class WritePipe:
         *,
         memory: WarmMemory,
         entered_ns: int | None = None,
+        order: FillOrder = "chunk by chunk",
     ) -> None:
         self._entered_ns = now_ns() if entered_ns is None else entered_ns
         self._streams = settings.streams
@@ -80,6 +87,7 @@ class WritePipe:
             buffers=self._buffers,
             stamps=self._stamps,
             chunk_bytes=settings.chunk_bytes,
+            order=order,
         )
         self._lanes = tuple(Lane(stream, shared) for stream in range(settings.streams))
         self._crew = Crew(2 * settings.streams, self.stop)
@@ -99,13 +107,13 @@ class WritePipe:
 
     def wait_filled(self, timeout_s: float | None = None) -> None:
         """Return when the producer is needed no more; raises what a thread raised."""
-        self._crew.wait(self._fillers, "all bytes to be copied into buffers", timeout_s)
+        filled = [lane.filled for lane in self._lanes]
+        self._crew.wait(filled, "all bytes to be copied into buffers", timeout_s)
 
     @property
     def filled_ns(self) -> int:
-        """When the last byte was made that has been made so far; 0 before the first."""
-        ends = self._stamps.content_end
-        return int(ends.max()) if ends.size else 0
+        """When the producer's source was needed for the last time; 0 before the first stream is that far."""
+        return max(lane.filled_ns for lane in self._lanes)
 
     def write_to(
         self,

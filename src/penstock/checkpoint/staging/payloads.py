@@ -6,8 +6,8 @@ threads would take the cores that other writers use. Invariant: a piece may begi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,6 +24,23 @@ class Payload(Protocol):
 
     def copy_into(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on."""
+
+
+class Fetching(Protocol):
+    """What brings tensors from a device."""
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy; `source` is kept alive until the copy is done."""
+
+
+@runtime_checkable
+class SupportsFetching(Protocol):
+    """A `Payload` that a device can bring by itself, while its thread goes on."""
+
+    device: torch.device
+
+    def fetch_into(self, start: int, target: memoryview, link: Fetching) -> None:
+        """Begin to fill `target` with the bytes from `start` on."""
 
 
 HOT_BLOCK_BYTES = 512 * 1024
@@ -72,11 +89,20 @@ class TorchPayload:
 
     def copy_into(self, start: int, target: memoryview) -> None:
         """Have torch copy a range of elements."""
+        for place, source in self._pairs(start, target):
+            place.copy_(source)
+
+    def fetch_into(self, start: int, target: memoryview, link: Fetching) -> None:
+        """Have the device begin to copy a range of elements."""
+        for place, source in self._pairs(start, target):
+            link.fetch(place, source)
+
+    def _pairs(self, start: int, target: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         row = torch.frombuffer(target, dtype=self._dtype)
         begin = start // self._dtype.itemsize
         for piece, place in pieces_of_range(tuple(self._memory.shape), begin, begin + row.numel()):
             source = self._memory[piece]
-            row[place].view(source.shape).copy_(source)
+            yield row[place].view(source.shape), source
 
 
 def payload_of_bytes(content: bytes) -> Payload:
@@ -95,21 +121,6 @@ def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) ->
     if memory.dim() == 0:
         memory = memory.reshape(1)
     return StridedPayload(memory.view(_PLAIN_TYPES[memory.dtype.itemsize]).numpy())
-
-
-def wait_for_devices(payloads: Mapping[str, Sequence[Payload]]) -> None:
-    """Return when devices have done all that was asked of them before, in the streams of this thread.
-
-    Payloads are copied by other threads, in other streams, which would not wait for it.
-    """
-    devices = {
-        payload.device
-        for of_file in payloads.values()
-        for payload in of_file
-        if isinstance(payload, TorchPayload) and payload.device.type in ("cuda", "xpu")
-    }
-    for device in devices:
-        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 _PLAIN_TYPES = {

@@ -17,6 +17,7 @@ from penstock.checkpoint.pipe.stamps import now_ns
 from penstock.checkpoint.pipe.write import WritePipe
 from penstock.checkpoint.staging.base import RankShare, SaveCancelled, ShareStats, WrittenFile
 from penstock.checkpoint.staging.filling import ImageFiller
+from penstock.checkpoint.staging.links import links_to
 from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.wrapping import WrappedStorage
 
@@ -64,7 +65,11 @@ def pipe_settings(images: Sequence[FileImage], writers: int, buffer_bytes: int) 
 
 
 class Staged:
-    """A `StagedSave` whose files are images filled from payloads."""
+    """A `StagedSave` whose files are images filled from payloads.
+
+    With `copies_first`, for which there is memory for all of the share, nothing is summed or written before
+    everything is copied: tensors may change as early as can be.
+    """
 
     def __init__(
         self,
@@ -77,7 +82,6 @@ class Staged:
     ) -> None:
         self._share = share
         self._copies_first = copies_first
-        self._filler = ImageFiller(share.images, share.payloads)
         self._settings = settings
         self._lock = threading.Lock()
         self._is_taken = False
@@ -85,9 +89,24 @@ class Staged:
             borrowed = memory.borrow(settings.buffer_memory_bytes, timeout_s)
             undo.callback(memory.give_back, borrowed)
             self._began_ns = now_ns()
+            links = links_to(share.payloads)
+            links.pin(borrowed)
+            self._filler = ImageFiller(
+                share.images,
+                share.payloads,
+                links=links,
+                summing="afterwards" if copies_first else "while copying",
+            )
             planned = [PlannedObject(image.name, image.size_bytes) for image in share.images]
             self._pipe = undo.enter_context(
-                WritePipe(planned, self._filler, settings, memory=borrowed, entered_ns=self._began_ns)
+                WritePipe(
+                    planned,
+                    self._filler,
+                    settings,
+                    memory=borrowed,
+                    entered_ns=self._began_ns,
+                    order="all first" if copies_first else "chunk by chunk",
+                )
             )
             self._undo = undo.pop_all()
 

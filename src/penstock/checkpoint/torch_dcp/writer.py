@@ -32,7 +32,7 @@ from penstock.checkpoint.saving import WAITING_BUFFER_BYTES
 from penstock.checkpoint.staging.base import RankShare, WrittenFile
 from penstock.checkpoint.staging.memory import StagingMemory
 from penstock.checkpoint.staging.packing import pack_file
-from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor, wait_for_devices
+from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.stored import open_around
 from penstock.cluster.solo import SoloComm
@@ -157,7 +157,6 @@ class Writer(StorageWriter):
         deal = _Deal(plan.items, planner, assigned.rank, self._options)
         share = deal.share(self._transforms)
         settings = pipe_settings(share.images, self._options.writers, self._memory.budget_bytes)
-        wait_for_devices(share.payloads)
         # Memory is this writer's own, so an earlier save of its has long given it back.
         staged = Staged(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
         return deal.results(staged.write_to(for_large_files(storage), assigned.draft.key))

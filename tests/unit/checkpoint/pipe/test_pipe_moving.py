@@ -315,6 +315,60 @@ def test_waiting_for_more_bytes_than_there_is_room_for_times_out_by_name() -> No
         pipe.wait_filled(0.01)
 
 
+class Settling(Keyed):
+    """Makes zeros first, and what is wanted only when it is told that nobody waits."""
+
+    def __init__(self) -> None:
+        self.may_settle = threading.Event()
+        self.settled: list[tuple[str, int]] = []
+
+    def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+        """Not yet."""
+
+    def catch_up(self) -> None:
+        """Nothing comes late."""
+
+    def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+        assert self.may_settle.wait(60)
+        self.settled.append((planned.key, offset))
+        super().fill(planned, offset, buffer)
+
+
+def test_filled_all_first_the_source_is_free_before_anything_is_settled() -> None:
+    planned, storage, producer = _objects(2 * CHUNK, CHUNK, 0), MemoryStorage(), Settling()
+    memory = WarmMemory(SMALL.buffer_memory_bytes)
+    with WritePipe(planned, producer, SMALL, memory=memory, order="all first") as pipe:
+        pipe.wait_filled(60)
+        assert pipe.filled_ns > 0
+        assert producer.settled == []
+        producer.may_settle.set()
+        pipe.write_to([storage])
+    _assert_stored(storage, planned)
+    assert [at for key, at in producer.settled if key == planned[0].key] == [0, CHUNK]
+
+
+def test_filled_chunk_by_chunk_each_is_settled_before_it_is_written() -> None:
+    planned, storage, producer = _objects(9 * CHUNK, CHUNK), MemoryStorage(), Settling()
+    producer.may_settle.set()
+    write_objects([storage], planned, producer, SMALL)
+    _assert_stored(storage, planned)
+
+
+def test_what_settling_raises_is_what_the_phase_raises_although_all_is_filled() -> None:
+    class Broken(Settling):
+        def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+            raise KeyError(planned.key)
+
+    storage = MemoryStorage()
+    memory = WarmMemory(SMALL.buffer_memory_bytes)
+    with (
+        WritePipe(_objects(CHUNK), Broken(), SMALL, memory=memory, order="all first") as pipe,
+        pytest.raises(KeyError, match="rank0/part0"),
+    ):
+        pipe.write_to([storage])
+    assert list(storage.list()) == []
+
+
 def _written(*sizes: int) -> tuple[MemoryStorage, list[PlannedObject]]:
     storage, planned = MemoryStorage(), _objects(*sizes)
     write_objects([storage], planned, Keyed(), SMALL)

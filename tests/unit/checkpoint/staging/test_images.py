@@ -17,7 +17,8 @@ from penstock.checkpoint.image import FileImage, lay_out
 from penstock.checkpoint.pieces import Boxes, TensorFacts
 from penstock.checkpoint.pipe.base import PlannedObject
 from penstock.checkpoint.plan.records import Bucket, PlacedObject
-from penstock.checkpoint.staging.filling import ImageFiller
+from penstock.checkpoint.staging.filling import ImageFiller, Summing
+from penstock.checkpoint.staging.links import Links
 from penstock.checkpoint.staging.payloads import (
     Payload,
     payload_of_bytes,
@@ -29,6 +30,8 @@ DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
     *(torch.int8, torch.uint8, torch.int16, torch.int64, torch.bool, torch.complex64, torch.complex128),
 ]
+
+SUMMING: list[Summing] = ["while copying", "afterwards"]
 
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
@@ -53,13 +56,16 @@ def _bucket(contents: list[bytes], tensors: list[torch.Tensor]) -> tuple[Bucket,
     return Bucket(file="__0_0.distcp", objects=objects, boxes=boxes), facts
 
 
-def _filled(image: FileImage, payloads: list[Payload], chunk_bytes: int) -> tuple[bytes, bytes]:
-    """The file and its sums, filled in chunks into memory that was dirty before."""
-    filler = ImageFiller([image], {image.name: payloads})
+def _filled(
+    image: FileImage, payloads: list[Payload], chunk_bytes: int, summing: Summing
+) -> tuple[bytes, bytes]:
+    """The file and its sums, filled in chunks into memory that was dirty before, then settled in chunks."""
+    filler = ImageFiller([image], {image.name: payloads}, links=Links({}), summing=summing)
     content = bytearray(b"\xee" * image.size_bytes)
     planned = PlannedObject(image.name, image.size_bytes)
-    for offset in range(0, image.size_bytes, chunk_bytes):
-        filler.fill(planned, offset, memoryview(content)[offset : offset + chunk_bytes])
+    for act in (filler.fill, filler.settle):
+        for offset in range(0, image.size_bytes, chunk_bytes):
+            act(planned, offset, memoryview(content)[offset : offset + chunk_bytes])
     return bytes(content), filler.sums(image.name)
 
 
@@ -68,15 +74,19 @@ def _filled(image: FileImage, payloads: list[Payload], chunk_bytes: int) -> tupl
     parts=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=5),
     contents=st.lists(st.binary(max_size=300), max_size=3),
     chunk_pages=st.integers(1, 3),
+    summing=st.sampled_from(SUMMING),
 )
 def test_torch_reads_each_item_and_every_sum_is_over_what_was_written(
-    parts: list[tuple[tuple[int, ...], torch.dtype]], contents: list[bytes], chunk_pages: int
+    parts: list[tuple[tuple[int, ...], torch.dtype]],
+    contents: list[bytes],
+    chunk_pages: int,
+    summing: Summing,
 ) -> None:
     tensors = [_tensor(shape, dtype) for shape, dtype in parts]
     bucket, facts = _bucket(contents, tensors)
     image = lay_out(bucket, facts)
     payloads = [*map(payload_of_bytes, contents), *map(payload_of_tensor, tensors)]
-    content, sums = _filled(image, payloads, chunk_pages * 4096)
+    content, sums = _filled(image, payloads, chunk_pages * 4096, summing)
     offsets, sizes, payload_offsets = image.columns()
     items = [content[at : at + size] for at, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
     assert sums == b"".join(xxhash.xxh3_128_digest(item) for item in items)
@@ -165,9 +175,10 @@ def test_a_file_without_items_is_empty() -> None:
     assert [len(column) for column in image.columns()] == [0, 0, 0]
 
 
-def test_objects_of_no_bytes_have_sums_too() -> None:
+@pytest.mark.parametrize("summing", SUMMING)
+def test_objects_of_no_bytes_have_sums_too(summing: Summing) -> None:
     bucket, facts = _bucket([b"", b"", b"x", b""], [])
     image = lay_out(bucket, facts)
-    _, sums = _filled(image, [payload_of_bytes(one) for one in (b"", b"", b"x", b"")], 4096)
+    _, sums = _filled(image, [payload_of_bytes(one) for one in (b"", b"", b"x", b"")], 4096, summing)
     empty = xxhash.xxh3_128_digest(b"")
     assert sums == empty * 2 + xxhash.xxh3_128_digest(b"x") + empty

@@ -1,0 +1,175 @@
+"""Links to devices, played by small stand-ins: order of streams and events, late copies, pinned memory."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+import xxhash
+
+from penstock.checkpoint.image import FileImage, Item
+from penstock.checkpoint.pipe.base import PlannedObject
+from penstock.checkpoint.pipe.memory import WarmMemory
+from penstock.checkpoint.staging.filling import ImageFiller
+from penstock.checkpoint.staging.links import Link, Links, links_to, pin
+from penstock.checkpoint.staging.payloads import TorchPayload, payload_of_tensor
+from penstock.storage.aligned import address_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class _Stream:
+    name: str
+    log: list[str]
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@dataclass
+class _Event:
+    log: list[str]
+
+    def record(self, stream: _Stream) -> None:
+        self.log.append(f"event in {stream.name}")
+
+    def synchronize(self) -> None:
+        self.log.append("event awaited")
+
+
+@dataclass
+class _Module:
+    """What torch.cuda offers, noting who is asked for what in which order."""
+
+    log: list[str] = field(default_factory=list)
+
+    def Stream(self, device: torch.device) -> _Stream:  # noqa: N802 - torch's name
+        return _Stream(f"side stream of {device}", self.log)
+
+    def Event(self, *, blocking: bool) -> _Event:  # noqa: N802 - torch's name
+        assert blocking
+        return _Event(self.log)
+
+    def current_stream(self, device: torch.device) -> _Stream:
+        return _Stream(f"caller's stream of {device}", self.log)
+
+    @contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        self.log.append(f"into {stream.name}")
+        yield
+        self.log.append(f"out of {stream.name}")
+
+
+class _LateLink:
+    """Copies at the last moment."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.num_fetched = 0
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._begun.append((target, source))
+        self.num_fetched += 1
+
+    def catch_up(self) -> None:
+        for target, source in self._begun:
+            target.copy_(source)
+        self._begun.clear()
+
+
+def test_copies_wait_on_the_device_for_the_callers_work_and_are_waited_for_by_an_event() -> None:
+    module = _Module()
+    link = Link(CPU, module)
+    target = torch.zeros(4)
+    link.fetch(target, torch.arange(4.0))
+    link.catch_up()
+    assert module.log == [
+        "side stream of cpu waits for caller's stream of cpu",
+        "into side stream of cpu",
+        "out of side stream of cpu",
+        "event in side stream of cpu",
+        "event awaited",
+    ]
+    assert target.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("settled_last", [True, False])
+def test_what_a_device_brings_late_is_written_and_summed_as_it_was(*, settled_last: bool) -> None:
+    tensor = torch.randn(3, 5000).t()
+    before = tensor.to(torch.bfloat16).reshape(-1)
+    link = _LateLink()
+    links = Links({CPU: cast("Link", link)})
+    image = FileImage("file", (Item(0, b"prefix", tensor.numel() * 2, b"suffix"),))
+    planned = PlannedObject("file", image.size_bytes)
+    filler = ImageFiller(
+        [image], {"file": [TorchPayload(tensor, torch.bfloat16)]}, links=links, summing="while copying"
+    )
+    content = bytearray(image.size_bytes)
+    ranges = [(at, memoryview(content)[at : at + 8192]) for at in range(0, image.size_bytes, 8192)]
+    for at, view in ranges:
+        filler.fill(planned, at, view)
+        if not settled_last:
+            filler.settle(planned, at, view)
+    if settled_last:
+        filler.catch_up()
+        tensor.fill_(7)
+        for at, view in ranges:
+            filler.settle(planned, at, view)
+    assert link.num_fetched >= len(ranges)
+    assert filler.sums("file") == xxhash.xxh3_128_digest(bytes(content))
+    saved = torch.frombuffer(content[6:-6], dtype=torch.bfloat16)
+    assert saved.equal(before)
+
+
+def test_tensors_in_main_memory_need_no_link() -> None:
+    def no_module(device: torch.device) -> Any:
+        raise AssertionError(device)
+
+    payloads = {"file": [payload_of_tensor(torch.zeros(4)), payload_of_tensor(torch.zeros(4), torch.half)]}
+    assert links_to(payloads, no_module).by_device == {}
+
+
+@dataclass
+class _Registrar:
+    error: int = 0
+    registered: dict[int, int] = field(default_factory=dict)
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:  # noqa: N802 - CUDA's name
+        assert flags == 0
+        if not self.error:
+            assert address not in self.registered
+            self.registered[address] = size_bytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int, /) -> int:  # noqa: N802 - CUDA's name
+        del self.registered[address]
+        return 0
+
+
+def test_memory_is_pinned_once_and_let_go_of_before_it_goes() -> None:
+    registrar, memory = _Registrar(), WarmMemory(1 << 20)
+    address = address_of(memory.view)
+    assert pin(memory, registrar)
+    assert pin(memory, registrar)
+    assert registrar.registered == {address: 1 << 20}
+    del memory
+    gc.collect()
+    assert registrar.registered == {}
+
+
+def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = WarmMemory(1 << 20)
+    assert not pin(memory, _Registrar(error=2))
+    assert not memory.is_pinned
+    assert "CUDA error 2" in caplog.text
+    assert "ulimit -l" in caplog.text
