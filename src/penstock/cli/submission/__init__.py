@@ -1,13 +1,15 @@
-"""`penstock submission`: is a result valid, and why."""
+"""`penstock submission`: make a submission; is it valid, and why? One module a verb."""
 
 from __future__ import annotations
 
 import typer
 
 from penstock.cli.submission.check import check
+from penstock.cli.submission.init import init
 from penstock.cli.submission.rules import rules
 
-app = typer.Typer(no_args_is_help=True, help="Is a submission valid: judge its files, explain the rules.")
+app = typer.Typer(no_args_is_help=True, help="Make a submission; judge its files; explain the rules.")
+app.command()(init)
 app.command()(check)
 app.command()(rules)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.bench.order import Division
     from penstock.bench.training.files import OpenFormat
     from penstock.cluster.comm import Comm
+    from penstock.workload.divisions import SubmissionDivision
     from penstock.workload.spec import Reader, Workload
 
 
@@ -31,25 +32,31 @@ def open_rules(loader: str | None, division: str | None) -> ReadingRules:
     )
 
 
+def rules_of(
+    submitted: SubmissionDivision | None,
+    name: str,
+    settings: list[str] | None,
+    loader: str | None,
+    division: str | None,
+) -> ReadingRules:
+    """How a run of this division of MLPerf Storage reads; of none, as it was asked for."""
+    from penstock.workload.divisions import SubmissionDivision
+
+    if submitted is SubmissionDivision.CLOSED:
+        return closed_rules(name, settings, loader, division)
+    if submitted is SubmissionDivision.OPEN:
+        _require_changes(submitted, name, settings)
+    return open_rules(loader, division)
+
+
 def closed_rules(
     name: str, settings: list[str] | None, loader: str | None, division: str | None
 ) -> ReadingRules:
     """What the closed division prescribes; `UsageError` where something else was asked for."""
     from penstock.errors import UsageError
-    from penstock.workload.divisions import SubmissionDivision, require_allowed
-    from penstock.workload.loading import shipped
-    from penstock.workload.overrides import parse_settings
+    from penstock.workload.divisions import SubmissionDivision
 
-    families = {loaded.workload.name for loaded in shipped()}
-    family = name.rpartition("_")[0] if name not in families else name
-    if family not in families:
-        raise UsageError(
-            f"{name} is no shipped workload, and the closed division has no other (rule 3.6.2)",
-            where="--closed",
-            fix="`penstock workloads` lists them.",
-        )
-    changed = [override.path for override in parse_settings(settings or ())]
-    require_allowed(SubmissionDivision.CLOSED, changed, workload=family)
+    _require_changes(SubmissionDivision.CLOSED, name, settings)
     for option, given, prescribed in (("--loader", loader, "pytorch"), ("--division", division, "drop")):
         if given not in (None, prescribed):
             raise UsageError(
@@ -58,6 +65,26 @@ def closed_rules(
                 fix=f"Leave {option} out, or run without --closed.",
             )
     return ReadingRules(loader="pytorch", division=values.division("--division", "drop"))
+
+
+def _require_changes(submitted: SubmissionDivision, name: str, settings: list[str] | None) -> None:
+    """`UsageError` unless the division lets this workload be changed so."""
+    from penstock.errors import UsageError
+    from penstock.workload.divisions import RULES, require_allowed
+    from penstock.workload.loading import shipped
+    from penstock.workload.overrides import parse_settings
+
+    families = {loaded.workload.name for loaded in shipped()}
+    family = name.rpartition("_")[0] if name not in families else name
+    if family not in families:
+        raise UsageError(
+            f"{name} is no shipped workload, and the {submitted} division has no other "
+            f"(rule {RULES[submitted]})",
+            where=f"--{submitted}",
+            fix="`penstock workloads` lists them.",
+        )
+    changed = [override.path for override in parse_settings(settings or ())]
+    require_allowed(submitted, changed, workload=family)
 
 
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:

@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli import values
 from penstock.cli.ranks import ranked
-from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cli.training.reading import (
-    asks_to_decode,
-    choose_seed,
-    closed_rules,
-    left_undone,
-    loader_options,
-    open_rules,
-    reader_of,
+from penstock.cli.submission.words import (
+    Closed,
+    Open,
+    OptionalSystem,
+    OptionalTree,
+    division_of,
+    drawn,
+    require_results,
 )
-from penstock.cli.training.saving import checkpoint_wish
+from penstock.cli.terminal import JsonFlag, Terminal, table
+from penstock.cli.training.asking import RunWords, asked_of
 from penstock.cli.training.words import (
     Accelerator,
     Data,
     DivisionWord,
     OrderSeed,
     ReadThreads,
-    Results,
     Settings,
     StorageOption,
     WorkloadName,
-    data_at,
-    load_workload,
 )
 from penstock.cluster.comm import Comm
-from penstock.environment import process_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
 
-    from penstock.bench.loader.base import LoaderOptions, OpenStorage
-    from penstock.bench.loader.decoding import ContentCheck
-    from penstock.bench.order import Division
-    from penstock.bench.training.checkpoints import CheckpointWish
-    from penstock.bench.training.files import OpenFormat
     from penstock.bench.training.outcome import TrainingResult
-    from penstock.bench.training.request import TrainingRequest
+    from penstock.campaign.submission.session import Said
+    from penstock.cli.training.asking import Asked
     from penstock.results.utilization import EpochRate
-    from penstock.workload.spec import Workload
 
 
 _Decode = Annotated[bool, typer.Option("--decode", help="Decode samples, as a trainer would.")]
@@ -61,12 +50,6 @@ _Check = Annotated[
         help="Hold what is read against its generator: off, sample (1 in 16), full.",
     ),
 ]
-_Closed = Annotated[
-    bool,
-    typer.Option(
-        "--closed", help="Refuse what MLPerf Storage's closed division forbids; pytorch loader, drop."
-    ),
-]
 _Reader = Annotated[
     str | None, typer.Option("--reader", metavar="NAME", help="A format of another package, for all files.")
 ]
@@ -75,6 +58,9 @@ _Checkpoints = Annotated[
     typer.Option(
         "--checkpoints", metavar="URI", help="Where they go, if there are any; else checkpoint_folder."
     ),
+]
+_Results = Annotated[
+    str | None, typer.Option("--results", metavar="DIR", help="The folder in which the run's own is made.")
 ]
 _Loader = Annotated[
     str | None, typer.Option("--loader", metavar="NAME", help="Who reads: native (the default) or pytorch.")
@@ -87,7 +73,7 @@ def run(
     workload: WorkloadName,
     *,
     data: Data,
-    results: Results,
+    results: _Results = None,
     accelerator: Accelerator = "",
     loader: _Loader = None,
     reader: _Reader = None,
@@ -95,7 +81,10 @@ def run(
     threads: ReadThreads = None,
     seed: OrderSeed = None,
     division: DivisionWord = None,
-    closed: _Closed = False,
+    closed: Closed = False,
+    open_: Open = False,
+    submission: OptionalTree = None,
+    system: OptionalSystem = None,
     decode: _Decode = False,
     check: _Check = "off",
     option: StorageOption = None,
@@ -104,8 +93,7 @@ def run(
 ) -> None:
     """Train as the workload says, with emulated computation, and tell how busy accelerators were kept.
 
-    One rank is one accelerator. A short run on storage that costs nothing comes first; then, before each
-    epoch, the data set's page cache is dropped. AU is in percent.
+    One rank is one accelerator; before each epoch the data set's page cache is dropped. AU is in percent.
 
     Examples:
 
@@ -113,85 +101,69 @@ def run(
 
       penstock training run retinanet_b200 --data s3://bucket/retinanet --results runs --threads 32 --json
 
-      penstock training run unet3d_b200 --data /data/unet3d --results runs --ranks 8 --closed
+      penstock training run unet3d_b200 --data /data/unet3d --ranks 8 --closed --submission tree --system fast
 
       penstock training run unet3d --accelerator h100 --data /data/unet3d --results runs
       --set workflow.checkpoint=true --set checkpoint.steps_between_checkpoints=10 --checkpoints /data/saves
     """
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
-    loaded = load_workload(terminal, workload, accelerator, settings)
-    rules = closed_rules(workload, settings, loader, division) if closed else open_rules(loader, division)
-    undone = left_undone(loaded.workload)
-    for remark in undone:
-        terminal.note(remark)
-    reopen = data_at(data, option, rank=comm.rank)
-    request = _request(
-        loaded.workload,
-        results=results,
-        seed=choose_seed(comm, loaded.workload, seed),
-        division=rules.division,
-        loader=loader_options(rules.loader, loaded.workload, threads),
-        reopen=reopen,
-        decodes=decode or asks_to_decode(loaded.workload),
-        check=values.content_check("--check", check),
-        reader=reader_of(reader),
-        settings=settings or (),
-        remarks=(*map(str, loaded.remarks), *undone),
-        checkpoints=checkpoint_wish(
-            loaded.workload, checkpoints, comm=comm, environment=process_environment()
-        ),
-    )
-    _carry_out(request, reopen, comm=comm, terminal=terminal)
-
-
-def _carry_out(request: TrainingRequest, reopen: OpenStorage, *, comm: Comm, terminal: Terminal) -> None:
-    from penstock.bench.training.run import train
-
-    with terminal.progress() as progress:
-        result = train(request, reopen(), comm=comm, progress=progress)
-    for remark in result.stages.remarks:
-        terminal.note(remark)
-    terminal.result(result.document(), lambda console: _draw(console, result))
-
-
-def _request(
-    workload: Workload,
-    *,
-    results: str,
-    seed: int,
-    division: Division,
-    loader: LoaderOptions,
-    reopen: OpenStorage,
-    decodes: bool,
-    check: ContentCheck,
-    reader: OpenFormat | None,
-    settings: Sequence[str],
-    remarks: tuple[str, ...],
-    checkpoints: CheckpointWish | None,
-) -> TrainingRequest:
-    from pathlib import Path
-
-    from penstock.bench.training.request import TrainingRequest
-
-    return TrainingRequest(
+    words = RunWords(
         workload=workload,
-        results=Path(results),
+        accelerator=accelerator,
+        settings=settings,
+        data=data,
+        option=option,
+        results=require_results(results, submission),
+        submitted=division_of(closed=closed, open_=open_),
+        tree=submission,
+        system=system,
+        loader=loader,
+        reader=reader,
+        threads=threads,
         seed=seed,
         division=division,
-        loader=loader,
-        reopen=reopen,
-        decodes=decodes,
+        decode=decode,
         check=check,
-        reader=reader,
-        command=("penstock", *sys.argv[1:]),
-        environment=process_environment(),
-        overrides=tuple(f"++workload.{text}" for text in settings),
-        remarks=remarks,
         checkpoints=checkpoints,
+    )
+    asked = asked_of(words, comm=comm, terminal=terminal)
+    _carry_out(asked, comm=comm, terminal=terminal)
+
+
+def _carry_out(asked: Asked, *, comm: Comm, terminal: Terminal) -> None:
+    from penstock.bench.training.run import train
+    from penstock.campaign.submission.training import add_run
+
+    request, storage = asked.request, asked.reopen()
+    with terminal.progress() as progress:
+        if asked.session is None:
+            result = train(request, storage, comm=comm, progress=progress)
+        else:
+            result = add_run(
+                asked.session,
+                request,
+                storage,
+                comm=comm,
+                progress=progress,
+                tell=lambda result: said_of(result, request.remarks),
+            )
+    for remark in result.stages.remarks:
+        terminal.note(remark)
+    terminal.result(result.document(), lambda console: draw(console, result))
+
+
+def said_of(result: TrainingResult, remarks: Sequence[str]) -> Said:
+    """What the command prints of a run, for the logs of its leaf."""
+    from penstock.campaign.submission.session import Said
+
+    notes = (*remarks, *result.stages.remarks)
+    return Said(
+        stdout=drawn(lambda console: draw(console, result)), stderr="".join(f"{note}\n" for note in notes)
     )
 
 
-def _draw(console: Console, result: TrainingResult) -> None:
+def draw(console: Console, result: TrainingResult) -> None:
+    """For people: how busy accelerators were kept, and what held them up."""
     from rich.markup import escape
 
     from penstock.units import format_bytes, format_rate

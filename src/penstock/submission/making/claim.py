@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.errors import DataDamaged, UsageError
 from penstock.results.durable import write_text
 from penstock.storage.files.calls import explaining
+from penstock.storage.files.sink import is_unfinished
 from penstock.submission.names import SENTINEL
 from penstock.workload.yamlfile import parse_yaml
 
@@ -106,7 +107,9 @@ def _read(root: Path) -> _Sentinel | None:
 
 def _require_empty(root: Path) -> None:
     with explaining("Looking for what is there", str(root)):
-        found = sorted(path.name for path in root.iterdir()) if root.exists() else []
+        names = sorted(path.name for path in root.iterdir()) if root.exists() else []
+    # Whoever claims it at the same time is judged by the link, not by what is on its way there.
+    found = [name for name in names if SENTINEL not in name and not is_unfinished(name)]
     if found:
         raise UsageError(
             f"There are other files here ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}), and no "
