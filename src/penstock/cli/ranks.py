@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,10 +81,21 @@ def _rank_options(
 
 
 def ranked(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Run `command(comm, ...)` on as many ranks as its caller asks for, or joins.
+    """Run `command(comm, ...)` on as many ranks as its caller asks for, or joins; one where neither says.
 
     What the command returns is its exit code: a verdict, given by all ranks together. Errors are raised.
     """
+    return ranked_on(None)(command)
+
+
+def ranked_on(
+    unsaid_ranks: int | None,
+) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """The same for a command that makes sense on several ranks only: so many where nobody says."""
+    return partial(_on_ranks, unsaid_ranks=unsaid_ranks)
+
+
+def _on_ranks(command: Callable[..., int | None], *, unsaid_ranks: int | None) -> Callable[..., None]:
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     added = list(inspect.signature(_rank_options, eval_str=True).parameters.values())
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -93,6 +104,7 @@ def ranked(command: Callable[..., int | None]) -> Callable[..., None]:
     def on_ranks(context: typer.Context, **given: Any) -> None:
         asked = _Asked(**{parameter.name: given.pop(parameter.name) for parameter in added})
         environment = process_environment()
+        asked = asked.or_ranks(unsaid_ranks, environment)
         code = (
             _launch(asked, words=context.find_root().obj, environment=environment)
             if asked.starts_others(environment)
@@ -119,6 +131,15 @@ class _Asked:
     env: list[str] | None
     timeout: str
     trace: str | None
+
+    def or_ranks(self, unsaid_ranks: int | None, environment: Environment) -> _Asked:
+        """With so many ranks, where neither the caller nor a launcher says how many."""
+        from penstock.cluster.ranked import already_ranked
+
+        is_said = self.ranks is not None or self.hosts or self.hostfile
+        if unsaid_ranks is None or is_said or already_ranked(environment) is not None:
+            return self
+        return replace(self, ranks=unsaid_ranks)
 
     def starts_others(self, environment: Environment) -> bool:
         """Whether this process is to launch ranks, rather than to be one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli.checkpoint import convert, diff, ls, models, plan, rm, run, show, size, verify
+from penstock.cli.checkpoint import convert, diff, ls, models, plan, rm, run, show, size, study, verify
 
 app = typer.Typer(no_args_is_help=True, help="Can it take and give back checkpoints, and how fast?")
 
@@ -23,4 +23,5 @@ app.command("rm")(rm.remove)
 app.command()(run.run)
 app.command()(show.show)
 app.command()(size.size)
+app.command()(study.study)
 app.command()(verify.verify)

@@ -58,7 +58,7 @@ def compare(
 
         for path in write_report(compared, out):
             terminal.note(f"left {path}")
-    terminal.result(_document(compared), lambda console: _draw(console, compared))
+    terminal.result(comparison_document(compared), lambda console: _draw(console, compared))
 
 
 def expect(
@@ -174,7 +174,8 @@ def synthesize(
         terminal.note(f"Compare them: penstock trace compare {made.runs_yaml} --out report")
 
 
-def _document(compared: Compared) -> dict[str, Any]:
+def comparison_document(compared: Compared) -> dict[str, Any]:
+    """A comparison as JSON."""
     from penstock.trace.questions.render import document
 
     return {
