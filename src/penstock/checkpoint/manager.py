@@ -114,6 +114,7 @@ class Manager:
                 flush=flush,
                 keep_cached=keep_cached,
                 domain=failure_domain,
+                path=os.fspath(durable) if isinstance(durable, str | os.PathLike) else None,
             )
         self._pacer = Pacer(due)
         self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)

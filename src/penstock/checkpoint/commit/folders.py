@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 HIDDEN: Final = ".penstock-"
 """How all names begin that are no checkpoints."""
-_LEASE: Final = ".lease"
+LEASE_ENDING: Final = ".lease"
 _DRAFT: Final = re.compile(r"\.penstock-save-[0-9a-f]{16}-.+")
 _OLD: Final = re.compile(r"\.penstock-old-[0-9a-f]{16}-(?P<name>.+)")
 _GONE: Final = re.compile(r"\.penstock-gone-[0-9a-f]{16}")
+_MARKS: Final = re.compile(r"\.penstock-flush-(?P<draft>[0-9a-f]{16}-.+)")
 _PART: Final = re.compile(
     r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata|safetensors|index\.json)"
     r"|parity-\d+\.bin|redundancy-\d+\.json"
@@ -65,7 +66,7 @@ class FolderDrafts:
 
     def start(self, name: str, save_id: str) -> Draft:
         """Write the lease, then make the draft's folder."""
-        self._require_replaceable(name)
+        require_replaceable(self._storage, self._tree, name)
         draft = Draft(name=name, folder=f"{HIDDEN}save-{save_id}-{name}", save_id=save_id)
         self.renew(draft)
         self._tree.make(draft.folder)
@@ -73,7 +74,7 @@ class FolderDrafts:
 
     def renew(self, draft: Draft) -> None:
         """Write the lease, anew."""
-        write_object(self._storage, draft.folder + _LEASE, [lease_text(self._owner())])
+        write_object(self._storage, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
 
     def publish(self, draft: Draft, seal: Seal) -> Committed:
         """See the module."""
@@ -100,7 +101,7 @@ class FolderDrafts:
         entries = {entry.name: entry for entry in self._tree.entries(prefix=HIDDEN)}
         for entry in entries.values():
             try:
-                if self._sweep_one(entry, has_draft=entry.name.removesuffix(_LEASE) in entries):
+                if self._sweep_one(entry, has_draft=entry.name.removesuffix(LEASE_ENDING) in entries):
                     swept.append(entry.name)
             except StorageError as error:
                 logger.debug("Left %s where it is: %s", entry.name, error)
@@ -112,7 +113,7 @@ class FolderDrafts:
             return self._sweep_folder(name, age_s)
         if not entry.is_plain:
             return False
-        draft = name.removesuffix(_LEASE)
+        draft = name.removesuffix(LEASE_ENDING)
         is_lease_alone = draft != name and _DRAFT.fullmatch(draft) is not None and not has_draft
         if (is_lease_alone and self._is_dead(draft, age_s)) or (is_unfinished(name) and age_s > LEASE_S):
             self._tree.remove(name)
@@ -124,16 +125,25 @@ class FolderDrafts:
             self._tree.remove(name)
         elif old := _OLD.fullmatch(name):
             self._settle_old(name, old["name"])
+        elif marks := _MARKS.fullmatch(name):
+            return self._sweep_marks(name, f"{HIDDEN}save-{marks['draft']}", age_s)
         elif _DRAFT.fullmatch(name) and self._is_dead(name, age_s):
             remove_folder(self._tree, name)
             with suppress(ObjectNotFound):
-                self._storage.delete(name + _LEASE)
+                self._storage.delete(name + LEASE_ENDING)
         else:
             return False
         return True
 
+    def _sweep_marks(self, name: str, draft_folder: str, age_s: float) -> bool:
+        """Of a shared draft: what its processes told each other goes once the draft is gone."""
+        is_over = age_s > LEASE_S and not exists(self._storage, draft_folder + LEASE_ENDING)
+        if is_over:
+            self._tree.remove(name)
+        return is_over
+
     def _is_dead(self, draft_folder: str, age_s: float) -> bool:
-        key = draft_folder + _LEASE
+        key = draft_folder + LEASE_ENDING
         try:
             renewed_s = self._storage.stat(key).modified_s
             text = read_object(self._storage, key)
@@ -149,21 +159,12 @@ class FolderDrafts:
             self._tree.move(folder, name)
             self._tree.sync()
 
-    def _require_replaceable(self, name: str) -> None:
-        for entry in self._tree.entries(name):
-            if not entry.is_plain or not (_PART.fullmatch(entry.name) or is_unfinished(entry.name)):
-                raise UsageError(
-                    f"{name} is no checkpoint: {entry.name} lies in it, and would be lost",
-                    where=self._storage.uri,
-                    fix="Save to a new name, or to that of a checkpoint.",
-                )
-
     def _give_name(self, draft: Draft) -> str:
         """Make the draft visible under its name; the folder where what it replaced lies now, if anything."""
         try:
             self._tree.move(draft.folder, draft.name)
         except AlreadyThere:
-            self._require_replaceable(draft.name)
+            require_replaceable(self._storage, self._tree, draft.name)
         else:
             return draft.folder
         try:
@@ -187,7 +188,7 @@ class FolderDrafts:
 
     def _end_lease(self, draft: Draft) -> None:
         try:
-            self._storage.delete(draft.folder + _LEASE)
+            self._storage.delete(draft.folder + LEASE_ENDING)
         except ObjectNotFound:
             logger.debug("The lease of %s was gone", draft.folder)
         except StorageError as error:
@@ -230,6 +231,17 @@ class FolderShelf:
 
     def _holds(self, folder: str) -> bool:
         return exists(self._storage, f"{folder}/{METADATA_NAME}")
+
+
+def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> None:
+    """`UsageError` where something lies under that name that is no checkpoint, and would be lost."""
+    for entry in tree.entries(name):
+        if not entry.is_plain or not (_PART.fullmatch(entry.name) or is_unfinished(entry.name)):
+            raise UsageError(
+                f"{name} is no checkpoint: {entry.name} lies in it, and would be lost",
+                where=storage.uri,
+                fix="Save to a new name, or to that of a checkpoint.",
+            )
 
 
 def remove_folder(tree: FolderTree, folder: str) -> None:

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 BLOCK_BYTES: Final = 16 << 20
 
 
+Take = Callable[[int], None]
+"""Called with a number of bytes before they are written; returns when they may go."""
+
+See = Callable[[memoryview], None]
+"""Called with a file's bytes in order, on their way."""
+
+
 @dataclass(slots=True)
 class Pace:
     """Lets bytes pass at a rate, whichever thread asks: each waits until those before it are paid for.
@@ -61,11 +68,11 @@ class Copy:
 def copy_files(copies: Sequence[Copy], source: Storage, target: Storage, *, threads: int, pace: Pace) -> None:
     """Copy all, several at a time; each is durable when this returns."""
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-flush") as crew:
-        for copied in [crew.submit(copy_file, each, source, target, pace) for each in copies]:
+        for copied in [crew.submit(copy_file, each, source, target, pace.take) for each in copies]:
             copied.result()
 
 
-def copy_file(copy: Copy, source: Storage, target: Storage, pace: Pace) -> None:
+def copy_file(copy: Copy, source: Storage, target: Storage, take: Take, see: See | None = None) -> None:
     """One file, by two buffers in turn: one is read into while the other is written."""
     with closing(source.open(copy.from_key)) as file, ExitStack() as undo:
         size_bytes = file.size_bytes
@@ -80,7 +87,9 @@ def copy_file(copy: Copy, source: Storage, target: Storage, pace: Pace) -> None:
             free.clear()
             block = buffer[: min(BLOCK_BYTES, size_bytes - start)]
             file.read_into(start, block)
-            pace.take(block.nbytes)
+            if see is not None:
+                see(block)
+            take(block.nbytes)
             sink.submit(block, free.set)
         sink.finish()
         undo.pop_all()

@@ -24,17 +24,25 @@ class Flush:
     """Which checkpoints become durable, and how fast: `Flush(every=10, bandwidth="2GiB/s", threads=4)`.
 
     `bandwidth` is what one node may write, as a rate or in bytes a second; None is no limit. Without
-    `background`, a save returns only when its step is durable.
+    `background`, a save returns only when its step is durable. `pause_while_saving` leaves the disks to a
+    save to the caches, as long as it lasts.
+
+    The copying is done `by` a daemon, a process of each node that goes on when the trainer dies, or by
+    threads of the trainer, which end with it. Object services are written to by the trainer.
     """
 
     every: int = 1
     background: bool = True
     bandwidth: str | float | None = None
     threads: int = 2
+    pause_while_saving: bool = False
+    by: Literal["daemon", "trainer"] = "trainer"
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.threads < 1:
             raise UsageError(f"Flush(every={self.every}, threads={self.threads})", fix="Both are 1 or more.")
+        if self.by not in ("daemon", "trainer"):
+            raise UsageError(f"Flush(by={self.by!r})", fix='It is "daemon" or "trainer".')
         if self.bytes_per_s is not None and self.bytes_per_s <= 0:
             raise UsageError(f"Flush(bandwidth={self.bandwidth!r})", fix="Give a rate above 0, or None.")
 

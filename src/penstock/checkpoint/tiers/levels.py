@@ -18,7 +18,7 @@ from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.restoring import wanted_of
 from penstock.checkpoint.steps import name_of, step_of
 from penstock.checkpoint.tiers.cache import CacheLevel
-from penstock.checkpoint.tiers.trainer_flush import TrainerFlusher
+from penstock.checkpoint.tiers.flushers import make_flusher
 from penstock.checkpoint.verify import damage_in_files
 from penstock.cluster.collect import collect
 from penstock.errors import UsageError
@@ -48,13 +48,14 @@ def leveled(
     flush: Flush | None,
     keep_cached: int | None,
     domain: str | None,
+    path: str | None,
 ) -> LeveledKeeper:
-    """The keeper of a run with caches before its durable steps. Collective."""
+    """The keeper of a run with caches before its durable steps, which lie at `path`. Collective."""
     if keep_cached is not None and keep_cached < 1:
         raise UsageError(f"keep_cached={keep_cached} keeps nothing", fix="Keep one or more, or None for all.")
     flushers.comm.timeout_s = plain.timeout_s
     level = CacheLevel(cache, plain.comm, schemes=schemes, domain=domain)
-    flusher = None if flush is None else TrainerFlusher(level, plain, flushers, flush)
+    flusher = None if flush is None else make_flusher(level, plain, flushers, flush, path=path)
     return LeveledKeeper(level, plain, flusher, flush=flush, keep_cached=keep_cached)
 
 

@@ -1,0 +1,216 @@
+"""One order on its way: copied, marked, and published with what the other nodes have copied.
+
+Acts for the daemon, a little at a time. Invariant: whatever is killed, the next `advance` finds in the
+journal and on the durable level what is left to do; what is journaled was durable before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Seal
+from penstock.checkpoint.commit.place import open_shelf
+from penstock.checkpoint.commit.shared import SharedDraft
+from penstock.checkpoint.keeping import retire
+from penstock.checkpoint.manifest import read_manifest
+from penstock.checkpoint.steps import Steps
+from penstock.checkpoint.stored import Stored
+from penstock.checkpoint.tiers.copying import Copy, copy_file
+from penstock.checkpoint.tiers.daemon.checking import PassingSums, sum_of_file
+from penstock.checkpoint.tiers.daemon.choosing import look_again_s, superseded_by
+from penstock.checkpoint.tiers.daemon.journal import Line, Standing
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
+from penstock.storage.powers import find_folders, for_large_files
+from penstock.storage.whole import read_object
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.manifest import ManifestFile
+    from penstock.checkpoint.tiers.copying import Take
+    from penstock.checkpoint.tiers.daemon.journal import Journal, What
+    from penstock.checkpoint.tiers.daemon.orders import Order, OrderedFile
+    from penstock.storage import Storage
+
+TAKEOVER_S: Final = 30.0
+"""So long each node waits for the one before it to publish what all have copied."""
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """What the daemon does for one order. One thread calls."""
+
+    def __init__(
+        self,
+        order: Order,
+        cache: Storage,
+        open_durable: Callable[[str], Storage],
+        journal: Journal,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.order = order
+        self.not_before_s = 0.0
+        """When the next `advance` makes sense, by the clock."""
+        self.waits_for: tuple[int, ...] = ()
+        """The nodes whose files are not yet durable."""
+        self._cache = cache
+        self._open_durable = open_durable
+        self._journal = journal
+        self._clock = clock
+        self._waiting_since_s: float | None = None
+
+    @property
+    def standing(self) -> Standing:
+        """What the journal says of this save."""
+        key = self.order.step, self.order.save_id
+        return self._journal.standings.get(key, Standing(step=self.order.step))
+
+    def advance(self, take: Take) -> bool:
+        """Do what can be done now; whether the order is over."""
+        if self.standing.outcome is not None:
+            return True
+        if f'"save_id":"{self.order.save_id}"'.encode() not in self._seal.manifest:
+            self._draft.clear_up()
+            return self._end("replaced", "the step was saved anew")
+        if self._draft.is_committed(self._seal.manifest):
+            # By another node, or by this one before it was killed.
+            self._draft.clear_up()
+            return self._end("durable")
+        if newer := superseded_by(self.order.step, self._steps.committed(), self.order.keep):
+            self._draft.clear_up()
+            return self._end("superseded", f"durable are {', '.join(map(str, newer))}, and so many are kept")
+        if not self.standing.is_marked:
+            self._copy(take)
+        return self._publish_if_all_are_done()
+
+    def renew(self) -> None:
+        """Show the other nodes that this one still works on it."""
+        if self.standing.outcome is None and self._waiting_since_s is None:
+            self._draft.renew()
+
+    def _copy(self, take: Take) -> None:
+        """Copy what is not durable yet, and say so to the other nodes."""
+        self._write("begun")
+        self._draft.join()
+        self._draft.mark("copying")
+        standing, source, target = self.standing, self._held.storage, for_large_files(self._durable)
+        direct = for_large_files(source)
+        with ThreadPoolExecutor(self.order.threads, thread_name_prefix="penstock-flush") as crew:
+            copies = [
+                crew.submit(self._copy_one, file, standing, direct, target, take) for file in self.order.files
+            ]
+            for copied in as_completed(copies):
+                if copied.exception() is None:
+                    self._write("copied", **copied.result())
+        for copied in copies:
+            copied.result()
+        self._draft.mark("done")
+        self._write("marked")
+
+    def _copy_one(
+        self, file: OrderedFile, standing: Standing, source: Storage, target: Storage, take: Take
+    ) -> dict[str, str | int]:
+        """One file, unless a daemon before this one has: what the journal is to say of it."""
+        to_key = self._draft.draft.key(file.name)
+        known = standing.copied.get(file.name)
+        if known is not None and _lies_there(target, to_key, known):
+            return {"file": file.name, "size_bytes": known.size_bytes, "sum": known.sum}
+        sums = PassingSums(self._files[file.name])
+        copy_file(Copy(from_key=self._held.key(file.name), to_key=to_key), source, target, take, sums.see)
+        sums.require_right(self._held.uri)
+        return {"file": file.name, "size_bytes": file.size_bytes, "sum": sums.sum()}
+
+    def _publish_if_all_are_done(self) -> bool:
+        marks = self._draft.marks()
+        done = {node for node, (mark, _) in marks.items() if mark.progress == "done"}
+        if self.order.node not in done:
+            return self._begin_again()
+        self.waits_for = tuple(node for node in range(len(self.order.nodes)) if node not in done)
+        now_s = self._clock()
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        waited_s = now_s - self._waiting_since_s
+        if self.waits_for or waited_s < TAKEOVER_S * self.order.node:
+            self.not_before_s = now_s + look_again_s(waited_s)
+            return False
+        self._publish()
+        return self._end("durable")
+
+    def _begin_again(self) -> bool:
+        """The mark of this node is gone: all is done, or what lay in the draft was removed."""
+        if self._draft.is_committed(self._seal.manifest):
+            return self._end("durable")
+        logger.warning("What was copied of %s is gone from the durable level: again", self.order.name)
+        self._write("begun")
+        return False
+
+    def _publish(self) -> None:
+        try:
+            self._draft.publish(self._seal)
+        except StorageError:
+            missing = set(self._draft.missing(self._seal))
+            self._draft.withdraw(
+                [
+                    node
+                    for node, files in enumerate(self.order.nodes)
+                    if any(file.name in missing for file in files)
+                ]
+            )
+            raise
+        retire(self._steps, self.order.step, self.order.keep)
+
+    def _end(self, what: What, reason: str = "") -> bool:
+        self._write(what, reason=reason)
+        logger.info("%s is %s%s", self.order.name, what, f": {reason}" if reason else "")
+        return True
+
+    def _write(self, what: What, **facts: str | int) -> None:
+        line = {"at_s": self._clock(), "what": what, "step": self.order.step, "save_id": self.order.save_id}
+        self._journal.write(Line.model_validate({**line, **facts}))
+
+    @cached_property
+    def _durable(self) -> Storage:
+        return self._open_durable(self.order.durable)
+
+    @cached_property
+    def _steps(self) -> Steps:
+        return Steps(self._durable)
+
+    @cached_property
+    def _draft(self) -> SharedDraft:
+        tree = find_folders(self._durable)
+        if tree is None:
+            raise Unavailable(
+                "The flush daemon writes to file systems only",
+                where=self._durable.uri,
+                fix='Let the trainer flush to object services: pc.Flush(by="trainer").',
+            )
+        return SharedDraft(self._durable, tree, self.order.name, self.order.save_id, node=self.order.node)
+
+    @cached_property
+    def _held(self) -> Stored:
+        return Stored(self._cache, open_shelf(self._cache).find(self.order.name))
+
+    @cached_property
+    def _seal(self) -> Seal:
+        manifest = bytes(read_object(self._cache, self._held.key(MANIFEST_NAME)))
+        metadata = bytes(read_object(self._cache, self._held.key(METADATA_NAME)))
+        return Seal(manifest=manifest, metadata=metadata, sizes=self.order.sizes)
+
+    @cached_property
+    def _files(self) -> dict[str, ManifestFile]:
+        manifest = read_manifest(self._seal.manifest, self._held.uri)
+        return {file.name: file for file in manifest.files}
+
+
+def _lies_there(storage: Storage, key: str, line: Line) -> bool:
+    """Whether a file is what the journal says."""
+    try:
+        return sum_of_file(storage, key) == (line.size_bytes, line.sum)
+    except (ObjectNotFound, DataDamaged):
+        return False
