@@ -16,6 +16,7 @@ from penstock.checkpoint.commit.place import begin, on_all
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.base import Committed
+    from penstock.checkpoint.commit.place import Place
     from penstock.checkpoint.staging.base import PreparedSave, RankShare, ShareStats, StagedSave
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
@@ -45,16 +46,43 @@ def complete(
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         place = begin(target.storage, target.name, comm)
+        undo.pop_all()
+    return finish(
+        place,
+        prepared,
+        staged,
+        comm,
+        facts=target.facts,
+        timeout_s=timeout_s,
+        progress=progress,
+        clock=clock,
+    )
+
+
+def finish(
+    place: Place,
+    prepared: PreparedSave,
+    staged: StagedSave,
+    comm: Comm,
+    *,
+    facts: Mapping[str, object],
+    timeout_s: float,
+    progress: Progress | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Committed, tuple[ShareStats, ...]]:
+    """The same in a place that is there already; where this fails, the place is abandoned. Collective."""
+    with ExitStack() as undo:
+        undo.callback(staged.cancel)
         undo.callback(place.abandon)
         shares = on_all(
             comm,
             lambda: staged.write_to(place.for_data, place.key, progress),
-            awaiting=f"all ranks to write their files of {target.name}",
+            awaiting=f"all ranks to write their files of {place.draft.name}",
             timeout_s=timeout_s,
         )
         begun_s = clock()
-        facts = {**target.facts, "save_id": place.draft.save_id}
-        committed = place.commit(lambda: prepared.seal(shares, facts))
+        all_facts = {**facts, "save_id": place.draft.save_id}
+        committed = place.commit(lambda: prepared.seal(shares, all_facts))
         undo.pop_all()
     return committed, tuple(_with_commit(share, clock() - begun_s) for share in shares)
 

@@ -1,8 +1,8 @@
 """The waist between the manager, which has states, and where steps are kept: on one level, or on several.
 
-The manager calls `save` on a thread of its own, where saves follow each other on all ranks alike, and
-everything else from its caller's. Invariant: what `finds` hands out was committed; whether it can be loaded,
-loading tells.
+The manager calls `open`, and slots, on a thread of its own, where saves follow each other on all ranks
+alike, and everything else from its caller's. Invariant: what `finds` hands out was committed; whether it can
+be loaded, loading tells.
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.checkpoint.commit.place import on_lead
-from penstock.checkpoint.completing import Target, complete
+from penstock.checkpoint.commit.place import begin, on_lead
+from penstock.checkpoint.completing import finish
+from penstock.checkpoint.own_files import local_path
 from penstock.checkpoint.restoring import wanted_of
-from penstock.checkpoint.steps import Steps, name_of
+from penstock.checkpoint.steps import Steps, step_of
 from penstock.errors import StorageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.checkpoint.commit.place import Place
     from penstock.checkpoint.staging.base import PreparedSave, ShareStats, StagedSave
     from penstock.checkpoint.stored import Stored
     from penstock.cluster.comm import Comm
@@ -29,11 +34,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Find:
-    """One level's copy of a step, ready to be loaded."""
+    """One level's copy of a step, ready to be loaded. Both calls are collective."""
 
     level: str
     find: Callable[[], Stored]
     """Raises on the ranks that do not see it, where loading raises, too."""
+    settle: Callable[[], Stored]
+    """The same, once each rank can open the files that it wrote by a path of its node."""
+
+
+class Slot(Protocol):
+    """Room for one step on all ranks, which nobody sees until it is completed."""
+
+    def path(self, file_name: str) -> Path:
+        """Where whoever writes files of their own puts the one of that name. Not collective."""
+
+    def complete(
+        self, prepared: PreparedSave, staged: StagedSave, progress: Progress
+    ) -> tuple[str, tuple[ShareStats, ...]]:
+        """Write what is staged and commit all; where it lies, and what each rank spent. Collective."""
+
+    def abandon(self) -> None:
+        """Leave nothing of it. Not collective: once no rank writes any more. Safe after `complete`."""
 
 
 class Keeper(Protocol):
@@ -44,10 +66,8 @@ class Keeper(Protocol):
     def steps(self) -> list[int]:
         """The committed steps that this rank can see, ascending."""
 
-    def save(
-        self, step: int, prepared: PreparedSave, staged: StagedSave, progress: Progress
-    ) -> tuple[str, tuple[ShareStats, ...]]:
-        """Write what is staged and commit it as `step`; where it lies, and what each rank spent."""
+    def open(self, name: str, *, is_last: bool = False) -> Slot:
+        """Make room for a step, or for results of another name. The last one of a job is always flushed."""
 
     def candidates(self, wanted: int | None) -> list[int]:
         """The steps to try, newest first, or the one wanted; `ObjectNotFound` where that is nowhere."""
@@ -76,17 +96,9 @@ class DurableKeeper:
         """All committed steps."""
         return self.on_storage.committed()
 
-    def save(
-        self, step: int, prepared: PreparedSave, staged: StagedSave, progress: Progress
-    ) -> tuple[str, tuple[ShareStats, ...]]:
-        """Write and commit."""
-        target = Target(storage=self.on_storage.storage, name=name_of(step), facts={"step": step})
-        committed, stats = complete(
-            prepared, staged, target, self.comm, timeout_s=self.timeout_s, progress=progress
-        )
-        if self.comm.rank == 0:
-            retire(self.on_storage, step, self.keep)
-        return f"{self.uri}/{committed.name}", stats
+    def open(self, name: str, *, is_last: bool = False) -> DurableSlot:  # noqa: ARG002 - all are durable
+        """A draft on the one level."""
+        return DurableSlot(self, begin(self.on_storage.storage, name, self.comm))
 
     def candidates(self, wanted: int | None) -> list[int]:
         """What rank 0 sees."""
@@ -98,7 +110,15 @@ class DurableKeeper:
 
     def finds(self, step: int) -> Iterator[Find | str]:
         """The one copy."""
-        yield Find(level="durable", find=lambda: self.on_storage.find(step))
+        yield Find(
+            level="durable", find=partial(self.on_storage.find, step), settle=partial(self.in_place, step)
+        )
+
+    def in_place(self, step: int) -> Stored:
+        """A step whose files have paths where they lie; `Unavailable` where the storage has none."""
+        stored = self.on_storage.find(step)
+        local_path(stored.storage, stored.committed.folder)
+        return stored
 
     def untold_failures(self) -> Mapping[int, BaseException]:
         """None: a save ends with its commit."""
@@ -106,6 +126,41 @@ class DurableKeeper:
 
     def close(self) -> None:
         """Nothing is under way."""
+
+
+class DurableSlot:
+    """A `Slot` of one level that all ranks reach."""
+
+    def __init__(self, keeper: DurableKeeper, place: Place) -> None:
+        self._keeper = keeper
+        self._place = place
+
+    def path(self, file_name: str) -> Path:
+        """In the draft itself."""
+        return local_path(self._place.storage, self._place.key(file_name))
+
+    def complete(
+        self, prepared: PreparedSave, staged: StagedSave, progress: Progress
+    ) -> tuple[str, tuple[ShareStats, ...]]:
+        """Write and commit; then the steps beyond those that are to be kept go."""
+        keeper, step = self._keeper, step_of(self._place.draft.name)
+        facts = {} if step is None else {"step": step}
+        committed, stats = finish(
+            self._place,
+            prepared,
+            staged,
+            keeper.comm,
+            facts=facts,
+            timeout_s=keeper.timeout_s,
+            progress=progress,
+        )
+        if step is not None and keeper.comm.rank == 0:
+            retire(keeper.on_storage, step, keeper.keep)
+        return f"{keeper.uri}/{committed.name}", stats
+
+    def abandon(self) -> None:
+        """Remove the draft."""
+        self._place.abandon()
 
 
 def retire(steps: Steps, step: int, keep: int | None) -> None:

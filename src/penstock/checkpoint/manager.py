@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,21 +18,21 @@ from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.handle import Meter, SaveHandle, SaveReport
 from penstock.checkpoint.keeping import DurableKeeper
 from penstock.checkpoint.members import own_members
-from penstock.checkpoint.restoring import PassedOver, none_restorable, try_step
-from penstock.checkpoint.staging.base import SaveCancelled
+from penstock.checkpoint.output import Output, set_name
+from penstock.checkpoint.restart import Restart, next_restart, require_state
+from penstock.checkpoint.restoring import PassedOver, Search, none_restorable, try_step
 from penstock.checkpoint.steps import Steps, name_of
 from penstock.checkpoint.tiers.due import EVERY_STEP, Pacer
 from penstock.checkpoint.tiers.flush import EACH, Flush
 from penstock.checkpoint.tiers.levels import leveled
 from penstock.checkpoint.tiers.schemes import Scheme, Single
+from penstock.checkpoint.underway import UnderWay, log_failure
 from penstock.checkpoint.worker import lasting_worker
-from penstock.cluster.collect import cause_of
-from penstock.errors import PenstockError, RankFailed, UsageError
+from penstock.errors import PenstockError, RankError, UsageError
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from concurrent.futures import Future
     from types import TracebackType
 
     from penstock.checkpoint.engine import Engine, Names, State
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 1800.0
 """The slowest rank may take so long to write its share."""
-
-NO_HANDLE = 0
-"""Stands for a failure that no save's handle tells: handles count from 1."""
 
 Staging = Literal["copied", "background"]
 """When `save_async` returns: once the tensors may change, or at once."""
@@ -118,7 +116,8 @@ class Manager:
             )
         self._pacer = Pacer(due)
         self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)
-        self._handles: list[SaveHandle] = []
+        self._restart: Restart | None = None
+        self._under_way = UnderWay(self._front.comm, timeout_s)
         self._num_saves = 0
         self._worker = lasting_worker("penstock-save")
         self._is_open = True
@@ -212,25 +211,63 @@ class Manager:
         )
 
         def load(copy: Find) -> None:
-            self._engine.load(state, copy.find(), self._front, choice, progress)
+            stored = copy.find()
+            try:
+                self._engine.load(state, stored, self._front, choice, progress)
+            except (UsageError, RankError) as error:
+                require_state(stored, error)
+                raise
 
-        passed: list[PassedOver] = []
-        for each in self._keeper.candidates(step):
-            reasons: list[str] = []
-            for copy in self._keeper.finds(each):
-                reason = copy if isinstance(copy, str) else try_step(comm, partial(load, copy), each)
-                if reason is None:
-                    self.passed_over = tuple(passed)
-                    return each
-                reasons.append(reason)
-            # Once a job is enough to be read; the others' logs have it for whoever looks there.
-            level = logging.WARNING if self._rank == 0 else logging.INFO
-            logger.log(level, "Step %d is passed over: %s", each, "; ".join(reasons))
-            passed.append(PassedOver(each, "; ".join(reasons)))
-        self.passed_over = tuple(passed)
-        if passed:
-            raise none_restorable(passed, self._storage.uri)
+        search = Search(self._keeper, step, self._rank)
+        while copy := search.next_copy():
+            reason = try_step(comm, partial(load, copy), search.step)
+            if reason is None:
+                self.passed_over = search.passed_over
+                return search.step
+            search.refuse(reason)
+        self.passed_over = search.passed_over
+        if self.passed_over:
+            raise none_restorable(self.passed_over, self._storage.uri)
         return None
+
+    def output(self, name: str | int, *, checkpoint: bool = True) -> Output:
+        """A step whose files the program writes itself. Collective where its block begins and ends.
+
+        >>> with manager.output("step-100") as out:
+        ...     torch.save(state, out.route(f"rank_{rank}.pt"))
+
+        The step is kept, protected and flushed as any other. It is discarded on all ranks where one calls
+        `out.invalid()` or raises. Results (`checkpoint=False`) have any other name, go to the durable level
+        at once and stay there.
+        """
+        called = set_name(name, checkpoint=checkpoint)
+        self._meet(f"writing {called}")
+        return Output(
+            called,
+            self._front.comm,
+            open_slot=lambda: self._keeper.open(called, is_last=False),
+            in_turn=lambda work: self._worker.submit(work).result(),
+            timed=self._pacer.measure(),
+        )
+
+    def restart(self, *, step: int | None = None) -> Restart:
+        """The newest step whose files the program wrote itself, or `step` and no other. Collective.
+
+        >>> with manager.restart() as found:
+        ...     if found.step is not None:
+        ...         state = torch.load(found.route(f"rank_{rank}.pt"))
+
+        Its files were verified. Where a rank says `found.invalid()`, the next call gives the next copy, or an
+        older step. `found.step` is None where none was ever committed.
+        """
+        self._wait_for_saves()
+        self._meet(f"restarting from {'the newest step' if step is None else name_of(step)}")
+        before = self._restart
+        goes_on = before is not None and not before.is_valid
+        search = before.search if before and goes_on else Search(self._keeper, step, self._rank)
+        self._restart = next_restart(search, self._front.comm, self._storage.uri)
+        self.passed_over = search.passed_over
+        return self._restart
 
     def close(self) -> None:
         """Wait for all saves and let go of everything; a failure not yet told is raised. Collective."""
@@ -256,8 +293,8 @@ class Manager:
         if kind is None:
             self.close()
             return
-        for handle in self._handles if not issubclass(kind, Exception) else []:
-            handle.cancel()
+        if not issubclass(kind, Exception):
+            self._under_way.cancel()
         self._let_go()
 
     def _start(
@@ -268,10 +305,10 @@ class Manager:
         staged = self._stage(prepared, urgent)
         meter = Meter(progress)
         future = self._worker.submit(self._complete, step, prepared, staged, meter)
-        future.add_done_callback(partial(_log_failure, step))
+        future.add_done_callback(partial(log_failure, step))
         self._num_saves += 1
         handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
-        self._handles.append(handle)
+        self._under_way.add(handle)
         return handle
 
     def _stage(self, prepared: PreparedSave, urgent: Urgency) -> StagedSave:
@@ -291,49 +328,23 @@ class Manager:
 
     def _complete(self, step: int, prepared: PreparedSave, staged: StagedSave, meter: Meter) -> SaveReport:
         """The rest of a save, in the worker's thread, where saves follow each other on all ranks alike."""
-        uri, stats = self._keeper.save(step, prepared, staged, meter)
+        with ExitStack() as undo:
+            undo.callback(staged.cancel)
+            slot = self._keeper.open(name_of(step))
+            uri, stats = slot.complete(prepared, staged, meter)
+            undo.pop_all()
         report = SaveReport(step=step, uri=uri, ranks=stats)
         logger.info("Committed %s", report.line_of(self._rank))
         return report
 
     def _wait_for_saves(self) -> None:
-        for handle in self._handles:
-            handle.wait_done(self._timeout_s)
+        self._under_way.wait()
 
     def _meet(self, doing: str) -> None:
         """Let all ranks come to the same call, and raise on all of them what failed on any and is untold."""
         if not self._is_open:
             raise UsageError(f"This manager is closed, before {doing}", fix="Make a new Manager.")
-        comm = self._front.comm
-        mine = [
-            (handle.number, *_blame(failure, comm.rank, comm.host, handle.step))
-            for handle in self._handles
-            if (failure := handle.untold_failure()) is not None
-        ]
-        mine += [
-            (NO_HANDLE, *_blame(failure, comm.rank, comm.host, step, doing="making durable"))
-            for step, failure in self._keeper.untold_failures().items()
-        ]
-        views = comm.gather((doing, mine), awaiting=f"all ranks to come to {doing}")
-        if {each for each, _ in views} != {doing}:
-            others = ", ".join(f"rank {rank}: {each}" for rank, (each, _) in enumerate(views))
-            raise UsageError(
-                f"Ranks call their managers for different things: {others}",
-                fix="All ranks make the same calls in the same order.",
-            )
-        failures = sorted(failure for _, failed in views for failure in failed)
-        self._forget({number for number, *_ in failures})
-        if failures:
-            _, rank, host, cause = failures[0]
-            raise RankFailed(rank, host, cause)
-
-    def _forget(self, told: set[int]) -> None:
-        """Drop handles that nothing is to be told of any more. Those that failed elsewhere fail here, too."""
-        for handle in self._handles:
-            if handle.number in told:
-                handle.wait_done(self._timeout_s)
-                handle.tell()
-        self._handles = [each for each in self._handles if not each.done or each.untold_failure()]
+        self._under_way.meet(doing, self._keeper.untold_failures())
 
     def _let_go(self) -> None:
         self._is_open = False
@@ -346,24 +357,6 @@ class Manager:
 
 def _opened(place: AnyPath | Storage, rank: int) -> Storage:
     return open_here(place, rank=rank) if isinstance(place, str | os.PathLike) else place
-
-
-def _log_failure(step: int, future: Future[SaveReport]) -> None:
-    """Say in the log what failed: the program may end before anybody asks."""
-    error = None if future.cancelled() else future.exception()
-    if error is not None and not isinstance(error, SaveCancelled):
-        logger.error("Step %d was not saved: %s", step, cause_of(error))
-
-
-def _blame(
-    failure: BaseException, rank: int, host: str, step: int, *, doing: str = "saving"
-) -> tuple[int, str, str]:
-    """Which rank failed, where and why, in a save of the background."""
-    if isinstance(failure, RankFailed):
-        rank, host, cause = failure.rank, failure.host, failure.cause
-    else:
-        cause = cause_of(failure)
-    return rank, host, f"{doing} step {step} in the background: {cause}"
 
 
 def _torch_engine(writers: int, separation_hint: str | None, staging_bytes: int | None) -> Engine:

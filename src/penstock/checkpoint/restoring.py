@@ -5,7 +5,8 @@ Invariant: all ranks come to the same step, or to the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +14,10 @@ from penstock.cluster.collect import cause_of, collect
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.keeping import Find, Keeper
     from penstock.cluster.comm import Comm
+
+logger = logging.getLogger(__name__)
 
 Fault = Literal["checkpoint", "caller", "elsewhere"]
 """Where the fault lies: an older step may be better, no step will be, or another rank knows."""
@@ -96,3 +100,45 @@ def none_restorable(passed: Sequence[PassedOver], uri: str) -> StorageError:
         uri=uri,
         fix="`penstock checkpoint verify` names all damage; copy a step back from elsewhere, or start anew.",
     )
+
+
+class Search:
+    """Goes through the copies of the steps to try, the best first, and keeps the reasons against them."""
+
+    def __init__(self, keeper: Keeper, wanted: int | None, rank: int) -> None:
+        self._keeper = keeper
+        self._rank = rank
+        self._reasons: dict[int, list[str]] = {}
+        self._copies = self._go(wanted)
+        self.step = -1
+        """Of the copy last handed out."""
+
+    def next_copy(self) -> Find | None:
+        """The next one; None where no more are left. Collective."""
+        return next(self._copies, None)
+
+    def refuse(self, reason: str) -> None:
+        """The copy last handed out is no good."""
+        self._reasons.setdefault(self.step, []).append(reason)
+
+    @property
+    def passed_over(self) -> tuple[PassedOver, ...]:
+        """The steps that were left behind, newest first. One of which a copy was taken is not among them."""
+        return tuple(
+            PassedOver(step, "; ".join(reasons))
+            for step, reasons in self._reasons.items()
+            if step != self.step
+        )
+
+    def _go(self, wanted: int | None) -> Iterator[Find]:
+        for step in self._keeper.candidates(wanted):
+            self.step = step
+            for copy in self._keeper.finds(step):
+                if isinstance(copy, str):
+                    self.refuse(copy)
+                else:
+                    yield copy
+            # Once a job is enough to be read; the others' logs have it for whoever looks there.
+            level = logging.WARNING if self._rank == 0 else logging.INFO
+            logger.log(level, "Step %d is passed over: %s", step, "; ".join(self._reasons.get(step, ())))
+        self.step = -1

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.checkpoint.commit.base import LEASE_S, MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
 from penstock.checkpoint.commit.lease import is_dead, lease_text
 from penstock.checkpoint.commit.whole import require_whole
+from penstock.checkpoint.manifest import read_manifest
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage.files.sink import is_unfinished
 from penstock.storage.owner import Owner, this_process
@@ -235,13 +236,27 @@ class FolderShelf:
 
 def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> None:
     """`UsageError` where something lies under that name that is no checkpoint, and would be lost."""
-    for entry in tree.entries(name):
-        if not entry.is_plain or not (_PART.fullmatch(entry.name) or is_unfinished(entry.name)):
-            raise UsageError(
-                f"{name} is no checkpoint: {entry.name} lies in it, and would be lost",
-                where=storage.uri,
-                fix="Save to a new name, or to that of a checkpoint.",
-            )
+    strange = [
+        entry.name
+        for entry in tree.entries(name)
+        if not entry.is_plain or not (_PART.fullmatch(entry.name) or is_unfinished(entry.name))
+    ]
+    # Files that a program wrote itself have names of its own, which the manifest tells.
+    if strange and not set(strange) <= _names_in_manifest(storage, name):
+        raise UsageError(
+            f"{name} is no checkpoint: {strange[0]} lies in it, and would be lost",
+            where=storage.uri,
+            fix="Save to a new name, or to that of a checkpoint.",
+        )
+
+
+def _names_in_manifest(storage: Storage, folder: str) -> set[str]:
+    try:
+        manifest = read_manifest(read_object(storage, f"{folder}/{MANIFEST_NAME}"), f"{storage.uri}/{folder}")
+    except (StorageError, Unavailable) as error:
+        logger.debug("No manifest tells what lies in %s: %s", folder, error)
+        return set()
+    return {file.name for file in manifest.files}
 
 
 def remove_folder(tree: FolderTree, folder: str) -> None:

@@ -44,6 +44,8 @@ class Assessment:
     """By the lowest rank of a node now: the ranks that saved whose shares it has."""
     actors: Mapping[int, int] = field(default_factory=dict)
     """By rank that saved: the rank that now has its share at hand, or is to get it if it is lost."""
+    homes: Mapping[int, int] = field(default_factory=dict)
+    """By rank that saved: the rank that asks for its share now, and on whose node it should lie."""
     lost: tuple[int, ...] = ()
     reason: str = ""
     """Why it cannot be restored from caches; empty where it can."""
@@ -85,6 +87,11 @@ def shares_of(holding: NodeHolding, records: Mapping[int, GroupRecord]) -> froze
     )
 
 
+def home_of(rank: int, num_saved: int, num_present: int) -> int:
+    """Who of another number of ranks takes over what a rank saved: itself, or its place in proportion."""
+    return rank if num_saved == num_present else rank * num_present // num_saved
+
+
 def _of_one_save(save_id: str, holdings: Sequence[NodeHolding], damaged: Collection[int]) -> Assessment:
     own = [holding for holding in holdings if holding.save_id == save_id]
     records: dict[int, GroupRecord] = {}
@@ -92,7 +99,8 @@ def _of_one_save(save_id: str, holdings: Sequence[NodeHolding], damaged: Collect
         records.update(holding.records)
     shares = {holding.ranks[0]: shares_of(holding, records) - set(damaged) for holding in own}
     saved = range(len(next(iter(records.values())).domains))
-    present = sorted(rank for holding in holdings for rank in holding.ranks)
+    num_present = sum(len(holding.ranks) for holding in holdings)
+    homes = {rank: home_of(rank, len(saved), num_present) for rank in saved}
     actors: dict[int, int] = {}
     lost = []
     for rank in saved:
@@ -101,12 +109,13 @@ def _of_one_save(save_id: str, holdings: Sequence[NodeHolding], damaged: Collect
             actors[rank] = _actor(rank, holders)
         else:
             lost.append(rank)
-            actors[rank] = rank if len(saved) == len(present) else rank * len(present) // len(saved)
+            actors[rank] = homes[rank]
     return Assessment(
         records=records,
         save_id=save_id,
         shares=shares,
         actors=actors,
+        homes=homes,
         lost=tuple(lost),
         reason=_beyond_repair(records, lost),
     )

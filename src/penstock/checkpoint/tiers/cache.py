@@ -213,6 +213,25 @@ class CacheLevel:
             lambda from_key, to_key: self._rebuild(found, from_key, to_key),
         )
 
+    def bring_home(self, name: str, found: Assessment) -> Stored:
+        """A whole step as this rank can read it, once each rank's share lies on the node of its home."""
+        away = {
+            rank: home
+            for rank, home in found.homes.items()
+            if rank not in found.shares.get(self._leads[home], ())
+        }
+        if away:
+            self._refill(
+                name,
+                found,
+                away,
+                lambda from_key, to_key: self._protector.send_home(
+                    found.records, away, actors=found.actors, from_key=from_key, to_key=to_key
+                ),
+            )
+            found = self.assess(name)
+        return self.view(name, found)
+
     def remove(self, name: str) -> None:
         """Take a step out of all caches: each node's lead removes its share."""
         if self.leads:

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME
 from penstock.checkpoint.keeping import DurableKeeper, Find
 from penstock.checkpoint.manifest import read_manifest
+from penstock.checkpoint.own_files import local_path
 from penstock.checkpoint.restoring import wanted_of
 from penstock.checkpoint.steps import name_of, step_of
-from penstock.checkpoint.tiers.cache import CacheLevel
+from penstock.checkpoint.tiers.cache import Cached, CacheLevel
+from penstock.checkpoint.tiers.fetching import Fetched
 from penstock.checkpoint.tiers.flushers import make_flusher
 from penstock.checkpoint.verify import damage_in_files
 from penstock.cluster.collect import collect
-from penstock.errors import UsageError
+from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.checkpoint.commit.base import Draft
+    from penstock.checkpoint.keeping import Slot
     from penstock.checkpoint.manifest import Manifest
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.staging.base import PreparedSave, ShareStats, StagedSave
@@ -90,26 +97,39 @@ class LeveledKeeper:
         """The durable steps, and those of this node's cache."""
         return sorted({*self._durable.committed(), *self._cached_here()})
 
-    def save(
-        self, step: int, prepared: PreparedSave, staged: StagedSave, progress: Progress
-    ) -> tuple[str, tuple[ShareStats, ...]]:
-        """Save to the caches, protected as the number of this save wants; the flush goes on behind."""
-        self._num_saves += 1
-        with self._flusher.saving() if self._flusher else nullcontext():
-            cached = self._cache.save(
-                name_of(step),
-                prepared,
-                staged,
-                number=self._num_saves,
-                facts={"step": step},
-                progress=progress,
+    def open(self, name: str, *, is_last: bool = False) -> Slot:
+        """Room in all caches; results, which are no steps, go to the durable level at once."""
+        if step_of(name) is None:
+            return self._plain.open(name)
+        with ExitStack() as undo:
+            if self._flusher:
+                undo.enter_context(self._flusher.saving())
+            return CachedSlot(
+                self, self._cache, self._cache.start(name), is_last=is_last, until=undo.pop_all()
             )
-        if self._flusher and self._flush and self._num_saves % self._flush.every == 0:
+
+    def save(
+        self,
+        draft: Draft,
+        prepared: PreparedSave,
+        staged: StagedSave,
+        progress: Progress,
+        *,
+        is_last: bool,
+    ) -> Cached:
+        """Complete a draft, protected as the number of this save wants; the flush goes on behind."""
+        self._num_saves += 1
+        step = step_of(draft.name)
+        assert step is not None, "only steps are saved to caches"
+        cached = self._cache.complete(
+            draft, prepared, staged, number=self._num_saves, facts={"step": step}, progress=progress
+        )
+        if self._flusher and self._flush and (is_last or self._num_saves % self._flush.every == 0):
             self._flusher.hand_over(step, cached)
             if not self._flush.background:
                 self._flusher.wait(self._plain.timeout_s)
         self._retire_cached()
-        return f"{self.uri}/{cached.name}", cached.stats
+        return cached
 
     def candidates(self, wanted: int | None) -> list[int]:
         """Every step of any level."""
@@ -134,7 +154,11 @@ class LeveledKeeper:
         if is_durable:
             if found.reason and found.records:
                 logger.warning("%s is read from the durable level: %s", name_of(step), found.reason)
-            yield Find(level="durable", find=lambda: self._durable.find(step))
+            yield Find(
+                level="durable",
+                find=partial(self._durable.find, step),
+                settle=partial(self._fetch, step),
+            )
         elif not found.records:
             yield "no level has it"
 
@@ -172,7 +196,7 @@ class LeveledKeeper:
             logger.warning("%s: rebuilding what ranks %s have lost", name, _listed(found.lost))
             self._cache.repair(name, found)
             found = self._cache.assess(name)
-        yield Find(level="cache", find=partial(self._cache.view, name, found))
+        yield self._find("cache", name, found)
         # Asked for another copy: the first one was bad. Whose files are damaged is as good as lost.
         damaged = self._damaged(step, found)
         if not damaged:
@@ -184,7 +208,26 @@ class LeveledKeeper:
         logger.warning("%s: rebuilding the damaged files of ranks %s", name, _listed(damaged))
         self._cache.repair(name, found)
         found = self._cache.assess(name)
-        yield Find(level="cache, rebuilt", find=partial(self._cache.view, name, found))
+        yield self._find("cache, rebuilt", name, found)
+
+    def _find(self, level: str, name: str, found: Assessment) -> Find:
+        return Find(
+            level=level,
+            find=partial(self._cache.view, name, found),
+            settle=partial(self._cache.bring_home, name, found),
+        )
+
+    def _fetch(self, step: int) -> Stored:
+        """Files of one's own, copied from the durable level into the caches, and protected there again."""
+        stored = self._durable.find(step)
+        files = Fetched(stored, rank=self._comm.rank, num_ranks=self._comm.size)
+        try:
+            # Of several schemes the one of the largest interval protects it: 0 is a multiple of each.
+            self._cache.save(name_of(step), files, files, number=0, facts={})
+        except (StorageError, RankFailed) as error:
+            logger.warning("%s is read where it lies, not fetched: %s", name_of(step), error)
+            return self._plain.in_place(step)
+        return self._cache.bring_home(name_of(step), self._cache.assess(name_of(step)))
 
     def _damaged(self, step: int, found: Assessment) -> tuple[int, ...]:
         """The ranks that saved some of whose files are not what the manifest says. Collective."""
@@ -207,6 +250,37 @@ class LeveledKeeper:
         for each in damage:
             logger.warning("%s: %s", held.uri, each)
         return bool(damage)
+
+
+class CachedSlot:
+    """A `Slot` in all caches. Flushing pauses, if it was told to, until it is completed or abandoned."""
+
+    def __init__(
+        self, keeper: LeveledKeeper, cache: CacheLevel, draft: Draft, *, is_last: bool, until: ExitStack
+    ) -> None:
+        self._keeper = keeper
+        self._cache = cache
+        self._draft = draft
+        self._is_last = is_last
+        self._until = until
+
+    def path(self, file_name: str) -> Path:
+        """In the draft of this node."""
+        return local_path(self._cache.storage, self._draft.key(file_name))
+
+    def complete(
+        self, prepared: PreparedSave, staged: StagedSave, progress: Progress
+    ) -> tuple[str, tuple[ShareStats, ...]]:
+        """Protect and commit it, and hand it to be flushed if its turn has come."""
+        with self._until:
+            cached = self._keeper.save(self._draft, prepared, staged, progress, is_last=self._is_last)
+        self._draft = replace(self._draft, folder="")
+        return f"{self._keeper.uri}/{cached.name}", cached.stats
+
+    def abandon(self) -> None:
+        """Remove this node's draft."""
+        with self._until:
+            self._cache.drop(self._draft)
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ below the draft that it was given and nowhere else.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -81,13 +81,7 @@ class Protector:
         `from_key` tells where files lie on this node, `to_key` where lost ones go.
         """
         places = [place for place, each in enumerate(record.ranks) if each in lost]
-        table = Table(
-            ranks=tuple(actors[rank] for rank in record.ranks),
-            own_rank=self._comm.rank,
-            transfer=self._transfer,
-            block_bytes=record.block_bytes,
-            timeout_s=self._comm.timeout_s,
-        )
+        table = self._table(tuple(actors[rank] for rank in record.ranks), record.block_bytes)
         here = [place for place in range(len(record.ranks)) if table.is_here(place)]
         if not places or not here:
             return
@@ -116,22 +110,48 @@ class Protector:
         for place in out:
             logger.info("Rebuilt %s of rank %d from its group", record.step, record.ranks[place])
 
+    def send_home(
+        self,
+        records: Mapping[int, GroupRecord],
+        homes: Mapping[int, int],
+        *,
+        actors: Mapping[int, int],
+        from_key: KeyOf,
+        to_key: KeyOf,
+    ) -> None:
+        """Send shares from the ranks that have them at hand to those of `homes`, or take part, or look on."""
+        block = aligned_buffer(BLOCK_BYTES)
+        for record, place in _places(records, homes):
+            member = record.members[place]
+            files = (*member.files, *record.kept[place : place + 1])
+            table = self._table((actors[member.rank], homes[member.rank]), BLOCK_BYTES)
+            with ExitStack() as opened:
+                old = (
+                    opened.enter_context(FilesIn(files, self._opener(from_key))) if table.is_here(0) else None
+                )
+                new = opened.enter_context(self._out(files, to_key)) if table.is_here(1) else None
+                for start, length in table.blocks(sum(file.size_bytes for file in files)):
+                    part = block[:length]
+                    if old is not None:
+                        old.read_into(start, part)
+                        table.hand_on(part, after=1)
+                    if new is not None:
+                        table.take_over(part, before=0)
+                        new.write(part)
+
     def bring_along(
         self, records: Mapping[int, GroupRecord], ranks: Collection[int], *, from_key: KeyOf, to_key: KeyOf
     ) -> None:
         """Copy what these ranks wrote and kept from one folder of this node to another."""
         block = aligned_buffer(BLOCK_BYTES)
-        for record in records.values():
-            for place, member in enumerate(record.members):
-                if member.rank not in ranks:
-                    continue
-                files = (*member.files, *record.kept[place : place + 1])
-                with FilesIn(files, self._opener(from_key)) as old, self._out(files, to_key) as new:
-                    left_bytes = sum(file.size_bytes for file in files)
-                    for start in range(0, left_bytes, BLOCK_BYTES):
-                        part = block[: min(BLOCK_BYTES, left_bytes - start)]
-                        old.read_into(start, part)
-                        new.write(part)
+        for record, place in _places(records, ranks):
+            files = (*record.members[place].files, *record.kept[place : place + 1])
+            with FilesIn(files, self._opener(from_key)) as old, self._out(files, to_key) as new:
+                left_bytes = sum(file.size_bytes for file in files)
+                for start in range(0, left_bytes, BLOCK_BYTES):
+                    part = block[: min(BLOCK_BYTES, left_bytes - start)]
+                    old.read_into(start, part)
+                    new.write(part)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -148,6 +168,15 @@ class Protector:
             timeout_s=self._comm.timeout_s,
         )
 
+    def _table(self, ranks: tuple[int, ...], block_bytes: int) -> Table:
+        return Table(
+            ranks=ranks,
+            own_rank=self._comm.rank,
+            transfer=self._transfer,
+            block_bytes=block_bytes,
+            timeout_s=self._comm.timeout_s,
+        )
+
     def _out(self, files: Sequence[HeldFile], key: KeyOf) -> FilesOut:
         return FilesOut([(file.name, file.size_bytes) for file in files], self._creator(key))
 
@@ -157,6 +186,14 @@ class Protector:
     def _creator(self, key: KeyOf) -> Callable[[str, int], Sink]:
         large = for_large_files(self._storage)
         return lambda name, size_bytes: large.create(key(name), size_bytes)
+
+
+def _places(records: Mapping[int, GroupRecord], ranks: Collection[int]) -> Iterator[tuple[GroupRecord, int]]:
+    """The places of some ranks in their groups, in one order on all ranks."""
+    for _, record in sorted(records.items()):
+        for place, rank in enumerate(record.ranks):
+            if rank in ranks:
+                yield record, place
 
 
 def kept_name(rank: int) -> str:
