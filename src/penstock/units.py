@@ -27,6 +27,7 @@ _SECOND_UNITS: Final = {
     "min": 60.0,
     "h": 3600.0,
     "d": 86400.0,
+    "w": 604800.0,
 }
 _QUANTITY: Final = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-zµ]*)\s*")
 _BINARY_STEPS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")

@@ -170,7 +170,7 @@ def test_a_run_that_is_not_there_is_said(words: tuple[str, ...], code: int, said
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["ls", "show", "compare"])
+@pytest.mark.parametrize("verb", ["ls", "show", "compare", "rm", "restore", "rerun"])
 def test_every_verb_shows_examples_and_offers_json(verb: str) -> None:
     result = penstock(verb, "--help")
     assert "Examples:" in result.stdout

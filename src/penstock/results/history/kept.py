@@ -1,0 +1,231 @@
+"""What is known of every run of a results folder: its entries joined with the folders that are on disk.
+
+Place in the flow: `file` and folders -> kept runs -> listed, selected, restored. Invariants: the disk says
+where a folder is, the history what became of it; a folder without an entry and an entry without a folder are
+both told as what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import PenstockError, UsageError
+from penstock.results.history.entries import Began, Ended, Entry, Moved
+from penstock.results.history.file import HistoryFile
+from penstock.results.layout import RUN_FILE, is_run, resolve_run, run_folders
+from penstock.results.overview import view_run
+from penstock.results.provenance import is_alive
+from penstock.storage.files.calls import explaining
+
+if TYPE_CHECKING:
+    from penstock.results.overview import RunView
+
+
+class Where(StrEnum):
+    """Where a run's folder is."""
+
+    HERE = "here"
+    TRASH = "trash"
+    DELETED = "deleted"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptRun:
+    """One run. `id` is that of its entry, else its folder's name; `path` is None where no folder is left.
+
+    `outcome` is its record's, or `unreadable`, or `unknown`; `began` None where nobody entered it.
+    """
+
+    id: str
+    folder: str
+    path: Path | None
+    where: Where
+    batch: str
+    outcome: str
+    why: str
+    workload: str
+    started: datetime | None
+    began: Began | None
+    view: RunView | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """All runs, newest first, and a sentence for each line of the history that could not be read."""
+
+    runs: tuple[KeptRun, ...]
+    complaints: tuple[str, ...]
+    has_history: bool
+
+    def at(self, where: Where) -> tuple[KeptRun, ...]:
+        """The runs whose folders are there."""
+        return tuple(run for run in self.runs if run.where is where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Story:
+    """The entries by run: the latest of each kind."""
+
+    began: Mapping[str, Began]
+    ended: Mapping[str, Ended]
+    moved: Mapping[str, Moved]
+    owners: Mapping[str, str]
+    """Which run a folder's name belongs to: the last that began in it."""
+
+
+def kept_runs(parent: Path) -> Kept:
+    """Everything that is known of the runs right below `parent`."""
+    history = HistoryFile(parent)
+    lines = history.read()
+    story = _story(lines.entries)
+    found = [*_here(parent, story), *_in_trash(history, story)]
+    seen = {run.id for run in found}
+    found.extend(_without_folder(began, story) for began in story.began.values() if began.run not in seen)
+    return Kept(
+        runs=tuple(sorted(found, key=_age, reverse=True)),
+        complaints=lines.complaints,
+        has_history=history.exists(),
+    )
+
+
+def run_folder(text: str, parent: Path) -> Path:
+    """The folder of the run that a person names: by its folder, its id, or a part that only one name has."""
+    if any(is_run(folder) for folder in (Path(text), parent / text)):
+        return resolve_run(text, parent)
+    for entry in HistoryFile(parent).read().entries:
+        if isinstance(entry, Began) and entry.run == text and is_run(parent / entry.folder):
+            return parent / entry.folder
+    return resolve_run(text, parent)
+
+
+def named_run(text: str, runs: tuple[KeptRun, ...], *, where: str) -> KeptRun:
+    """The run of `runs` that a person names, likewise."""
+    exact = [run for run in runs if text in (run.id, run.folder, str(run.path))]
+    found = exact or [run for run in runs if text and text in run.folder]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(run.folder for run in found[:3])
+        raise UsageError(
+            f"{text!r} names {len(found)} runs: {names}", fix="Write more of the name, or the id."
+        )
+    raise UsageError(
+        f"No run is called {text!r}", where=where, fix="`penstock results ls FOLDER` lists them."
+    )
+
+
+def _story(entries: tuple[Entry, ...]) -> _Story:
+    began: dict[str, Began] = {}
+    ended: dict[str, Ended] = {}
+    moved: dict[str, Moved] = {}
+    for entry in entries:
+        match entry:
+            case Began():
+                began[entry.run] = entry
+            case Ended():
+                ended[entry.run] = entry
+            case Moved():
+                moved[entry.run] = entry
+    owners = {each.folder: each.run for each in began.values()}
+    return _Story(began=began, ended=ended, moved=moved, owners=owners)
+
+
+def _here(parent: Path, story: _Story) -> Iterator[KeptRun]:
+    folders = {folder.name: folder for folder in run_folders(parent)}
+    for name in story.owners:
+        if name not in folders and (parent / name).is_dir():
+            folders[name] = parent / name
+    for name, folder in folders.items():
+        yield _on_disk(folder, story.owners.get(name, name), story, where=Where.HERE)
+
+
+def _in_trash(history: HistoryFile, story: _Story) -> Iterator[KeptRun]:
+    removed = {(move.batch, move.folder): move.run for move in story.moved.values()}
+    for batch in subfolders(history.trash):
+        for folder in subfolders(batch):
+            run = removed.get((batch.name, folder.name), story.owners.get(folder.name, folder.name))
+            yield _on_disk(folder, run, story, where=Where.TRASH, batch=batch.name)
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """The folders right below, by name; none where there is no such folder."""
+    if not folder.is_dir():
+        return []
+    with explaining("Listing the runs", str(folder)):
+        return sorted(each for each in folder.iterdir() if each.is_dir())
+
+
+def _on_disk(folder: Path, run_id: str, story: _Story, *, where: Where, batch: str = "") -> KeptRun:
+    began = story.began.get(run_id)
+    view, outcome, why = _seen(folder, began, story)
+    return KeptRun(
+        id=run_id,
+        folder=folder.name,
+        path=folder,
+        where=where,
+        batch=batch,
+        outcome=outcome,
+        why=why,
+        workload=view.workload if view else began.workload if began else "",
+        started=_moment(view.started if view else began.at if began else None),
+        began=began,
+        view=view,
+    )
+
+
+def _seen(folder: Path, began: Began | None, story: _Story) -> tuple[RunView | None, str, str]:
+    if began is not None and not is_run(folder):
+        return (None, *_outcome(began, story, f"There is no {RUN_FILE} in its folder."))
+    try:
+        view = view_run(folder)
+    except PenstockError as error:
+        return None, "unreadable", str(error)
+    return view, view.outcome, view.why
+
+
+def _without_folder(began: Began, story: _Story) -> KeptRun:
+    moved = story.moved.get(began.run)
+    is_deleted = moved is not None and moved.event == "deleted"
+    later = story.owners[began.folder]
+    gone = f"Its folder is run {later}'s now." if later != began.run else "Its folder is gone."
+    outcome, why = _outcome(began, story, "" if is_deleted else gone)
+    return KeptRun(
+        id=began.run,
+        folder=began.folder,
+        path=None,
+        where=Where.DELETED if is_deleted else Where.GONE,
+        batch=moved.batch if moved else "",
+        outcome=outcome,
+        why=why,
+        workload=began.workload,
+        started=_moment(began.at),
+        began=began,
+        view=None,
+    )
+
+
+def _outcome(began: Began, story: _Story, what: str) -> tuple[str, str]:
+    """How a run without a record ended: as it was entered, else as its process tells."""
+    if (end := story.ended.get(began.run)) is not None:
+        return end.outcome, " ".join(filter(None, (end.why, what)))
+    alive = is_alive(began.process)
+    outcome = {True: "running", False: "interrupted", None: "unknown"}[alive]
+    return outcome, " ".join(filter(None, ("Its end was never entered.", what)))
+
+
+def _moment(text: str | None) -> datetime | None:
+    try:
+        moment = datetime.fromisoformat(text or "")
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _age(run: KeptRun) -> tuple[float, str]:
+    return (run.started.timestamp() if run.started else 0.0, run.folder)

@@ -1,0 +1,89 @@
+"""Runs taken away and brought back: a removal is a rename into the trash, so that it can be undone.
+
+Place in the flow: selection -> batch in the trash -> restored, or deleted for good. Invariant: the rename
+comes first and the entry after it, so that a kill in between leaves a folder where the disk says it is.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import UsageError
+from penstock.results.history.entries import Moved
+from penstock.results.history.file import HistoryFile, sync_folder
+from penstock.results.history.kept import subfolders
+from penstock.storage.files.calls import explaining
+
+if TYPE_CHECKING:
+    from penstock.results.history.kept import KeptRun
+
+
+def remove(parent: Path, runs: Sequence[KeptRun], now: datetime) -> str:
+    """Move the folders of `runs` into a new batch of the trash; the batch's name."""
+    for run in runs:
+        if run.outcome == "running":
+            raise UsageError(f"Run {run.id} goes on", where=run.folder, fix="Stop it first, or wait.")
+    history = HistoryFile(parent)
+    batch = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    place = history.trash / batch
+    with explaining("Removing runs", str(place)):
+        place.mkdir(parents=True)
+        for run in runs:
+            _move(run, place / run.folder)
+            history.append(Moved(event="removed", run=run.id, at=_text(now), folder=run.folder, batch=batch))
+    return batch
+
+
+def restore(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
+    """Bring folders back from the trash; nothing moves where one of their names is taken."""
+    for run in runs:
+        if (parent / run.folder).exists():
+            raise UsageError(
+                f"There is a folder {run.folder} already",
+                where=str(parent),
+                fix=f"Move it away first; the removed one stays in the trash, batch {run.batch}.",
+            )
+    history = HistoryFile(parent)
+    with explaining("Restoring runs", str(parent)):
+        for run in runs:
+            _move(run, parent / run.folder)
+            history.append(
+                Moved(event="restored", run=run.id, at=_text(now), folder=run.folder, batch=run.batch)
+            )
+        _drop_empty_batches(history)
+
+
+def delete(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
+    """Delete folders in the trash for good; a kill on the way leaves the rest there."""
+    history = HistoryFile(parent)
+    with explaining("Emptying the trash", str(history.trash)):
+        for run in runs:
+            assert run.path is not None
+            shutil.rmtree(run.path)
+            history.append(
+                Moved(event="deleted", run=run.id, at=_text(now), folder=run.folder, batch=run.batch)
+            )
+        _drop_empty_batches(history)
+
+
+def _move(run: KeptRun, target: Path) -> None:
+    assert run.path is not None
+    source = run.path.parent
+    run.path.rename(target)
+    sync_folder(target.parent)
+    sync_folder(source)
+
+
+def _drop_empty_batches(history: HistoryFile) -> None:
+    for batch in subfolders(history.trash):
+        if not any(batch.iterdir()):
+            batch.rmdir()
+
+
+def _text(now: datetime) -> str:
+    return now.isoformat(timespec="microseconds")

@@ -1,0 +1,136 @@
+"""`penstock results ls`, `rm`, `restore` and `rerun` as people use them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.app import main
+from penstock.results.record import OpenRun, RunRequest
+from penstock.workload.loading import load
+
+
+def finished(parent: Path, *command: str, workload: str = "unet3d_h100") -> str:
+    request = RunRequest(workload=load(workload).workload, ranks=1, hosts=[], command=command)
+    with OpenRun.start(parent, request) as run:
+        run.finish()
+    return run.folder.name
+
+
+def failed(parent: Path) -> str:
+    request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock"])
+    with OpenRun.start(parent, request) as run:
+        pass
+    return run.folder.name
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["results", *words, "--json"]) == code
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def test_a_removal_is_listed_restored_and_at_last_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = ("--results", str(tmp_path))
+    first, second = finished(tmp_path, "penstock"), failed(tmp_path)
+    removed = told(capsys, "rm", "--status", "failed", *here)
+    assert [run["name"] for run in removed["runs"]] == [second]
+    listed = told(capsys, "ls", str(tmp_path))
+    assert [run["name"] for run in listed["runs"]] == [first]
+    assert [(run["name"], run["batch"]) for run in listed["removed"]] == [(second, removed["batch"])]
+    assert told(capsys, "restore", removed["batch"], *here) == {"restored": [second]}
+    assert len(told(capsys, "ls", str(tmp_path))["runs"]) == 2
+    told(capsys, "rm", second[-6:], *here)
+    assert main(["results", "rm", "--empty-trash", *here]) == 2
+    assert "Say --yes" in capsys.readouterr().err
+    assert len(told(capsys, "ls", str(tmp_path))["removed"]) == 1
+    told(capsys, "rm", "--empty-trash", "--yes", *here)
+    listed = told(capsys, "ls", str(tmp_path))
+    assert (listed["removed"], [run["name"] for run in listed["deleted"]]) == ([], [second])
+    assert main(["results", "ls", str(tmp_path)]) == 0
+    assert "1 more were deleted for good: --all lists them" in capsys.readouterr().out
+    assert main(["results", "ls", str(tmp_path), "--all"]) == 0
+    assert second in capsys.readouterr().out
+
+
+def test_a_dry_run_takes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = finished(tmp_path, "penstock")
+    here = ("--results", str(tmp_path))
+    assert [run["name"] for run in told(capsys, "rm", name, "--dry-run", *here)["runs"]] == [name]
+    told(capsys, "rm", "--empty-trash", "--dry-run", *here)
+    assert (tmp_path / name).is_dir()
+
+
+def test_the_last_ones_stay_and_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [finished(tmp_path, "penstock") for _ in range(3)]
+    answer = told(capsys, "rm", "--keep-last", "2", "--results", str(tmp_path))
+    assert [run["name"] for run in answer["runs"]] == names[:1]
+    assert {run["name"]: run["reason"] for run in answer["spared"]} == dict.fromkeys(
+        names[1:], "one of the last 2"
+    )
+
+
+def test_runs_are_filtered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    finished(tmp_path, "penstock")
+    other = finished(tmp_path, "penstock", workload="resnet50_h100")
+    listed = told(capsys, "ls", str(tmp_path), "--workload", "ResNet")
+    assert [run["name"] for run in listed["runs"]] == [other]
+    assert told(capsys, "ls", str(tmp_path), "--older-than", "2w")["runs"] == []
+    assert told(capsys, "ls", str(tmp_path), "--status", "incomplete")["runs"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("rm",), "No run is meant"),
+        (("rm", "x", "--status", "failed"), "named, or asked for by options"),
+        (("rm", "nothing"), "No run is called 'nothing'"),
+        (("rm", "x", "--empty-trash"), "not run by run"),
+        (("rm", "--older-than", "2"), "no age and no date"),
+        (("rm", "--status", "dead"), "no outcome"),
+        (("restore", "nothing"), "No run is called 'nothing'"),
+        (("rerun", "nothing"), "No run is called 'nothing'"),
+        (("rerun", "unet3d", "--json"), "Use it with --dry-run"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    finished(tmp_path, "penstock")
+    assert main(["results", *words, "--results", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_is_shown_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = finished(tmp_path, "penstock")
+    (run,) = told(capsys, "ls", str(tmp_path))["runs"]
+    assert told(capsys, "show", run["run"], "--results", str(tmp_path))["id"] == name
+
+
+def test_a_repetition_is_the_same_command_where_it_was_given(tmp_path: Path) -> None:
+    name = finished(tmp_path, "penstock", "workloads", "--json")
+    again = [sys.executable, "-m", "penstock", "results", "rerun", name[-6:], "--results", str(tmp_path)]
+    dry = subprocess.run(
+        [*again, "--dry-run", "--json"], check=True, capture_output=True, text=True, timeout=60
+    )
+    plan = json.loads(dry.stdout)
+    assert plan["command"] == "penstock workloads --json"
+    assert plan["working_folder"] == str(Path.cwd())
+    real = subprocess.run(again, check=False, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert real.returncode == 0, real.stderr
+    assert f"In {Path.cwd()}: penstock workloads --json" in real.stderr
+    assert json.loads(real.stdout)
+
+
+def test_a_repetition_ends_with_its_commands_exit_code(tmp_path: Path) -> None:
+    name = finished(tmp_path, "penstock", "training", "nonsense")
+    again = [sys.executable, "-m", "penstock", "results", "rerun", name, "--results", str(tmp_path)]
+    assert subprocess.run(again, check=False, capture_output=True, timeout=60).returncode == 2

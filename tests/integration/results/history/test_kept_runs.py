@@ -1,0 +1,225 @@
+"""Histories on disk: killed runs, runs at once, damage, removals; nothing is dropped silently."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import StorageError, UsageError
+from penstock.results.history.file import HistoryFile
+from penstock.results.history.kept import Kept, KeptRun, Where, kept_runs, run_folder
+from penstock.results.history.trash import delete, remove, restore
+from penstock.results.record import OpenRun, RunRequest
+from penstock.workload.loading import load
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+RUN = """
+import os, signal, sys
+from pathlib import Path
+from penstock.results.history import chapter
+from penstock.results.record import OpenRun, RunRequest
+from penstock.workload.loading import load
+
+parent, moment = Path(sys.argv[1]), sys.argv[2]
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if moment == "after its entry":
+    chapter.Chapter.starting = die
+request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock", "x"])
+if moment == "before its record":
+    OpenRun._write = die
+for _ in range(int(sys.argv[3])):
+    with OpenRun.start(parent, request) as run:
+        if moment == "while it runs":
+            die()
+        if moment == "before its end is entered":
+            run._chapter.end = die
+        run.finish()
+"""
+
+
+def started(parent: Path, moment: str, *, times: int = 1) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", RUN, str(parent), moment, str(times)])
+
+
+def request() -> RunRequest:
+    return RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock", "x"])
+
+
+def finished(parent: Path) -> Path:
+    with OpenRun.start(parent, request()) as run:
+        run.finish()
+    return run.folder
+
+
+def foreign(parent: Path, name: str) -> Path:
+    (parent / name).mkdir(parents=True)
+    (parent / name / "summary.json").write_text('{"start": "2024-01-01T00:00:00", "metric": {}}')
+    return parent / name
+
+
+def only(kept: Kept) -> KeptRun:
+    (run,) = kept.runs
+    return run
+
+
+@pytest.mark.parametrize(
+    ("moment", "outcome", "where"),
+    [
+        ("after its entry", "interrupted", Where.GONE),
+        ("before its record", "interrupted", Where.HERE),
+        ("while it runs", "interrupted", Where.HERE),
+        ("before its end is entered", "finished", Where.HERE),
+    ],
+)
+def test_a_run_that_is_killed_at_any_moment_is_told_as_what_it_is(
+    tmp_path: Path, moment: str, outcome: str, where: Where
+) -> None:
+    assert started(tmp_path, moment).wait(timeout=120) == -signal.SIGKILL
+    run = only(kept_runs(tmp_path))
+    assert (run.outcome, run.where) == (outcome, where)
+    assert run.began is not None
+    assert run.began.command == ("penstock", "x")
+    assert run.folder.endswith(run.id)
+
+
+def test_runs_that_begin_and_end_at_once_all_have_their_entries(tmp_path: Path) -> None:
+    programs = [started(tmp_path, "", times=8) for _ in range(3)]
+    assert [program.wait(timeout=240) for program in programs] == [0, 0, 0]
+    kept = kept_runs(tmp_path)
+    assert len({run.id for run in kept.runs}) == 24
+    assert {(run.outcome, run.where) for run in kept.runs} == {("finished", Where.HERE)}
+    assert kept.complaints == ()
+    assert len(HistoryFile(tmp_path).read().entries) == 48
+
+
+def test_folders_without_entries_and_entries_without_folders_are_both_told(tmp_path: Path) -> None:
+    alien, lost = foreign(tmp_path, "run1"), finished(tmp_path)
+    for path in lost.iterdir():
+        path.unlink()
+    lost.rmdir()
+    by_name = {run.folder: run for run in kept_runs(tmp_path).runs}
+    assert (by_name["run1"].began, by_name["run1"].where) == (None, Where.HERE)
+    assert by_name["run1"].path == alien
+    assert (by_name[lost.name].where, by_name[lost.name].why) == (Where.GONE, "Its folder is gone.")
+
+
+def test_a_damaged_history_hides_no_run(tmp_path: Path) -> None:
+    first, second = finished(tmp_path), finished(tmp_path)
+    path = HistoryFile(tmp_path).path
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"\0\0\0\n" + b"".join(lines[1:]) + b'{"format":1,"ev')
+    kept = kept_runs(tmp_path)
+    assert {run.folder: run.began is None for run in kept.runs} == {first.name: True, second.name: False}
+    assert len(kept.complaints) == 2
+
+
+def test_a_later_run_in_the_same_named_folder_owns_it(tmp_path: Path) -> None:
+    finished(tmp_path)
+    for _ in range(2):
+        with OpenRun.start_in(tmp_path / "mine", request()) as run:
+            run.finish()
+    earlier, later = sorted(
+        (run for run in kept_runs(tmp_path).runs if run.folder == "mine"), key=lambda run: run.where
+    )
+    assert (earlier.where, earlier.why) == (Where.GONE, f"Its folder is run {later.id}'s now.")
+    assert later.path == tmp_path / "mine"
+    assert run_folder(later.id, tmp_path) == tmp_path / "mine"
+
+
+def test_a_named_folder_elsewhere_gets_no_neighbours(tmp_path: Path) -> None:
+    with OpenRun.start_in(tmp_path / "mine", request()) as run:
+        run.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_run_whose_folder_cannot_be_made_is_entered_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise StorageError("The disk is full", uri="x")
+
+    monkeypatch.setattr("penstock.results.record.make_run_folder", full)
+    with pytest.raises(StorageError):
+        OpenRun.start(tmp_path, request())
+    run = only(kept_runs(tmp_path))
+    assert (run.outcome, run.where) == ("failed", Where.GONE)
+    assert "The disk is full" in run.why
+
+
+def test_an_end_that_cannot_be_entered_costs_the_run_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with OpenRun.start(tmp_path, request()) as run:
+        history = HistoryFile(tmp_path)
+        history.path.rename(history.path.with_suffix(".old"))
+        history.path.mkdir()
+        run.finish()
+    assert "could not be entered" in caplog.text
+    history.path.rmdir()
+    history.path.with_suffix(".old").rename(history.path)
+    assert only(kept_runs(tmp_path)).outcome == "finished"
+
+
+def test_what_was_removed_comes_back_as_it_was(tmp_path: Path) -> None:
+    mine, alien = finished(tmp_path), foreign(tmp_path, "run1")
+    before = {run.folder: (run.id, run.outcome, run.where) for run in kept_runs(tmp_path).runs}
+    content = (mine / "run.json").read_bytes()
+    batch = remove(tmp_path, kept_runs(tmp_path).runs, NOW)
+    assert not mine.exists()
+    assert not alien.exists()
+    removed = kept_runs(tmp_path).at(Where.TRASH)
+    assert {run.batch for run in removed} == {batch}
+    assert {run.id for run in removed} == {each[0] for each in before.values()}
+    restore(tmp_path, removed, NOW)
+    assert {run.folder: (run.id, run.outcome, run.where) for run in kept_runs(tmp_path).runs} == before
+    assert (mine / "run.json").read_bytes() == content
+    assert list(HistoryFile(tmp_path).trash.iterdir()) == []
+
+
+def test_nothing_comes_back_over_another_run(tmp_path: Path) -> None:
+    names = ("run1", "run2")
+    for name in names:
+        foreign(tmp_path, name)
+    remove(tmp_path, kept_runs(tmp_path).runs, NOW)
+    foreign(tmp_path, "run2")
+    with pytest.raises(UsageError, match="a folder run2 already"):
+        restore(tmp_path, kept_runs(tmp_path).at(Where.TRASH), NOW)
+    assert not (tmp_path / "run1").exists()
+
+
+def test_a_removal_killed_before_its_entry_is_seen_in_the_trash(tmp_path: Path) -> None:
+    folder = finished(tmp_path)
+    place = HistoryFile(tmp_path).trash / "20260102-030405-abcd"
+    place.mkdir(parents=True)
+    folder.rename(place / folder.name)
+    run = only(kept_runs(tmp_path))
+    assert (run.where, run.batch, run.outcome) == (Where.TRASH, place.name, "finished")
+    assert run.began is not None
+
+
+def test_what_was_deleted_is_still_known(tmp_path: Path) -> None:
+    folder = finished(tmp_path)
+    remove(tmp_path, kept_runs(tmp_path).runs, NOW)
+    delete(tmp_path, kept_runs(tmp_path).at(Where.TRASH), NOW)
+    run = only(kept_runs(tmp_path))
+    assert (run.where, run.outcome, run.folder, run.path) == (Where.DELETED, "finished", folder.name, None)
+    assert list(HistoryFile(tmp_path).trash.iterdir()) == []
+
+
+def test_a_run_that_goes_on_is_never_removed(tmp_path: Path) -> None:
+    with OpenRun.start(tmp_path, request()) as run:
+        with pytest.raises(UsageError, match="goes on"):
+            remove(tmp_path, kept_runs(tmp_path).runs, NOW)
+        assert run.folder.is_dir()
+        run.finish()
+    assert not os.path.lexists(HistoryFile(tmp_path).trash)
