@@ -68,13 +68,18 @@ def check(
     root: Path, edition: Edition, *, rules: Sequence[Rule] = RULES, progress: Progress | None = None
 ) -> Iterator[Judged]:
     """Judge every result below `root`."""
+    for result in read_all(root, edition, progress):
+        yield judge(result, edition, rules)
+
+
+def read_all(root: Path, edition: Edition, progress: Progress | None = None) -> Iterator[Result]:
+    """Every result below `root`, one at a time; who asks for the next one is done with the last."""
     told = progress or Silent()
     places = list(find_places(root))
     told.begin("results", len(places))
     shared = _Shared(root)
     for place in places:
-        for result in read_results(place, shared.around(place), root, num_warm_ups=edition.num_warm_ups):
-            yield judge(result, edition, rules)
+        yield from read_results(place, shared.around(place), root, num_warm_ups=edition.num_warm_ups)
         told.advance(1)
 
 
