@@ -87,11 +87,15 @@ class Timed(_Strict):
 
 
 class Model(_Strict):
-    """A model whose checkpoints are written: processes in CLOSED, and their unit in OPEN; GiB as stated."""
+    """A model whose checkpoints are written: processes in CLOSED, and their unit in OPEN.
+
+    `size_gib` is what the edition states, `architecture_gib` what the model's own numbers come to.
+    """
 
     closed_processes: int
     open_unit: int
     size_gib: float
+    architecture_gib: float
 
 
 class Subset(_Strict):

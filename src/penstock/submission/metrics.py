@@ -12,7 +12,8 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from penstock.submission.facts import Unknown
+from penstock.submission.facts import Document, Unknown
+from penstock.submission.names import Benchmark
 from penstock.workload.values import element_bytes
 
 if TYPE_CHECKING:
@@ -96,7 +97,55 @@ def _utilization(result: Result) -> float:
     return mean(tuple(map(utilization_percent, jobs)))
 
 
-METRICS: Final[Mapping[str, Callable[[Result], float]]] = MappingProxyType(
+def durations_of(stats: Document, prefix: str) -> dict[str, float]:
+    """How long each checkpoint took by one rank's statistics, by epoch and name; `prefix` is save or load."""
+    epochs = stats.value()
+    return {
+        f"{epoch}.{name}": Document(file=stats.file, tree=entry).number("duration")
+        for epoch, entries in (epochs.items() if isinstance(epochs, dict) else ())
+        for name, entry in (entries.items() if isinstance(entries, dict) else ())
+        if name.startswith(f"{prefix}_ckpt")
+    }
+
+
+def checkpoint_means(job: Job, prefix: str) -> dict[str, tuple[float, ...]]:
+    """The means of what was written (`save`) or read (`load`), recomputed; empty where nothing was.
+
+    Each has two ways: DLIO takes the first rank's time, Penstock the slowest rank's.
+    """
+    if not job.stats:
+        raise Unknown("there is no per_epoch_stats.json of a rank", where=job.name)
+    ranks = [durations_of(stats, prefix) for stats in job.stats]
+    first = tuple(ranks[0].values())
+    if not first:
+        return {}
+    slowest = tuple(max(rank.get(name, 0.0) for rank in ranks) for name in ranks[0])
+    size_gib = job.summary.number("metric", "checkpoint_size_GB")
+    if min(first) <= 0:
+        raise Unknown("a checkpoint took no time", where=job.stats[0].file)
+    ways = (first, slowest)
+    return {
+        f"{prefix}_checkpoint_io_mean_GB_per_second": tuple(
+            mean(tuple(size_gib / each for each in way)) for way in ways
+        ),
+        f"{prefix}_checkpoint_duration_mean_seconds": tuple(mean(way) for way in ways),
+    }
+
+
+def _of_checkpoints(prefix: str, name: str) -> Callable[[Result], float]:
+    """The mean over the invocations that wrote or read, each by its slowest ranks."""
+
+    def metric(result: Result) -> float:
+        found = [checkpoint_means(job, prefix) for job in result.jobs()]
+        values = tuple(means[name][-1] for means in found if means)
+        if not values:
+            raise Unknown(f"no {prefix}_ckpt is in the statistics", where=result.name)
+        return mean(values)
+
+    return metric
+
+
+TRAINING_METRICS: Final[Mapping[str, Callable[[Result], float]]] = MappingProxyType(
     {
         "train_throughput_mean_samples_per_second": lambda r: mean(over_runs(r, samples_per_second)),
         "train_throughput_stdev_samples_per_second": lambda r: deviation(over_runs(r, samples_per_second)),
@@ -107,11 +156,24 @@ METRICS: Final[Mapping[str, Callable[[Result], float]]] = MappingProxyType(
 )
 """By the names that reports use; MB are MiB there."""
 
+CHECKPOINT_METRICS: Final[Mapping[str, Callable[[Result], float]]] = MappingProxyType(
+    {
+        name: _of_checkpoints(prefix, name)
+        for prefix in ("save", "load")
+        for name in (
+            f"{prefix}_checkpoint_io_mean_GB_per_second",
+            f"{prefix}_checkpoint_duration_mean_seconds",
+        )
+    }
+)
+"""By the names that summaries use; GB are GiB there."""
+
 
 def recompute(result: Result) -> dict[str, float]:
     """All figures that can be recomputed."""
     found = {}
-    for name, metric in METRICS.items():
+    is_training = result.place.benchmark is Benchmark.TRAINING
+    for name, metric in (TRAINING_METRICS if is_training else CHECKPOINT_METRICS).items():
         try:
             value = metric(result)
         except (Unknown, ArithmeticError):  # the rule on means names what is missing or absurd

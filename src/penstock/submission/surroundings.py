@@ -37,13 +37,15 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """One submitter's folder as far as it is shared; names of entries that are not hidden."""
+    """One submitter's folder as far as it is shared: names of what is not hidden, of folders with "/".
+
+    `systems` are what is in systems/, `categories` every `system/category/` of the results.
+    """
 
     name: str
     entries: tuple[str, ...] = ()
     beside_divisions: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
-    systems_folders: tuple[str, ...] = ()
     result_systems: tuple[str, ...] = ()
     categories: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
@@ -59,13 +61,12 @@ def read_surroundings(submitter: Submitter, pool: Pool, root: Path) -> Surroundi
     of_results = [entry for entry in _entries(results) if entry.is_dir()]
     return Surroundings(
         name=relative(folder, base),
-        entries=tuple(entry.name for entry in _entries(folder)),
-        beside_divisions=_beside_divisions(submitter),
-        systems=tuple(entry.name for entry in _entries(systems) if entry.is_file()),
-        systems_folders=tuple(entry.name for entry in _entries(systems) if entry.is_dir()),
+        entries=tuple(map(_name, _entries(folder))),
+        beside_divisions=() if submitter.division is None else tuple(map(_name, _entries(submitter.top))),
+        systems=tuple(map(_name, _entries(systems))),
         result_systems=tuple(entry.name for entry in of_results),
         categories=tuple(
-            sorted({each.name for entry in of_results for each in _entries(entry) if each.is_dir()})
+            f"{entry.name}/{each.name}" for entry in of_results for each in _entries(entry) if each.is_dir()
         ),
         leaves=tuple(leaf.relative_to(folder).as_posix() for leaf in leaves_of(submitter)),
         manifest=read_document(folder / names.MANIFEST, base),
@@ -111,8 +112,8 @@ def _pointed(leaf: Path) -> str:
         return ""
 
 
-def _beside_divisions(submitter: Submitter) -> tuple[str, ...]:
-    return () if submitter.division is None else tuple(entry.name for entry in _entries(submitter.top))
+def _name(entry: Path) -> str:
+    return f"{entry.name}/" if entry.is_dir() else entry.name
 
 
 def _entries(folder: Path | None) -> list[Path]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from penstock.submission.facts import Unknown
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.names import Benchmark
+from penstock.workload.divisions import SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
@@ -73,6 +74,59 @@ def forgiving(finding: Finding, job: Job, result: Result) -> Finding:
     if is_warm_up and finding.verdict is Verdict.FAIL:
         return replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
     return finding
+
+
+def judged(
+    kept: bool,  # noqa: FBT001 - the one thing it is about
+    *,
+    evidence: str,
+    proof: str,
+    value: object = "",
+    limit: object = "",
+    fix: str = "",
+    otherwise: Verdict = Verdict.FAIL,
+) -> Finding:
+    """A finding of a rule that is kept, or not: only then it needs a `fix`."""
+    return Finding(
+        verdict=Verdict.PASS if kept else otherwise,
+        evidence=evidence,
+        value=str(value),
+        limit=str(limit),
+        proof=proof,
+        fix="" if kept else fix,
+    )
+
+
+def not_applicable(evidence: str, why: str) -> Finding:
+    """What is said where a rule is about something else."""
+    return Finding(verdict=Verdict.NOT_APPLICABLE, evidence=evidence, proof=why)
+
+
+def parameters_of(job: Job, edition: Edition) -> str:
+    """By which name a leaf's metadata have the whole configuration."""
+    known = edition.of_time().metadata_parameters
+    found = next((name for name in known if job.metadata.has(name)), None)
+    if found is None:
+        job.metadata.value()
+        raise Unknown(f"there is no field {' or '.join(known)}", where=job.metadata.file)
+    return found
+
+
+def is_closed(result: Result) -> bool:
+    """Whether the result is in CLOSED; `Unknown` where the path does not say."""
+    return division_of(result) is SubmissionDivision.CLOSED
+
+
+def division_of(result: Result) -> SubmissionDivision:
+    """The result's division."""
+    division = result.place.submitter.division
+    if division is None:
+        raise Unknown(
+            "the path does not say which division this is",
+            where=result.name,
+            fix="Keep the submitter's folder below closed/ or open/.",
+        )
+    return division
 
 
 def verdict_of(is_kept: bool) -> Verdict:  # noqa: FBT001 - the one thing it is about

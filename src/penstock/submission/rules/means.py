@@ -7,9 +7,25 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from penstock.submission.facts import Document, Unknown
-from penstock.submission.finding import Finding
-from penstock.submission.metrics import METRICS, mib_per_second, samples_per_second, utilization_percent
-from penstock.submission.rules.base import ALL, JobRule, Rule, not_checked, verdict_of
+from penstock.submission.finding import Finding, Verdict
+from penstock.submission.metrics import (
+    TRAINING_METRICS,
+    checkpoint_means,
+    mib_per_second,
+    samples_per_second,
+    utilization_percent,
+)
+from penstock.submission.rules.base import (
+    ALL,
+    CHECKPOINTING,
+    LATER,
+    JobRule,
+    Rule,
+    forgiving,
+    judged,
+    not_checked,
+    verdict_of,
+)
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
@@ -59,6 +75,60 @@ class RunMeans(JobRule):
                 yield not_checked(reason)
 
 
+class EpochsTold(JobRule):
+    """Epochs of one run."""
+
+    editions = LATER
+    id = "means.epochs"
+    title = "Each run that counts tells of every epoch"
+    source = "3.3.8"
+    formula = (
+        "entries of train_au_percentage == epochs of the configuration: none fails, another number warns"
+    )
+    passes = "5 epochs, 5 entries"
+    fails = "5 epochs, no entry"
+
+    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
+        """One finding for a run."""
+        told = job.summary.value("metric", "train_au_percentage")
+        count = len(told) if isinstance(told, list) else 0
+        asked = job.config.whole("workload", "train", "epochs")
+        finding = judged(
+            count == asked,
+            evidence=job.summary.file,
+            value=f"{count} entries",
+            limit=f"{asked} epochs",
+            proof=f"train_au_percentage has {count} entries for {asked} epochs",
+            fix="Repeat the run, to its end.",
+            otherwise=Verdict.WARNING if count else Verdict.FAIL,
+        )
+        yield forgiving(finding, job, result)
+
+
+class CheckpointMeans(JobRule):
+    """Means of checkpoints."""
+
+    editions = LATER
+    benchmarks = CHECKPOINTING
+    id = "means.checkpoint"
+    title = "The means that a checkpointing states are those of its checkpoints"
+    source = "4.3.6: the mean of size / duration over the checkpoints, not all bytes over all time"
+    formula = (
+        "stated == mean over checkpoints, within the edition's tolerance, by rank 0 or by the slowest "
+        "rank of each"
+    )
+    passes = "10 checkpoints of 104.7 GiB in 4 ... 6.25 s, save_checkpoint_io_mean_GB_per_second 21.1"
+    fails = "the same, stated 26.2"
+
+    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
+        """One finding for each mean of what was written or read."""
+        for prefix in ("save", "load"):
+            for name, ways in checkpoint_means(job, prefix).items():
+                stated = job.summary.number("metric", name)
+                near = min(ways, key=lambda way: abs(way - stated))
+                yield compare(job.summary, ("metric", name), near, edition)
+
+
 class ReportedMeans(Rule):
     """Means of the report."""
 
@@ -72,7 +142,7 @@ class ReportedMeans(Rule):
     def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
         """One finding for each figure of the report."""
         result.report.value("overall")
-        for name, metric in METRICS.items():
+        for name, metric in TRAINING_METRICS.items():
             if name.startswith("train_throughput"):
                 try:
                     yield compare(result.report, ("overall", name), metric(result), edition)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.submission.facts import Unknown
 from penstock.submission.finding import Finding
 from penstock.submission.names import Benchmark
-from penstock.submission.rules.base import ALL, BOTH, JobRule, verdict_of
+from penstock.submission.rules.base import ALL, BOTH, LATER, JobRule, division_of, judged, verdict_of
 from penstock.workload.dialect import our_path
 from penstock.workload.shipped import families
 from penstock.workload.shipped_models import shipped_card
@@ -16,7 +16,6 @@ from penstock.workload.shipped_models import shipped_card
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition, Parameters
     from penstock.submission.reading import Job, Result
-    from penstock.workload.divisions import SubmissionDivision
     from penstock.workload.tree import Path
 
 _ABSENT: Final = object()
@@ -38,7 +37,7 @@ class AllowedParameters(JobRule):
 
     def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
         """One finding for a job."""
-        division = _division(result)
+        division = division_of(result)
         changed = job.settings().keys() - {"workload"}
         forbidden = sorted(changed - _parameters(job, edition).allowed(division))
         yield Finding(
@@ -71,7 +70,7 @@ class Configuration(JobRule):
 
     def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
         """One finding for a job."""
-        division = _division(result)
+        division = division_of(result)
         family, accelerator = job.workload()
         reference = _reference(family, accelerator, job)
         free = _parameters(job, edition).allowed(division)
@@ -104,15 +103,30 @@ class Configuration(JobRule):
         )
 
 
-def _division(result: Result) -> SubmissionDivision:
-    division = result.place.submitter.division
-    if division is None:
-        raise Unknown(
-            "the path does not say which division this is",
-            where=result.name,
-            fix="Keep the submitter's folder below closed/ or open/.",
+class Odirect(JobRule):
+    """Direct reads."""
+
+    editions = LATER
+    id = "parameters.odirect"
+    title = "Only workloads whose reader has a way past the page cache set reader.odirect"
+    source = "checks of a run, odirect"
+    formula = "reader.odirect is set for workloads of the edition's list alone"
+    passes = "unet3d, ++workload.reader.odirect=True"
+    fails = "retinanet, ++workload.reader.odirect=True"
+
+    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
+        """One finding for a job."""
+        family, _ = job.workload()
+        allowed = edition.of_time().odirect_workloads
+        asked = job.settings().get("reader.odirect", "false").lower() == "true"
+        yield judged(
+            not asked or family in allowed,
+            evidence=job.overrides.file,
+            value=f"{family}, odirect {'on' if asked else 'off'}",
+            limit=", ".join(sorted(allowed)),
+            proof=f"reader.odirect is {'set' if asked else 'not set'} for {family}",
+            fix="Repeat the runs without reader.odirect.",
         )
-    return division
 
 
 def _parameters(job: Job, edition: Edition) -> Parameters:

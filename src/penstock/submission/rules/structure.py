@@ -187,7 +187,7 @@ class KnownWorkload(JobRule):
     title = "Workload and accelerator are of the edition"
     source = "v1.0 rules, workloads; 2.1.11, 2.1.21 and 4.3.3 of later editions"
     formula = (
-        "workload= in overrides.yaml (of a checkpointing, the metadata) names a workload and an accelerator of "
+        "workload= in overrides.yaml (of checkpoints, the metadata) names a workload and an accelerator of "
         "the edition, and the folder is called like the workload; case does not matter"
     )
     passes = "workload=unet3d_h100"
