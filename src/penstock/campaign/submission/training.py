@@ -79,7 +79,8 @@ def add_datagen(
 ) -> Path:
     """Make the data set, or find it whole, and leave the leaf of it and the manifest beside the data."""
     address = session.reserve(Phase.DATAGEN, comm)
-    workload = data_set.workload
+    stages = replace(data_set.workload.workflow, generate_data=True, train=False)
+    workload = replace(data_set.workload, workflow=stages)
     began = session.clock()
     made = generate(data_set.recipe, storage, comm=comm, threads=data_set.threads, progress=progress)
     folder = None

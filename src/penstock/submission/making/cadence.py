@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The result that is to be made; `num_files` None takes what the data set's size asks for."""
+    """The result that is to be made, and how its runs must follow one another."""
 
     accelerator: str
     num_processes: int
     place: str
     num_files: int
     num_runs: int
+    max_pause_runs: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,52 +62,55 @@ def plan_cadence(standing: Standing, wanted: Wanted, *, now: datetime) -> Cadenc
         phases.append(Phase.DATASIZE)
     if not standing.datagens:
         phases.append(Phase.DATAGEN)
-    kept, surplus = keep_runs(standing.runs, num_runs=wanted.num_runs, now=now)
+    kept, surplus = keep_runs(standing.runs, wanted, now=now)
     phases += [Phase.RUN] * (wanted.num_runs - len(kept))
     return Cadence(phases=tuple(phases), kept=kept, surplus=surplus)
 
 
 def keep_runs(
-    runs: Sequence[Leaf], *, num_runs: int, now: datetime
+    runs: Sequence[Leaf], wanted: Wanted, *, now: datetime
 ) -> tuple[tuple[Leaf, ...], tuple[Surplus, ...]]:
     """The runs that count, and those that no longer do.
 
     A whole sequence counts whenever it was made; an unfinished one only while the next run can still follow.
     """
-    chains = _chains(runs)
-    whole = next((chain for chain in chains if len(chain) >= num_runs), None)
+    chains = _chains(runs, wanted)
+    whole = next((chain for chain in chains if len(chain) >= wanted.num_runs), None)
     if whole is not None:
-        return _kept(runs, whole[:num_runs], "the result is whole without it")
+        return _kept(runs, whole[: wanted.num_runs], "the result is whole without it")
     last = chains[-1] if chains else []
-    if last and not may_follow(last, now):
-        return _kept(runs, [], f"no run followed it by {now:%H:%M:%S}, within the time of one run")
-    return _kept(runs, last, "the run after it did not follow within the time of one run, or failed")
+    if last and not may_follow(last, now, wanted):
+        return _kept(runs, [], f"no run followed by {now:%H:%M:%S}, within the time that one run takes")
+    return _kept(runs, last, "the next run did not follow within the time that one run takes, or it failed")
 
 
-def may_follow(chain: Sequence[Leaf], began: datetime) -> bool:
-    """Whether a run that begins at this time follows the last of these (rule 2.1.18).
+def may_follow(chain: Sequence[Leaf], began: datetime, wanted: Wanted) -> bool:
+    """Whether a run that begins at this time follows these: rule 2.1.18 as it is judged.
 
-    Both readings of the rule: the pause is shorter than the run before, and from start to start it is shorter
-    than twice the shortest run.
+    The pause before it is no longer than `max_pause_runs` times the shortest run.
     """
-    last = chain[-1]
     shortest = min(leaf.duration for leaf in chain)
-    return began - last.ended < last.duration and began - last.began < 2 * max(shortest, timedelta(seconds=1))
+    pauses = [after.began - before.ended for before, after in pairwise(chain)]
+    pauses.append(began - chain[-1].ended)
+    return all(timedelta(0) <= pause < wanted.max_pause_runs * shortest for pause in pauses)
 
 
-def _chains(runs: Sequence[Leaf]) -> list[list[Leaf]]:
-    """The runs as sequences without a failure, a break or an overlap."""
-    chains: list[list[Leaf]] = []
-    for before, leaf in pairwise([None, *sorted(runs, key=lambda each: each.began)]):
-        assert leaf is not None
-        follows = before is not None and chains and chains[-1] and may_follow(chains[-1], leaf.began)
+def _chains(runs: Sequence[Leaf], wanted: Wanted) -> list[list[Leaf]]:
+    """The runs as sequences without a failure, a break or an overlap; the last may be empty."""
+    chains: list[list[Leaf]] = [[]]
+    for leaf in sorted(runs, key=lambda each: each.began):
         if not leaf.is_success:
             chains.append([])
-        elif follows:
+        elif not chains[-1] or _is_sequence([*chains[-1], leaf], wanted):
             chains[-1].append(leaf)
         else:
             chains.append([leaf])
     return chains
+
+
+def _is_sequence(leaves: Sequence[Leaf], wanted: Wanted) -> bool:
+    *before, last = leaves
+    return may_follow(before, last.began, wanted) and may_follow(leaves, last.ended, wanted)
 
 
 def _kept(

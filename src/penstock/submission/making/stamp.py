@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.results.provenance import package_versions
 from penstock.results.spec import spec_values
+from penstock.submission.code_image import pointer_text
 from penstock.submission.making.image import UNKNOWN, Program
 from penstock.submission.names import Benchmark
 from penstock.workload.choices import StorageKind
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
 
 SCHEMA: Final = "mlps-run-provenance/1"
-EDITION: Final = "v3.0"
+EDITION: Final = "3.0"
 LAYOUT_VERSION: Final = 3
 
 
@@ -95,7 +96,7 @@ def stamp(
             "name": "penstock",
             "version": program.version,
             "git_sha": program.commit,
-            "code_image": digest,
+            "code_image": pointer_text(digest).strip(),
         },
         "dlio": {"version": UNKNOWN, "source": UNKNOWN, "commit": UNKNOWN},
         "storage_library": library,

@@ -22,6 +22,7 @@ from penstock.results.provenance import redacted
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 from penstock.submission.code_image import POINTER, pointer_text
 from penstock.submission.making.leaf import publish
+from penstock.submission.making.manifest import write_manifest
 from penstock.submission.making.metadata import metadata
 from penstock.submission.making.stamp import stamp
 from penstock.submission.names import CONFIG_FOLDER, PROVENANCE, SEPARATION
@@ -63,7 +64,7 @@ def write_leaf(
     found = stamp(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
     write_json(draft, PROVENANCE, found)
     write_json(draft, address.metadata_file, metadata(facts))
-    return publish(address)
+    return _published(facts, image, now)
 
 
 def write_metadata_leaf(facts: LeafFacts, *, image: Image, now: datetime) -> Path:
@@ -74,7 +75,14 @@ def write_metadata_leaf(facts: LeafFacts, *, image: Image, now: datetime) -> Pat
     found = stamp(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
     write_json(draft, PROVENANCE, found)
     write_json(draft, facts.address.metadata_file, metadata(facts))
-    return publish(facts.address)
+    return _published(facts, image, now)
+
+
+def _published(facts: LeafFacts, image: Image, now: datetime) -> Path:
+    """The leaf under its name, and in the submitter's manifest."""
+    folder = publish(facts.address)
+    write_manifest(facts.address.series, by=f"penstock {image.program.version}", now=now)
+    return folder
 
 
 def hydra_facts(facts: LeafFacts) -> HydraFacts:
@@ -89,8 +97,14 @@ def hydra_facts(facts: LeafFacts) -> HydraFacts:
 
 
 def overrides_of(facts: LeafFacts) -> Sequence[str]:
-    """The changes in DLIO's words."""
-    return tuple(f"++workload.{key}={value}" for key, value in facts.changed.items())
+    """The stages and the changes in DLIO's words."""
+    stages = facts.workload.workflow
+    own = {
+        "workflow.generate_data": stages.generate_data,
+        "workflow.train": stages.train,
+        "workflow.checkpoint": stages.checkpoint,
+    }
+    return tuple(f"++workload.{key}={value}" for key, value in {**own, **facts.changed}.items())
 
 
 def separation_of(place: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:

@@ -8,18 +8,22 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from penstock.bench.loader.native import NativeOptions
 from penstock.bench.order import Division
 from penstock.bench.training.request import TrainingRequest
+from penstock.campaign.submission.cadence import Onlooker, TrainingResultPlan, make_training
 from penstock.campaign.submission.session import Said, Session
 from penstock.campaign.submission.training import DataSet, add_datagen, add_datasize, add_run
 from penstock.cluster.solo import SoloComm
-from penstock.dataset.content import Reduction
+from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.manifest import Recipe
 from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.results.host import HostFacts
 from penstock.storage import open_storage
+from penstock.submission.edition import load_edition
 from penstock.submission.making.claim import claim
 from penstock.submission.making.image import Program, capture
 from penstock.submission.making.leaf import Series
@@ -33,6 +37,7 @@ from penstock.workload.overrides import parse_settings
 if TYPE_CHECKING:
     from penstock.bench.training.outcome import TrainingResult
     from penstock.storage import Storage
+    from penstock.submission.making.cadence import Cadence
     from penstock.workload.spec import Workload
 
 COMM = SoloComm()
@@ -45,20 +50,64 @@ SCALE = (
     "dataset.record_length_bytes_resize=0",
     "train.computation_time=0.004",
     "train.epochs=2",
+    "metric.au=0.01",
 )
+
+
+DESCRIBED = {
+    "system_under_test": {
+        "solution": {
+            "submission_name": "fast",
+            "friendly_description": "A disk",
+            "architecture": {
+                "storage_location": "local",
+                "benchmark_API": "file",
+                "product_API": "file",
+                "client_footprint": "open_source",
+                "client_installation": "in_box",
+            },
+            "capabilities": {
+                "multi_host": False,
+                "simultaneous_write": False,
+                "simultaneous_read": False,
+                "remap_time_in_seconds": 0,
+            },
+        },
+        "deployment": "onprem",
+        "clients": [
+            {
+                "friendly_description": "A small machine",
+                "quantity": 1,
+                "chassis": {
+                    "model_name": "Box",
+                    "cpu_model": "Processor",
+                    "cpu_qty": 1,
+                    "cpu_cores": 4,
+                    "memory_capacity": 16 / 2**20,
+                },
+            }
+        ],
+    }
+}
 
 
 @dataclass
 class TickingClock:
-    """Seven seconds pass between any two looks at it."""
+    """A second passes between any two looks at it, and a minute with every run."""
 
     now: datetime = BEGAN
-    step: timedelta = field(default_factory=lambda: timedelta(seconds=7))
+    step: timedelta = timedelta(seconds=1)
+    run: timedelta = timedelta(minutes=1)
 
     def __call__(self) -> datetime:
         """The time, later each time."""
         self.now += self.step
         return self.now
+
+    def host_during_run(self, host: str) -> HostFacts:
+        """Every run asks once what its host is."""
+        self.now += self.run
+        return small_host(host)
 
 
 def small_host(host: str) -> HostFacts:
@@ -120,7 +169,7 @@ class SmallResult:
             division=Division.DROP,
             loader=NativeOptions(threads=2),
             command=self.session.command,
-            facts_of=small_host,
+            facts_of=self.clock.host_during_run,
         )
 
     def datasize(self) -> Path:
@@ -130,17 +179,33 @@ class SmallResult:
 
     def datagen(self) -> Path:
         """Its leaf."""
-        recipe = Recipe(
-            dataset=self.workload.dataset,
-            seed=self.workload.train.seed,
-            reduction=Reduction(compressible=0.0, dedupable=0.0),
-        )
+        recipe = Recipe(dataset=self.workload.dataset, seed=self.workload.train.seed, reduction=IRREDUCIBLE)
         data_set = DataSet(workload=self.workload, recipe=recipe, threads=2, hosts=[small_host("here")])
         return add_datagen(self.session, data_set, self.storage, comm=COMM, progress=Silent())
 
     def run(self) -> TrainingResult:
         """One run and its leaf."""
         return add_run(self.session, self.request(), self.storage, comm=COMM, progress=Silent(), tell=told)
+
+    def describe(self) -> None:
+        """What a human adds: the system's description and its picture."""
+        systems = self.root / "closed" / "acme" / "systems"
+        systems.mkdir(parents=True)
+        (systems / "fast.pdf").write_text("%PDF-1.4")
+        (systems / "fast.yaml").write_text(yaml.safe_dump(DESCRIBED))
+
+    def whole(self) -> tuple[Cadence, list[str]]:
+        """The whole cadence, and what was said of it."""
+        said: list[str] = []
+        plan = TrainingResultPlan(
+            request=self.request(),
+            edition=load_edition("v3.0"),
+            num_accelerators=1,
+            hosts=[small_host("here")],
+        )
+        onlooker = Onlooker(progress=Silent(), note=said.append, tell=told)
+        cadence = make_training(self.session, plan, self.storage, comm=COMM, onlooker=onlooker)
+        return cadence, said
 
     def runs(self, num_runs: int) -> Iterator[Path]:
         """Several leaves, one after the other."""

@@ -58,7 +58,7 @@ def test_a_leaf_points_to_the_program_that_made_it(small: SmallResult) -> None:
     digest = parse_pointer((leaf / POINTER).read_text(), where="leaf")
     assert tree_digest(small.root / POOL / image_name(digest)) == digest
     stamp = json.loads((leaf / "provenance.json").read_text())
-    assert stamp["tool"]["code_image"] == digest
+    assert stamp["tool"]["code_image"] == f"md5-tree-v2:{digest}"
     assert None not in stamp.values()
 
 

@@ -1,0 +1,199 @@
+"""The description of a system under test: what cluster facts tell of it, and what a human must fill in.
+
+Pure: facts and trees in, trees and text out. Invariant: a file that a human has written is never rewritten;
+what it says otherwise than the machines do is drift, shown as a diff.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+if TYPE_CHECKING:
+    from penstock.cluster.facts.model import ClusterFacts, Drive, HostReport, Nic
+
+_GIB: Final = 2**30
+_GB: Final = 10**9
+_SIGNIFICANT_DIGITS: Final = 4
+
+HINTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "friendly_description": "in a few words",
+        "storage_location": "remote, local or remote_and_local",
+        "benchmark_API": "file or object: what the benchmark spoke",
+        "product_API": "file, object or block",
+        "client_footprint": "open_source, closed_source or n/a",
+        "client_installation": "in_box, installable or n/a",
+        "multi_host": "true or false",
+        "simultaneous_write": "true or false: several hosts at once",
+        "simultaneous_read": "true or false: several hosts at once",
+        "remap_time_in_seconds": "0, or how long a change of hosts takes",
+        "deployment": "onprem or cloud",
+        "traffic": "a list of: management, data, metadata, backend",
+        "speed": "Gb/s",
+        "vendor_name": "whose drive it is",
+        "media_type": "HDD, TLC, QLC or other",
+        "model_name": "as it is sold",
+        "cpu_model": "as it is sold",
+        "cpu_qty": "processors in a node",
+        "cpu_cores": "cores in a node",
+        "memory_capacity": "GiB",
+    }
+)
+_HEAD: Final = (
+    "# The system under test. What is null is yours to fill in; nodes, switches, rack units and power\n"
+    "# supplies of the product are yours to add. `penstock submission describe` checks it, by line.\n"
+)
+
+
+def describe(facts: ClusterFacts, name: str) -> dict[str, Any]:
+    """What the machines tell, in the schema's keys; None stands for what a human must say."""
+    clients = Counter(_frozen(_client(present.report)) for present in facts.present)
+    return {
+        "system_under_test": {
+            "solution": {
+                "submission_name": name,
+                "friendly_description": None,
+                "architecture": {
+                    "storage_location": None,
+                    "benchmark_API": None,
+                    "product_API": None,
+                    "client_footprint": None,
+                    "client_installation": None,
+                },
+                "capabilities": {
+                    "multi_host": None,
+                    "simultaneous_write": None,
+                    "simultaneous_read": None,
+                    "remap_time_in_seconds": None,
+                },
+            },
+            "deployment": None,
+            "clients": [
+                {"friendly_description": None, "quantity": quantity, **yaml.safe_load(text)}
+                for text, quantity in clients.items()
+            ],
+        }
+    }
+
+
+def first_text(tree: Mapping[str, Any]) -> str:
+    """The file as it is first written: with a hint beside everything that is to be filled in."""
+    return _HEAD + "".join(_hinted(line) for line in _dump(tree).splitlines(keepends=True))
+
+
+def drift(written: Mapping[str, Any], collected: Mapping[str, Any], *, name: str) -> tuple[str, ...]:
+    """The lines of a diff from what is written to what the machines tell; none where they agree.
+
+    What only a human can say counts for nothing here, whatever it is.
+    """
+    told = _overlaid(written, collected)
+    return tuple(
+        difflib.unified_diff(
+            _dump(written).splitlines(),
+            _dump(told).splitlines(),
+            fromfile=f"{name} as written",
+            tofile=f"{name} as collected",
+            lineterm="",
+        )
+    )
+
+
+def _client(report: HostReport) -> dict[str, Any]:
+    cpu = report.cpu
+    memory = report.memory_bytes
+    return {
+        "chassis": {
+            "model_name": (report.dmi or {}).get("product_name") or None,
+            "cpu_model": (cpu.model or None) if cpu else None,
+            "cpu_qty": cpu.num_sockets if cpu else None,
+            "cpu_cores": (cpu.num_physical or cpu.num_logical) if cpu else None,
+            "memory_capacity": _rounded(memory / _GIB) if memory else None,
+        },
+        "networking": _ports(report.nics or ()) or None,
+        "drives": _drives(report.drives or ()) or None,
+        "operating_system": {"name": report.system, "version": report.kernel},
+    }
+
+
+def _ports(nics: Iterable[Nic]) -> list[dict[str, Any]]:
+    counted = Counter((nic.kind, nic.state == "up", nic.speed_mbit_per_s) for nic in nics)
+    return [
+        {
+            "unit_count": count,
+            "type": kind,
+            "state": "up" if is_up else "down",
+            **(
+                {"speed": None if speed is None else _rounded(speed / 1000), "traffic": None} if is_up else {}
+            ),
+        }
+        for (kind, is_up, speed), count in counted.items()
+    ]
+
+
+def _drives(drives: Iterable[Drive]) -> list[dict[str, Any]]:
+    counted = Counter(
+        (drive.model, _interface(drive.transport), drive.is_rotational, drive.size_bytes // _GB)
+        for drive in drives
+    )
+    return [
+        {
+            "unit_count": count,
+            "vendor_name": None,
+            "model_name": model or None,
+            "interface": interface,
+            "media_type": "HDD" if is_rotational else None,
+            "capacity_in_GB": capacity,
+        }
+        for (model, interface, is_rotational, capacity), count in counted.items()
+        if capacity
+    ]
+
+
+def _interface(transport: str) -> str:
+    word = transport.lower()
+    return word if word in ("nvme", "sas", "sata") else "other"
+
+
+def _overlaid(written: Any, collected: Any) -> Any:
+    """What is written, with what is collected in its place wherever anything is collected."""
+    if collected is None:
+        return written
+    if isinstance(collected, Mapping):
+        below = written if isinstance(written, Mapping) else {}
+        keys = [*below, *(key for key in collected if key not in below and collected[key] is not None)]
+        return {key: _overlaid(below.get(key), collected.get(key)) for key in keys}
+    if isinstance(collected, Sequence) and not isinstance(collected, str):
+        entries = written if isinstance(written, list) else []
+        return [
+            _overlaid(entries[index] if index < len(entries) else None, entry)
+            for index, entry in enumerate(collected)
+        ]
+    return written if written == collected else collected
+
+
+def _hinted(line: str) -> str:
+    key, colon, value = line.strip().lstrip("- ").partition(": ")
+    if not colon or value.strip() != "null":
+        return line
+    return f"{line.rstrip()}  # {HINTS.get(key, 'fill in')}\n"
+
+
+def _frozen(client: Mapping[str, Any]) -> str:
+    """A node as text, so that equal ones can be counted."""
+    return _dump(client)
+
+
+def _rounded(value: float) -> float | int:
+    found = float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
+    return int(found) if found.is_integer() else found
+
+
+def _dump(tree: Any) -> str:
+    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=100)
+    return text

@@ -1,0 +1,141 @@
+"""A whole training result of our own: judged by our rules; how making it goes on after a break."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.integration.campaign.submission.small import SCALE, SmallResult
+
+from penstock.errors import UsageError
+from penstock.submission.check import check
+from penstock.submission.edition import Edition, load_edition
+from penstock.submission.finding import Validity, Verdict
+from penstock.submission.making.standing import read_standing
+from penstock.submission.names import MANIFEST, Phase
+
+SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}
+
+
+def scaled_edition() -> Edition:
+    """v3.0 as it would be for so small a workload: what scale changes is free, and four steps are enough."""
+    edition = load_edition("v3.0")
+    scaled = {text.partition("=")[0] for text in SCALE}
+    changed = {key.replace("_bytes", "") for key in scaled}
+    parameters = edition.parameters.model_copy(
+        update={
+            "closed": edition.parameters.closed | scaled | changed,
+            "compared": tuple(key for key in edition.parameters.compared if key not in changed),
+        }
+    )
+    sizing = edition.sizing.model_copy(update={"min_steps": 4})
+    return edition.model_copy(update={"parameters": parameters, "sizing": sizing})
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Path]:
+    """A folder on another file system than that of temporary files, where this machine has one."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> SmallResult:
+    small = SmallResult(root=tmp_path_factory.mktemp("made") / "tree", data=apart / "data")
+    small.describe()
+    cadence, said = small.whole()
+    assert len(cadence.kept) == 6
+    assert said[-1] == "run 6 of 6"
+    return small
+
+
+def findings(root: Path, edition: Edition) -> list[tuple[str, Verdict, str]]:
+    (judged,) = check(root, edition)
+    bad = {Verdict.FAIL, Verdict.NOT_CHECKED}
+    return [(each.rule, each.verdict, each.proof) for each in judged.findings if each.verdict in bad]
+
+
+def one_file_system(made: SmallResult) -> set[str]:
+    """The rule that this machine cannot keep, where everything is on one file system."""
+    is_one = made.root.stat().st_dev == made.data.stat().st_dev
+    return {"paths.filesystems"} if is_one else set()
+
+
+def test_a_tree_of_our_own_runs_is_valid_but_for_its_scale(made: SmallResult) -> None:
+    found = findings(made.root, load_edition("v3.0"))
+    assert {rule for rule, _, _ in found} - one_file_system(made) == SCALE_BREAKS, found
+    assert {verdict for _, verdict, _ in found} == {Verdict.FAIL}
+
+
+def test_a_tree_of_our_own_runs_is_valid_by_rules_of_its_scale(made: SmallResult) -> None:
+    (judged,) = check(made.root, scaled_edition())
+    found = findings(made.root, scaled_edition())
+    assert {rule for rule, _, _ in found} == one_file_system(made), found
+    assert judged.verdict is (Validity.INVALID if one_file_system(made) else Validity.VALID)
+    assert judged.metrics["train_throughput_mean_samples_per_second"] > 0
+
+
+def test_the_manifest_lists_all_leaves(made: SmallResult) -> None:
+    home = made.root / "closed" / "acme"
+    manifest = yaml.safe_load((home / MANIFEST).read_text())
+    leaves = {str(path.parent.relative_to(home)) for path in home.glob("results/**/*_metadata.json")}
+    assert {run["leaf"] for run in manifest["runs"]} == leaves
+    assert len(leaves) == 8
+    assert {run["core_config"] for run in manifest["runs"] if run["command"] == "run"} != {"unknown"}
+
+
+def test_a_whole_result_is_left_as_it_is(made: SmallResult) -> None:
+    before = read_standing(made.session.series)
+    cadence, said = made.whole()
+    assert cadence.is_complete
+    assert said == []
+    assert read_standing(made.session.series) == before
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> SmallResult:
+    """A result of which two runs are there."""
+    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+    small.datasize()
+    small.datagen()
+    list(small.runs(2))
+    return small
+
+
+def test_an_interrupted_result_goes_on_where_it_was(begun: SmallResult) -> None:
+    before = [leaf.folder for leaf in read_standing(begun.session.series).runs]
+    _, said = begun.whole()
+    assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
+    assert [leaf.folder for leaf in read_standing(begun.session.series).runs][:2] == before
+
+
+def test_runs_that_nothing_may_follow_any_more_are_set_aside_not_deleted(begun: SmallResult) -> None:
+    before = [leaf.folder.name for leaf in read_standing(begun.session.series).runs]
+    begun.clock.now += timedelta(hours=1)
+    _, said = begun.whole()
+    assert [text.split(" was set aside")[0] for text in said[:2]] == before
+    after = [leaf.folder.name for leaf in read_standing(begun.session.series).runs]
+    assert len(after) == 6
+    assert not set(after) & set(before)
+    kept = {path.parent.name for path in (begun.root / ".mlps/trash").glob("**/summary.json")}
+    assert kept == set(before)
+
+
+def test_another_result_in_the_same_place_is_refused(begun: SmallResult) -> None:
+    begun.data = begun.data.with_name("elsewhere")
+    other = SmallResult(root=begun.root, data=begun.data)
+    with pytest.raises(UsageError, match="Another result is under way here: its data"):
+        other.whole()
+
+
+def test_the_parts_before_the_runs_are_made_once(begun: SmallResult) -> None:
+    begun.whole()
+    standing = read_standing(begun.session.series)
+    assert (len(standing.datasizes), len(standing.datagens)) == (1, 1)
+    assert {leaf.folder.parent.name for leaf in standing.runs} == {Phase.RUN.value}
