@@ -24,6 +24,7 @@ from penstock.checkpoint.loading.opening import on_all, open_together
 from penstock.checkpoint.loading.reading import Buffers, ReadSettings
 from penstock.checkpoint.loading.rechecking import recheck
 from penstock.checkpoint.loading.selecting import Selection, select
+from penstock.checkpoint.loading.vigil import side_by_side
 from penstock.checkpoint.loading.wishes import as_lines, wishes_of
 from penstock.checkpoint.pieces import item_bytes_of
 from penstock.checkpoint.plan.loading import NobodyCanRead, rank_load_plan, share_loading
@@ -36,6 +37,7 @@ from penstock.storage.powers import for_large_files
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice, State
+    from penstock.checkpoint.loading.vigil import Stopping
     from penstock.checkpoint.loading.wishes import Lines, Unpacking, Wishes
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.opened import Opened
@@ -139,9 +141,9 @@ class _Load:
         planned_s = time.perf_counter()
         targets = [_target(holding, wishes, lines, row) for row in range(len(wishes.names))]
         targets += item_targets(wishes, lines)
-        moved = on_all(
+        moved = side_by_side(
             self._comm,
-            lambda: self._move(plan, lines, wishes.boxes, targets, self._means(progress)),
+            lambda stopping: self._move(plan, lines, (wishes.boxes, targets), progress, stopping),
             awaiting="all ranks to load their parts",
         )
         values = on_all(
@@ -191,9 +193,15 @@ class _Load:
         return np.stack(self._comm.gather(mine, awaiting="which files each rank can open"))
 
     def _move(
-        self, plan: LoadPlan, lines: Lines, wanted: Boxes, targets: Sequence[Target], means: Means
+        self,
+        plan: LoadPlan,
+        lines: Lines,
+        into: tuple[Boxes, Sequence[Target]],
+        progress: Progress,
+        stopping: Stopping,
     ) -> Moved:
-        moved = move(plan, lines, targets, means)
+        (wanted, targets), means = into, self._means(progress)
+        moved = move(plan, lines, targets, means, stopping)
         num_rechecked = recheck(plan, lines, wanted, targets, means)
         return replace(moved, num_summed=moved.num_summed + num_rechecked)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.loading.exchange import Lines as Carrier
     from penstock.checkpoint.loading.landing import Target
     from penstock.checkpoint.loading.reading import Buffers
+    from penstock.checkpoint.loading.vigil import Stopping
     from penstock.checkpoint.loading.wishes import Lines
     from penstock.checkpoint.opened import Opened
     from penstock.checkpoint.pieces import Ints
@@ -83,13 +84,12 @@ class Means:
         )
 
 
-def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means) -> Moved:
-    """Read, sum, exchange and put in place; `targets` are this rank's wanted boxes, in their order."""
-    item_bytes = item_bytes_of(lines.tensors)
-    outer = lines.stored.boxes.take(plan.row)
-    begin = lines.stored.payload_offset[plan.row]
-    begin = begin + payload_starts(plan.boxes, outer) * item_bytes[plan.boxes.tensor]
-    end = begin + plan.boxes.num_bytes(item_bytes)
+def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means, stopping: Stopping) -> Moved:
+    """Read, sum, exchange and put in place; `targets` are this rank's wanted boxes, in their order.
+
+    Once `stopping` says so, nothing more is read, and what others wait for is sent as it is.
+    """
+    begin, end = _ranges(plan, lines)
     items = _whole_items(plan, lines, begin, end, means)
     spans = _spans(plan, lines, begin, end, items)
     settings = means.buffers.settings
@@ -128,6 +128,7 @@ def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means) 
             reading.stop()
             outbox.give_up()
 
+        stopping.then(stop)
         for future in under_way:
             future.add_done_callback(lambda done: stop() if done.exception() is not None else None)
         with ExitStack() as undo:
@@ -141,6 +142,15 @@ def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means) 
         received_bytes=sum(message.size_bytes for message in incoming),
         num_summed=len(items),
     )
+
+
+def _ranges(plan: LoadPlan, lines: Lines) -> tuple[Ints, Ints]:
+    """Where each read's payload begins and ends in its file."""
+    item_bytes = item_bytes_of(lines.tensors)
+    outer = lines.stored.boxes.take(plan.row)
+    begin = lines.stored.payload_offset[plan.row]
+    begin = begin + payload_starts(plan.boxes, outer) * item_bytes[plan.boxes.tensor]
+    return begin, begin + plan.boxes.num_bytes(item_bytes)
 
 
 def _whole_items(plan: LoadPlan, lines: Lines, begin: Ints, end: Ints, means: Means) -> dict[int, SummedItem]:

@@ -28,6 +28,7 @@ from penstock.checkpoint.loading.locating import located, unlocated_rows
 from penstock.checkpoint.loading.moving import Means, move
 from penstock.checkpoint.loading.reading import Buffers, ReadSettings
 from penstock.checkpoint.loading.rechecking import recheck
+from penstock.checkpoint.loading.vigil import side_by_side
 from penstock.checkpoint.loading.wishes import as_lines, check_whole, wishes_for, with_payloads
 from penstock.checkpoint.members import members_of_ranks
 from penstock.checkpoint.opened import Opened, open_checkpoint
@@ -44,6 +45,7 @@ from penstock.storage.powers import for_large_files
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from penstock.checkpoint.loading.vigil import Stopping
     from penstock.checkpoint.loading.wishes import Lines, Wishes
     from penstock.checkpoint.pieces import Contents
     from penstock.checkpoint.stored import AnyPath
@@ -172,8 +174,11 @@ class Reader(StorageReader):
                 progress=Silent(),
                 timeout_s=DEFAULT_TIMEOUT_S,
             )
-            move(assigned.plan, lines, targets, means)
-            recheck(assigned.plan, lines, wishes.boxes, targets, means)
+            side_by_side(
+                members.comm,
+                lambda stopping: _moved(assigned.plan, lines, (wishes.boxes, targets), means, stopping),
+                awaiting="all ranks to load their parts",
+            )
         # Objects are read here as well, so that one that would run code is refused before the planner does.
         values = unpack(opened, lines, wishes, targets, trust=self._trust)
         self._hand_objects(opened, planner, objects, (lines, wishes, targets), values)
@@ -222,6 +227,14 @@ class Reader(StorageReader):
             torch.save(values[name], packed)
             packed.seek(0)
             planner.load_bytes(item, packed)
+
+
+def _moved(
+    plan: SharedPlan, lines: Lines, into: tuple[Boxes, list[Target]], means: Means, stopping: Stopping
+) -> None:
+    wanted, targets = into
+    move(plan, lines, targets, means, stopping)
+    recheck(plan, lines, wanted, targets, means)
 
 
 def _wishes_again(asked: _Asked, contents: Contents, lines: Lines) -> Wishes:

@@ -1,0 +1,140 @@
+"""Work of minutes that ranks do side by side: whoever fails or is interrupted ends it on all of them soon.
+
+Around `moving`, whose exchange stalls where one rank leaves. A thread of its own tells the other ranks every
+second how this one stands. Invariant: all ranks hear of the first failure in the same beat, and none returns
+before its own work is over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from penstock.cluster.collect import cause_of
+from penstock.errors import RankFailed, WaitTimeout
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+
+Result = TypeVar("Result")
+
+BEAT_S = 1.0
+"""So late may a rank hear of another's failure: one small message of all ranks in that time costs nothing."""
+
+INTERRUPTED = "it was interrupted (Ctrl-C) while loading"
+
+
+class Stopping:
+    """Tells work that it is to end; safe from any thread, at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] = []
+        self._is_stopped = False
+        self.is_interrupted = False
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Have `call` made when it is to end; now, where that is already so."""
+        with self._lock:
+            self._calls.append(call)
+            is_late = self._is_stopped
+        if is_late:
+            call()
+
+    def stop(self) -> None:
+        """It is to end. Safe twice."""
+        with self._lock:
+            self._is_stopped = True
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def interrupt(self) -> None:
+        """It is to end, because the caller was interrupted; other ranks will hear so."""
+        self.is_interrupted = True
+        self.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Stand:
+    """How one rank stands at one beat."""
+
+    state: Literal["busy", "done", "failed"]
+    host: str = ""
+    cause: str = ""
+
+
+def side_by_side(
+    comm: Comm, work: Callable[[Stopping], Result], *, awaiting: str, limit_s: float | None = None
+) -> Result:
+    """What `work` gives on this rank once it is done on all; where it raises on any, all raise. Collective.
+
+    `work` runs in a thread and ends soon after its `Stopping` says so. Nobody else may use `comm` meanwhile.
+    A rank that is done waits for the others at most `limit_s`, by default the limit of `comm`. Alone, the
+    error is its own.
+    """
+    stopping = Stopping()
+    if comm.size == 1:
+        with ExitStack() as undo:
+            undo.callback(stopping.stop)
+            return work(stopping)
+    with ThreadPoolExecutor(2, thread_name_prefix="penstock-vigil") as threads, ExitStack() as undo:
+        # On the way out of an interrupt, too: the vigil then tells the others, and ends.
+        undo.callback(stopping.interrupt)
+        working = threads.submit(work, stopping)
+        limit_s = comm.timeout_s if limit_s is None else limit_s
+        vigil = threads.submit(_Vigil(comm, working, stopping, awaiting, limit_s).keep)
+        wait([vigil])
+        undo.pop_all()
+        stopping.stop()
+        stands = vigil.result()
+        wait([working])
+    for rank, stand in enumerate(stands):
+        if stand.state == "failed":
+            own = working.exception() if rank == comm.rank else None
+            raise RankFailed(rank, stand.host, stand.cause) from own
+    return working.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Vigil:
+    """Beat by beat, until all ranks are done or one has failed."""
+
+    comm: Comm
+    working: Future[Any]
+    stopping: Stopping
+    awaiting: str
+    limit_s: float
+
+    def keep(self) -> Sequence[_Stand]:
+        """How each rank stood last."""
+        with ExitStack() as undo:
+            undo.callback(self.stopping.stop)
+            done_s: float | None = None
+            while True:
+                wait([self.working], timeout=BEAT_S)
+                if done_s is None and self.working.done():
+                    done_s = time.monotonic()
+                stands = self.comm.gather(self._stand(done_s), awaiting=self.awaiting)
+                if any(each.state == "failed" for each in stands):
+                    return stands
+                if all(each.state == "done" for each in stands):
+                    undo.pop_all()
+                    return stands
+
+    def _stand(self, done_s: float | None) -> _Stand:
+        cause = ""
+        if self.stopping.is_interrupted:
+            cause = INTERRUPTED
+        elif done_s is None:
+            return _Stand("busy")
+        elif (error := self.working.exception()) is not None:
+            cause = cause_of(error)
+        elif time.monotonic() - done_s > self.limit_s:
+            cause = cause_of(WaitTimeout(self.awaiting, self.limit_s))
+        return _Stand("failed", self.comm.host, cause) if cause else _Stand("done")

@@ -1,0 +1,110 @@
+"""Loads on several ranks that end early: by Ctrl-C or a failing callback on one, on all of them, and soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.checkpoint.loading.vigil import INTERRUPTED
+from penstock.checkpoint.step_reader import load
+from penstock.checkpoint.step_writer import save
+from penstock.errors import PenstockError
+from penstock.progress import Silent
+from penstock.testing.gloo_ranks import on_gloo_ranks
+
+Told = dict[str, list[Any]]
+NUM_TENSORS = 24
+TENSOR_BYTES = 4 << 20
+
+
+class AtFirstBlock(Silent):
+    """Does something on the last rank when its first block has come, then counts."""
+
+    def __init__(self, act: Any) -> None:
+        self._act = act
+        self._lock = threading.Lock()
+        self.num_blocks = 0
+
+    def advance(self, amount: float) -> None:
+        with self._lock:
+            self.num_blocks += 1
+            is_first = self.num_blocks == 1
+        if is_first and dist.get_rank() == dist.get_world_size() - 1:
+            self._act()
+
+
+def outcome(root: Path, act: Any) -> dict[str, Any]:
+    """How a load into replicas ends here, how much of it was done, and whether the next one works."""
+    state = {f"w{number}": torch.zeros(TENSOR_BYTES // 4) for number in range(NUM_TENSORS)}
+    progress = AtFirstBlock(act)
+    error: BaseException | None = None
+    try:
+        load(state, root / "step", progress=progress)
+    except (PenstockError, KeyboardInterrupt) as raised:
+        error = raised
+    # Nothing that was under way disturbs what comes next.
+    load(state, root / "step")
+    assert all(tensor.eq(number).all() for number, tensor in enumerate(state.values()))
+    return {"kind": type(error).__name__, "text": str(error), "blocks": progress.num_blocks}
+
+
+def interrupted(rank: int, root: Path) -> dict[str, Any]:
+    heard = threading.Event()
+
+    def on_interrupt(*_: Any) -> None:
+        heard.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        # This thread reads no more until the main one has heard.
+        assert heard.wait(60)
+
+    try:
+        return outcome(root, interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def raising(rank: int, root: Path) -> dict[str, Any]:
+    def fail() -> None:
+        raise RuntimeError("the progress bar broke")
+
+    return outcome(root, fail)
+
+
+def programs(rank: int, root: Path) -> dict[str, Any]:
+    state = {f"w{number}": torch.full((TENSOR_BYTES // 4,), float(number)) for number in range(NUM_TENSORS)}
+    save(state, root / "step")
+    return {"interrupted": interrupted(rank, root), "raising": raising(rank, root)}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_gloo_ranks(2, programs, tmp_path_factory.mktemp("cancelled"))
+
+
+def test_an_interrupt_on_one_rank_ends_the_load_there_and_is_told_on_the_others(
+    told: list[dict[str, Any]],
+) -> None:
+    first, last = (each["interrupted"] for each in told)
+    assert last["kind"] == "KeyboardInterrupt"
+    assert first["kind"] == "RankFailed"
+    assert "Rank 1" in first["text"]
+    assert INTERRUPTED in first["text"]
+
+
+def test_a_progress_callback_that_raises_ends_the_load_on_all_ranks(told: list[dict[str, Any]]) -> None:
+    for each in (rank["raising"] for rank in told):
+        assert each["kind"] == "RankFailed"
+        assert "Rank 1" in each["text"]
+        assert "the progress bar broke" in each["text"]
