@@ -18,6 +18,7 @@ from penstock.checkpoint.steps import name_of
 from penstock.checkpoint.tiers.daemon.choosing import pause_after
 from penstock.checkpoint.tiers.daemon.folder import FlushFolder
 from penstock.checkpoint.tiers.daemon.journal import JournalReader, Standing
+from penstock.checkpoint.tiers.daemon.mending import Mending
 from penstock.checkpoint.tiers.daemon.orders import Order, OrderedFile
 from penstock.checkpoint.tiers.daemon.priority import free_cores
 from penstock.checkpoint.tiers.daemon.starting import start_daemon
@@ -65,6 +66,8 @@ class DaemonFlusher:
         self._folder = FlushFolder(Path(parse_uri(cache.storage.uri).root))
         self._minder = Minder(self._folder, clock=clock)
         self._journal = JournalReader(self._folder.journal)
+        self._mending: Mending | None = Mending(cache, self._folder, self._journal, members.comm)
+        self._given: set[int] = set()
         self._told: set[tuple[int, str, str]] = set()
         self._failed: dict[int, BaseException] = {}
         rank = members.comm.rank
@@ -80,7 +83,11 @@ class DaemonFlusher:
 
     def hand_over(self, step: int, cached: Cached) -> None:
         """Write the order on every node."""
+        self._given.add(step)
         try:
+            if self._mending is not None:
+                mending, self._mending = self._mending, None
+                mending.mend()
             collect(
                 self._members.comm,
                 lambda: self._order(step, cached) if self._leads else None,
@@ -139,11 +146,19 @@ class DaemonFlusher:
                 self._failed[max(self._folder.orders.steps(), default=0)] = error
 
     def _awaited(self) -> list[int]:
-        """The open steps that do not wait for somebody to mend something."""
+        """The open steps that do not wait for somebody to mend something.
+
+        What trainers before this one gave, and other nodes may not have, goes on without being waited for.
+        """
         if self._failed:
             return []
-        states = self.states()
-        return [step for step, state in states.items() if not state.is_over and not self._is_lasting(step)]
+        return [
+            step
+            for step, state in self.states().items()
+            if not state.is_over
+            and not self._is_lasting(step)
+            and (step in self._given or state.phase != "waiting")
+        ]
 
     def _is_lasting(self, step: int) -> bool:
         failures = [

@@ -97,12 +97,15 @@ class Journal:
     def __init__(self, path: Path, *, longest_bytes: int = 1 << 20) -> None:
         self._path = path
         content = path.read_bytes() if path.exists() else b""
-        lines = parse(content)
+        whole = content[: content.rfind(b"\n") + 1]
+        lines = parse(whole)
         self.standings = fold(lines)
         """What all lines say."""
-        # A torn last line would swallow the next one.
-        if len(content) > longest_bytes or not content.endswith(b"\n"):
+        if len(content) > longest_bytes:
             self._begin_anew(_still_needed(lines, self.standings))
+        elif whole != content:
+            # A torn last line would swallow the next one.
+            os.truncate(path, len(whole))
         self._file = path.open("ab")
 
     def write(self, line: Line) -> None:
