@@ -36,6 +36,11 @@ def process_environment() -> Environment:
     return dict(os.environ)
 
 
+def untraced(environment: Environment) -> Environment:
+    """The same variables, but for the one that makes storages trace themselves."""
+    return {name: value for name, value in environment.items() if name != TRACE}
+
+
 def user_settings(environment: Environment) -> dict[str, str]:
     """The variables that belong to the user's request, as opposed to this machine or this one launch."""
     ours = {CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, TRACE_RANK}

@@ -20,6 +20,7 @@ from penstock.workload.choices import CheckpointMode
 if TYPE_CHECKING:
     from penstock.bench.state import StateLayout
     from penstock.checkpoint.pipe.base import PipeSettings
+    from penstock.cluster.gates.inspect import Inspection
     from penstock.environment import Environment
     from penstock.results.host import FactsOf
     from penstock.storage import Storage
@@ -36,7 +37,7 @@ class CheckpointRequest:
     `results` is the folder in which the run's own is made, unless `run_folder` names that itself. A `seed` of
     None is drawn anew for writing, and taken from what lies there for reading. With `resumes`, checkpoints
     that an interrupted run left whole are kept; with `removes`, all are deleted at the end. `facts_of` reads
-    what a rank's machine is.
+    what a rank's machine is; `inspection` is what gates found beforehand, None if nobody looked.
     """
 
     model: CheckpointModel
@@ -55,6 +56,7 @@ class CheckpointRequest:
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
     facts_of: FactsOf = read_host
+    inspection: Inspection | None = None
 
     @property
     def shape(self) -> Shape:

@@ -73,6 +73,8 @@ def run_checkpoints(
                 command=request.command,
                 environment=request.environment,
                 seeds={"content": prepared.seed},
+                preflight=request.inspection.preflight if request.inspection else None,
+                cluster=request.inspection.cluster if request.inspection else None,
                 plan=request.plan_document(),
                 remarks=request.remarks,
             )

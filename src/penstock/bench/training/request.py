@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from penstock.bench.loader.base import LoaderOptions, OpenStorage
     from penstock.bench.training.checkpoints import CheckpointWish
     from penstock.bench.training.files import OpenFormat
+    from penstock.cluster.gates.inspect import Inspection
     from penstock.environment import Environment
     from penstock.results.host import FactsOf
     from penstock.workload.spec import Workload
@@ -29,7 +30,8 @@ class TrainingRequest:
     configuration goes ("": nowhere), and the log's lines about what came before the run. `reopen` is for
     loaders whose processes open the storage themselves. `checkpoints` are what is saved on the way, and
     where. `decodes` makes samples of what is read; `check` holds them against their generator, which takes
-    decoding. `reader` knows files of a format of its own. `facts_of` reads what a rank's machine is.
+    decoding. `reader` knows files of a format of its own. `facts_of` reads what a rank's machine is;
+    `inspection` is what gates found beforehand, None if nobody looked.
     """
 
     workload: Workload
@@ -50,3 +52,4 @@ class TrainingRequest:
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
     facts_of: FactsOf = read_host
+    inspection: Inspection | None = None

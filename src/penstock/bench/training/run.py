@@ -65,6 +65,8 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
                 command=request.command,
                 environment=request.environment,
                 seeds={"order": request.seed},
+                preflight=request.inspection.preflight if request.inspection else None,
+                cluster=request.inspection.cluster if request.inspection else None,
                 plan=prepared.plan.document(),
                 remarks=(*request.remarks, *prepared.files.remarks),
             )

@@ -18,6 +18,7 @@ from penstock.cli.checkpoint.words import (
     model_of,
     parse_scale,
 )
+from penstock.cli.gates import SkipGate, look_at_gates
 from penstock.cli.ranks import ranked
 from penstock.cli.terminal import JsonFlag, Terminal, table
 from penstock.cluster.comm import Comm
@@ -94,6 +95,7 @@ def run(
     remove: Remove = False,
     settings: Settings = None,
     option: StorageOption = None,
+    skip_gate: SkipGate = None,
     as_json: JsonFlag = False,
 ) -> int:
     """Write checkpoints of a model, then read them back, and tell how fast the storage took and gave them.
@@ -130,9 +132,41 @@ def run(
         removes=remove,
         **provenance(asked, settings or ()),
     )
+    request = inspected(request, to, option, skip_gate, comm=comm, terminal=terminal)
     result = perform(request, to, values.assignments("--option", option or ()), comm=comm, terminal=terminal)
     terminal.result(result.document(), lambda console: draw(console, result))
     return 0 if result.is_right else WRONG_BYTES
+
+
+def inspected(
+    request: CheckpointRequest,
+    to: str,
+    option: list[str] | None,
+    skips: list[str] | None,
+    *,
+    comm: Comm,
+    terminal: Terminal,
+    is_strict: bool = False,
+) -> CheckpointRequest:
+    """The same, once its gates were looked at. Where `is_strict`, the caller stops if they say so."""
+    from dataclasses import replace
+    from functools import partial
+
+    from penstock.cluster.gates.base import Undertaking
+    from penstock.environment import untraced
+    from penstock.storage import open_storage
+
+    num_writes = request.model.workload.checkpoint.num_checkpoints_write
+    options = values.assignments("--option", option or ())
+    doing = Undertaking(
+        environment=request.environment,
+        uri=to,
+        reopen=partial(open_storage, to, untraced(request.environment), options=options, rank=comm.rank),
+        results=request.results,
+        written_bytes=int(request.layout.bytes_of_processes()[comm.rank]) * num_writes,
+    )
+    inspection = look_at_gates(doing, skips=skips, is_strict=is_strict, comm=comm, terminal=terminal)
+    return replace(request, inspection=inspection)
 
 
 def provenance(model: CheckpointModel, settings: Sequence[str]) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli import values
+from penstock.cli.gates import look_at_gates
 from penstock.cli.submission.words import Entry, locate, open_session, series_of
 from penstock.cli.training.reading import (
     asks_to_decode,
@@ -62,6 +63,12 @@ class Asked:
     reopen: OpenStorage
     session: Session | None
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a gate is closed that the run must pass."""
+        inspection = self.request.inspection
+        return inspection is not None and inspection.preflight.is_stopped
+
 
 def asked_of(words: RunWords, *, comm: Comm, terminal: Terminal) -> Asked:
     """The run that the words ask for; what people should know of it is said."""
@@ -95,6 +102,24 @@ def asked_of(words: RunWords, *, comm: Comm, terminal: Terminal) -> Asked:
     )
     session = open_session(entry, words.settings, comm=comm) if entry else None
     return Asked(request=request, reopen=reopen, session=session)
+
+
+def inspected(
+    asked: Asked, words: RunWords, skips: list[str] | None, *, comm: Comm, terminal: Terminal
+) -> Asked:
+    """The same, once its gates were looked at; those of a result that is handed in must stand open."""
+    from penstock.cluster.gates.base import Undertaking
+
+    doing = Undertaking(
+        environment=asked.request.environment,
+        uri=words.data,
+        reopen=data_at(words.data, words.option, rank=comm.rank, is_traced=False),
+        results=Path(words.tree or words.results),
+    )
+    inspection = look_at_gates(
+        doing, skips=skips, is_strict=words.submitted is not None, comm=comm, terminal=terminal
+    )
+    return replace(asked, request=replace(asked.request, inspection=inspection))
 
 
 def entry_of(words: RunWords, workload: Workload) -> Entry | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.gates import CLOSED_GATES, SkipGate
 from penstock.cli.ranks import ranked
 from penstock.cli.submission.words import (
     Closed,
@@ -17,7 +18,7 @@ from penstock.cli.submission.words import (
     require_results,
 )
 from penstock.cli.terminal import JsonFlag, Terminal, table
-from penstock.cli.training.asking import RunWords, asked_of
+from penstock.cli.training.asking import RunWords, asked_of, inspected
 from penstock.cli.training.words import (
     Accelerator,
     Data,
@@ -89,8 +90,9 @@ def run(
     check: _Check = "off",
     option: StorageOption = None,
     checkpoints: _Checkpoints = None,
+    skip_gate: SkipGate = None,
     as_json: JsonFlag = False,
-) -> None:
+) -> int:
     """Train as the workload says, with emulated computation, and tell how busy accelerators were kept.
 
     One rank is one accelerator; before each epoch the data set's page cache is dropped. AU is in percent.
@@ -127,7 +129,11 @@ def run(
         checkpoints=checkpoints,
     )
     asked = asked_of(words, comm=comm, terminal=terminal)
+    asked = inspected(asked, words, skip_gate, comm=comm, terminal=terminal)
+    if asked.is_stopped:
+        return CLOSED_GATES
     _carry_out(asked, comm=comm, terminal=terminal)
+    return 0
 
 
 def _carry_out(asked: Asked, *, comm: Comm, terminal: Terminal) -> None:

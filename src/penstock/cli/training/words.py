@@ -61,12 +61,13 @@ def load_workload(
     return loaded
 
 
-def data_at(data: str, option: list[str] | None, *, rank: int) -> OpenStorage:
+def data_at(data: str, option: list[str] | None, *, rank: int, is_traced: bool = True) -> OpenStorage:
     """Opens the storage of `--data`; it can be sent to another process."""
     from functools import partial
 
-    from penstock.environment import process_environment
+    from penstock.environment import process_environment, untraced
     from penstock.storage import open_storage
 
     options = values.assignments("--option", option or ())
-    return partial(open_storage, data, process_environment(), options=options, rank=rank)
+    environment = process_environment() if is_traced else untraced(process_environment())
+    return partial(open_storage, data, environment, options=options, rank=rank)

@@ -1,0 +1,92 @@
+"""Gates through the command line: alone, before runs that they warn, and before runs that they stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+SMALL = ("llama3-8b", "--scale", "0.0001", "--interval", "0s", "--writes", "1", "--reads", "1")
+
+
+def test_gates_are_looked_at_alone_on_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    words = ("--gate", "storage", "--gate", "clock", "--data", str(tmp_path), "--ranks", "2", "--json")
+    seen = subprocess.run(
+        [sys.executable, "-m", "penstock", "cluster", "check", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=os.environ,
+    )
+    assert seen.returncode == 0, seen.stderr
+    document = json.loads(seen.stdout)
+    assert (document["verdict"], document["ranks"]) == ("pass", 2)
+    assert [each["gate"] for each in document["gates"]] == ["clock", "storage"]
+    assert "2 ranks read the same bytes" in document["gates"][1]["found"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_fails_is_told_with_its_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--gate", "space", "--data", str(tmp_path), "--needs", "9PiB")
+    assert main(["cluster", "check", *words]) == 1
+    said = capsys.readouterr().out
+    assert "9.45 PiB needed" in said
+    assert "Make room" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gate", "spcae"), "Did you mean space?"),
+        (("cluster.json", "--gate", "space"), "Leave the file out"),
+        (("--needs", "much"), "--needs"),
+    ],
+)
+def test_wrong_words_say_what_to_write(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert main(["cluster", "check", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_is_warned_and_its_record_keeps_what_was_found_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
+    assert main(["checkpoint", "run", *SMALL, *place, "--skip-gate", "limits"]) == 0
+    assert "gate apart: fail: results lie on the file system of" in capsys.readouterr().err
+    (record,) = (tmp_path / "runs").glob("*/run.json")
+    preflight = json.loads(record.read_text())["preflight"]
+    assert (preflight["is_strict"], preflight["cluster"]) == (False, "whole")
+    verdicts = {each["gate"]: each["verdict"] for each in preflight["findings"]}
+    assert len(verdicts) == 8
+    assert (verdicts["limits"], verdicts["apart"], verdicts["storage"]) == ("skipped", "fail", "pass")
+    assert json.loads((record.parent / "cluster.json").read_text())["via"] == "ranks"
+
+
+def test_a_run_that_is_to_be_submitted_is_stopped_before_its_first_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("--data", str(tmp_path / "data"), "--results", str(tmp_path / "runs"))
+    assert main(["training", "run", "unet3d_h100", *place, "--open", "--loader", "native"]) == 3
+    said = capsys.readouterr().err
+    assert "gate apart: fail: " in said
+    assert "--skip-gate NAME" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_gate_that_nobody_knows_cannot_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
+    assert main(["checkpoint", "run", *SMALL, *place, "--skip-gate", "aprat"]) == 2
+    assert "Did you mean apart?" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
