@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from penstock.checkpoint.explaining import Explanation, explain
+    from penstock.checkpoint.halting import Halt
     from penstock.checkpoint.handle import SaveHandle, SaveReport
     from penstock.checkpoint.loading.load import LoadReport
     from penstock.checkpoint.manager import Manager
@@ -34,6 +35,7 @@ __all__ = [
     "EverySteps",
     "Explanation",
     "Flush",
+    "Halt",
     "LoadPlanner",
     "LoadReport",
     "Manager",
@@ -59,6 +61,7 @@ _PLACES: Final = MappingProxyType(
         "EverySteps": "tiers.due",
         "Explanation": "explaining",
         "Flush": "tiers.flush",
+        "Halt": "halting",
         "LoadPlanner": "torch_dcp.load_planner",
         "LoadReport": "loading.load",
         "Manager": "manager",

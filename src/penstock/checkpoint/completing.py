@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.place import begin, on_all
+from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.base import Committed
     from penstock.checkpoint.commit.place import Place
-    from penstock.checkpoint.staging.base import PreparedSave, RankShare, ShareStats, StagedSave
+    from penstock.checkpoint.staging.base import PreparedSave, RankShare, ShareStats, StagedSave, Urgency
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Storage
@@ -85,6 +86,18 @@ def finish(
         committed = place.commit(lambda: prepared.seal(shares, all_facts))
         undo.pop_all()
     return committed, tuple(_with_commit(share, clock() - begun_s) for share in shares)
+
+
+def stage_together(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:
+    """Begin to copy on all ranks, or fail on all: what is begun elsewhere is then cancelled. Collective."""
+    begun: list[StagedSave] = []
+    try:
+        on_all(comm, lambda: begun.append(prepared.stage(urgent)), awaiting="all ranks to begin to copy")
+    except PenstockError:
+        for staged in begun:
+            staged.cancel()
+        raise
+    return begun[0]
 
 
 def _with_commit(share: RankShare, commit_s: float) -> ShareStats:

@@ -13,8 +13,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.checkpoint.commit.place import on_all
+from penstock.checkpoint.completing import stage_together
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
+from penstock.checkpoint.halting import ON_REQUEST, Halt, Halting
 from penstock.checkpoint.handle import Meter, SaveHandle, SaveReport
 from penstock.checkpoint.keeping import DurableKeeper
 from penstock.checkpoint.members import own_members
@@ -28,7 +29,7 @@ from penstock.checkpoint.tiers.levels import leveled
 from penstock.checkpoint.tiers.schemes import Scheme, Single
 from penstock.checkpoint.underway import UnderWay, log_failure
 from penstock.checkpoint.worker import lasting_worker
-from penstock.errors import PenstockError, RankError, UsageError
+from penstock.errors import RankError, UsageError
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Manager:
     with this rank (its host); ranks of one domain never protect each other. See docs/levels.md.
 
     `due` decides when to save, for those who ask: `if manager.due(step): manager.save_async(step, state)`.
+    `halt` says what else lets the job leave: then a save is due, and `manager.halting` says why.
     """
 
     def __init__(  # noqa: PLR0913 - as many as a run has choices
@@ -85,6 +87,7 @@ class Manager:
         keep_cached: int | None = 2,
         failure_domain: str | None = None,
         due: Policy = EVERY_STEP,
+        halt: Halt = ON_REQUEST,
         process_group: Any = None,
         writers: int = 2,
         separation_hint: str | None = None,
@@ -115,6 +118,7 @@ class Manager:
                 path=os.fspath(durable) if isinstance(durable, str | os.PathLike) else None,
             )
         self._pacer = Pacer(due)
+        self._halting = Halting(halt, self._storage, self._rank)
         self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)
         self._restart: Restart | None = None
         self._under_way = UnderWay(self._front.comm, timeout_s)
@@ -132,10 +136,21 @@ class Manager:
         """The newest committed step. Not collective."""
         return max(self.steps(), default=None)
 
+    @property
+    def halting(self) -> str:
+        """Why this job is to leave, now that it has saved; empty while it is not. Not collective.
+
+        Known after `due`, on all ranks at the same step.
+        """
+        return self._halting.reason
+
     def due(self, step: int) -> bool:
-        """Whether to save at this step, as the policy says and this run's saves have cost. Collective."""
-        answers = self._front.comm.gather(self._pacer.is_due(step), awaiting="rank 0 to say what is due")
-        return answers[0]
+        """Whether to save at this step: as the policy says, or because the job is to leave. Collective."""
+        answers = self._front.comm.gather(
+            (self._pacer.is_due(step), self._halting.look()), awaiting="all ranks to say what is due"
+        )
+        self._halting.hear([reason for _, reason in answers])
+        return answers[0][0] or bool(self.halting)
 
     def save(
         self,
@@ -198,7 +213,7 @@ class Manager:
         a warning, and told in `passed_over`; where all are, `StorageError` on every rank lists the reasons.
         """
         self.passed_over = ()
-        self._wait_for_saves()
+        self._under_way.wait()
         self._meet(f"restoring {'the newest step' if step is None else name_of(step)}")
         comm = self._front.comm
         choice = LoadChoice(
@@ -245,7 +260,7 @@ class Manager:
         return Output(
             called,
             self._front.comm,
-            open_slot=lambda: self._keeper.open(called, is_last=False),
+            open_slot=lambda: self._keeper.open(called, is_last=bool(self.halting)),
             in_turn=lambda work: self._worker.submit(work).result(),
             timed=self._pacer.measure(),
         )
@@ -260,11 +275,10 @@ class Manager:
         Its files were verified. Where a rank says `found.invalid()`, the next call gives the next copy, or an
         older step. `found.step` is None where none was ever committed.
         """
-        self._wait_for_saves()
+        self._under_way.wait()
         self._meet(f"restarting from {'the newest step' if step is None else name_of(step)}")
         before = self._restart
-        goes_on = before is not None and not before.is_valid
-        search = before.search if before and goes_on else Search(self._keeper, step, self._rank)
+        search = before.search if before and not before.is_valid else Search(self._keeper, step, self._rank)
         self._restart = next_restart(search, self._front.comm, self._storage.uri)
         self.passed_over = search.passed_over
         return self._restart
@@ -274,7 +288,7 @@ class Manager:
         if not self._is_open:
             return
         try:
-            self._wait_for_saves()
+            self._under_way.wait()
             self._keeper.close()
             self._meet("closing")
         finally:
@@ -302,43 +316,28 @@ class Manager:
     ) -> SaveHandle:
         self._meet(f"saving {name_of(step)}")
         prepared = self._engine.prepare(state, self._front, choice)
-        staged = self._stage(prepared, urgent)
+        staged = stage_together(prepared, urgent, self._front.comm)
         meter = Meter(progress)
-        future = self._worker.submit(self._complete, step, prepared, staged, meter)
+        complete = partial(self._complete, step, prepared, staged, meter, is_last=bool(self.halting))
+        future = self._worker.submit(self._halting.timed, complete)
         future.add_done_callback(partial(log_failure, step))
         self._num_saves += 1
         handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
         self._under_way.add(handle)
         return handle
 
-    def _stage(self, prepared: PreparedSave, urgent: Urgency) -> StagedSave:
-        """Begin to copy on all ranks, or fail on all: what is begun elsewhere is then cancelled."""
-        begun: list[StagedSave] = []
-        try:
-            on_all(
-                self._front.comm,
-                lambda: begun.append(prepared.stage(urgent)),
-                awaiting="all ranks to begin to copy",
-            )
-        except PenstockError:
-            for staged in begun:
-                staged.cancel()
-            raise
-        return begun[0]
-
-    def _complete(self, step: int, prepared: PreparedSave, staged: StagedSave, meter: Meter) -> SaveReport:
+    def _complete(
+        self, step: int, prepared: PreparedSave, staged: StagedSave, meter: Meter, *, is_last: bool
+    ) -> SaveReport:
         """The rest of a save, in the worker's thread, where saves follow each other on all ranks alike."""
         with ExitStack() as undo:
             undo.callback(staged.cancel)
-            slot = self._keeper.open(name_of(step))
+            slot = self._keeper.open(name_of(step), is_last=is_last)
             uri, stats = slot.complete(prepared, staged, meter)
             undo.pop_all()
         report = SaveReport(step=step, uri=uri, ranks=stats)
         logger.info("Committed %s", report.line_of(self._rank))
         return report
-
-    def _wait_for_saves(self) -> None:
-        self._under_way.wait()
 
     def _meet(self, doing: str) -> None:
         """Let all ranks come to the same call, and raise on all of them what failed on any and is untold."""
@@ -349,6 +348,7 @@ class Manager:
     def _let_go(self) -> None:
         self._is_open = False
         self._worker.shutdown()
+        self._halting.close()
         self._keeper.close()
         self._engine.close()
         self._front.close()

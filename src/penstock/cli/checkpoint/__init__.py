@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli.checkpoint import convert, diff, ls, models, plan, rm, run, show, size, study, verify
+from penstock.cli.checkpoint import convert, diff, halt, ls, models, plan, rm, run, show, size, study, verify
 
 app = typer.Typer(no_args_is_help=True, help="Can it take and give back checkpoints, and how fast?")
 
@@ -16,6 +16,7 @@ def checkpoint() -> None:
 
 app.command()(convert.convert)
 app.command()(diff.diff)
+app.command()(halt.halt)
 app.command("ls")(ls.list_checkpoints)
 app.command()(models.models)
 app.command()(plan.plan)

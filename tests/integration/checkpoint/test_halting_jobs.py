@@ -1,0 +1,92 @@
+"""Jobs that are asked to leave: all ranks at the same step, with that step committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from typer.testing import CliRunner
+
+from penstock.checkpoint.halting import Halt, find_halt
+from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.tiers.due import EverySteps
+from penstock.checkpoint.tiers.flush import Flush
+from penstock.cli.app import app
+from penstock.storage.registry import open_here
+from penstock.testing.gloo_ranks import on_gloo_ranks
+
+
+def run_job(rank: int, root: Path) -> tuple[int, str, list[int]]:
+    """A training that saves every 100 steps, in which one rank gets a signal at its third step."""
+    with Manager(
+        root / "durable",
+        cache=root / f"host-{rank}",
+        flush=Flush(every=50),
+        due=EverySteps(100),
+        halt=Halt(signals=("SIGTERM",)),
+        timeout_s=60,
+    ) as manager:
+        for step in range(1, 20):
+            if rank == 1 and step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if manager.due(step):
+                manager.save(step, {"a": torch.full((10,), step)})
+            if manager.halting:
+                break
+    return step, manager.halting, manager.steps()
+
+
+def test_a_signal_on_one_rank_lets_all_save_flush_and_leave_at_the_same_step(tmp_path: Path) -> None:
+    results = on_gloo_ranks(2, run_job, tmp_path)
+    assert results == [(3, "rank 1: SIGTERM came", [3])] * 2
+    assert (tmp_path / "durable/step-3/.metadata").exists(), "the last step is flushed, whatever its turn"
+
+
+def steps_until_halt(root: Path, **choices: Any) -> int:
+    with Manager(root, due=EverySteps(100), **choices) as manager:
+        for step in range(1, 20):
+            if manager.due(step):
+                manager.save(step, {"a": torch.ones(3)})
+            if manager.halting:
+                return step
+    return 0
+
+
+def test_a_job_out_of_time_saves_and_leaves(tmp_path: Path) -> None:
+    assert steps_until_halt(tmp_path, halt=Halt(time_limit=50, margin_s=60)) == 1
+    assert (tmp_path / "step-1/.metadata").exists()
+
+
+def penstock(*words: str) -> str:
+    done = CliRunner().invoke(app, ["checkpoint", "halt", *words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_command_stops_the_next_job_once(tmp_path: Path) -> None:
+    run = str(tmp_path)
+    assert "nobody asks" in penstock(run, "--status")
+    penstock(run, "--reason", "maintenance")
+    status = json.loads(penstock(run, "--status", "--json"))
+    assert status["order"]["reason"] == "maintenance"
+    assert "maintenance" in penstock(run, "--status")
+    assert steps_until_halt(tmp_path) == 1
+    assert find_halt(open_here(run)) is None
+    assert steps_until_halt(tmp_path) == 0
+
+
+def test_a_halt_can_be_taken_back(tmp_path: Path) -> None:
+    run = str(tmp_path)
+    assert "asked for by" in penstock(run)
+    assert json.loads(penstock(run, "--cancel", "--json")) == {"cancelled": True}
+    assert "nobody had asked" in penstock(run, "--cancel")
+    assert steps_until_halt(tmp_path) == 0
+
+
+def test_options_that_exclude_each_other_are_said(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["checkpoint", "halt", str(tmp_path), "--cancel", "--status"])
+    assert "exclude each other" in f"{done.output}{done.exception}"
