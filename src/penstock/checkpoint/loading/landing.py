@@ -51,7 +51,7 @@ class Target:
     def is_plain(self) -> bool:
         """Whether stored bytes are this memory's own bytes."""
         same = str(self.memory.dtype) == f"torch.{self.facts.dtype}"
-        return same and self.memory.device.type == "cpu" and not self.memory.is_conj()
+        return same and self.memory.device.type == "cpu" and not _is_view_of_other_bits(self.memory)
 
     def straight(self, offsets: Sequence[int], sizes: Sequence[int]) -> NDArray[np.uint8] | None:
         """The bytes of a box inside, where they lie in one run as they are stored."""
@@ -59,6 +59,14 @@ class Target:
         if not self.is_plain or not found.is_contiguous():
             return None
         return _words(found, 1).reshape(-1).numpy()
+
+    def straight_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+        """The bytes of a box inside, where they lie in one run on a device, as they are stored."""
+        found = self.view(offsets, sizes)
+        same = str(self.memory.dtype) == f"torch.{self.facts.dtype}"
+        if self.memory.device.type == "cpu" or not same or _is_view_of_other_bits(found):
+            return None
+        return found.reshape(-1).view(torch.uint8) if found.is_contiguous() else None
 
     def fill(self, offsets: Sequence[int], sizes: Sequence[int], content: NDArray[Any]) -> None:
         """Copy a box from words of the stored element size."""
@@ -69,6 +77,17 @@ class Target:
         dtype = getattr(torch, self.facts.dtype)
         words = torch.from_numpy(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
         found.copy_(words.view(dtype).reshape(tuple(sizes)))
+
+
+def _is_view_of_other_bits(memory: torch.Tensor) -> bool:
+    return memory.is_conj() or memory.is_neg()
+
+
+def wait_for_devices(targets: Sequence[Target]) -> None:
+    """Return when devices have done what this thread asked of them: others copy there, in other streams."""
+    devices = {each.memory.device for each in targets if each.memory.device.type in ("cuda", "xpu")}
+    for device in devices:
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def _words(memory: torch.Tensor, item_bytes: int) -> torch.Tensor:
@@ -93,6 +112,8 @@ class _Share:
     memory: NDArray[np.uint8] | None = None
     is_own: bool = False
     """`memory` is a tensor's."""
+    on_device: torch.Tensor | None = None
+    """A tensor's bytes on a device, which take each part as it comes: none is gathered in main memory."""
 
 
 class Landings:
@@ -120,11 +141,15 @@ class Landings:
         self._local = _by_read(plan.local)
         self._sends = _by_read(plan.sends)
         self._lock = threading.Lock()
+        if any(not target.memory.is_cpu for target in targets):
+            for number, share in enumerate(self._shares):
+                share.on_device = self._device_memory(number)
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
         """The share's memory, where the storage reads to any address."""
         share = self._shares[span]
-        if not self._takes_any_address or begin < share.begin or end > share.begin + share.num_bytes:
+        is_inside = share.begin <= begin and end <= share.begin + share.num_bytes
+        if not self._takes_any_address or not is_inside or share.on_device is not None:
             return None
         memory = self._memory(span)
         return memoryview(memory.data)[begin - share.begin : end - share.begin]
@@ -137,6 +162,10 @@ class Landings:
         if begin + skipped >= end:
             return
         start = begin + skipped - share.begin
+        if share.on_device is not None:
+            part = torch.frombuffer(content[skipped : end - begin], dtype=torch.uint8)
+            share.on_device[start : end - share.begin].copy_(part)
+            return
         target = memoryview(self._memory(span).data)[start : end - share.begin]
         copy_bytes(target, content[skipped : end - begin])
 
@@ -160,10 +189,21 @@ class Landings:
                 share.memory = np.empty(share.num_bytes, dtype=np.uint8) if own is None else own
             return share.memory
 
+    def _device_memory(self, number: int) -> torch.Tensor | None:
+        """Where all of a share belongs to one place on a device, and to nobody else."""
+        rows = self._local.get(number, ())
+        if len(rows) != 1 or number in self._sends or not self._covers(rows[0], number):
+            return None
+        target = self._targets[int(self._plan.local.want[rows[0]])]
+        return target.straight_on_device(*self._box(self._plan.local.boxes, rows[0]))
+
+    def _covers(self, row: int, number: int) -> bool:
+        return self._num_bytes(self._plan.local.boxes, row) == self._shares[number].num_bytes
+
     def _own_memory(self, number: int) -> NDArray[np.uint8] | None:
         rows = self._local.get(number, ())
         for row in rows:
-            if self._num_bytes(self._plan.local.boxes, row) == self._shares[number].num_bytes:
+            if self._covers(row, number):
                 target = self._targets[int(self._plan.local.want[row])]
                 found = target.straight(*self._box(self._plan.local.boxes, row))
                 if found is not None:

@@ -17,7 +17,7 @@ import torch
 
 from penstock.checkpoint.dcp.objects import load_object
 from penstock.checkpoint.loading.gloo import GlooLines
-from penstock.checkpoint.loading.landing import Target
+from penstock.checkpoint.loading.landing import Target, wait_for_devices
 from penstock.checkpoint.loading.locating import located
 from penstock.checkpoint.loading.moving import Means, Moved, move
 from penstock.checkpoint.loading.opening import on_all, open_together
@@ -141,6 +141,7 @@ class _Load:
         planned_s = time.perf_counter()
         targets = [_target(holding, wishes, lines, row) for row in range(len(wishes.names))]
         targets += item_targets(wishes, lines)
+        wait_for_devices(targets)
         moved = side_by_side(
             self._comm,
             lambda stopping: self._move(plan, lines, (wishes.boxes, targets), progress, stopping),

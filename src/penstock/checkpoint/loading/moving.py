@@ -19,6 +19,7 @@ from penstock.checkpoint.loading.extents import Span, lay_out
 from penstock.checkpoint.loading.landing import Landings, incoming_messages, outgoing_messages
 from penstock.checkpoint.loading.reading import OpenFiles, Reading, SummedItem
 from penstock.checkpoint.pieces import item_bytes_of
+from penstock.checkpoint.pinning import pin
 from penstock.checkpoint.plan.loading import payload_starts
 from penstock.storage.aligned import PAGE_BYTES
 
@@ -118,7 +119,8 @@ def move(plan: LoadPlan, lines: Lines, targets: Sequence[Target], means: Means, 
     incoming = incoming_messages(plan.receives, lines.tensors, targets)
     means.progress.begin("loading", sum(block.end - block.begin for block in blocks))
     with ThreadPoolExecutor(settings.streams + 1, thread_name_prefix="penstock-load") as threads:
-        readers = reading.start(means.buffers, threads)
+        is_for_cuda = any(each.memory.device.type == "cuda" for each in targets)
+        readers = reading.start(means.buffers, threads, pin if is_for_cuda else None)
         under_way = list(readers)
         if means.carrier is not None and (messages or incoming):
             exchange = threads.submit(run_rounds, means.carrier, outbox, incoming, means.timeout_s)

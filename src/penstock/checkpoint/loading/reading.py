@@ -99,14 +99,18 @@ class Buffers:
         self._memory: WarmMemory | None = None
         self._lock = threading.Lock()
 
-    def blocks(self, num_blocks: int) -> list[memoryview]:
-        """Buffers for a load of so many blocks."""
+    def blocks(
+        self, num_blocks: int, prepare: Callable[[WarmMemory], object] | None = None
+    ) -> list[memoryview]:
+        """Buffers for a load of so many blocks, in memory that `prepare` has seen."""
         size = self.settings.block_bytes
         num_buffers = min(2 * self.settings.streams, num_blocks)
         with self._lock:
             if self._memory is None or self._memory.size_bytes < num_buffers * size:
                 self._memory = WarmMemory(num_buffers * size)
             self._memory.touch(num_buffers * size)
+            if prepare is not None:
+                prepare(self._memory)
             view = self._memory.view
         return [view[start : start + size] for start in range(0, num_buffers * size, size)]
 
@@ -147,11 +151,16 @@ class Reading:
         self._free: list[memoryview] = []
         self._is_stopped = False
 
-    def start(self, buffers: Buffers, threads: Executor) -> list[Future[None]]:
-        """Begin to read in `threads`; each future has what went wrong in one, and the others stop then."""
+    def start(
+        self, buffers: Buffers, threads: Executor, prepare: Callable[[WarmMemory], object] | None = None
+    ) -> list[Future[None]]:
+        """Begin to read in `threads`; each future has what went wrong in one, and the others stop then.
+
+        `prepare` is called with the memory of the buffers first.
+        """
         if not self._blocks:
             return []
-        self._free = buffers.blocks(len(self._blocks))
+        self._free = buffers.blocks(len(self._blocks), prepare)
         num_threads = min(buffers.settings.streams, len(self._blocks))
         return [threads.submit(self._work) for _ in range(num_threads)]
 

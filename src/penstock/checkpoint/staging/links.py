@@ -7,23 +7,18 @@ after `catch_up` has returned.
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from penstock.checkpoint.pinning import pin
 from penstock.checkpoint.staging.payloads import SupportsFetching
-from penstock.storage.aligned import address_of
 
 if TYPE_CHECKING:
     from penstock.checkpoint.pipe.memory import WarmMemory
     from penstock.checkpoint.staging.payloads import Payload
-
-logger = logging.getLogger(__name__)
 
 WITH_STREAMS = ("cuda", "xpu")
 """Kinds of devices that torch has streams for; tensors of others are copied while their caller waits."""
@@ -96,42 +91,3 @@ def links_to(
         if isinstance(payload, SupportsFetching) and payload.device.type in WITH_STREAMS
     }
     return Links({device: Link(device, module_of(device)) for device in devices})
-
-
-class Registrar(Protocol):
-    """CUDA's runtime, as far as memory of ours is made known to it. Calls return 0, or an error's number."""
-
-    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:  # noqa: N802 - CUDA's name
-        """Pin memory."""
-
-    def cudaHostUnregister(self, address: int, /) -> int:  # noqa: N802 - CUDA's name
-        """Let it go."""
-
-
-def pin(memory: WarmMemory, registrar: Registrar | None = None) -> bool:
-    """Have `memory` pinned until it goes; whether it is. It takes as long as a first touch, once.
-
-    The pool that memory comes from bounds what is pinned. Without leave to pin so much, copies take longer.
-    """
-    if memory.is_pinned:
-        return True
-    runtime: Registrar = registrar or torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch leaves it untyped
-    address = address_of(memory.view)
-    error = int(runtime.cudaHostRegister(address, memory.size_bytes, 0))
-    if error:
-        logger.warning(
-            "CUDA error %d: %d bytes of staging memory are not pinned, so saves take longer to stage."
-            " Look at `ulimit -l`, or use a smaller staging_bytes.",
-            error,
-            memory.size_bytes,
-        )
-        return False
-    memory.is_pinned = True
-    weakref.finalize(memory, partial(_unpin, runtime, address))
-    return True
-
-
-def _unpin(runtime: Registrar, address: int) -> None:
-    error = int(runtime.cudaHostUnregister(address))
-    if error:
-        logger.warning("CUDA error %d when staging memory was let go of", error)

@@ -22,7 +22,7 @@ from torch.futures import Future
 from penstock.checkpoint.dcp.metadata import DcpMetadata
 from penstock.checkpoint.dcp.metadata_text import metadata_bytes
 from penstock.checkpoint.loading.gloo import GlooLines
-from penstock.checkpoint.loading.landing import Target
+from penstock.checkpoint.loading.landing import Target, wait_for_devices
 from penstock.checkpoint.loading.load import item_contents, item_targets, unpack
 from penstock.checkpoint.loading.locating import located, unlocated_rows
 from penstock.checkpoint.loading.moving import Means, move
@@ -163,6 +163,7 @@ class Reader(StorageReader):
         targets = [
             self._target(memory, wishes.boxes, row, lines) for row, memory in enumerate(resolved)
         ] + item_targets(wishes, lines)
+        wait_for_devices(targets)
         with ExitStack() as meeting:
             members = members_of_ranks(assigned.ranks)
             meeting.callback(members.close)

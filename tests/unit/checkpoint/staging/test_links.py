@@ -12,10 +12,11 @@ import torch
 import xxhash
 
 from penstock.checkpoint.image import FileImage, Item
+from penstock.checkpoint.pinning import pin
 from penstock.checkpoint.pipe.base import PlannedObject
 from penstock.checkpoint.pipe.memory import WarmMemory
 from penstock.checkpoint.staging.filling import ImageFiller
-from penstock.checkpoint.staging.links import Link, Links, links_to, pin
+from penstock.checkpoint.staging.links import Link, Links, links_to
 from penstock.checkpoint.staging.payloads import TorchPayload, payload_of_tensor
 from penstock.storage.aligned import address_of
 

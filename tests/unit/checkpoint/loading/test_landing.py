@@ -1,0 +1,95 @@
+"""What was read comes to where it belongs: on a device part by part, without a copy of it in main memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.loading.exchange import Outbox
+from penstock.checkpoint.loading.extents import Part
+from penstock.checkpoint.loading.landing import Landings, Target
+from penstock.checkpoint.pieces import Boxes, TensorFacts
+from penstock.checkpoint.plan.records import LoadPlan, Transfers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+PREFIX_BYTES = 704
+FACTS = TensorFacts("w", "float32", (8, 4), 4)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnDevice(Target):
+    """A target whose memory plays a device's: nothing but `straight_on_device` may touch its bytes."""
+
+    twin: torch.Tensor
+
+    def straight_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+        assert (tuple(offsets), tuple(sizes)) == ((0, 0), FACTS.shape)
+        return self.twin.reshape(-1).view(torch.uint8)
+
+
+def transfers(*rows: tuple[int, tuple[int, int], tuple[int, int]]) -> Transfers:
+    nothing = np.zeros(len(rows), dtype=np.int64)
+    return Transfers(
+        read=nothing,
+        peer=nothing,
+        want=nothing,
+        boxes=Boxes.from_rows(rows),
+        in_round=nothing,
+        message=nothing,
+    )
+
+
+def landings(target: Target, rows: int) -> Landings:
+    """For a plan of one read of the whole tensor, of whose rows the first ones are wanted here."""
+    plan = LoadPlan(
+        rank=0,
+        row=np.zeros(1, dtype=np.int64),
+        boxes=Boxes.from_rows([(0, (0, 0), (8, 4))]),
+        local=transfers((0, (0, 0), (rows, 4))),
+        sends=transfers(),
+        receives=transfers(),
+    )
+    return Landings(
+        plan,
+        [PREFIX_BYTES],
+        [target],
+        tensors=(FACTS,),
+        outbox=Outbox((), 1),
+        messages=(),
+        takes_any_address=True,
+    )
+
+
+def arrive(landing: Landings, content: bytes) -> None:
+    """The item in two parts, as the reading threads hand them on."""
+    for begin in (0, 750):
+        end = 750 if begin == 0 else len(content)
+        assert landing.place(0, begin, end) is None
+        landing.take(0, begin, memoryview(bytearray(content[begin:end])))
+        landing.arrived(Part(0, begin, end))
+
+
+def test_what_belongs_to_one_place_on_a_device_goes_there_part_by_part() -> None:
+    expected, twin = torch.randn(8, 4), torch.zeros(8, 4)
+    target = OnDevice((0, 0), torch.empty(8, 4, device="meta"), FACTS, twin)
+    landing = landings(target, 8)
+    arrive(landing, bytes(PREFIX_BYTES) + expected.numpy().tobytes() + b"suffix")
+    assert twin.equal(expected)
+    assert landing._shares[0].memory is None
+
+
+def test_on_devices_alone_bytes_are_handed_out_as_they_are_stored() -> None:
+    def bytes_of(memory: torch.Tensor) -> torch.Tensor | None:
+        return Target((0, 0), memory, FACTS).straight_on_device((0, 0), (2, 4))
+
+    assert bytes_of(torch.zeros(2, 4)) is None
+    assert bytes_of(torch.zeros(2, 4, dtype=torch.half, device="meta")) is None
+    assert bytes_of(torch.zeros(4, 2, device="meta").t()) is None
+    found = bytes_of(torch.zeros(2, 4, device="meta"))
+    assert found is not None
+    assert found.shape == (32,)
