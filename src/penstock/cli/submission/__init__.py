@@ -6,11 +6,17 @@ import typer
 
 from penstock.cli.submission.check import check
 from penstock.cli.submission.init import init
+from penstock.cli.submission.report import report
 from penstock.cli.submission.rules import rules
+from penstock.cli.submission.run import app as run_app
+from penstock.cli.submission.status import status
 
 app = typer.Typer(no_args_is_help=True, help="Make a submission; judge its files; explain the rules.")
 app.command()(init)
+app.add_typer(run_app, name="run")
+app.command()(status)
 app.command()(check)
+app.command()(report)
 app.command()(rules)
 
 

@@ -1,0 +1,125 @@
+"""`penstock submission init`, `status`, `run`, and runs that are handed in, as a person types them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+
+SMALL = ("--set", "dataset.num_files_train=48")
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Penstock = Callable[..., Done]
+
+
+@pytest.fixture
+def penstock(capsys: pytest.CaptureFixture[str]) -> Penstock:
+    """The command line, in this process."""
+
+    def run(*words: str) -> Done:
+        capsys.readouterr()
+        code = main(list(words))
+        said = capsys.readouterr()
+        return Done(code, said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def tree(tmp_path: Path, penstock: Penstock) -> str:
+    made = penstock("submission", "init", "acme", str(tmp_path / "tree"))
+    assert made.returncode == 0, made.stderr
+    return str(tmp_path / "tree")
+
+
+def test_a_tree_is_claimed_once(tree: str, penstock: Penstock) -> None:
+    again = penstock("submission", "init", "acme", tree, "--json")
+    assert json.loads(again.stdout) == {"root": tree, "organisation": "acme", "is_new": False}
+    other = penstock("submission", "init", "umbrella", tree)
+    assert other.returncode == 2
+    assert "This tree is acme's" in other.stderr
+
+
+def test_an_open_run_becomes_a_leaf_and_the_status_shows_it(
+    tree: str, tmp_path: Path, penstock: Penstock
+) -> None:
+    data = str(tmp_path / "data")
+    made = penstock("training", "generate", "retinanet_b200", *SMALL, "--data", data)
+    assert made.returncode == 0, made.stderr
+    place = ("--data", data, "--submission", tree, "--system", "fast", "--skip-gate", "apart")
+    ran = penstock("training", "run", "retinanet_b200", *SMALL, "--set", "reader.read_threads=2",
+                   "--open", *place, "--json")  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    leaf = Path(json.loads(ran.stdout)["results_dir"])
+    assert leaf.parent == Path(tree, "open/acme/results/fast/training/retinanet/run")
+    (file,) = leaf.glob("*_metadata.json")
+    metadata = json.loads(file.read_text())
+    assert metadata["verification"] == "OPEN"
+    assert metadata["override_parameters"] == {
+        "dataset.num_files_train": "48",
+        "reader.read_threads": "2",
+        "dataset.data_folder": data,
+    }
+    assert "AU" in (leaf / "training_run.stdout.log").read_text()
+    (result,) = json.loads(penstock("submission", "status", tree, "--json").stdout)["results"]
+    assert (result["num_runs"], result["num_runs_wanted"]) == (1, 6)
+    assert result["lacks"][:3] == ["datasize", "datagen", "5 runs"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--system", "fast"), "Add --closed or --open"),
+        (("--closed",), "Add --system NAME"),
+        (("--closed", "--open", "--system", "fast"), "A run is of one division"),
+        (("--closed", "--system", "a/b"), "'a/b' cannot be a system's name"),
+        (("--closed", "--system", "fast", "--results", "runs"), "Results go to one place"),
+        (("--open", "--system", "fast", "--set", "train.epochs=1"), "(rule 3.6.3)"),
+    ],
+)
+def test_a_run_that_cannot_be_handed_in_is_refused_before_it_begins(
+    tree: str, tmp_path: Path, penstock: Penstock, words: tuple[str, ...], said: str
+) -> None:
+    place = ("--data", str(tmp_path / "data"), "--submission", tree)
+    refused = penstock("training", "run", "unet3d_b200", *place, *words)
+    assert refused.returncode == 2
+    assert said in refused.stderr
+    assert not (tmp_path / "tree" / "closed").exists()
+
+
+def test_direct_reading_counts_as_the_divisions_own_key(
+    tree: str, tmp_path: Path, penstock: Penstock
+) -> None:
+    place = ("--data", f"direct://{tmp_path}/data", "--submission", tree, "--system", "fast")
+    refused = penstock("training", "run", "retinanet_b200", *place, "--open")
+    assert refused.returncode == 2
+    assert "reader.odirect is for unet3d alone (rule 3.6.3)" in refused.stderr
+
+
+def test_a_whole_result_begins_at_its_gates(tree: str, tmp_path: Path, penstock: Penstock) -> None:
+    place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
+    stopped = penstock("submission", "run", "training", "unet3d_b200", *place)
+    assert stopped.returncode == 3
+    assert "gate apart: fail" in stopped.stderr
+    assert not (tmp_path / "data" / "train").exists()
+
+
+def test_a_data_set_that_is_too_small_is_refused_with_the_proof(
+    tree: str, tmp_path: Path, penstock: Penstock
+) -> None:
+    place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
+    refused = penstock("submission", "run", "training", "unet3d_b200", *SMALL, *place)
+    assert refused.returncode == 2
+    assert "500 steps x 7 samples x 1 accelerators = 3,500 files" in refused.stderr
