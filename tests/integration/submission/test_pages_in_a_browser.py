@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.cli.app import main
+from penstock.testing.submission.timed import valid_round
 from penstock.testing.submission.tree import valid_submission
 
 if TYPE_CHECKING:
@@ -69,3 +70,37 @@ def test_the_page_of_verdicts_fits_its_screen_and_filters_as_one_asks(
     assert (seen.answers["at first"], seen.answers["with passes"]) == ("fail", "fail,pass")
     assert (seen.answers["results at first"], seen.answers["results without valid"]) == (2, 1)
     assert seen.answers["found"] == "fail structure.folders"
+
+
+FIGURES: dict[str, str] = {
+    **FRAME,
+    "plots": "document.querySelectorAll('figure svg').length",
+    "dots": "document.querySelectorAll('circle').length",
+    "outliers": "[...document.querySelectorAll('.outlier title')].map(t => t.textContent).join('; ')",
+    "wide": "Math.max(...[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().right))"
+    " - window.innerWidth",
+}
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("figures")
+    tree = valid_round()
+    rates = tree.summary("run", 3)["metric"]["train_throughput_samples_per_second"]
+    rates[:] = [rate + 8 for rate in rates]
+    tree.write(folder / "round")
+    assert main(["submission", "report", str(folder / "round"), "-o", str(folder / "out")]) == 0
+    return folder / "out" / "report.html"
+
+
+@pytest.mark.parametrize(("width", "dark", "paper"), SCREENS)
+def test_the_page_of_figures_fits_its_screen_and_draws_every_value(
+    browser: Browser, figures: Path, *, width: int, dark: bool, paper: str
+) -> None:
+    seen: Any = browser.open(figures, width=width, dark=dark, questions=FIGURES)
+    assert seen.errors == []
+    assert seen.answers["sideways"] <= 0
+    assert seen.answers["wide"] <= 0
+    assert (seen.answers["paper"], seen.answers["requests"]) == (paper, 0)
+    assert (seen.answers["plots"], seen.answers["dots"]) == (7, 3 * 5 + 4 * 10)
+    assert "28.3 samples/s" in seen.answers["outliers"]

@@ -44,9 +44,11 @@ h3 { margin: 1.4rem 0 .3rem; font-size: 1rem; } p { margin: .25rem 0; } a { colo
 .finding.bad .mark { color: var(--bad); } .finding.doubt .mark { color: var(--doubt); }
 .finding .faint { color: var(--faint); }
 details { margin: .5rem 0; } summary { cursor: pointer; font-weight: 600; } [hidden] { display: none; }
-svg { width: 100%; height: auto; max-width: 46rem; display: block; font: 12px system-ui, sans-serif; }
-svg text { fill: var(--ink); } svg .faint { fill: var(--faint); stroke: none; }
-svg .grid { stroke: var(--line); } svg .point { fill: var(--bar); } svg .outlier { fill: var(--bad); }
+.plots { display: flex; flex-wrap: wrap; gap: .5rem 2rem; }
+figure { flex: 1 1 18rem; max-width: 27rem; margin: .6rem 0; } figcaption { font-weight: 600; }
+svg { width: 100%; height: auto; display: block; font: 12px system-ui, sans-serif; }
+svg text { fill: var(--ink); } svg .faint { fill: var(--faint); } svg .grid { stroke: var(--line); }
+svg .point { fill: var(--bar); } svg .outlier { fill: var(--bad); }
 svg .band { fill: var(--bar); opacity: .22; } svg .mean { stroke: var(--bar); stroke-width: 2; }
 </style>
 </head>

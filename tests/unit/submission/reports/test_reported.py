@@ -1,0 +1,171 @@
+"""Reports: figures run by run, fixed columns, files beside runs or in a folder of their own."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.submission.edition import load_edition
+from penstock.submission.reports.files import plan_folder, plan_tree, write_files
+from penstock.submission.reports.reported import Reported, document, report_all
+from penstock.submission.reports.result_row import RESULT_COLUMNS
+from penstock.testing.submission.timed import valid_checkpointing, valid_round, valid_training
+from penstock.testing.submission.tree import Submission, valid_submission
+
+V1, V3 = load_edition("v1.0"), load_edition("v3.0")
+RATES = [20.0, 20.1, 20.2, 20.3, 20.4]
+
+
+def reported(submission: Submission, root: Path) -> Reported:
+    (found,) = report_all(submission.write(root), V1)
+    return found
+
+
+def values(found: Reported, name: str) -> dict[str, float]:
+    return next(figure.values for figure in found.figures.found if figure.name == name)
+
+
+def test_a_trainings_figures_are_those_of_its_runs(tmp_path: Path) -> None:
+    found = reported(valid_submission(), tmp_path)
+    assert list(values(found, "throughput").values()) == pytest.approx(RATES)
+    assert list(values(found, "throughput")) == ["run1", "run2", "run3", "run4", "run5"]
+    assert list(values(found, "read bandwidth").values()) == pytest.approx(
+        [rate * 146_600_628 / 2**20 for rate in RATES]
+    )
+    assert found.figures.missing == ()
+    assert found.row["Read B/W (GiB/s)"] == pytest.approx(20.2 * 146_600_628 / 2**30)
+
+
+def test_a_figure_that_cannot_be_recomputed_is_named_and_the_others_stay(tmp_path: Path) -> None:
+    submission = valid_submission()
+    submission.configs()[2]["dataset"].pop("record_length")
+    found = reported(submission, tmp_path)
+    assert [figure.name for figure in found.figures.found] == ["throughput", "utilization"]
+    (reason,) = found.figures.missing
+    assert reason.startswith("read bandwidth: there is no field workload.dataset.record_length (")
+    assert found.row["Read B/W (GiB/s)"] is None
+    assert found.v1 is None
+
+
+def test_a_warm_up_counts_in_no_figure(tmp_path: Path) -> None:
+    (found,) = report_all(valid_training().write(tmp_path), V3)
+    assert list(values(found, "throughput").values()) == pytest.approx([20.1, 20.2, 20.3, 20.4, 20.5])
+
+
+@pytest.mark.parametrize("num_invocations", [1, 2])
+def test_a_checkpointings_figures_are_those_of_each_checkpoint(tmp_path: Path, num_invocations: int) -> None:
+    (found,) = report_all(valid_checkpointing(num_invocations=num_invocations).write(tmp_path), V3)
+    durations = [4.0 + number / 4 for number in range(10)]
+    assert list(values(found, "write duration").values()) == durations
+    assert list(values(found, "read bandwidth").values()) == pytest.approx(
+        [104.75 / duration for duration in durations]
+    )
+    assert found.row["Checkpoint Write Duration (s)"] == 5.125
+    assert found.row["Checkpoint Mode"] == "default"
+
+
+def test_a_checkpoint_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
+    tree = valid_checkpointing()
+    (first, _) = tree.leaves("checkpointing")
+    slower = json.loads(json.dumps(tree.document("checkpointing", 0, "/0_per_epoch_stats.json")))
+    slower["1"]["save_ckpt3"]["duration"] = 99.0
+    tree.files[f"{first}/1_per_epoch_stats.json"] = slower
+    (found,) = report_all(tree.write(tmp_path), V3)
+    assert values(found, "write duration")["1.save_ckpt3"] == 99.0
+    (outlier,) = next(f for f in found.figures.found if f.name == "write duration").spread.outliers
+    assert outlier.run == "1.save_ckpt3"
+
+
+def test_a_row_has_every_column_and_no_guess(tmp_path: Path) -> None:
+    training = next(
+        each for each in report_all(valid_round().write(tmp_path), V3) if "fast" in each.judged.name
+    )
+    assert tuple(training.row) == RESULT_COLUMNS
+    told = {name: cell for name, cell in training.row.items() if cell is not None}
+    assert told["Description"] == "A fast storage"
+    assert (told["Type"], told["Access Protocol"], told["# Client Nodes"]) == ("onprem", "file", 2)
+    assert (told["Verdict"], told["Issues"], told["Rules Edition"]) == ("valid", "", "v3.0")
+    assert "Public ID" not in told
+    assert "Availability" not in told
+
+
+def test_issues_are_told_in_the_row_and_the_document(tmp_path: Path) -> None:
+    submission = valid_submission()
+    submission.drop("systems/")
+    found = reported(submission, tmp_path)
+    assert found.row["Verdict"] == "invalid"
+    assert found.row["Issues"] == "structure.folders; structure.system"
+    assert {issue["rule"] for issue in document(found)["issues"]} == {"structure.folders", "structure.system"}
+
+
+def test_the_report_of_v1_is_the_one_that_the_benchmark_writes(tmp_path: Path) -> None:
+    submission = valid_submission()
+    found = reported(submission, tmp_path)
+    stated = submission.report()
+    assert found.v1 is not None
+    overall: dict[str, Any] = found.v1["overall"]
+    for name, value in stated.items():
+        if name.startswith("train_throughput"):
+            assert overall[name] == pytest.approx(value, rel=1e-9)
+    assert (overall["model"], overall["accelerator"], overall["num_benchmark_runs"]) == ("unet3d", "h100", 5)
+    assert list(found.v1["runs"]) == ["run1", "run2", "run3", "run4", "run5"]
+
+
+def test_a_folder_of_a_report_holds_a_page_all_results_and_each_by_its_path(tmp_path: Path) -> None:
+    all_reported = list(report_all(valid_round().write(tmp_path / "tree"), V3))
+    out = tmp_path / "out"
+    write_files(list(plan_folder(out, all_reported, V3)))
+    results = json.loads((out / "results.json").read_text())["results"]
+    assert len(results) == 2
+    with (out / "results.csv").open(newline="") as file:
+        assert [row["Benchmark Type"] for row in csv.DictReader(file)] == ["training", "checkpointing"]
+    for result in results:
+        assert json.loads((out / result["name"] / "results.json").read_text()) == result
+        assert (out / result["name"] / "results.csv").is_file()
+    assert "<svg" in (out / "report.html").read_text()
+
+
+def test_in_a_tree_only_our_own_files_are_replaced(tmp_path: Path) -> None:
+    tree = valid_round()
+    tree.drop("results.json")
+    root = tree.write(tmp_path)
+    before = {path for path in root.rglob("*") if path.is_file()}
+    planned, kept = plan_tree(list(report_all(root, V3)))
+    assert kept == []
+    write_files(planned)
+    added = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()} - {
+        path.relative_to(root).as_posix() for path in before
+    }
+    assert added == {
+        "closed/acme/results/fast/training/unet3d/run/results.json",
+        "closed/acme/results/fast/training/unet3d/run/results.csv",
+        "closed/acme/results/small/checkpointing/llama3-8b/results.json",
+        "closed/acme/results/small/checkpointing/llama3-8b/results.csv",
+    }
+    again = list(report_all(root, V3))
+    assert [each.judged.verdict.value for each in again] == ["valid", "valid"]
+    assert len(plan_tree(again)[0]) == 4
+
+
+def test_somebody_elses_report_stays_as_it_is(tmp_path: Path) -> None:
+    planned, kept = plan_tree([reported(valid_submission(), tmp_path / "v1")])
+    assert planned == []
+    assert "not from here; it stays as it is" in kept[0]
+    root = valid_training().write(tmp_path / "v3")
+    planned, kept = plan_tree(list(report_all(root, V3)))
+    assert planned == []
+    assert len(kept) == 1
+
+
+def test_a_v1_tree_without_a_report_gets_one_that_the_check_accepts(tmp_path: Path) -> None:
+    submission = valid_submission()
+    submission.drop("results/fast/unet3d/mlperf_storage_report.json")
+    planned, kept = plan_tree([reported(submission, tmp_path)])
+    assert kept == []
+    write_files(planned)
+    (found,) = report_all(tmp_path, V1)
+    assert found.judged.verdict.value == "valid"
