@@ -50,7 +50,9 @@ def interleave(ours: Side, theirs: Side, *, repetitions: int, unit: str) -> list
         else:
             peers, mine = theirs(), ours()
         pairs.append((mine, peers))
-    return [_ratio(name, [(mine[name], peers[name]) for mine, peers in pairs], unit) for name in pairs[0][0]]
+    return [
+        ratio_of(name, [(mine[name], peers[name]) for mine, peers in pairs], unit) for name in pairs[0][0]
+    ]
 
 
 def take_turns(sides: Sequence[Side], *, repetitions: int) -> list[dict[str, float]]:
@@ -68,10 +70,11 @@ def take_turns(sides: Sequence[Side], *, repetitions: int) -> list[dict[str, flo
 def compare(rounds: Sequence[Mapping[str, float]], name: str, pair: tuple[str, str], unit: str) -> Ratio:
     """Ours over theirs in each of the rounds, by the names of both figures."""
     ours, theirs = pair
-    return _ratio(name, [(seen[ours], seen[theirs]) for seen in rounds], unit)
+    return ratio_of(name, [(seen[ours], seen[theirs]) for seen in rounds], unit)
 
 
-def _ratio(name: str, pairs: Sequence[tuple[float, float]], unit: str) -> Ratio:
+def ratio_of(name: str, pairs: Sequence[tuple[float, float]], unit: str) -> Ratio:
+    """Ours over theirs from pairs that were measured in turn."""
     ratios = [mine / peers for mine, peers in pairs]
     return Ratio(
         name=name,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from penstock.storage import Storage
 
 BLOCK_BYTES: Final = 16 << 20
+BURST_S: Final = 0.5
+"""So much unused time a flush may make up for: what it waited for disks, or between two steps."""
 
 
 Take = Callable[[int], None]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.place import begin
 from penstock.checkpoint.keeping import DurableKeeper, retire
-from penstock.checkpoint.tiers.copying import Copy, Pace, copy_files
+from penstock.checkpoint.tiers.copying import BURST_S, Copy, Pace, copy_files
 from penstock.checkpoint.tiers.flush import Flush, FlushState
 from penstock.checkpoint.worker import lasting_worker
 from penstock.cluster.collect import cause_of, collect
@@ -42,7 +42,7 @@ class TrainerFlusher:
         self._settings = settings
         here = next(ranks for ranks in cache.nodes if members.comm.rank in ranks)
         rate = settings.bytes_per_s
-        self._pace = Pace(None if rate is None else rate / len(here))
+        self._pace = Pace(None if rate is None else rate / len(here), burst_s=BURST_S)
         self._flushes: dict[int, Future[None]] = {}
         self._sizes: dict[int, int] = {}
         self._told: set[int] = set()

@@ -1,0 +1,281 @@
+"""Saving to caches beside saving to the fast level alone, flushes beside their cap, on 4 ranks as 4 hosts.
+
+Goals: training waits for a cached, protected, flushed save at most 1.15 times as long as for a plain one,
+both in the background (a ratio of 0.87), while the flush of the save before is under way; a flush reaches 0.9
+of its cap, as the daemon's own /proc/PID/io says, too; a training step beside it keeps 0.95 of its speed; a
+cached save takes at most two system calls a file more than a plain one (1 or above; parity and flushes have
+to read each file, too); no rank holds much more than twice its state, rebuilding included.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import penstock.trace
+from harness import Ratio, ratio_of
+from penstock.checkpoint import Flush, Manager, Single, Xor
+from penstock.checkpoint.steps import Steps
+from penstock.checkpoint.tiers.daemon.folder import FlushFolder
+from penstock.storage.registry import open_here
+from penstock.testing.gloo_ranks import on_gloo_ranks
+
+NUM_RANKS = 4
+NUM_TENSORS = 4
+TENSOR_BYTES = 32 << 20
+STATE_BYTES = NUM_TENSORS * TENSOR_BYTES
+CAP_BYTES_PER_S = 64 << 20
+"""Of one rank, which is a host here: four of them stay below what a small machine's disk takes."""
+STEP_WORK_BYTES = 8 << 20
+
+Figures = dict[str, tuple[float, float]]
+"""For each thing measured: ours and theirs, higher is better."""
+
+
+def measure(repetitions: int) -> list[Ratio]:
+    """All rows; those of system calls only where strace may trace."""
+    with ExitStack() as undo:
+        folder = Path(tempfile.mkdtemp(prefix="penstock-bench-", dir=os.environ.get("PENSTOCK_BENCH_DIR")))
+        undo.callback(shutil.rmtree, folder)
+        ratios: list[Ratio] = []
+        for by in ("trainer", "daemon"):
+            seen = on_gloo_ranks(NUM_RANKS, on_levels, folder / by, repetitions, by)[0]
+            ratios += [ratio_of(name, [each[name] for each in seen], unit_of(name)) for name in seen[0]]
+        memory = on_gloo_ranks(NUM_RANKS, held_memory, folder / "memory")[0]
+        ratios += [ratio_of(name, [pair], unit_of(name)) for name, pair in memory.items()]
+        ratios += [ratio_of(name, [pair], unit_of(name)) for name, pair in system_calls(folder).items()]
+        return ratios
+
+
+def unit_of(name: str) -> str:
+    """What the two sides are, by the row's first word."""
+    words = {"flush": "MiB/s", "step": "1/s", "memory:": "MiB (theirs: measured)", "calls:": "1/calls"}
+    return words.get(name.split(maxsplit=1)[0], "1/s")
+
+
+def on_levels(rank: int, folder: Path, repetitions: int, by: Literal["trainer", "daemon"]) -> list[Figures]:
+    """On one rank: every repetition's figures, of the slowest rank."""
+    torch.set_num_threads(1)
+    state = state_of(rank)
+    flush = Flush(bandwidth=CAP_BYTES_PER_S, by=by)
+    with plain(folder) as alone, leveled(folder, rank, flush) as cached:
+        step = 1
+        background_save(alone, step, state)
+        background_save(cached, step, state)
+        beside = Beside(folder, folder / f"host-{rank}", by)
+        return [
+            one_repetition(alone, cached, state, beside, step + 2 * number)
+            for number in range(1, repetitions + 1)
+        ]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Where flushes go, and who does them."""
+
+    folder: Path
+    cache: Path
+    by: str
+
+    def written_bytes(self) -> int:
+        """What the daemon has given to devices, as the kernel counts it; 0 where there is none."""
+        pid = FlushFolder(self.cache).daemon_pid() if self.by == "daemon" else None
+        if pid is None:
+            return 0
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes:"))
+
+
+def one_repetition(
+    alone: Manager, cached: Manager, state: dict[str, Any], beside: Beside, step: int
+) -> Figures:
+    """A quiet plain save, then two cached ones: the second beside the flush of the first."""
+    folder, by = beside.folder, beside.by
+    await_durable(folder, step - 1 if step > 3 else 1)
+    quiet_s, before_bytes = step_time(), beside.written_bytes()
+    plain_s, plain_whole_s = background_save(alone, step, state)
+    # Like the one that is timed: a save that training waits for leaves other memory warm.
+    background_save(cached, step, state)
+    began_s = time.perf_counter()
+    beside_s = step_time()
+    cached_s, cached_whole_s = background_save(cached, step + 1, state)
+    await_durable(folder, step + 1)
+    took_s, cap = time.perf_counter() - began_s, CAP_BYTES_PER_S / 2**20
+    found = {
+        "save_async: plain / cached": (1 / slowest(cached_s), 1 / slowest(plain_s)),
+        "save to commit: plain / cached": (1 / slowest(cached_whole_s), 1 / slowest(plain_whole_s)),
+        "flush of two steps / its cap": (2 * STATE_BYTES / slowest(took_s) / 2**20, cap),
+        "step of training: quiet / beside a flush": (1 / slowest(beside_s), 1 / slowest(quiet_s)),
+    }
+    if by == "daemon":
+        written = beside.written_bytes() - before_bytes
+        found["flush of two steps, by /proc/PID/io / its cap"] = -largest(-written / took_s / 2**20), cap
+    return {f"{name} ({by})": pair for name, pair in found.items()}
+
+
+def held_memory(rank: int, folder: Path) -> Figures:
+    """On one rank: twice its state beside the most memory that it took, saving and rebuilding."""
+    torch.set_num_threads(1)
+    state = state_of(rank)
+    base_bytes = resident_bytes()
+    with leveled(folder, rank, None) as manager:
+        saving_bytes = peak_of(lambda: manager.save(1, state)) - base_bytes
+    if rank == 0:
+        shutil.rmtree(folder / "host-0")
+    dist.barrier()
+    with leveled(folder, rank, None) as manager:
+        rebuilding_bytes = peak_of(lambda: manager.restore(state)) - base_bytes
+    return {
+        name: (2 * STATE_BYTES / 2**20, largest((STATE_BYTES + extra) / 2**20))
+        for name, extra in (
+            ("memory: 2 states / saved with parity", saving_bytes),
+            ("memory: 2 states / rebuilt and restored", rebuilding_bytes),
+        )
+    }
+
+
+def system_calls(folder: Path) -> Figures:
+    """Calls on a checkpoint's data files: a plain save's and two more beside those of cached saves."""
+    if shutil.which("strace") is None:
+        return {}
+    calls = {way: calls_of(folder / way, way) for way in ("plain", "single", "parity", "flushed")}
+    for way, counted in calls.items():
+        print(f"  {way}: {', '.join(f'{op} {number:g}' for op, number in counted.items())} a file")
+    allowed = sum(calls["plain"].values()) + 2
+    return {
+        f"calls: plain and 2 / {way}": (1 / sum(calls[way].values()), 1 / allowed)
+        for way in ("single", "parity", "flushed")
+    }
+
+
+def calls_of(folder: Path, way: str) -> Mapping[str, float]:
+    """System calls by name, a data file, of one save by two ranks under strace."""
+    folder.mkdir()
+    trace = folder / "calls.strace"
+    program = [sys.executable, __file__, "one-save", str(folder), way]
+    command = ["strace", "-f", "--seccomp-bpf", "-qq", "-ttt", "-T", "-y", "-o", str(trace)]
+    command += ["-e", "trace=%file,%desc", *program]
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
+    with penstock.trace.load(trace, where="path LIKE '%.distcp'") as run:
+        rows = run.events.filter("NOT contains(path, '/durable/')" if way != "plain" else "true")
+        counted = dict(rows.aggregate("name, count(*)").fetchall())
+        (num_files,) = rows.aggregate("count(DISTINCT parse_filename(path))").fetchall()[0]
+    return {name: number / num_files for name, number in sorted(counted.items())}
+
+
+def one_save(rank: int, folder: Path, way: str) -> None:
+    """What strace looks at: one save, and what follows it."""
+    torch.set_num_threads(1)
+    state = {f"rank_{rank}": torch.ones(1 << 18)}
+    flush = Flush() if way == "flushed" else None
+    with plain(folder) if way == "plain" else leveled(folder, rank, flush, parity=way != "single") as manager:
+        manager.save(1, state)
+
+
+@contextmanager
+def plain(folder: Path) -> Iterator[Manager]:
+    """A manager of the fast level alone."""
+    with Manager(folder / "fast", keep=1) as manager:
+        yield manager
+
+
+@contextmanager
+def leveled(folder: Path, rank: int, flush: Flush | None, *, parity: bool = True) -> Iterator[Manager]:
+    """A manager with caches on the fast level, each rank a host."""
+    with Manager(
+        folder / "durable",
+        keep=1,
+        cache=folder / f"host-{rank}",
+        redundancy=Xor(group=NUM_RANKS) if parity else Single(),
+        flush=flush,
+        keep_cached=1,
+        failure_domain=f"host-{rank}",
+    ) as manager:
+        yield manager
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """Tensors that no other rank has."""
+    return {f"rank_{rank}_{number}": torch.randn(TENSOR_BYTES // 4) for number in range(NUM_TENSORS)}
+
+
+def background_save(manager: Manager, step: int, state: dict[str, Any]) -> tuple[float, float]:
+    """How long training waits, and until the step is committed."""
+    dist.barrier()
+    began_s = time.perf_counter()
+    handle = manager.save_async(step, state)
+    blocked_s = time.perf_counter() - began_s
+    handle.result()
+    return blocked_s, time.perf_counter() - began_s
+
+
+def await_durable(folder: Path, step: int) -> None:
+    """Wait until all ranks see the step on the durable level, or a newer one."""
+    steps = Steps(open_here(folder / "durable"))
+    end_s = time.monotonic() + 120
+    while max(steps.committed(), default=0) < step:
+        assert time.monotonic() < end_s, f"step {step} was never flushed"
+        time.sleep(0.01)
+    dist.barrier()
+
+
+def step_time() -> float:
+    """The median of some steps of a training that sleeps and then touches memory."""
+    work, took = np.ones(STEP_WORK_BYTES // 8, dtype=np.int64), []
+    for _ in range(15):
+        began_s = time.perf_counter()
+        time.sleep(0.02)
+        work += 1
+        took.append(time.perf_counter() - began_s)
+    return float(np.median(took))
+
+
+def peak_of(work: Callable[[], object]) -> int:
+    """The most memory that this process had while `work` ran."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    work()
+    return status_bytes("VmHWM")
+
+
+def resident_bytes() -> int:
+    """What this process has now."""
+    return status_bytes("VmRSS")
+
+
+def status_bytes(name: str) -> int:
+    """A line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+def slowest(seconds: float) -> float:
+    """The largest of all ranks'."""
+    return largest(seconds)
+
+
+def largest(figure: float) -> float:
+    """The largest of all ranks'."""
+    found = torch.tensor([figure], dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return float(found)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["one-save"]:
+        on_gloo_ranks(2, one_save, Path(sys.argv[2]), sys.argv[3])
+    else:
+        for ratio in measure(repetitions=5):
+            print(ratio.line(None))
