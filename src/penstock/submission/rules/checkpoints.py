@@ -312,7 +312,7 @@ class Gap(Rule):
     id = "checkpoint.gap"
     title = "Reading begins soon after writing ended"
     source = "4.7.1, by the marks that the tool itself makes"
-    formula = "begin of the reading invocation - end of the writing one <= max_gap_s; below 0 clocks differ (warning)"
+    formula = "begin of reading - end of writing <= max_gap_s; below 0 the clocks differ (warning)"
     passes = "20 seconds"
     fails = "31 seconds"
 

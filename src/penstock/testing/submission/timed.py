@@ -92,6 +92,13 @@ class Round:
         found: dict[str, Any] = self.document(phase, number, "dlio_config/config.yaml")["workload"]
         return found
 
+    def rename_model(self, model: str) -> None:
+        """Make the checkpointing one of another model, whose own configuration it has."""
+        self.rename("llama3-8b", model)
+        for leaf in range(len(self.leaves("checkpointing"))):
+            self.metadata("checkpointing", leaf)["model"] = model
+            self.config("checkpointing", leaf)["model"] = copy.deepcopy(cards()[model].sections["model"])
+
     def overrides(self, phase: str, number: int = 0) -> list[str]:
         """What a leaf's command line set."""
         found: list[str] = self.document(phase, number, "dlio_config/overrides.yaml")
