@@ -103,9 +103,13 @@ class Daemon:
         *,
         open_storage: Callable[[str], Storage] = open_here,
         clock: Callable[[], float] = time.time,
+        linger_s: float = LINGER_S,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self._folder = folder
         self._held = held
+        self._linger_s = linger_s
+        self._patience_s = patience_s
         self._open_storage = open_storage
         self._clock = clock
         self._journal = Journal(folder.journal)
@@ -205,8 +209,8 @@ class Daemon:
             self._busy_at_s = self._succeeded_at_s = now_s
             return False
         if self._folder.orders.steps():
-            return now_s - self._succeeded_at_s > PATIENCE_S
-        return now_s - self._busy_at_s > LINGER_S
+            return now_s - self._succeeded_at_s > self._patience_s
+        return now_s - self._busy_at_s > self._linger_s
 
     def _warn_once(self, step: int, error: DataDamaged) -> None:
         if step not in self._unreadable:
