@@ -16,8 +16,8 @@ from penstock.submission.metrics import deviation, mean
 CONFIDENCE: Final = 0.95
 MOST_SCORE: Final = 3.5
 """A modified z-score beyond this makes an outlier (Iglewicz and Hoaglin, 1993)."""
-_OF_MEDIAN_DEVIATION: Final = 1.4826
-_OF_MEAN_DEVIATION: Final = 1.2533
+OF_MEDIAN_DEVIATION: Final = 1.4826
+OF_MEAN_DEVIATION: Final = 1.2533
 """What makes either deviation from the median comparable with a standard deviation."""
 
 
@@ -94,9 +94,9 @@ def _interval(numbers: tuple[float, ...]) -> tuple[float, float] | None:
 def _outliers(values: Mapping[str, float]) -> list[Outlier]:
     middle = median(values.values())
     apart = {run: abs(value - middle) for run, value in values.items()}
-    scale, name = _OF_MEDIAN_DEVIATION * median(apart.values()), "median absolute deviation"
+    scale, name = OF_MEDIAN_DEVIATION * median(apart.values()), "median absolute deviation"
     if scale == 0:  # more than half of the runs are equal to the last digit
-        scale, name = _OF_MEAN_DEVIATION * mean(tuple(apart.values())), "mean absolute deviation"
+        scale, name = OF_MEAN_DEVIATION * mean(tuple(apart.values())), "mean absolute deviation"
     if scale == 0:
         return []
     return [

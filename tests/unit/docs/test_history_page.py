@@ -1,0 +1,46 @@
+"""The page's sections on history and on what a check and a report write name things as they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from typer.main import get_command
+
+from penstock.cli.results import app
+from penstock.results.history.file import FILE, FOLDER, TRASH
+from penstock.results.history.selection import INCOMPLETE, outcomes_of
+from penstock.submission.reports.spread import (
+    CONFIDENCE,
+    MOST_SCORE,
+    OF_MEAN_DEVIATION,
+    OF_MEDIAN_DEVIATION,
+)
+from penstock.submission.reports.spreadsheet import FINDING_COLUMNS
+
+DOCS = Path(__file__).parents[3] / "docs"
+HISTORY = (DOCS / "results.md").read_text(encoding="utf-8").partition("## History")[2]
+SUBMISSION = (DOCS / "submission.md").read_text(encoding="utf-8")
+
+
+def test_files_and_outcomes_are_named_as_they_are() -> None:
+    assert f"`{FOLDER}/{FILE}`" in HISTORY
+    assert f"`{FOLDER}/{TRASH}/BATCH/`" in HISTORY
+    assert f"`{INCOMPLETE}`" in HISTORY
+    assert all(f"`{outcome}`" in HISTORY for outcome in outcomes_of(INCOMPLETE))
+
+
+def test_every_verb_and_option_of_the_section_is_there() -> None:
+    section = HISTORY.partition("\n## ")[0]
+    command = get_command(app)
+    verbs = getattr(command, "commands", {})
+    options = {option for verb in verbs.values() for each in verb.params for option in each.opts}
+    assert {"ls", "rm", "restore", "rerun"} <= set(verbs)
+    assert set(re.findall(r"(--[a-z][a-z-]+)", section)) <= options
+
+
+def test_columns_and_limits_of_reports_are_those_of_the_code() -> None:
+    assert ", ".join(FINDING_COLUMNS) in SUBMISSION
+    for number in (MOST_SCORE, OF_MEDIAN_DEVIATION, OF_MEAN_DEVIATION):
+        assert f"{number}" in SUBMISSION
+    assert f"{CONFIDENCE * 100:.0f} % confidence" in SUBMISSION
