@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import typer
 
-from penstock.cli.checkpoint import convert, diff, halt, ls, models, plan, rm, run, show, size, study, verify
+from penstock.cli.checkpoint import (
+    convert,
+    diff,
+    flush,
+    halt,
+    ls,
+    models,
+    plan,
+    rm,
+    run,
+    show,
+    size,
+    status,
+    study,
+    verify,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Can it take and give back checkpoints, and how fast?")
 
@@ -16,6 +31,7 @@ def checkpoint() -> None:
 
 app.command()(convert.convert)
 app.command()(diff.diff)
+app.command()(flush.flush)
 app.command()(halt.halt)
 app.command("ls")(ls.list_checkpoints)
 app.command()(models.models)
@@ -24,5 +40,6 @@ app.command("rm")(rm.remove)
 app.command()(run.run)
 app.command()(show.show)
 app.command()(size.size)
+app.command()(status.status)
 app.command()(study.study)
 app.command()(verify.verify)
