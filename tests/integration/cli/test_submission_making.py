@@ -123,3 +123,30 @@ def test_a_data_set_that_is_too_small_is_refused_with_the_proof(
     refused = penstock("submission", "run", "training", "unet3d_b200", *SMALL, *place)
     assert refused.returncode == 2
     assert "500 steps x 7 samples x 1 accelerators = 3,500 files" in refused.stderr
+
+
+def test_a_description_is_written_once_and_then_held_against_the_machine(
+    tree: str, tmp_path: Path, penstock: Penstock
+) -> None:
+    words = ("submission", "describe", "--submission", tree, "--system", "fast", "--closed", "--json")
+    first = penstock(*words)
+    assert first.returncode == 1
+    told = json.loads(first.stdout)
+    path = Path(tree, "closed/acme/systems/fast.yaml")
+    assert (told["file"], told["is_new"], told["drift"]) == (str(path), True, [])
+    assert {
+        key: problem[key]
+        for problem in told["problems"]
+        if "deployment" in problem["path"]
+        for key in ("path", "line")
+    } == {"path": "system_under_test.deployment", "line": 18}
+    mended = path.read_text().replace("deployment: null", "deployment: onprem")
+    path.write_text(mended.replace("quantity: 1", "quantity: 3"))
+    again = json.loads(penstock(*words).stdout)
+    assert not again["is_new"]
+    assert [line for line in again["drift"] if line[1:].strip().startswith("quantity")] == [
+        "-    quantity: 3",
+        "+    quantity: 1",
+    ]
+    assert not any("deployment" in problem["path"] for problem in again["problems"])
+    assert "quantity: 3" in path.read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from penstock.cli.submission.check import check
+from penstock.cli.submission.describe import describe
 from penstock.cli.submission.init import init
 from penstock.cli.submission.report import report
 from penstock.cli.submission.rules import rules
@@ -13,6 +14,7 @@ from penstock.cli.submission.status import status
 
 app = typer.Typer(no_args_is_help=True, help="Make a submission; judge its files; explain the rules.")
 app.command()(init)
+app.command()(describe)
 app.add_typer(run_app, name="run")
 app.command()(status)
 app.command()(check)

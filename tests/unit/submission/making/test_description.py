@@ -1,0 +1,159 @@
+"""The description of a system from what its machines tell."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.cluster.facts.model import (
+    Absent,
+    ClusterFacts,
+    Cpu,
+    Drive,
+    HostReport,
+    Nic,
+    Present,
+)
+from penstock.submission.documents import read_description
+from penstock.submission.making.description import describe, drift, first_text
+from penstock.submission.system import problems
+
+
+def host(name: str, *, cores: int = 64) -> Present:
+    drive = {"name": "nvme0n1", "model": "Fast", "transport": "nvme", "size_bytes": 3_840_000_000_000}
+    processor = {"model": "Processor 9", "machine": "x86_64", "num_sockets": 2}
+    report = HostReport(
+        name=name,
+        boot_id=None,
+        cpu=Cpu.model_validate({**processor, "num_logical": 2 * cores, "num_physical": cores}),
+        memory_bytes=503 * 2**30,
+        numa=None,
+        nics=tuple(
+            Nic(name=f"eth{number}", kind="ethernet", state="up", mtu=9000, speed_mbit_per_s=200_000)
+            for number in range(2)
+        ),
+        drives=(Drive.model_validate({**drive, "is_rotational": False}),),
+        mounts=(),
+        kernel="Linux 6.1",
+        system="Debian GNU/Linux 12",
+        dmi={"product_name": "Box 1"},
+        sysctl={},
+        limits={},
+        environment={},
+        versions={},
+        clock=None,
+        unread={},
+    )  # fmt: skip
+    return Present(host=name, asked_unix_s=0.0, answered_unix_s=1.0, report=report)
+
+
+def cluster(*present: Present) -> ClusterFacts:
+    names = tuple(each.host for each in present)
+    return ClusterFacts(
+        via="mpi", collected_at="2026-07-01", asked=names, is_partial=False, present=present, absent=()
+    )
+
+
+def filled(tree: dict[str, Any]) -> dict[str, Any]:
+    """What a human would have made of it."""
+    written = copy.deepcopy(tree)
+    system = written["system_under_test"]
+    system["solution"] |= {
+        "friendly_description": "A fast storage",
+        "architecture": {
+            "storage_location": "remote",
+            "benchmark_API": "file",
+            "product_API": "file",
+            "client_footprint": "open_source",
+            "client_installation": "in_box",
+        },
+        "capabilities": {
+            "multi_host": True,
+            "simultaneous_write": True,
+            "simultaneous_read": True,
+            "remap_time_in_seconds": 0,
+        },
+    }
+    system["deployment"] = "onprem"
+    for client in system["clients"]:
+        client["friendly_description"] = "A client"
+        client["networking"][0]["traffic"] = ["data"]
+        client["drives"][0] |= {"vendor_name": "Drives & Co", "media_type": "TLC"}
+    return written
+
+
+def test_equal_hosts_are_one_kind_of_client() -> None:
+    clients = describe(cluster(host("a"), host("b"), host("c", cores=32)), "fast")["system_under_test"][
+        "clients"
+    ]
+    assert [(client["quantity"], client["chassis"]["cpu_cores"]) for client in clients] == [(2, 64), (1, 32)]
+    assert clients[0]["chassis"] == {
+        "model_name": "Box 1",
+        "cpu_model": "Processor 9",
+        "cpu_qty": 2,
+        "cpu_cores": 64,
+        "memory_capacity": 503,
+    }
+    assert clients[0]["networking"][0] | {"traffic": None} == {
+        "unit_count": 2, "type": "ethernet", "state": "up", "speed": 200, "traffic": None,
+    }  # fmt: skip
+    assert clients[0]["drives"][0]["capacity_in_GB"] == 3840
+
+
+def test_what_was_collected_and_filled_in_fits_the_schema(tmp_path: Path) -> None:
+    path = tmp_path / "fast.yaml"
+    path.write_text(yaml.safe_dump(filled(describe(cluster(host("a")), "fast")), sort_keys=False))
+    assert problems(read_description(path, tmp_path)) == []
+
+
+def test_what_is_to_be_filled_in_has_a_hint_and_a_line_in_the_schemas_words(tmp_path: Path) -> None:
+    path = tmp_path / "fast.yaml"
+    path.write_text(first_text(describe(cluster(host("a")), "fast")))
+    lines = path.read_text().splitlines()
+    for problem in problems(read_description(path, tmp_path)):
+        around = lines[problem.line - 1 : problem.line + 5]
+        assert any("null  # " in line for line in around), problem
+    assert yaml.safe_load(path.read_text()) == describe(cluster(host("a")), "fast")
+
+
+def test_the_humans_part_is_never_drift() -> None:
+    collected = describe(cluster(host("a")), "fast")
+    written = filled(collected)
+    written["system_under_test"]["product_nodes"] = [{"quantity": 4}]
+    written["system_under_test"]["clients"][0]["drives"][0]["performance"] = {"form_factor": "U.2"}
+    assert drift(written, collected, name="fast.yaml") == ()
+
+
+@pytest.mark.parametrize("change", ["cores", "hosts", "speed"])
+def test_what_machines_say_otherwise_is_a_line_of_the_diff(change: str) -> None:
+    collected = describe(cluster(host("a"), host("b")), "fast")
+    written = filled(collected)
+    client = written["system_under_test"]["clients"][0]
+    if change == "cores":
+        client["chassis"]["cpu_cores"] = 48
+        expected = ["-      cpu_cores: 48", "+      cpu_cores: 64"]
+    elif change == "hosts":
+        client["quantity"] = 3
+        expected = ["-    quantity: 3", "+    quantity: 2"]
+    else:
+        client["networking"][0]["speed"] = 100
+        expected = ["-      speed: 100", "+      speed: 200"]
+    told = drift(written, collected, name="fast.yaml")
+    assert [line for line in told if line[0] in "+-" and line[:3] not in ("---", "+++")] == expected
+
+
+def test_an_absent_host_leaves_the_facts_partial() -> None:
+    absent = Absent(host="b", reason="no answer", exit_code=None, stderr="")
+    facts = ClusterFacts(
+        via="mpi",
+        collected_at="2026",
+        asked=("a", "b"),
+        is_partial=True,
+        present=(host("a"),),
+        absent=(absent,),
+    )
+    assert describe(facts, "fast")["system_under_test"]["clients"][0]["quantity"] == 1
