@@ -102,7 +102,7 @@ def configurations(num_ranks: int, *, parity_every: int) -> tuple[Configuration,
         ),
         Configuration(
             name="interval_flushed",
-            says=f"flushed in the background, every checkpoint cached, every {parity_every}th protected",
+            says=f"flushed in the background, cached, one of {parity_every} protected by parity",
             level=Level.FAST,
             caching=cached(Single(), replace(parity, every=parity_every), is_flushed=True),
         ),

@@ -122,8 +122,8 @@ def check(request: StudyRequest, environment: Environment, *, trace_variable: st
         )
     if request.parity_every > request.num_checkpoints and "interval_flushed" in redundant:
         raise UsageError(
-            f"Of {request.num_checkpoints} checkpoints none would be protected with every "
-            f"{request.parity_every}th",
+            f"Of {request.num_checkpoints} checkpoints none would be protected with --parity-every "
+            f"{request.parity_every}",
             where="--parity-every",
             fix="Take more --checkpoints, or a shorter interval.",
         )

@@ -112,7 +112,8 @@ def make_saver(
         keep=KEPT,
         cache=open_level(Level.FAST, domain),
         redundancy=row.caching.schemes,
-        flush=Flush() if row.caching.is_flushed else None,
+        # A daemon would not be in this process's trace.
+        flush=Flush(by="trainer") if row.caching.is_flushed else None,
         keep_cached=KEPT,
         failure_domain=domain,
     )

@@ -95,8 +95,9 @@ def study(
     """Save the same checkpoints by eight configurations of levels, trace each, and set them side by side.
 
     direct_slow and direct_fast write plain files; bypass saves past the cache; single and cached save to it,
-    in one copy and protected by parity; *_flushed flush it in the background. On one machine each of the 4
-    ranks plays a host with a cache of its own. An interrupted study goes on with the rows that are missing.
+    in one copy and protected by parity; single_flushed and cached_flushed also flush in the background, and
+    interval_flushed protects only some. On one machine each rank, of 4 unless --ranks says otherwise, plays
+    a host with a cache of its own. An interrupted study goes on with the rows that are missing.
 
     Examples:
 
@@ -188,5 +189,4 @@ def _row(row: RowRecord) -> dict[str, str]:
         "for one": format_seconds(median(row.blocked_s)),
         "drain": format_seconds(row.drain_s),
         "took": format_seconds(row.took_s),
-        "is": row.says,
     }
