@@ -65,15 +65,15 @@ def _cosmoflow_at_its_own_minimum(submission: Submission) -> None:
 @pytest.mark.parametrize(
     ("change", "rule", "verdict"),
     [
-        pytest.param(_more_files_than_needed, "sizing.steps", Verdict.PASS, id="D-1"),
-        pytest.param(_too_few_for_500_steps, "sizing.steps", Verdict.FAIL, id="D-2"),
-        pytest.param(_mixed_memory_within_its_sum, "sizing.memory", Verdict.PASS, id="D-3-within"),
-        pytest.param(_mixed_memory_beyond_its_sum, "sizing.memory", Verdict.FAIL, id="D-3-beyond"),
-        pytest.param(_fields_of_real_runs, "utilization.stated", Verdict.PASS, id="D-5"),
-        pytest.param(_cosmoflow_at_its_own_minimum, "utilization.minimum", Verdict.PASS, id="D-6"),
-        pytest.param(_capitals, "runs.same", Verdict.PASS, id="D-17"),
-        pytest.param(_capitals, "parameters.allowed", Verdict.PASS, id="D-22"),
-        pytest.param(_keys_of_runs, "parameters.allowed", Verdict.PASS, id="D-31"),
+        pytest.param(_more_files_than_needed, "sizing.steps", Verdict.PASS, id="v1.0-D-1"),
+        pytest.param(_too_few_for_500_steps, "sizing.steps", Verdict.FAIL, id="v1.0-D-2"),
+        pytest.param(_mixed_memory_within_its_sum, "sizing.memory", Verdict.PASS, id="v1.0-D-3-within"),
+        pytest.param(_mixed_memory_beyond_its_sum, "sizing.memory", Verdict.FAIL, id="v1.0-D-3-beyond"),
+        pytest.param(_fields_of_real_runs, "utilization.stated", Verdict.PASS, id="v1.0-D-5"),
+        pytest.param(_cosmoflow_at_its_own_minimum, "utilization.minimum", Verdict.PASS, id="v1.0-D-6"),
+        pytest.param(_capitals, "runs.same", Verdict.PASS, id="v1.0-D-17"),
+        pytest.param(_capitals, "parameters.allowed", Verdict.PASS, id="v1.0-D-22"),
+        pytest.param(_keys_of_runs, "parameters.allowed", Verdict.PASS, id="v1.0-D-31"),
     ],
 )
 def test_the_rules_decide(
