@@ -15,6 +15,7 @@ import selectors
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -94,7 +95,7 @@ class ControlServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closing = True
-        self._wake_in.send(b"!")
+        self._wake()
         self._thread.join(timeout=KILL_S)
         self._wake_in.close()
 
@@ -134,7 +135,11 @@ class ControlServer:
     def stop(self, failure: Failed) -> None:
         """Stop the job for a reason from outside. A failure that came earlier stays the reason."""
         self._requested.append(failure)
-        self._wake_in.send(b"!")
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BrokenPipeError):  # it was awake, and has ended already
+            self._wake_in.send(b"!")
 
     def _serve(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ)

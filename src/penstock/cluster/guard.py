@@ -195,6 +195,9 @@ class Guard:
                 for key, _ in self._selector.select(timeout=self._patience_s()):
                     key.data()
                 self._lose_patience()
+        if self._post.server is not None:
+            # A launcher may have ended this rank for another's failure before that was heard of on the line.
+            self._failure = self._post.server.failure or self._failure
         if self._failure is not None and self._speaks_for_the_job():
             self._post.announce(self._failure)
         return self._own_exit_code()

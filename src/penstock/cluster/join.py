@@ -105,21 +105,23 @@ def _share_server(comm: Comm, post: Post, line: RankLine) -> None:
 def _failures_told(line: RankLine, rank: int, host: str) -> Iterator[None]:
     """Turn however the body fails into a message for all ranks and an exit of this one."""
     try:
-        yield
+        try:
+            yield
+        except SystemExit as wish:
+            if wish.code not in (None, 0):
+                cause = f"it left with exit code {wish.code} while others were at work"
+                line.failed(Failed(rank=rank, host=host, cause=cause))
+                raise
+            line.finished()
+            raise
+        except Exception as error:  # noqa: BLE001 - gathered: a failure of one rank reaches all
+            failure = failure_of(error, rank, host)
+            line.failed(failure)
+            sys.exit(failure.error().exit_code)
     except KeyboardInterrupt:
+        # Also when another rank's failure ends this one while it tells of its own.
         line.failed(Failed(rank=rank, host=host, cause="interrupted", ending=Ending.INTERRUPTED))
         sys.exit(130)
-    except SystemExit as wish:
-        if wish.code not in (None, 0):
-            cause = f"it left with exit code {wish.code} while others were at work"
-            line.failed(Failed(rank=rank, host=host, cause=cause))
-            raise
-        line.finished()
-        raise
-    except Exception as error:  # noqa: BLE001 - gathered: a failure of one rank reaches all
-        failure = failure_of(error, rank, host)
-        line.failed(failure)
-        sys.exit(failure.error().exit_code)
 
 
 def failure_of(error: Exception, rank: int, host: str) -> Failed:
