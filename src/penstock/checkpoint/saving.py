@@ -6,11 +6,10 @@ as an object that cannot be packed, is raised on all of them before anything is 
 
 from __future__ import annotations
 
-import fnmatch
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,6 +22,7 @@ from penstock.checkpoint.dcp.pickled import without_collections
 from penstock.checkpoint.dcp.transforms import require_known
 from penstock.checkpoint.image import lay_out
 from penstock.checkpoint.manifest import manifest_bytes, manifest_of
+from penstock.checkpoint.patterns import matches
 from penstock.checkpoint.pieces import Boxes, Contents, StoredBoxes, StoredObject
 from penstock.checkpoint.plan.agreement import Planner
 from penstock.checkpoint.plan.records import SaveOptions
@@ -33,12 +33,12 @@ from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.state import leaves_of
 from penstock.checkpoint.stateful import opened
 from penstock.checkpoint.tensors import held_of_leaves, is_tensor, mesh_of
-from penstock.cluster.collect import collect
+from penstock.checkpoint.together import together
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import SaveChoice, State
+    from penstock.checkpoint.engine import Names, SaveChoice, State
     from penstock.checkpoint.manifest import Fact
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.pieces import TensorFacts
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.tensors import Holding
     from penstock.cluster.comm import Comm
 
-Result = TypeVar("Result")
+AWAITED = "all ranks to look at what they hold"
 
 WAITING_BUFFER_BYTES = 128 << 20
 """Where the caller waits for the commit, more make nothing faster; object stores keep some in flight."""
@@ -83,10 +83,10 @@ class Saver:
         """Let all ranks agree who writes what of `state`. Collective."""
         began_s = time.perf_counter()
         comm = members.comm
-        holding = _on_all(comm, lambda: _held(state, choice))
+        holding = together(comm, lambda: _held(state, choice), awaiting=AWAITED)
         planner = self._planners.setdefault(comm, Planner(comm))
         agreed = planner.agree(holding.held, self._options)
-        share = _on_all(comm, lambda: self._share(agreed, comm.rank, holding, choice))
+        share = together(comm, lambda: self._share(agreed, comm.rank, holding, choice), awaiting=AWAITED)
         return Prepared(
             agreed,
             replace(share, plan_s=time.perf_counter() - began_s),
@@ -233,11 +233,10 @@ def _held(state: State, choice: SaveChoice) -> Holding:
     return replace(holding, held=replace(holding.held, tensors=tensors))
 
 
-def _chosen(leaves: Sequence[Leaf], only: str | Sequence[str] | None) -> Sequence[Leaf]:
+def _chosen(leaves: Sequence[Leaf], only: Names | None) -> Sequence[Leaf]:
     if only is None:
         return leaves
-    patterns = (only,) if isinstance(only, str) else tuple(only)
-    chosen = [leaf for leaf in leaves if any(fnmatch.fnmatchcase(leaf.name, each) for each in patterns)]
+    chosen = [leaf for leaf in leaves if matches(leaf.name, only)]
     if leaves and not chosen:
         raise UsageError(
             f"No part of the state matches only={only!r}",
@@ -274,12 +273,3 @@ def _own_paths(agreed: AgreedSave, plan: SavePlan, holding: Holding) -> dict[str
             is_common = placed.stored_name == placed.name
             own[placed.stored_name] = paths[placed.name] if is_common else (placed.stored_name,)
     return own
-
-
-def _on_all(comm: Comm, work: Callable[[], Result]) -> Result:
-    """What `work` gives on this rank; where it raises on any, all raise. Alone, the error is its own."""
-    if comm.size == 1:
-        return work()
-    done: list[Result] = []
-    collect(comm, lambda: done.append(work()), awaiting="all ranks to look at what they hold")
-    return done[0]

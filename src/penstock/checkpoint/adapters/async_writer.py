@@ -24,13 +24,12 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.commit.whole import require_whole
-from penstock.checkpoint.image import FileImage, lay_out
 from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.staging.base import RankShare
 from penstock.checkpoint.staging.memory import StagingMemory
 from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
-from penstock.checkpoint.torch_dcp.writer import _Deal, _seal
+from penstock.checkpoint.torch_dcp.rank_items import RankItems, seal_of
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
 from penstock.storage.powers import for_large_files
 from penstock.storage.registry import open_here
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
 
+    from penstock.checkpoint.image import FileImage
     from penstock.checkpoint.stored import AnyPath
 
 DEFAULT_STAGING_BYTES = 256 << 20
@@ -112,7 +112,7 @@ class AsyncWriter:
         self._options = SaveOptions(writers=writers, separation_hint=separation_hint)
         self._staging_bytes = staging_bytes
         self._snapshots = snapshots
-        self._deal: _Parts | None = None
+        self._items: RankItems | None = None
         self._work: Work | None = None
         self._report = ""
 
@@ -140,16 +140,16 @@ class AsyncWriter:
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """All ranks: lay out this rank's files."""
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self._deal = deal = _Parts(plan.items, planner, rank, self._options)
-        images = deal.images()
+        self._items = items = RankItems(plan.items, planner, rank, self._options)
+        images = items.images()
         if not images:
             return
         self._work = Work(
             folder=self.checkpoint_id,
             rank=rank,
             images=images,
-            parts=deal.parts(copies=self._snapshots),
-            num_bytes=deal.num_bytes,
+            parts=_parts_of(items, copies=self._snapshots),
+            num_bytes=items.payload_bytes,
             writers=self._options.writers,
             staging_bytes=self._staging_bytes,
         )
@@ -168,7 +168,7 @@ class AsyncWriter:
 
     def retrieve_write_results(self) -> list[WriteResult] | Any:
         """All ranks, after the writing: what came of it; a failure as torch passes them to other ranks."""
-        assert self._deal is not None, "prepare_write_data comes first"
+        assert self._items is not None, "prepare_write_data comes first"
         if self._work is None:
             return []
         report, self._work = Path(self._report), None
@@ -179,19 +179,11 @@ class AsyncWriter:
             error = StorageError("The process that was to write ended early", uri=self.checkpoint_id)
             return _wrap_exception(error)
         report.unlink()
-        return self._deal.results(outcome) if isinstance(outcome, RankShare) else _wrap_exception(outcome)
+        return self._items.results(outcome) if isinstance(outcome, RankShare) else _wrap_exception(outcome)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: make it a checkpoint, now that all ranks have written."""
-        metadata.storage_data = {}
-        metadata.storage_meta = self.storage_meta()
-        shares: list[RankShare] = []
-        for result in (each for rank in results for each in rank):
-            if isinstance(result.storage_data, RankShare):
-                shares.append(result.storage_data)
-            else:
-                metadata.storage_data[result.index] = result.storage_data
-        seal = _seal(metadata, shares, "", num_ranks=len(results))
+        seal = seal_of(metadata, results, self.storage_meta(), save_id="")
         storage = open_here(self.checkpoint_id)
         found = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
         require_whole(found, seal.sizes, storage.uri)
@@ -203,30 +195,15 @@ class AsyncWriter:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
 
-class _Parts(_Deal):
-    """One rank's items, with what is in them rather than payloads, which cannot travel."""
+def _parts_of(items: RankItems, *, copies: bool) -> dict[str, list[bytes | torch.Tensor]]:
+    """What is in the files, as it can travel; with `copies`, main memory is copied."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all payloads."""
-        return self._plan.num_bytes
+    def part_of(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # Others come to main memory before anybody writes, and are copied by that.
+        memory = memory.to(dtype)
+        return memory.clone() if copies and memory.is_cpu else memory
 
-    def images(self) -> tuple[FileImage, ...]:
-        """The files, laid out; none where there is nothing to write."""
-        return tuple(lay_out(bucket, self._plan.tensors) for bucket in self._plan.buckets)
-
-    def parts(self, *, copies: bool) -> dict[str, list[bytes | torch.Tensor]]:
-        """By file, in order; with `copies`, what lies in main memory is the caller's no more."""
-        parts: dict[str, list[bytes | torch.Tensor]] = {}
-        for bucket in self._plan.buckets:
-            parts[bucket.file] = [self._contents[each.name] for each in bucket.objects]
-            for item in self._boxes_of(bucket.boxes):
-                memory = self._planner.resolve_data(item)
-                assert isinstance(memory, torch.Tensor), "torch's planners resolve tensors to tensors"
-                memory = memory.detach()
-                # Others come to main memory before anybody writes, and are copied by that.
-                parts[bucket.file].append(memory.clone() if copies and memory.is_cpu else memory)
-        return parts
+    return items.contents(bytes, part_of)
 
 
 def _written(work: Work) -> RankShare:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from penstock.checkpoint.patterns import matches
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ class Selection:
 def select(opened: Opened, only: Sequence[str]) -> Selection:
     """What matches one of the patterns; all without patterns. Nothing at all is a `UsageError`."""
 
-    def matches(name: str) -> bool:
-        return not only or any(fnmatchcase(name, pattern) for pattern in only)
+    def is_chosen(name: str) -> bool:
+        return not only or matches(name, only)
 
     contents = opened.contents
     chosen = Selection(
-        tuple(number for number, facts in enumerate(contents.tensors) if matches(facts.name)),
-        tuple(one for one in contents.objects if matches(one.name)),
+        tuple(number for number, facts in enumerate(contents.tensors) if is_chosen(facts.name)),
+        tuple(one for one in contents.objects if is_chosen(one.name)),
     )
     if only and not (chosen.tensors or chosen.objects):
         raise UsageError(

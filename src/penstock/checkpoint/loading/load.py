@@ -20,7 +20,7 @@ from penstock.checkpoint.loading.gloo import GlooLines
 from penstock.checkpoint.loading.landing import Target, wait_for_devices
 from penstock.checkpoint.loading.locating import located
 from penstock.checkpoint.loading.moving import Means, Moved, move
-from penstock.checkpoint.loading.opening import on_all, open_together
+from penstock.checkpoint.loading.opening import open_together
 from penstock.checkpoint.loading.reading import Buffers, ReadSettings
 from penstock.checkpoint.loading.rechecking import recheck
 from penstock.checkpoint.loading.selecting import Selection, select
@@ -31,6 +31,7 @@ from penstock.checkpoint.plan.loading import NobodyCanRead, rank_load_plan, shar
 from penstock.checkpoint.plan.records import LoadOptions
 from penstock.checkpoint.stateful import loading_into
 from penstock.checkpoint.tensors import destinations
+from penstock.checkpoint.together import together
 from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
 from penstock.storage.powers import for_large_files
@@ -132,7 +133,7 @@ class _Load:
         contents = located(self._opened, self._storage, self._comm)
         self._opened = replace(self._opened, contents=contents)
         lines = as_lines(contents)
-        holding, selection, wishes = on_all(
+        holding, selection, wishes = together(
             self._comm,
             lambda: self._wish(state, contents, lines),
             awaiting="all ranks to match their state with the checkpoint",
@@ -147,7 +148,7 @@ class _Load:
             lambda stopping: self._move(plan, lines, (wishes.boxes, targets), progress, stopping),
             awaiting="all ranks to load their parts",
         )
-        values = on_all(
+        values = together(
             self._comm,
             lambda: unpack(self._opened, lines, wishes, targets, trust=self._choice.trust),
             awaiting="all ranks to unpack what they have loaded",

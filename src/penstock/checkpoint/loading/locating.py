@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.checkpoint.dcp.items import HEAD_BYTES
-from penstock.checkpoint.loading.opening import on_all
 from penstock.checkpoint.loading.wishes import with_payloads
 from penstock.checkpoint.pieces import UNKNOWN
+from penstock.checkpoint.together import together
 
 if TYPE_CHECKING:
     from penstock.checkpoint.opened import Opened
@@ -34,7 +34,7 @@ def located(opened: Opened, storage: Storage, comm: Comm) -> Contents:
     if not len(rows):
         return contents
     mine = rows[comm.rank :: comm.size]
-    found = on_all(
+    found = together(
         comm, lambda: _positions(opened, storage, mine), awaiting="all ranks to look into foreign items"
     )
     everybodys = comm.gather(found, awaiting="where all payloads begin")

@@ -6,12 +6,13 @@ ranks see the same description, or all get the same error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.opened import Opened, open_checkpoint, open_folder
+from penstock.checkpoint.together import together
 from penstock.cluster.collect import collect
 from penstock.errors import ObjectNotFound
 from penstock.storage.memory import MemorySource
@@ -19,13 +20,11 @@ from penstock.storage.whole import read_object
 from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from penstock.checkpoint.stored import AnyPath
     from penstock.cluster.comm import Comm
     from penstock.storage.base import Source, Storage
-
-Result = TypeVar("Result")
 
 
 class DescribedStorage(WrappedStorage):
@@ -54,7 +53,7 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Opened
     if comm.size == 1:
         return open_folder(storage, folder, uri)
     known = collect(comm, read, awaiting="rank 0 to read what describes the checkpoint")[0]
-    return on_all(
+    return together(
         comm,
         lambda: open_folder(DescribedStorage(storage, known), folder, uri),
         awaiting="all ranks to understand the checkpoint",
@@ -63,20 +62,11 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Opened
 
 def open_path_together(path: AnyPath, comm: Comm) -> Opened:
     """Open any path or URI that can hold a checkpoint, one file of `torch.save` among them; collective."""
-    return on_all(
+    return together(
         comm,
         lambda: open_checkpoint(path, rank=comm.rank),
         awaiting="all ranks to open the checkpoint",
     )
-
-
-def on_all(comm: Comm, work: Callable[[], Result], *, awaiting: str) -> Result:
-    """What `work` gives on this rank; where it raises on any, all raise. Alone, the error is its own."""
-    if comm.size == 1:
-        return work()
-    done: list[Result] = []
-    collect(comm, lambda: done.append(work()), awaiting=awaiting)
-    return done[0]
 
 
 def _description(storage: Storage, folder: str) -> dict[str, bytes | None]:

@@ -6,16 +6,16 @@ Pure. Invariant: every leaf of the state is either selected or listed among thos
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.checkpoint.patterns import matches
 from penstock.checkpoint.plan.objects import OWN_MARK, stored_name_for
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import LoadChoice, Names
+    from penstock.checkpoint.engine import LoadChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +59,6 @@ def renamed(name: str, rename: Mapping[str, str]) -> str:
         if pattern.endswith("*") and name.startswith(pattern[:-1]):
             return target.removesuffix("*") + name[len(pattern) - 1 :]
     return name
-
-
-def matches(name: str, patterns: Names) -> bool:
-    """Whether one of the patterns is for `name`."""
-    each = (patterns,) if isinstance(patterns, str) else patterns
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in each)
 
 
 def _is_chosen(name: str, choice: LoadChoice) -> bool:

@@ -12,29 +12,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.commit.base import Draft, Seal
 from penstock.checkpoint.commit.place import Place, begin
-from penstock.checkpoint.dcp.metadata import read_metadata
 from penstock.checkpoint.dcp.transforms import require_known
-from penstock.checkpoint.image import FileImage, lay_out
-from penstock.checkpoint.manifest import manifest_bytes, manifest_of
-from penstock.checkpoint.pieces import Boxes, TensorFacts
-from penstock.checkpoint.plan.records import PlacedObject, SaveOptions, SharedSavePlan
-from penstock.checkpoint.plan.saving import rank_plans
+from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.saving import WAITING_BUFFER_BYTES
-from penstock.checkpoint.staging.base import RankShare, WrittenFile
 from penstock.checkpoint.staging.memory import StagingMemory
 from penstock.checkpoint.staging.packing import pack_file
 from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.stored import open_around
+from penstock.checkpoint.torch_dcp.rank_items import RankItems, seal_of
 from penstock.cluster.solo import SoloComm
 from penstock.errors import UsageError
 from penstock.storage.powers import for_large_files
@@ -42,13 +33,13 @@ from penstock.storage.uri import FILE_SCHEMES, parse_uri
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+    from penstock.checkpoint.commit.base import Draft
     from penstock.checkpoint.staging.payloads import Payload
     from penstock.checkpoint.stored import AnyPath
 
 MEMORY_TIMEOUT_S = 60.0
-SHARE_NAME = "penstock.share"
-"""One result of each rank has this name and says what its files are; torch passes it on to `finish`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +121,9 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: seal what all ranks have written, and commit it."""
         assert self._place is not None, "torch calls prepare_global_plan first"
-        shares: list[RankShare] = []
-        metadata.storage_data = {}
-        for result in (each for rank in results for each in rank):
-            if isinstance(result.storage_data, RankShare):
-                shares.append(result.storage_data)
-            else:
-                metadata.storage_data[result.index] = result.storage_data
-        metadata.storage_meta = self.storage_meta()
+        meta = self.storage_meta()
         place, self._place = self._place, None
-        place.commit(lambda: _seal(metadata, shares, place.draft.save_id, num_ranks=len(results)))
+        place.commit(lambda: seal_of(metadata, results, meta, save_id=place.draft.save_id))
 
     def storage_meta(self) -> StorageMeta:
         """What torch's planners may look at, and `.metadata` keeps."""
@@ -154,12 +138,13 @@ class Writer(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         assigned: _Assigned = plan.storage_data
         storage, _ = open_around(self._uri(), rank=assigned.rank)
-        deal = _Deal(plan.items, planner, assigned.rank, self._options)
-        share = deal.share(self._transforms)
+        items = RankItems(plan.items, planner, assigned.rank, self._options)
+        share = _share_of(items, self._transforms)
         settings = pipe_settings(share.images, self._options.writers, self._memory.budget_bytes)
         # Memory is this writer's own, so an earlier save of its has long given it back.
         staged = Staged(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
-        return deal.results(staged.write_to(for_large_files(storage), assigned.draft.key))
+        written = staged.write_to(for_large_files(storage), assigned.draft.key)
+        return items.results(written, self._transforms)
 
     def _uri(self) -> str:
         text = os.fspath(self.checkpoint_id)
@@ -180,118 +165,14 @@ class Writer(StorageWriter):
             place.abandon()
 
 
-class _Deal:
-    """One rank's items, dealt to its files: from torch's plan to images and payloads, and back to results."""
-
-    def __init__(
-        self, items: Sequence[WriteItem], planner: SavePlanner, rank: int, options: SaveOptions
-    ) -> None:
-        self._rank = rank
-        self._contents = {
-            item.index.fqn: _packed(planner.resolve_data(item))
-            for item in items
-            if item.type is WriteItemType.BYTE_IO
-        }
-        tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
-        self._items = {(item.index.fqn, _box_of(item)[0]): item for item in tensors}
-        facts = {item.index.fqn: _facts_of(item) for item in tensors}
-        numbers = {name: number for number, name in enumerate(facts)}
-        boxes = Boxes.from_rows([(numbers[item.index.fqn], *_box_of(item)) for item in tensors])
-        shared = SharedSavePlan(
-            tensors=tuple(facts.values()),
-            boxes=boxes,
-            rank=torch.full((len(boxes),), rank, dtype=torch.int64).numpy(),
-            num_ranks=rank + 1,
-        )
-        objects = [
-            PlacedObject(name=name, stored_name=name, size_bytes=len(content))
-            for name, content in self._contents.items()
-        ]
-        self._plan = rank_plans(shared, [*([()] * rank), objects], options, only=rank)[0]
-        self._planner = planner
-        self._transforms: tuple[str, ...] = ()
-
-    def share(self, transforms: tuple[str, ...]) -> Share:
-        """What the engine is to write."""
-        self._transforms = transforms
-        images: list[FileImage] = []
-        payloads: dict[str, list[Payload]] = {}
-        for bucket in self._plan.buckets:
-            image = lay_out(bucket, self._plan.tensors)
-            of_file = [payload_of_bytes(self._contents[each.name]) for each in bucket.objects]
-            of_file += [self._payload(item) for item in self._boxes_of(bucket.boxes)]
-            if transforms:
-                image, of_file = pack_file(image, of_file, transforms)
-            images.append(image)
-            payloads[image.name] = of_file
-        return Share(
-            rank=self._rank,
-            images=tuple(images),
-            payloads=payloads,
-            payload_bytes=self._plan.num_bytes,
-            paths={},
-        )
-
-    def results(self, share: RankShare) -> list[WriteResult]:
-        """One result for each item, and the share itself."""
-        results: list[WriteResult] = []
-        for bucket, file in zip(self._plan.buckets, share.files, strict=True):
-            indices = [MetadataIndex(each.name) for each in bucket.objects]
-            indices += [item.index for item in self._boxes_of(bucket.boxes)]
-            results += [_result(index, file, row, self._transforms) for row, index in enumerate(indices)]
-        return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
-
-    def _boxes_of(self, boxes: Boxes) -> list[WriteItem]:
-        names = [self._plan.tensors[number] for number in boxes.tensor.tolist()]
-        return [
-            self._items[facts.name, boxes.box(row, len(facts.shape))[0]] for row, facts in enumerate(names)
-        ]
-
-    def _payload(self, item: WriteItem) -> Payload:
-        memory = self._planner.resolve_data(item)
-        assert isinstance(memory, torch.Tensor), "torch's planners resolve tensors to tensors"
-        assert item.tensor_data is not None, "it is a tensor's item"
-        return payload_of_tensor(memory, item.tensor_data.properties.dtype)
-
-
-def _box_of(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    assert item.tensor_data is not None, "it is a tensor's item"
-    chunk = item.tensor_data.chunk
-    return tuple(chunk.offsets), tuple(chunk.sizes)
-
-
-def _facts_of(item: WriteItem) -> TensorFacts:
-    assert item.tensor_data is not None, "it is a tensor's item"
-    dtype = item.tensor_data.properties.dtype
-    name = str(dtype).removeprefix("torch.")
-    return TensorFacts(item.index.fqn, name, tuple(item.tensor_data.size), dtype.itemsize)
-
-
-def _packed(resolved: Any) -> bytes:
-    return bytes(resolved.getbuffer())
-
-
-def _result(index: MetadataIndex, file: WrittenFile, row: int, transforms: Sequence[str]) -> WriteResult:
-    offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
-    info = _StorageInfo(file.name, offset, size)
+def _share_of(items: RankItems, transforms: tuple[str, ...]) -> Share:
+    """What the engine is to write."""
+    images = items.images()
+    payloads: dict[str, list[Payload]] = items.contents(payload_of_bytes, payload_of_tensor)
     if transforms:
-        # Versions of torch without this field read what is not transformed.
-        info = _StorageInfo(file.name, offset, size, transform_descriptors=list(transforms))
-    return WriteResult(index, size, info)
-
-
-def _seal(metadata: Metadata, shares: Sequence[RankShare], save_id: str, *, num_ranks: int) -> Seal:
-    """The planner's own metadata as torch packs it, and our manifest beside it."""
-    import pickle  # noqa: PLC0415 - written, never read: torch's readers expect this very form
-
-    content = pickle.dumps(metadata)
-    files = [file for share in shares for file in share.files]
-    manifest = manifest_of(
-        read_metadata(content, "this save's metadata").contents,
-        files,
-        content,
-        save_id=save_id,
-        world_size=num_ranks,
+        packed = [pack_file(image, payloads[image.name], transforms) for image in images]
+        images = tuple(image for image, _ in packed)
+        payloads = {image.name: of_file for image, of_file in packed}
+    return Share(
+        rank=items.rank, images=images, payloads=payloads, payload_bytes=items.payload_bytes, paths={}
     )
-    sizes = {file.name: file.size_bytes for file in files}
-    return Seal(manifest=manifest_bytes(manifest), metadata=content, sizes=sizes)
