@@ -1,0 +1,49 @@
+"""A valid tree of v3.0, tampered with: each way brings the finding that it must."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.submission.check import check, choose_edition
+from penstock.submission.finding import Validity, Verdict
+from penstock.testing.submission.tampering import WAYS, Lying, Tampering
+from penstock.testing.submission.timed import valid_training
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from penstock.submission.check import Judged
+
+
+def judged(root: Path) -> list[Judged]:
+    """All results, by the edition that the tree looks like."""
+    return list(check(root, choose_edition("auto", root)))
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A valid tree, which nobody changes."""
+    root = valid_training().write(tmp_path_factory.mktemp("valid"))
+    (only,) = judged(root)
+    assert only.verdict is Validity.VALID
+    return root
+
+
+@pytest.mark.parametrize("tampering", WAYS, ids=lambda tampering: tampering.name)
+def test_tampering_is_found(tampering: Tampering, valid: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(valid, tmp_path / "tree")
+    tampering.way(Lying(root))
+    results = judged(root)
+    found = [f for each in results for f in each.findings if f.rule == tampering.rule]
+    assert tampering.verdict in {finding.verdict for finding in found}
+    assert all(f.fix for f in found if f.verdict is tampering.verdict)
+    assert not any("the rule itself failed" in f.proof for each in results for f in each.findings)
+    if tampering.verdict is Verdict.FAIL:
+        assert {each.verdict for each in results} == {Validity.INVALID}
+
+
+def test_there_are_ways_enough() -> None:
+    assert len({tampering.name for tampering in WAYS}) == len(WAYS) >= 30
