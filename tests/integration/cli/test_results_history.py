@@ -109,10 +109,16 @@ def test_words_that_make_no_sense_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_is_shown_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_by_its_id_in_the_trash_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = finished(tmp_path, "penstock")
     (run,) = told(capsys, "ls", str(tmp_path))["runs"]
     assert told(capsys, "show", run["run"], "--results", str(tmp_path))["id"] == name
+    told(capsys, "rm", run["run"], "--results", str(tmp_path))
+    for text in (name, run["run"]):
+        shown = told(capsys, "show", text, "--results", str(tmp_path))
+        assert (shown["id"], ".penstock/trash" in shown["folder"]) == (name, True)
 
 
 def test_a_repetition_is_the_same_command_where_it_was_given(tmp_path: Path) -> None:

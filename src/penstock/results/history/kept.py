@@ -95,13 +95,20 @@ def kept_runs(parent: Path) -> Kept:
 
 
 def run_folder(text: str, parent: Path) -> Path:
-    """The folder of the run that a person names: by its folder, its id, or a part that only one name has."""
+    """The folder of the run that a person names: by its folder, its id, or a part that only one name has.
+
+    One in the trash is found by its name or id.
+    """
     if any(is_run(folder) for folder in (Path(text), parent / text)):
         return resolve_run(text, parent)
-    for entry in HistoryFile(parent).read().entries:
-        if isinstance(entry, Began) and entry.run == text and is_run(parent / entry.folder):
-            return parent / entry.folder
-    return resolve_run(text, parent)
+    history = HistoryFile(parent)
+    named = {
+        entry.folder for entry in history.read().entries if isinstance(entry, Began) and entry.run == text
+    }
+    removed = [folder for batch in subfolders(history.trash) for folder in subfolders(batch)]
+    places = [*(parent / name for name in named), *(each for each in removed if each.name in {text, *named})]
+    found = next((folder for folder in places if is_run(folder)), None)
+    return found or resolve_run(text, parent)
 
 
 def named_run(text: str, runs: tuple[KeptRun, ...], *, where: str) -> KeptRun:

@@ -5,7 +5,8 @@ Pure: judged results in, text out. Invariant: every finding is in the page, pass
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -136,37 +137,41 @@ def _row(number: int, judged: Judged) -> str:
 
 
 def _section(number: int, judged: Judged) -> str:
-    ordered = sorted(judged.findings, key=lambda finding: _ORDER.index(finding.verdict))
     look = _LOOK[judged.verdict]
     return "\n".join(
         [
             f'<section id="r{number}" data-verdict="{judged.verdict.value}">',
             f"<h3>{escape(judged.name)}: <span{attribute('class', look)}>{judged.verdict.value}</span></h3>",
             paragraph("No finding is among those that are shown.", "faint nothing"),
-            *map(_finding, ordered),
+            *(_finding(finding, places) for finding, places in _alike(judged.findings)),
             "</section>",
         ]
     )
 
 
-def _finding(finding: Finding) -> str:
+def _alike(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
+    """Findings that differ in their evidence alone, once, with all of it; the worst verdicts first."""
+    places: dict[Finding, list[str]] = {}
+    for finding in findings:
+        places.setdefault(replace(finding, evidence=""), []).append(finding.evidence)
+    return sorted(places.items(), key=lambda each: _ORDER.index(each[0].verdict))
+
+
+def _finding(finding: Finding, places: Sequence[str]) -> str:
+    times = f", {len(places)} times" if len(places) > 1 else ""
     return "".join(
         [
             f'<div class="finding {_LOOK[finding.verdict]}" data-verdict="{finding.verdict.value}">',
-            f'<p><span class="mark">{finding.verdict.value}</span> {escape(finding.rule)}</p>',
+            f'<p><span class="mark">{finding.verdict.value}</span> {escape(finding.rule)}{times}</p>',
             paragraph(finding.proof),
-            *(paragraph(text, "faint") for text in _details(finding)),
+            *(paragraph(text, "faint") for text in (_figures(finding), *places) if text),
             *([paragraph(f"To do: {finding.fix}")] if finding.fix else []),
             "</div>",
         ]
     )
 
 
-def _details(finding: Finding) -> Iterator[str]:
-    figures = [
+def _figures(finding: Finding) -> str:
+    return "; ".join(
         f"{what} {text}" for what, text in (("value", finding.value), ("limit", finding.limit)) if text
-    ]
-    if figures:
-        yield "; ".join(figures)
-    if finding.evidence:
-        yield finding.evidence
+    )

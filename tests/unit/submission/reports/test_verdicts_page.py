@@ -59,3 +59,14 @@ def test_the_page_loads_nothing() -> None:
     page = verdicts_page([judged_with()], "v1.0", [])
     assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page) == []
     assert "@import" not in page
+
+
+def test_findings_that_differ_in_their_evidence_alone_are_told_once_with_all_of_it() -> None:
+    findings = [
+        Finding(verdict=Verdict.PASS, proof="5 >= 5", evidence=f"run{number}/summary.json", rule="r")
+        for number in range(1, 6)
+    ]
+    page = verdicts_page([judged_with(*findings)], "v1.0", [])
+    assert page.count("5 &gt;= 5") == 1
+    assert "r, 5 times" in page
+    assert all(finding.evidence in page for finding in findings)
