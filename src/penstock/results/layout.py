@@ -4,6 +4,7 @@
         run.json                       what was asked, planned, found; written first, outcome "running"
         steps.parquet spans.parquet    what happened, step by step (`spool/` while the run lasts)
         checkpoints.json               each checkpoint that was written or read, and what all of them come to
+        counters.parquet               what the hosts counted (`counters/` while the run lasts)
         cluster.json                   what the hosts were, where that was collected
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
@@ -34,6 +35,7 @@ _LEFT_BY_RUNS: Final = (
     CHECKPOINTS_FILE,
     "progress",
     "spool/*.events",
+    "counters/*.jsonl",
     "[0-9]*_output.json",
     "[0-9]*_per_epoch_stats.json",
 )

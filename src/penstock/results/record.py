@@ -24,6 +24,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from penstock import __version__
 from penstock.cluster.gates.base import Preflight  # noqa: TC001 - pydantic reads the annotations
 from penstock.errors import StorageError, UsageError
+from penstock.results.delivery import Delivery  # noqa: TC001 - likewise
 from penstock.results.durable import write_file, write_text
 from penstock.results.figures import PhaseFigures  # noqa: TC001 - pydantic reads the annotations
 from penstock.results.history.chapter import Chapter
@@ -91,7 +92,7 @@ class RunRecord:
     """`run.json`. Dates are ISO 8601 in UTC; `why` says in a sentence why a run did not finish.
 
     `workload` is the spec as asked, under DLIO's keys; nobody's secrets, and no keys that nobody set.
-    `preflight` is None where no gates were looked at.
+    `preflight` is None where no gates were looked at; `deliveries` set devices' bytes beside ours.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -120,6 +121,7 @@ class RunRecord:
     preflight: Preflight | None = None
     train: PhaseFigures | None = None
     evaluation: PhaseFigures | None = None
+    deliveries: tuple[Delivery, ...] = ()
 
 
 class OpenRun:
@@ -170,9 +172,20 @@ class OpenRun:
         """Tell readers on other hosts that the run goes on; cheap, for every few seconds."""
         os.utime(self.folder / RUN_FILE)
 
-    def finish(self, *, train: PhaseFigures | None = None, evaluation: PhaseFigures | None = None) -> None:
+    def finish(
+        self,
+        *,
+        train: PhaseFigures | None = None,
+        evaluation: PhaseFigures | None = None,
+        deliveries: Sequence[Delivery] = (),
+    ) -> None:
         """Close the run with its figures; times rank by rank stay with the step events."""
-        self.record = replace(self.record, train=_brief(train), evaluation=_brief(evaluation))
+        self.record = replace(
+            self.record,
+            train=_brief(train),
+            evaluation=_brief(evaluation),
+            deliveries=tuple(deliveries),
+        )
         self._end(Outcome.FINISHED, "")
 
     def __enter__(self) -> Self:

@@ -45,7 +45,7 @@ RANK_OUTPUT = {
 EPOCH_OUTPUT = {"start", "end", "load", "proc", "compute", "throughput", "au", "host_meminfo"}
 SPAN = {"start", "end", "duration"}
 CONFIGURATION = {"config.yaml", "hydra.yaml", "overrides.yaml"}
-OURS = {"run.json", "steps.parquet", "spans.parquet", "stages.json"}
+OURS = {"run.json", "steps.parquet", "spans.parquet", "counters.parquet", "stages.json"}
 METRIC_LINES = (
     "[METRIC] Number of Simulated Accelerators: ",
     "[METRIC] Training Accelerator Utilization [AU] (%): ",

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.results.counters import gather_counters
 from penstock.results.dlio.folder import HydraFacts, write_dlio_files
 from penstock.results.dlio.run import DlioRun
 from penstock.results.durable import write_json
@@ -30,6 +31,7 @@ def finish(
 ) -> None:
     """Close the run, whose ranks have all written their last span."""
     gather(run.folder, run.record.ranks)
+    gather_counters(run.folder)
     write_json(run.folder, CHECKPOINTS_FILE, result.document())
     write_dlio_files(
         run.folder,
@@ -51,4 +53,4 @@ def finish(
         ),
         log_before=request.log_before,
     )
-    run.finish()
+    run.finish(deliveries=result.deliveries)

@@ -6,7 +6,7 @@ Invariant: wrong bytes are a failed run whatever its speed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.checkpoint.figures import direction_figures, job_bottleneck, plain_counters
@@ -14,6 +14,7 @@ from penstock.results.checkpoints import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.figures import DirectionFigures, RoundFigures
+    from penstock.results.delivery import Delivery
     from penstock.storage.base import OptionValue
 
 
@@ -45,6 +46,7 @@ class CheckpointResult:
     shift: int
     storage_options: Mapping[str, OptionValue]
     peak_rss_bytes: tuple[int, ...]
+    deliveries: tuple[Delivery, ...] = ()
 
     @property
     def write(self) -> DirectionFigures | None:
@@ -86,6 +88,7 @@ class CheckpointResult:
             "recovery_rank_shift": self.shift,
             "storage_options": dict(self.storage_options),
             "storage_counters": plain_counters([each.phase for each in self.rounds]),
+            "deliveries": [asdict(each) for each in self.deliveries],
             "peak_rss_bytes": list(self.peak_rss_bytes),
             "checkpoints": [each.document() for each in self.rounds],
             "results_dir": self.results_dir,

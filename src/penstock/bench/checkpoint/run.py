@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from penstock.bench.checkpoint.rounds import RoundWork, fitted
 from penstock.bench.checkpoint.space import require_room
 from penstock.bench.checkpoint.watch import FILE, Board, Onlookers, Watch
 from penstock.bench.compute import SystemClock, compute_until
+from penstock.bench.observing import Observer
 from penstock.bench.steps import StepRecorder, read_clocks
 from penstock.checkpoint.pipe.memory import WarmMemory
 from penstock.dataset.content import CONTENT_VERSION, Content
@@ -29,6 +30,7 @@ from penstock.results.events import Phase, SpanEvent, SpanKind
 from penstock.results.host import one_per_host
 from penstock.results.record import OpenRun, RunRequest
 from penstock.results.spool import SpoolWriter, spool_path
+from penstock.storage import Counters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from penstock.bench.checkpoint.request import CheckpointRequest, OpenStorage
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
+    from penstock.results.delivery import Delivery
 
 Tell = Callable[[str], None]
 """A line for people, on rank 0."""
@@ -87,6 +90,7 @@ def run_checkpoints(
         session = _Session(
             request=request,
             reopen=reopen,
+            uri=storage.uri,
             comm=comm,
             prepared=prepared,
             shift=shift,
@@ -121,6 +125,7 @@ class _Session:
 
     request: CheckpointRequest
     reopen: OpenStorage
+    uri: str
     comm: Comm
     prepared: Preparation
     shift: int
@@ -130,10 +135,11 @@ class _Session:
         """All rounds; their spans lie in the folder's spools afterwards."""
         began_ns = time.monotonic_ns()
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
-        with StepRecorder(spool) as recorder:
+        with Observer(self.comm, folder, self.uri) as observer, StepRecorder(spool) as recorder:
             work = self._work(recorder)
-            rounds = tuple(self._rounds(work, folder))
+            rounds = tuple(self._rounds(work, folder, observer))
             recorder.add_span(_epoch_span(began_ns))
+        deliveries = tuple(_delivered(observer, work, rounds))
         written = [each.ended_at_s for each in rounds if each.round.direction == "write"]
         earlier = self.prepared.earlier
         if not written and earlier is not None and earlier.last_written_s is not None:
@@ -156,6 +162,7 @@ class _Session:
             else None,
             shift=self.shift,
             storage_options=work.storages[0].options,
+            deliveries=deliveries,
             peak_rss_bytes=tuple(self.comm.gather(peak_rss_bytes(), awaiting="all ranks' memory")),
         )
 
@@ -187,7 +194,7 @@ class _Session:
             recorder=recorder,
         )
 
-    def _rounds(self, work: RoundWork, folder: Path) -> Iterator[RoundFigures]:
+    def _rounds(self, work: RoundWork, folder: Path, observer: Observer) -> Iterator[RoundFigures]:
         asked = self.request.model.workload.checkpoint
         rounds = self.prepared.rounds
         marker = self._first_marker(folder)
@@ -195,7 +202,8 @@ class _Session:
         for each, pause_s in zip(rounds, pauses, strict=True):
             compute_until(time.monotonic_ns() + round(pause_s * 1e9), SystemClock())
             last = max(other.number for other in rounds if other.direction == each.direction)
-            seen = work.run(each, last=last)
+            with observer.during(each.direction):
+                seen = work.run(each, last=last)
             if each.direction == "write":
                 marker = marker.with_step(each.step, seen.ended_at_s)
                 mark(work.storages[0], marker, comm=self.comm)
@@ -211,6 +219,16 @@ class _Session:
             run_folder=str(folder.absolute()),
             steps=earlier.steps if earlier else (),
         )
+
+
+def _delivered(observer: Observer, work: RoundWork, rounds: Sequence[RoundFigures]) -> Iterator[Delivery]:
+    """What devices moved beside what this rank's storages did, for each direction there was. Collective."""
+    counted = sum((storage.counters.snapshot() for storage in work.storages), Counters())
+    directions = {each.round.direction for each in rounds}
+    if "write" in directions:
+        yield observer.deliver("write", counted.written_bytes)
+    if "read" in directions:
+        yield observer.deliver("read", counted.read_bytes)
 
 
 def peak_rss_bytes() -> int:

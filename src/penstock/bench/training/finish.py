@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.bench.training.outcome import STAGES_FILE, Stages, TrainingResult
 from penstock.errors import StorageError
+from penstock.results.counters import gather_counters
 from penstock.results.dlio.folder import HydraFacts, write_dlio_files
 from penstock.results.dlio.run import DlioRun
 from penstock.results.durable import write_json
@@ -34,6 +35,7 @@ def finish(
     workload = request.workload
     num_ranks = run.record.ranks
     gather(run.folder, num_ranks)
+    gather_counters(run.folder)
     events = read_events(run.folder)
     # Without computation every ceiling is near 0, and says nothing about this client.
     is_computing = not workload.train.computation_time.is_zero
@@ -63,7 +65,7 @@ def finish(
         ),
         log_before=request.log_before,
     )
-    run.finish(train=train, evaluation=evaluation)
+    run.finish(train=train, evaluation=evaluation, deliveries=stages.deliveries)
     return TrainingResult(
         workload=workload.full_name,
         ranks=num_ranks,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.caches import CacheDrop
     from penstock.bench.training.loop import Preload
     from penstock.bench.training.validate import Validation
+    from penstock.results.delivery import Delivery
     from penstock.results.figures import PhaseFigures
     from penstock.results.utilization import EpochRate
     from penstock.storage import Counters
@@ -97,6 +98,7 @@ class Stages:
     storage_uri: str
     storage_options: Mapping[str, OptionValue]
     counters: Counters
+    deliveries: tuple[Delivery, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """What `stages.json` holds. `survey_bytes` found out where samples lie; no step counts them."""
@@ -112,6 +114,7 @@ class Stages:
             "epochs": [epoch.document() for epoch in self.epochs],
             "checkpoints": asdict(self.checkpoints) if self.checkpoints else None,
             "survey_bytes": self.survey_bytes,
+            "deliveries": [asdict(each) for each in self.deliveries],
             "storage": {
                 "uri": self.storage_uri,
                 "options": dict(self.storage_options),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from penstock.bench.checkpoint.watch import FILE
 from penstock.bench.loader.decoding import ContentCheck, FormatDecoder
+from penstock.bench.observing import Observer
 from penstock.bench.steps import StepRecorder, read_clocks
 from penstock.bench.training.batches import Handling
 from penstock.bench.training.caches import drop_caches, keeps_page_cache
@@ -107,7 +108,8 @@ class _Session:
         works = phase_works(workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling)
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
         sign = run.sign_of_life if run else _nobody_asks
-        with StepRecorder(spool, on_flush=sign) as recorder:
+        observer = Observer(self.comm, folder, self.storage.uri)
+        with observer, StepRecorder(spool, on_flush=sign) as recorder:
             saver = self._saver(folder, recorder, sign)
             began_s = time.monotonic()
             with closing(self.request.loader.start(self.storage, self.request.reopen, decoder)) as loader:
@@ -120,11 +122,11 @@ class _Session:
                     planned_ahead=self.request.loader.prefetch_batches + 2,
                     saver=saver,
                 )
-                epochs = tuple(self._epochs(loop, works))
-        counters = self.comm.gather(
-            self.storage.counters.snapshot() + loader.counters,
-            awaiting="what the storages of all ranks counted",
-        )
+                before_bytes = self.storage.counters.snapshot().read_bytes
+                with observer.during("read"):
+                    epochs = tuple(self._epochs(loop, works))
+        counted = self.storage.counters.snapshot() + loader.counters
+        counters = self.comm.gather(counted, awaiting="what the storages of all ranks counted")
         survey_bytes = sum(work.batches.survey_bytes for work in works.values())
         return Stages(
             opening_s=self.prepared.opening_s,
@@ -142,6 +144,7 @@ class _Session:
             storage_uri=self.storage.uri,
             storage_options=self.storage.options,
             counters=sum(counters, Counters()),
+            deliveries=(observer.deliver("read", counted.read_bytes - before_bytes),),
         )
 
     def _saver(

@@ -18,6 +18,7 @@ from penstock.cli.checkpoint.words import (
     model_of,
     parse_scale,
 )
+from penstock.cli.delivery import delivery_lines, delivery_notes
 from penstock.cli.gates import SkipGate, look_at_gates
 from penstock.cli.ranks import ranked
 from penstock.cli.terminal import JsonFlag, Terminal, table
@@ -133,6 +134,12 @@ def run(
         **provenance(asked, settings or ()),
     )
     request = inspected(request, to, option, skip_gate, comm=comm, terminal=terminal)
+    return _told(request, to, option, comm=comm, terminal=terminal)
+
+
+def _told(
+    request: CheckpointRequest, to: str, option: list[str] | None, *, comm: Comm, terminal: Terminal
+) -> int:
     result = perform(request, to, values.assignments("--option", option or ()), comm=comm, terminal=terminal)
     terminal.result(result.document(), lambda console: draw(console, result))
     return 0 if result.is_right else WRONG_BYTES
@@ -254,7 +261,7 @@ def shortcomings(result: CheckpointResult) -> list[str]:
             "stayed in memory after they were dropped. They count for no storage; direct:// reads past "
             "the page cache"
         )
-    return said
+    return [*said, *delivery_notes(result.deliveries)]
 
 
 def draw(console: Console, result: CheckpointResult) -> None:
@@ -275,6 +282,8 @@ def draw(console: Console, result: CheckpointResult) -> None:
     )
     if result.gap_s is not None:
         console.print(f"  {result.gap_s:.1f} s between the last write and the first read", markup=False)
+    for title, line in delivery_lines(result.deliveries):
+        console.print(f"  {title:<16}{line}", markup=False)
     console.print(f"  the record: {result.results_dir}", markup=False)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.delivery import delivery_lines
 from penstock.cli.results.words import Parent, number
 from penstock.cli.terminal import JsonFlag, Terminal, table
 
@@ -41,6 +42,7 @@ def show(
     from penstock.results.checkpoints import read_checkpoints
     from penstock.results.history.kept import run_folder
     from penstock.results.overview import view_run
+    from penstock.results.record import read_record
 
     terminal = Terminal(as_json=as_json)
     folder = run_folder(run, parent)
@@ -48,16 +50,24 @@ def show(
     for note in view.notes:
         terminal.note(note)
     figures = _figures(folder, view, terminal)
+    deliveries = read_record(folder).deliveries if view.kind == "penstock" else ()
     taken = read_checkpoints(folder) if view.kind == "penstock" else None
     document = {
         **asdict(view),
         "train": asdict(figures) if figures else None,
         "checkpoint": asdict(taken) if taken else None,
+        "deliveries": [asdict(each) for each in deliveries],
     }
-    if taken is None:
-        terminal.result(document, lambda console: _draw_run(console, view, figures))
-    else:
-        terminal.result(document, lambda console: _draw_checkpoints(console, view, taken))
+
+    def draw(console: Console) -> None:
+        if taken is None:
+            _draw_run(console, view, figures)
+        else:
+            _draw_checkpoints(console, view, taken)
+        for title, line in delivery_lines(deliveries):
+            console.print(f"  {title:<28}{line}", markup=False)
+
+    terminal.result(document, draw)
 
 
 def _figures(folder: Path, view: RunView, terminal: Terminal) -> PhaseFigures | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.delivery import delivery_lines, delivery_notes
 from penstock.cli.gates import CLOSED_GATES, SkipGate
 from penstock.cli.ranks import ranked
 from penstock.cli.submission.words import (
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from penstock.bench.training.outcome import TrainingResult
     from penstock.campaign.submission.session import Said
-    from penstock.cli.training.asking import Asked
     from penstock.results.utilization import EpochRate
 
 
@@ -128,18 +128,17 @@ def run(
         check=check,
         checkpoints=checkpoints,
     )
-    asked = asked_of(words, comm=comm, terminal=terminal)
-    asked = inspected(asked, words, skip_gate, comm=comm, terminal=terminal)
-    if asked.is_stopped:
-        return CLOSED_GATES
-    _carry_out(asked, comm=comm, terminal=terminal)
-    return 0
+    return _carry_out(words, skip_gate, comm=comm, terminal=terminal)
 
 
-def _carry_out(asked: Asked, *, comm: Comm, terminal: Terminal) -> None:
+def _carry_out(words: RunWords, skips: list[str] | None, *, comm: Comm, terminal: Terminal) -> int:
     from penstock.bench.training.run import train
     from penstock.campaign.submission.training import add_run
 
+    asked = asked_of(words, comm=comm, terminal=terminal)
+    asked = inspected(asked, words, skips, comm=comm, terminal=terminal)
+    if asked.is_stopped:
+        return CLOSED_GATES
     request, storage = asked.request, asked.reopen()
     with terminal.progress() as progress:
         if asked.session is None:
@@ -153,9 +152,10 @@ def _carry_out(asked: Asked, *, comm: Comm, terminal: Terminal) -> None:
                 progress=progress,
                 tell=lambda result: said_of(result, request.remarks),
             )
-    for remark in result.stages.remarks:
+    for remark in (*result.stages.remarks, *delivery_notes(result.stages.deliveries)):
         terminal.note(remark)
     terminal.result(result.document(), lambda console: draw(console, result))
+    return 0
 
 
 def said_of(result: TrainingResult, remarks: Sequence[str]) -> Said:
@@ -183,6 +183,8 @@ def draw(console: Console, result: TrainingResult) -> None:
         f"  read      {format_bytes(train.read_bytes)}, {format_rate(train.read_bytes_per_s)}, "
         f"{train.samples_per_s_strict:,.1f} samples/s"
     )
+    for title, line in delivery_lines(result.stages.deliveries):
+        console.print(f"  {title:<16}{escape(line)}")
     for note in train.notes:
         console.print(f"  note      {escape(note)}")
     if ceiling is not None:

@@ -1,0 +1,98 @@
+"""What hosts count while a run lasts, and whether devices moved what the run says it did.
+
+Place in the flow: opened beside a run's folder before its first byte; `deliver` is asked at its end. One
+sampler a host, in the process of its lowest rank. Invariant: a host that could not count makes "not checked",
+never a failed run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from penstock.cluster.counters.reading import Hardware, find_hardware, read_sample
+from penstock.cluster.counters.sampler import INTERVAL_S, Sampler
+from penstock.cluster.counters.sight import Sight, sight_of
+from penstock.results.counters import CounterSpool, SampledHost
+from penstock.results.delivery import Traffic, reconcile
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.results.delivery import Delivery, Direction
+
+ROOT: Final = Path("/")
+_NO_HARDWARE: Final = Hardware(drives=(), nics=(), ports=())
+
+
+class Observer:
+    """One rank's part in it: the lowest rank of each host samples, the others only take part."""
+
+    def __init__(self, comm: Comm, run_folder: Path, uri: str, *, root: Path = ROOT) -> None:
+        """Collective."""
+        self._comm = comm
+        self._moved: dict[Direction, Counter[str]] = {"read": Counter(), "write": Counter()}
+        self._failure: str | None = None
+        self._hardware = _NO_HARDWARE
+        self._sight = Sight(watched="nothing", reason="it was not looked at")
+        self._sampler: Sampler | None = None
+        self._open_things = ExitStack()
+        hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
+        self._samples = hosts.index(comm.host) == comm.rank
+        if self._samples:
+            try:
+                self._begin(run_folder, uri, root)
+            except (OSError, ValueError, LookupError) as error:
+                self._failure = f"{type(error).__name__}: {error}"
+
+    def _begin(self, run_folder: Path, uri: str, root: Path) -> None:
+        self._sight = sight_of(uri, proc=root / "proc")
+        hardware = self._hardware = find_hardware(root)
+        host = SampledHost(
+            host=self._comm.host,
+            rank=self._comm.rank,
+            interval_s=INTERVAL_S,
+            wall_ns=time.time_ns(),
+            monotonic_ns=time.monotonic_ns(),
+        )
+        spool = self._open_things.enter_context(CounterSpool(run_folder, host))
+        self._sampler = self._open_things.enter_context(
+            Sampler(lambda: read_sample(hardware, root), spool.append)
+        )
+
+    @contextmanager
+    def during(self, direction: Direction) -> Iterator[None]:
+        """Count what devices move while the block runs as moved for `direction`."""
+        before = self._sampler.sample() if self._sampler else None
+        yield
+        after = self._sampler.sample() if self._sampler else None
+        if before is not None and after is not None:
+            self._moved[direction].update(
+                {name: after.values[name] - before.values.get(name, 0) for name in after.values}
+            )
+
+    def deliver(self, direction: Direction, application_bytes: int) -> Delivery:
+        """Both sides of the account; `application_bytes` are this rank's. Collective."""
+        sampler_failure = self._sampler.failure if self._sampler else None
+        mine = Traffic(
+            host=self._comm.host,
+            sight=self._sight,
+            hardware=self._hardware,
+            moved=dict(self._moved[direction]),
+            failure=self._failure or sampler_failure,
+        )
+        told = self._comm.gather(
+            (application_bytes, mine if self._samples else None), awaiting="what all hosts counted"
+        )
+        hosts = [traffic for _, traffic in told if traffic is not None]
+        return reconcile(direction, sum(size_bytes for size_bytes, _ in told), hosts)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Sample once more, and end."""
+        self._open_things.close()

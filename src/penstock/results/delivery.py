@@ -1,0 +1,141 @@
+"""Did devices and networks move the bytes that the application counted, or did RAM? Both, side by side.
+
+Pure: what hosts counted in, one `Delivery` for each direction out. Counters see everybody's bytes, so they
+can prove that none came from a device, and never that all did. Invariant: what nobody could see is "not
+checked", with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final, Literal
+
+from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    from penstock.cluster.counters.reading import Hardware
+    from penstock.cluster.counters.sight import Sight
+
+LEAST_SHARE: Final = 0.9
+"""Below it bytes have come from elsewhere: devices move whole blocks, and networks add headers."""
+LEAST_BYTES: Final = 1 << 20
+"""Fewer are lost among what a host reads and sends anyway."""
+
+Direction = Literal["read", "write"]
+_DISK: Final[Mapping[Direction, str]] = {"read": "read_bytes", "write": "written_bytes"}
+_NETWORK: Final[Mapping[Direction, str]] = {"read": "received_bytes", "write": "sent_bytes"}
+
+
+class DeliveryVerdict(StrEnum):
+    """Whether the bytes went through devices. For reads, missing ones fail: they came out of memory."""
+
+    PASS = "pass"  # noqa: S105 - no secret
+    WARNING = "warning"
+    FAIL = "fail"
+    NOT_CHECKED = "not checked"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """What the application moved in one direction, over all ranks, beside devices and networks of all hosts.
+
+    `by` is by host and device. `delivered_bytes` is None where nothing that counts was in sight.
+    """
+
+    direction: Direction
+    application_bytes: int
+    delivered_bytes: int | None
+    by: Mapping[str, int]
+    verdict: DeliveryVerdict
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one host counted while the application moved its bytes; `failure`: why it could not."""
+
+    host: str
+    sight: Sight
+    hardware: Hardware
+    moved: Mapping[str, int]
+    failure: str | None = None
+
+
+def reconcile(direction: Direction, application_bytes: int, hosts: Sequence[Traffic]) -> Delivery:
+    """Both sides of the account."""
+    blind = {each.host: each.failure or each.sight.reason for each in hosts if _is_blind(each)}
+    if blind or not hosts:
+        reasons = "; ".join(f"{host}: {reason}" for host, reason in blind.items())
+        return _not_checked(direction, application_bytes, reasons or "no host counted")
+    by = {f"{each.host} {name}": size for each in hosts for name, size in _seen(each, direction) if size}
+    delivered_bytes = sum(by.values())
+    if application_bytes < LEAST_BYTES:
+        why = f"only {format_bytes(application_bytes)}: too few to tell from what hosts do anyway"
+        return _not_checked(direction, application_bytes, why, by)
+    looped = sum(each.moved.get(f"net.lo.{_NETWORK[direction]}", 0) for each in hosts)
+    if delivered_bytes < LEAST_SHARE * application_bytes <= looped and _is_network(hosts):
+        why = "the service runs on the ranks' own hosts: its bytes came over the loopback"
+        return _not_checked(direction, application_bytes, why, by)
+    verdict, why = _judged(direction, application_bytes, delivered_bytes)
+    return Delivery(
+        direction=direction,
+        application_bytes=application_bytes,
+        delivered_bytes=delivered_bytes,
+        by=by,
+        verdict=verdict,
+        why=why,
+    )
+
+
+def _judged(
+    direction: Direction, application_bytes: int, delivered_bytes: int
+) -> tuple[DeliveryVerdict, str]:
+    told = (
+        f"devices and networks moved {format_bytes(delivered_bytes)} "
+        f"while the application moved {format_bytes(application_bytes)}"
+    )
+    if delivered_bytes >= LEAST_SHARE * application_bytes:
+        return DeliveryVerdict.PASS, told
+    if direction == "read":
+        return DeliveryVerdict.FAIL, f"{told}: the rest was served from the page cache, or other RAM"
+    return DeliveryVerdict.WARNING, f"{told}: the rest had not reached them when the write ended"
+
+
+def _is_blind(host: Traffic) -> bool:
+    return host.failure is not None or host.sight.watched == "nothing"
+
+
+def _is_network(hosts: Sequence[Traffic]) -> bool:
+    return any(each.sight.watched in ("network", "client") for each in hosts)
+
+
+def _seen(host: Traffic, direction: Direction) -> Iterator[tuple[str, int]]:
+    """What moved on the devices in sight of the storage."""
+    disk, network = _DISK[direction], _NETWORK[direction]
+    if host.sight.watched == "device":
+        yield host.sight.device, host.moved.get(f"disk.{host.sight.device}.{disk}", 0)
+        return
+    if host.sight.watched in ("network", "client"):
+        for name in host.hardware.nics:
+            yield name, host.moved.get(f"net.{name}.{network}", 0)
+        for name in host.hardware.ports:
+            yield name, host.moved.get(f"ib.{name}.{network}", 0)
+    if host.sight.watched in ("drives", "client"):
+        # Clients of network file systems may keep a cache on drives of their own.
+        for name in host.hardware.drives:
+            yield name, host.moved.get(f"disk.{name}.{disk}", 0)
+
+
+def _not_checked(
+    direction: Direction, application_bytes: int, why: str, by: Mapping[str, int] | None = None
+) -> Delivery:
+    return Delivery(
+        direction=direction,
+        application_bytes=application_bytes,
+        delivered_bytes=None if by is None else sum(by.values()),
+        by=by or {},
+        verdict=DeliveryVerdict.NOT_CHECKED,
+        why=why,
+    )
