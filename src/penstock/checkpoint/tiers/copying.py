@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Final
 
-from penstock.storage.aligned import aligned_buffer
+from penstock.storage.aligned import PAGE_BYTES, aligned_buffer
 
 if TYPE_CHECKING:
     from penstock.storage import Storage
 
 BLOCK_BYTES: Final = 16 << 20
+SMALLEST_BLOCK_BYTES: Final = 256 << 10
 BURST_S: Final = 0.5
 """So much unused time a flush may make up for: what it waited for disks, or between two steps."""
 
@@ -59,6 +60,13 @@ class Pace:
             self.sleep(begins_s - now_s)
 
 
+def block_bytes_for(bytes_per_s: float | None) -> int:
+    """Blocks as large as storage likes them, but no larger than the cap lets pass in a tenth of a second."""
+    if bytes_per_s is None:
+        return BLOCK_BYTES
+    return max(min(int(bytes_per_s / 10) // PAGE_BYTES * PAGE_BYTES, BLOCK_BYTES), SMALLEST_BLOCK_BYTES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
     """One file to be copied: from where, to where."""
@@ -74,20 +82,28 @@ def copy_files(copies: Sequence[Copy], source: Storage, target: Storage, *, thre
             copied.result()
 
 
-def copy_file(copy: Copy, source: Storage, target: Storage, take: Take, see: See | None = None) -> None:
+def copy_file(
+    copy: Copy,
+    source: Storage,
+    target: Storage,
+    take: Take,
+    *,
+    see: See | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> None:
     """One file, by two buffers in turn: one is read into while the other is written."""
     with closing(source.open(copy.from_key)) as file, ExitStack() as undo:
         size_bytes = file.size_bytes
         sink = target.create(copy.to_key, size_bytes)
         undo.callback(sink.abort)
-        buffers = [(aligned_buffer(min(BLOCK_BYTES, max(size_bytes, 1))), Event()) for _ in range(2)]
+        buffers = [(aligned_buffer(min(block_bytes, max(size_bytes, 1))), Event()) for _ in range(2)]
         for _, free in buffers:
             free.set()
-        for number, start in enumerate(range(0, size_bytes, BLOCK_BYTES)):
+        for number, start in enumerate(range(0, size_bytes, block_bytes)):
             buffer, free = buffers[number % 2]
             free.wait()
             free.clear()
-            block = buffer[: min(BLOCK_BYTES, size_bytes - start)]
+            block = buffer[: min(block_bytes, size_bytes - start)]
             file.read_into(start, block)
             if see is not None:
                 see(block)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from penstock.errors import UsageError
+from penstock.errors import StorageError, UsageError
 from penstock.units import parse_rate
 
 if TYPE_CHECKING:
@@ -76,6 +76,16 @@ class FlushState:
     def is_over(self) -> bool:
         """Whether the caches may forget the step."""
         return self.phase in OVER
+
+
+def require_over(flusher: Flusher, step: int) -> None:
+    """After waiting: raise unless the step is durable, or superseded by one that is."""
+    state = flusher.states().get(step)
+    if state is not None and not state.is_over:
+        raise StorageError(
+            f"Step {step} is cached, but not durable: {state.reason or state.phase}",
+            fix="Mend what it names; `penstock checkpoint flush` makes cached steps durable.",
+        )
 
 
 class Flusher(Protocol):

@@ -45,11 +45,14 @@ def _why_no_daemon(durable: DurableKeeper, path: str | None) -> str:
         return "the durable level was handed over as an open storage, which no other process has"
     if find_folders(durable.on_storage.storage) is None:
         return f"{durable.uri} is no file system"
+    if "?" in parse_uri(path).root:
+        return f"{path!r} cannot be written as a URI"
     return ""
 
 
 def _whole_uri(path: str) -> str:
-    """A path as the URI that means the same in any folder."""
+    """A path as the URI that means the same in any folder; a file is read while its last block is written."""
     location = parse_uri(path)
-    query = "&".join(f"{name}={value}" for name, value in location.options.items())
-    return f"{location.scheme}://{location.root}{'?' + query if query else ''}"
+    options = {"writes_in_flight": "2", **location.options}
+    query = "&".join(f"{name}={value}" for name, value in options.items())
+    return f"{location.scheme}://{location.root}?{query}"

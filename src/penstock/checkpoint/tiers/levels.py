@@ -21,6 +21,7 @@ from penstock.checkpoint.restoring import wanted_of
 from penstock.checkpoint.steps import name_of, step_of
 from penstock.checkpoint.tiers.cache import Cached, CacheLevel
 from penstock.checkpoint.tiers.fetching import Fetched
+from penstock.checkpoint.tiers.flush import require_over
 from penstock.checkpoint.tiers.flushers import make_flusher
 from penstock.checkpoint.verify import damage_in_files
 from penstock.cluster.collect import collect
@@ -128,6 +129,7 @@ class LeveledKeeper:
             self._flusher.hand_over(step, cached)
             if not self._flush.background:
                 self._flusher.wait(self._plain.timeout_s)
+                require_over(self._flusher, step)
         self._retire_cached()
         return cached
 

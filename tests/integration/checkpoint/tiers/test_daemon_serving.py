@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -17,12 +18,14 @@ from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.daemon.flusher import states_of
 from penstock.checkpoint.tiers.daemon.folder import FlushFolder
 from penstock.checkpoint.tiers.daemon.journal import JournalReader, Standing
-from penstock.checkpoint.tiers.daemon.orders import Order, OrderedFile
 from penstock.checkpoint.tiers.daemon.process import Daemon
 from penstock.checkpoint.verify import verify
 from penstock.errors import OutOfSpace
+from penstock.storage.powers import for_large_files
 from penstock.storage.registry import open_here
+from penstock.storage.residency import count_by_mincore
 from penstock.storage.wrapping import WrappedStorage
+from penstock.testing.cached_steps import files_of, order
 from penstock.testing.daemons import wait_until
 from penstock.testing.gloo_ranks import on_gloo_ranks
 
@@ -50,7 +53,7 @@ class Watched(WrappedStorage):
         return super().create(key, size_bytes)
 
     def past_cache(self) -> Watched:
-        return Watched(open_here(self.uri), self._created, self._refused)
+        return Watched(for_large_files(open_here(self.uri)), self._created, self._refused)
 
 
 class Opener:
@@ -76,37 +79,6 @@ def save_cached(root: Path, *steps: int) -> None:
     with Manager(root / "durable", cache=root / "cache", flush=None, keep_cached=None) as manager:
         for step in steps:
             manager.save(step, state_of(step))
-
-
-def save_id_of(cache: Path, step: int) -> str:
-    return str(json.loads((cache / f"step-{step}/penstock.json").read_bytes())["save_id"])
-
-
-def files_of(cache: Path, step: int) -> list[OrderedFile]:
-    paths = sorted((cache / f"step-{step}").glob("*.distcp"))
-    return [OrderedFile(name=path.name, size_bytes=path.stat().st_size) for path in paths]
-
-
-def order(root: Path, step: int, *caches: str, node: int = 0, **fields: Any) -> FlushFolder:
-    """Order a step of the node's cache; the folder where that lies now."""
-    names = caches or ("cache",)
-    folder = FlushFolder(root / names[node])
-    given = {
-        "step": step,
-        "save_id": save_id_of(folder.cache, step),
-        "durable": f"file://{root}/durable",
-        "node": node,
-        "nodes": [files_of(root / name, step) for name in names],
-        "keep": None,
-        "bytes_per_s": None,
-        "threads": 1,
-        "pause_while_saving": False,
-        "cores": [],
-        "given_s": time.time(),
-        **fields,
-    }
-    folder.orders.put(Order.model_validate(given))
-    return folder
 
 
 def serve(folder: FlushFolder, opener: Opener | None = None, **choices: Any) -> None:
@@ -344,3 +316,29 @@ def test_it_ends_when_its_cache_is_removed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "cache")
     daemon.join(60)
     assert not daemon.is_alive()
+
+
+def resident_pages(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return count_by_mincore(descriptor, path.stat().st_size)
+    finally:
+        os.close(descriptor)
+
+
+def test_reading_the_cache_leaves_the_page_cache_as_it_was(tmp_path: Path) -> None:
+    if "direct" not in for_large_files(open_here(str(tmp_path))).uri:
+        pytest.skip("this file system has no O_DIRECT")
+    save_cached(tmp_path, 1)
+    files = list((tmp_path / "cache/step-1").glob("*.distcp"))
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    before = [resident_pages(path) for path in files]
+    folder = order(tmp_path, 1)
+    serve(folder)
+    assert outcome(folder, 1) == "durable"
+    assert [resident_pages(path) for path in files] == before
+    # Nor does what was written stay in memory that training could use.
+    assert sum(resident_pages(path) for path in (tmp_path / "durable/step-1").glob("*.distcp")) <= len(files)

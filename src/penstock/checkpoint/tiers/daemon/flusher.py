@@ -150,12 +150,11 @@ class DaemonFlusher:
 
         What trainers before this one gave, and other nodes may not have, goes on without being waited for.
         """
-        if self._failed:
-            return []
         return [
             step
             for step, state in self.states().items()
             if not state.is_over
+            and step not in self._failed
             and not self._is_lasting(step)
             and (step in self._given or state.phase != "waiting")
         ]
@@ -216,10 +215,10 @@ class Minder:
 
     def mind(self) -> None:
         """Start a daemon where there is none; `Unavailable` where that was in vain several times."""
-        if self._folder.daemon_lives():
-            self._num_starts = 0
-            return
         now_s = self._clock()
+        if self._folder.daemon_lives():
+            self._num_starts, self._not_before_s = 0, now_s + 1.0
+            return
         if now_s < self._not_before_s:
             return
         if self._num_starts >= NUM_STARTS:

@@ -20,7 +20,7 @@ from penstock.checkpoint.keeping import retire
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.steps import Steps
 from penstock.checkpoint.stored import Stored
-from penstock.checkpoint.tiers.copying import Copy, copy_file
+from penstock.checkpoint.tiers.copying import Copy, block_bytes_for, copy_file
 from penstock.checkpoint.tiers.daemon.checking import PassingSums, sum_of_file
 from penstock.checkpoint.tiers.daemon.choosing import look_again_s, superseded_by
 from penstock.checkpoint.tiers.daemon.journal import Line, Standing
@@ -121,7 +121,14 @@ class Job:
         if known is not None and _lies_there(target, to_key, known):
             return {"file": file.name, "size_bytes": known.size_bytes, "sum": known.sum}
         sums = PassingSums(self._files[file.name])
-        copy_file(Copy(from_key=self._held.key(file.name), to_key=to_key), source, target, take, sums.see)
+        copy_file(
+            Copy(from_key=self._held.key(file.name), to_key=to_key),
+            source,
+            target,
+            take,
+            see=sums.see,
+            block_bytes=block_bytes_for(self.order.bytes_per_s),
+        )
         sums.require_right(self._held.uri)
         return {"file": file.name, "size_bytes": file.size_bytes, "sum": sums.sum()}
 

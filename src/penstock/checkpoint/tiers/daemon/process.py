@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.base import LEASE_S
-from penstock.checkpoint.tiers.copying import Pace
+from penstock.checkpoint.tiers.copying import BURST_S, Pace
 from penstock.checkpoint.tiers.daemon.choosing import in_order, pause_after
 from penstock.checkpoint.tiers.daemon.folder import FlushFolder, Held, Speed
 from penstock.checkpoint.tiers.daemon.job import Job
@@ -36,7 +36,6 @@ PATIENCE_S: Final = 3600.0
 """So long it tries alone what fails, or waits for other nodes, when no trainer lives."""
 TELL_AFTER_S: Final = 60.0
 """A failure that lasts so long is told to the trainer, though it is tried again."""
-BURST_S: Final = 0.5
 LOCK_ATTEMPTS: Final = 40
 LOG_BYTES: Final = 4 << 20
 
@@ -118,6 +117,7 @@ class Daemon:
         self._busy_at_s = clock()
         self._succeeded_at_s = clock()
         self._unreadable: set[int] = set()
+        self._said: Speed | None = None
 
     def run(self) -> None:
         """Serve until there is nothing to do and no trainer lives, or the cache is gone."""
@@ -240,8 +240,11 @@ class Daemon:
             bytes_per_s=speedometer.rate(time.monotonic(), meter.moved_bytes),
             is_paused=meter.is_paused,
         )
+        if self._said is not None and speed == self._said.model_copy(update={"at_s": speed.at_s}):
+            return
         try:
             self._folder.tell_speed(speed)
+            self._said = speed
         except OSError as error:
             logger.debug("Progress cannot be told: %s", error)
 
