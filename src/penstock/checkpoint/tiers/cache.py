@@ -11,6 +11,7 @@ save that died on some nodes is no step.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,15 +25,14 @@ from penstock.checkpoint.stored import Stored
 from penstock.checkpoint.tiers.assess import Assessment, assess
 from penstock.checkpoint.tiers.groups import choose_groups
 from penstock.checkpoint.tiers.holdings import GroupRecord, HeldFile, Member
-from penstock.checkpoint.tiers.node_cache import NodeCache
+from penstock.checkpoint.tiers.node_cache import NodeCache, folders_of
 from penstock.checkpoint.tiers.protecting import KeyOf, Protector
 from penstock.checkpoint.tiers.ring import BLOCK_BYTES
 from penstock.checkpoint.tiers.schemes import Partner, Scheme, check_schemes, scheme_for
 from penstock.checkpoint.tiers.stripes import layout_for
 from penstock.cluster.collect import collect
-from penstock.errors import UsageError
 from penstock.storage.owner import this_process
-from penstock.storage.powers import find_folders, for_large_files
+from penstock.storage.powers import for_large_files
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from penstock.storage import Storage
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,11 +169,25 @@ class CacheLevel:
             self._node.drop(draft)
 
     def names(self) -> list[str]:
-        """Every step that some node has committed, in no order."""
+        """Every step that some node has committed, in no order.
+
+        A step that a crash kept from being committed on all nodes is none, unless what is left is enough.
+        """
         told = self._together(
-            lambda: self._node.names() if self.leads else [], "all nodes to list their caches"
+            lambda: (self._node.names(), self._node.doubtful()) if self.leads else ([], set()),
+            "all nodes to list their caches",
         )
-        return sorted({name for names in told for name in names})
+        sure = {name for names, doubtful in told for name in names if name not in doubtful}
+        for name in sorted({name for names, _ in told for name in names} - sure):
+            found = self.assess(name)
+            if found.reason:
+                logger.warning("%s was never committed on all nodes, and goes: %s", name, found.reason)
+                self.remove(name)
+            else:
+                sure.add(name)
+            if self.leads:
+                self._node.confirm(name)
+        return sorted(sure)
 
     def names_here(self) -> list[str]:
         """Every step that this node has committed, in no order."""
@@ -310,6 +326,7 @@ class CacheLevel:
 
         def publish() -> None:
             if self.leads:
+                self._node.announce(draft)
                 self._node.publish(draft, seal.manifest, seal.metadata, records, self._node.ranks)
 
         with ExitStack() as undo:
@@ -317,6 +334,8 @@ class CacheLevel:
                 undo.callback(self._node.take_back, draft)
             self._together(publish, f"all nodes to commit {draft.name}")
             undo.pop_all()
+        if self.leads:
+            self._node.confirm(draft.name)
 
     def _together(self, work: Callable[[], Result], awaiting: str) -> list[Result]:
         return collect(self._comm, work, awaiting=awaiting)
@@ -360,10 +379,7 @@ def _planned(
 
 def _node_of(storage: Storage, rank: int) -> tuple[str, int, int]:
     """What tells caches apart: the running kernel, and the folder on it."""
-    if find_folders(storage) is None:
-        raise UsageError(
-            "A cache is a folder of each node", where=storage.uri, fix="Give a path, such as /local/ssd/run."
-        )
+    folders_of(storage)
     root = parse_uri(storage.uri).root
     os.makedirs(root, exist_ok=True)  # noqa: PTH103 - the storage's own root, which may not be there yet
     facts = os.stat(root)  # noqa: PTH116 - likewise

@@ -15,13 +15,17 @@ from penstock.checkpoint.commit.place import open_drafts, open_shelf
 from penstock.checkpoint.stored import Stored
 from penstock.checkpoint.tiers.assess import NodeHolding
 from penstock.checkpoint.tiers.holdings import GroupRecord, read_record, record_bytes
-from penstock.errors import ObjectNotFound, StorageError
+from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.storage.powers import find_folders
 from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.storage import Storage
+    from penstock.storage.powers import FolderTree
 
 RECORD_PREFIX: Final = "redundancy-"
+DOUBT_PREFIX: Final = ".penstock-doubt-"
+"""Begins the name of a note that lies beside a step until all nodes are known to have committed it."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ class NodeCache:
         self.storage = storage
         self.ranks = ranks
         self._drafts, self._shelf = open_drafts(storage), open_shelf(storage)
+        self._tree = folders_of(storage)
 
     def names(self) -> list[str]:
         """Every step of which this node has committed a share, in no order."""
@@ -104,9 +109,23 @@ class NodeCache:
                     sizes.update({file.name: file.size_bytes for file in record.kept[place : place + 1]})
         self._drafts.publish(draft, Seal(manifest=manifest, metadata=metadata, sizes=sizes))
 
+    def doubtful(self) -> set[str]:
+        """The steps that this node has committed without having heard that all nodes did."""
+        notes = {entry.name.removeprefix(DOUBT_PREFIX) for entry in self._tree.entries(prefix=DOUBT_PREFIX)}
+        return notes & set(self.names())
+
+    def announce(self, draft: Draft) -> None:
+        """Note that a step is being committed on all nodes: after a crash nobody else could tell."""
+        write_object(self.storage, DOUBT_PREFIX + draft.name, [draft.save_id.encode()])
+
+    def confirm(self, name: str) -> None:
+        """All nodes have committed it, or none keeps it."""
+        self._tree.remove(DOUBT_PREFIX + name)
+
     def take_back(self, draft: Draft) -> None:
         """Remove what was committed of a draft, because other nodes could not commit theirs."""
         try:
+            self.confirm(draft.name)
             held = self._shelf.find(draft.name)
             manifest = bytes(read_object(self.storage, held.key(MANIFEST_NAME)))
             if draft.save_id.encode() in manifest:
@@ -130,6 +149,16 @@ class NodeCache:
                 content = read_object(self.storage, held.key(name))
                 records[number] = read_record(content, f"{self.storage.uri}/{held.key(name)}")
         return records
+
+
+def folders_of(storage: Storage) -> FolderTree:
+    """The folders of a cache; `UsageError` for a storage that has none."""
+    tree = find_folders(storage)
+    if tree is None:
+        raise UsageError(
+            "A cache is a folder of each node", where=storage.uri, fix="Give a path, such as /local/ssd/run."
+        )
+    return tree
 
 
 def _record_name(group: int) -> str:

@@ -167,6 +167,41 @@ def test_a_node_that_cannot_commit_leaves_no_node_with_the_step(tmp_path: Path) 
     assert _tree(tmp_path) == {}
 
 
+def _names(comm: ThreadComm, folder: Path) -> list[str]:
+    return _level(comm, folder, [Xor(group=4)]).names()
+
+
+def _doubt(folder: Path, *hosts: int) -> None:
+    """As a crash leaves it that came before all nodes had committed the step."""
+    for host in hosts:
+        (folder / f"host-{host}/.penstock-doubt-step-1").write_bytes(b"a save")
+
+
+def test_a_step_that_a_crash_kept_from_being_committed_everywhere_is_none(tmp_path: Path) -> None:
+    _run(lambda comm: _save(comm, tmp_path, [Xor(group=4)]))
+    _doubt(tmp_path, 1, 2)
+    for host in (0, 3):
+        shutil.rmtree(tmp_path / f"host-{host}")
+    assert _run(partial(_names, folder=tmp_path)) == [[]] * RANKS
+    assert _tree(tmp_path) == {}
+
+
+def test_a_doubtful_step_of_which_enough_is_left_is_one(tmp_path: Path) -> None:
+    _run(lambda comm: _save(comm, tmp_path, [Xor(group=4)]))
+    before = _tree(tmp_path)
+    _doubt(tmp_path, 0, 1, 2, 3)
+    assert _run(partial(_names, folder=tmp_path)) == [["step-1"]] * RANKS
+    assert _tree(tmp_path) == before
+
+
+def test_a_lost_step_that_one_node_knows_to_be_committed_is_not_forgotten(tmp_path: Path) -> None:
+    _run(lambda comm: _save(comm, tmp_path, [Xor(group=4)]))
+    _doubt(tmp_path, 1)
+    for host in (0, 3):
+        shutil.rmtree(tmp_path / f"host-{host}")
+    assert _run(partial(_names, folder=tmp_path)) == [["step-1"]] * RANKS
+
+
 def _refuse() -> None:
     raise OSError(28, "No space left on device")
 
