@@ -18,7 +18,7 @@ from penstock.errors import StorageError
 from penstock.submission.making.cadence import Cadence, Wanted, plan_cadence
 from penstock.submission.making.leaf import set_aside
 from penstock.submission.making.manifest import write_manifest
-from penstock.submission.making.results_file import write_results_file
+from penstock.submission.making.results_file import write_report
 from penstock.submission.making.standing import read_standing
 from penstock.submission.names import Phase
 
@@ -72,7 +72,7 @@ def make_training(
         cadence = _next(session, wanted, comm=comm, onlooker=onlooker)
         if cadence.is_complete:
             if comm.rank == 0:
-                write_results_file(session.series, plan.edition)
+                write_report(session.series, plan.edition)
             return cadence
         phase = cadence.phases[0]
         if phase is Phase.RUN:

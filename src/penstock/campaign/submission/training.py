@@ -61,6 +61,7 @@ def add_datasize(
         facts = LeafFacts(
             address=address,
             workload=workload,
+            accelerator=workload.accelerator,
             changed=session.changed,
             place=session.place,
             num_processes=num_accelerators,
@@ -97,6 +98,7 @@ def add_datagen(
         facts = LeafFacts(
             address=address,
             workload=workload,
+            accelerator=workload.accelerator,
             changed=session.changed,
             place=session.place,
             num_processes=comm.size,
@@ -144,6 +146,7 @@ def add_run(
         facts = LeafFacts(
             address=address,
             workload=request.workload,
+            accelerator=request.workload.accelerator,
             changed=session.changed,
             place=session.place,
             num_processes=comm.size,

@@ -6,14 +6,13 @@ Pure: facts in, plain data out. Invariant: every key has its value; what is unkn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.results.provenance import redacted
 from penstock.results.spec import spec_values
 from penstock.submission.names import DATAGEN_MANIFEST, PROVENANCE, Benchmark, Phase
-from penstock.workload.tree import dotted, flatten
 
 if TYPE_CHECKING:
     from penstock.results.host import HostFacts
@@ -42,6 +41,7 @@ class LeafFacts:
 
     address: Address
     workload: Workload
+    accelerator: str
     changed: Mapping[str, Any]
     place: str
     num_processes: int
@@ -51,7 +51,6 @@ class LeafFacts:
     exit_status: int
     data_size: DataSize | None = None
     has_datagen_manifest: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def metadata(facts: LeafFacts) -> dict[str, Any]:
@@ -63,12 +62,12 @@ def metadata(facts: LeafFacts) -> dict[str, Any]:
         "command": address.phase.value,
         "run_datetime": address.stamp,
         "num_processes": facts.num_processes,
-        "accelerator": facts.workload.accelerator,
+        "accelerator": facts.accelerator,
         "result_dir": str(address.folder),
         "verification": series.division.value.upper(),
         "parameters": spec_values(facts.workload),
-        "override_parameters": {key: _word(value) for key, value in facts.changed.items()},
-        "args": {**_args(facts), **facts.extra},
+        "override_parameters": {key: str(value) for key, value in facts.changed.items()},
+        "args": _args(facts),
         "system_info": {
             "total_memory_bytes": sum(host.memory_bytes for host in facts.hosts),
             "total_cores": sum(host.num_cores for host in facts.hosts),
@@ -115,8 +114,8 @@ def _args(facts: LeafFacts) -> dict[str, Any]:
         "client_host_memory_in_gb": min(host.memory_bytes for host in facts.hosts) / _GIB,
         "exec_type": "mpi",
     }
-    if facts.workload.accelerator:
-        args["accelerator_type"] = facts.workload.accelerator
+    if facts.accelerator:
+        args["accelerator_type"] = facts.accelerator
     if series.benchmark is Benchmark.CHECKPOINTING:
         asked = facts.workload.checkpoint
         return args | {
@@ -132,12 +131,3 @@ def _args(facts: LeafFacts) -> dict[str, Any]:
         Phase.RUN: "num_accelerators",
     }
     return args | {"data_dir": facts.place, counted[facts.address.phase]: facts.num_processes}
-
-
-def changed_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested mapping of changes by dotted key."""
-    return {dotted(path): value for path, value in flatten(tree)}
-
-
-def _word(value: Any) -> str:
-    return str(value)

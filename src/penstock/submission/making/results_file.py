@@ -1,33 +1,25 @@
-"""`results.json` beside a result's runs: its figures, recomputed from the runs themselves.
+"""`results.json` and `results.csv` beside a result's runs: the report of that result as judges make it.
 
-Place in the flow: written once a result is whole. Invariant: its figures are those that judges recompute.
+Place in the flow: written once a result is whole. Invariant: its figures are recomputed from the leaves.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.results.durable import write_json
-from penstock.submission.check import check
-from penstock.submission.names import RESULTS_FILE, Phase
+from penstock.submission.reports.files import plan_tree, write_files
+from penstock.submission.reports.reported import report_all
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
     from penstock.submission.making.leaf import Series
 
 
-def write_results_file(series: Series, edition: Edition) -> None:
-    """Write the figures of the series' result."""
-    root = series.claim.root
-    name = str(series.folder)
-    found = next(each for each in check(root, edition, rules=()) if each.name == name)
-    document = {
-        "organisation": found.organisation,
-        "division": found.division,
-        "system": found.system,
-        "workload": found.workload,
-        "accelerator": found.accelerator,
-        "num_accelerators": found.num_accelerators,
-        "metrics": found.metrics,
-    }
-    write_json(root / series.folder_of(Phase.RUN), RESULTS_FILE, document)
+def write_report(series: Series, edition: Edition) -> None:
+    """Write the report of the series' result."""
+    folder = (series.claim.root / series.folder).resolve()
+    # The report holds the verdict, and a rule asks for the report: the second one is right about itself.
+    for _ in range(2):
+        found = [each for each in report_all(series.claim.root, edition) if folder in each.place.parents]
+        planned, _kept = plan_tree(found)
+        write_files(planned)

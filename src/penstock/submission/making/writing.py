@@ -118,6 +118,7 @@ def separation_of(place: str, results: Path, *, host: str, now: datetime) -> dic
     name = f".penstock-separation-{secrets.token_hex(4)}"
     source, target = results / name, Path(location.root) / name
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)  # checkpoints make their folder with the first write
         source.touch(exist_ok=False)
         try:
             is_separate = _is_refused(source, target)
@@ -128,7 +129,7 @@ def separation_of(place: str, results: Path, *, host: str, now: datetime) -> dic
         raise StorageError(
             f"Whether data and results share a file system cannot be seen: {error.strerror}",
             uri=location.root,
-            fix="Both folders must exist and be writable.",
+            fix="Both folders must be writable.",
         ) from error
     return {
         "version": 1,
