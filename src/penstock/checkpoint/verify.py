@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.damage import Damage
+from penstock.checkpoint.dcp.transforms import require_known, unpack
 from penstock.checkpoint.foreign.zip_directory import ReadRange, data_offset, read_directory
 from penstock.checkpoint.manifest import Manifest, ManifestFile, read_manifest
 from penstock.checkpoint.opened import Format, Opened, folder_of, open_checkpoint, uri_of
@@ -30,7 +31,7 @@ from penstock.checkpoint.scanning import (
 )
 from penstock.checkpoint.stored import AnyPath, open_around
 from penstock.checkpoint.sums import sum_of
-from penstock.errors import DataDamaged, ObjectNotFound, StorageError
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage.powers import for_large_files
 from penstock.storage.whole import read_object
@@ -38,6 +39,9 @@ from penstock.storage.whole import read_object
 if TYPE_CHECKING:
     from penstock.storage import Storage
     from penstock.storage.base import Source
+
+_MOST_NAMES: Final = 5
+"""So many items are named of those that cannot be checked."""
 
 _END_BYTES: Final = 1 << 17
 """More than an archive's directory and the longest comment after it."""
@@ -189,6 +193,7 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
             uri, "unknown", Damage(file=error.where, begin=0, end=0, item="", what=error.what)
         )
     items = sorted(_items(opened))
+    unknown = [item for item in items if not _can_unpack(item.descriptors)]
     result = partial(
         Verification,
         uri=opened.uri,
@@ -203,15 +208,35 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
             damage=(),
             notes=("The format has no checksums: only headers and sizes were checked.",),
         )
-    work = list(_archive_stretches(items))
+    work = list(_archive_stretches([item for item in items if _can_unpack(item.descriptors)]))
     counted = _Counted(progress)
     progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
     damage = scan(for_large_files(opened.storage), opened.key, work, counted)
     return result(
         checked_bytes=counted.num_bytes,
         damage=tuple(damage),
-        notes=("Checked by the CRC-32 of the archives' records; what surrounds those has none.",),
+        notes=(
+            "Checked by the CRC-32 of the archives' records; what surrounds those has none.",
+            *_notes_of_unknown(unknown),
+        ),
     )
+
+
+def _notes_of_unknown(items: Sequence[_Item]) -> Iterator[str]:
+    """What could not be checked, by name."""
+    if items:
+        names = ", ".join(item.name for item in items[:_MOST_NAMES])
+        more = f" and {len(items) - _MOST_NAMES} more" if len(items) > _MOST_NAMES else ""
+        through = ", ".join(sorted({name for item in items for name in item.descriptors}))
+        yield f"Not checked, for they went through {through}, which is unknown here: {names}{more}."
+
+
+def _can_unpack(descriptors: Sequence[str]) -> bool:
+    try:
+        require_known(descriptors)
+    except UsageError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -222,7 +247,8 @@ class _Item:
     begin: int
     size_bytes: int
     name: str
-    is_packed: bool = False
+    descriptors: tuple[str, ...] = ()
+    """The stream transforms that it went through."""
 
 
 def _items(opened: Opened) -> Iterator[_Item]:
@@ -232,11 +258,14 @@ def _items(opened: Opened) -> Iterator[_Item]:
         yield _Item(file, 0, opened.storage.stat(opened.key(file)).size_bytes, "")
         return
     stored = contents.stored
-    columns = (stored.file, stored.item_offset, stored.item_bytes, stored.boxes.tensor, stored.packed)
-    for file, begin, size, tensor, packed in zip(*(column.tolist() for column in columns), strict=True):
-        yield _Item(contents.files[file], begin, size, contents.tensors[tensor].name, packed)
+    columns = (stored.file, stored.item_offset, stored.item_bytes, stored.boxes.tensor)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for row, (file, begin, size, tensor) in enumerate(rows):
+        through = opened.metadata.descriptors(row) if opened.metadata else ()
+        yield _Item(contents.files[file], begin, size, contents.tensors[tensor].name, tuple(through))
     for one in contents.objects:
-        yield _Item(contents.files[one.file], one.offset, one.size_bytes, one.name, one.packed)
+        through = opened.descriptors(one)
+        yield _Item(contents.files[one.file], one.offset, one.size_bytes, one.name, tuple(through))
 
 
 def _archive_stretches(items: Sequence[_Item]) -> Iterator[Stretch]:
@@ -246,8 +275,7 @@ def _archive_stretches(items: Sequence[_Item]) -> Iterator[Stretch]:
         if run and (item.file != run[0].file or sum(one.size_bytes for one in run) >= STRETCH_BYTES):
             yield _archive_stretch(run)
             run = []
-        if not item.is_packed:
-            run.append(item)
+        run.append(item)
     if run:
         yield _archive_stretch(run)
 
@@ -262,6 +290,10 @@ def _archive_stretch(run: list[_Item]) -> Stretch:
 
 def _records(source: Source, item: _Item) -> Iterator[Segment]:
     """The records of one archive that have a checksum, in order; all of it, if they cannot be found."""
+    if item.descriptors:
+        check = partial(_PackedCheck, item)
+        yield Segment(item.begin, item.begin + item.size_bytes, item.name, check)
+        return
     read = _reader(source, item)
     try:
         records = read_directory(read, item.size_bytes, item.name)
@@ -272,8 +304,46 @@ def _records(source: Source, item: _Item) -> Iterator[Segment]:
     for name, begin in sorted(begins.items(), key=lambda named: named[1]):
         record = records[name]
         if record.crc32:
-            check = partial(CrcCheck, record.crc32)
-            yield Segment(begin, begin + record.size_bytes, item.name or name, check)
+            crc = partial(CrcCheck, record.crc32)
+            yield Segment(begin, begin + record.size_bytes, item.name or name, crc)
+
+
+class _PackedCheck:
+    """An item that went through stream transforms: where its records are only the whole of it tells.
+
+    Takes the memory of the item and of what it holds, as loading it does.
+    """
+
+    def __init__(self, item: _Item) -> None:
+        self._item = item
+        self._content = bytearray()
+
+    def update(self, content: memoryview) -> None:
+        """Keep the next bytes."""
+        self._content += content
+
+    def complaint(self) -> str | None:
+        """Unpack it, and look at each of its records."""
+        try:
+            plain = memoryview(unpack(self._content, self._item.descriptors, self._item.name))
+            return _complaint_of_archive(plain, self._item.name)
+        except DataDamaged as error:
+            return error.what
+
+
+def _complaint_of_archive(content: memoryview, name: str) -> str | None:
+    def read(offset: int, size: int) -> bytes:
+        if offset < 0 or offset + size > len(content):
+            raise DataDamaged("the archive ends before it", where=name)
+        return bytes(content[offset : offset + size])
+
+    for record in read_directory(read, len(content), name).values():
+        begin = data_offset(read, record, name)
+        check = CrcCheck(record.crc32)
+        check.update(content[begin : begin + record.size_bytes])
+        if record.crc32 and (what := check.complaint()) is not None:
+            return what
+    return None
 
 
 def _reader(source: Source, item: _Item) -> ReadRange:

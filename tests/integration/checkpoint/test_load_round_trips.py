@@ -317,6 +317,21 @@ def test_stock_tensors_in_another_order_are_loaded_whole(tmp_path: Path) -> None
     assert found["w"].equal(turned)
 
 
+def test_stock_tensors_that_stand_for_their_conjugates_are_loaded_as_what_they_stand_for(
+    tmp_path: Path,
+) -> None:
+    tensor = torch.randn(6, 5, dtype=torch.complex64).conj()
+    stock({"c": tensor, "turned": tensor.t()}, tmp_path / "step")
+    for loader in LOADERS.values():
+        found: State = {
+            "c": torch.zeros(6, 5, dtype=torch.complex64),
+            "turned": torch.zeros(5, 6, dtype=torch.cfloat),
+        }
+        loader(found, tmp_path / "step")
+        assert found["c"].equal(tensor)
+        assert found["turned"].equal(tensor.t())
+
+
 @pytest.mark.parametrize("flipped", [None, 9 << 20])
 def test_a_storage_of_any_alignment_is_read_straight_into_tensors(
     tmp_path: Path, flipped: int | None

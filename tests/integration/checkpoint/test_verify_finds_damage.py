@@ -7,17 +7,19 @@ import shutil
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.checkpoint.dcp.transforms import ZSTD
 from penstock.checkpoint.verify import Verification, verify
 from penstock.errors import ObjectNotFound
 
 torch = pytest.importorskip("torch")
 
-from torch.distributed.checkpoint._extension import ZStandard  # noqa: E402 - torch may be missing
+from torch.distributed.checkpoint._extension import (  # noqa: E402 - torch may be missing
+    StreamTransformExtension,
+    ZStandard,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402
 
@@ -209,13 +211,57 @@ def test_safetensors_are_not_called_checked(tmp_path: Path) -> None:
     assert not verify(tmp_path / "x.safetensors").is_whole
 
 
-def test_compressed_items_are_not_counted_as_checked(tmp_path: Path) -> None:
-    writer = FileSystemWriter(tmp_path / "c", _extensions=[ZStandard()])
-    stock_save({"w": torch.ones(5000)}, storage_writer=writer, no_dist=True)
+def test_compressed_items_are_unpacked_and_their_records_checked(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    writer = FileSystemWriter(path, _extensions=[ZStandard()])
+    stock_save({"w": torch.randn(5000), "n": {"x": [1, 2]}}, storage_writer=writer, no_dist=True)
+    found = verify(path)
+    assert found.is_whole
+    assert found.checked_bytes == found.size_bytes > 0
+    assert not any("Not checked" in note for note in found.notes)
+    (file,) = path.glob("*.distcp")
+    whole, chance = file.read_bytes(), random.Random(3)
+    for position in chance.sample(range(len(whole) // 2, len(whole)), 12):
+        spoiled = bytearray(whole)
+        spoiled[position] ^= 1 << chance.randrange(8)
+        file.write_bytes(spoiled)
+        assert only(verify(path)).item == "w"
+    file.write_bytes(whole)
+
+
+class Reversed(StreamTransformExtension):
+    """A transform that nobody but its own program knows."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.reversed"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Reversed:
+        assert version == "1"
+        return Reversed()
+
+    def get_descriptor(self) -> str:
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        return output
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002 - torch's name
+        return input
+
+
+def test_items_of_an_unknown_transform_are_named_as_not_checked(tmp_path: Path) -> None:
+    writer = FileSystemWriter(tmp_path / "c", _extensions=[Reversed()])
+    state = {f"w{number}": torch.ones(50) for number in range(7)}
+    stock_save(state, storage_writer=writer, no_dist=True)
     found = verify(tmp_path / "c")
     assert found.is_whole
     assert not found.is_checked
-    assert ZSTD == "stream.zstd/1"
+    (note,) = (each for each in found.notes if "Not checked" in each)
+    assert "stream.reversed/1" in note
+    assert "w0, w1" in note
+    assert "and 2 more" in note
 
 
 def test_nothing_there_is_an_error_and_no_verdict(tmp_path: Path) -> None:

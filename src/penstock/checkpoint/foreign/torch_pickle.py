@@ -10,7 +10,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from penstock.checkpoint.dtypes import BY_STORAGE, ELEMENT_TYPES, element_type
@@ -38,6 +38,10 @@ class TensorRef:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    is_conjugate: bool = False
+    """The elements stand for their complex conjugates."""
+    is_negative: bool = False
+    """The elements stand for their negatives."""
 
 
 class Opaque:
@@ -88,21 +92,27 @@ def _rebuild_typed(
     storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
 ) -> TensorRef | Opaque:
     _, _, *about = rest
-    if about and about[0]:
-        return Opaque()  # conjugate and negative views are not the elements as they lie
     if storage.dtype is None:
         raise DataDamaged("A tensor has elements without a type")
-    return TensorRef(storage, storage.dtype, tuple(size), tuple(strides), int(offset))
+    return _view_of(TensorRef(storage, storage.dtype, tuple(size), tuple(strides), int(offset)), about)
 
 
 def _rebuild_untyped(
     storage: StorageRef, offset: int, size: Any, strides: Any, *rest: Any
 ) -> TensorRef | Opaque:
     _, _, dtype, *about = rest
-    if about and about[0]:
-        return Opaque()
     kind = element_type(dtype)
-    return TensorRef(storage, kind.name, tuple(size), tuple(strides), int(offset))
+    return _view_of(TensorRef(storage, kind.name, tuple(size), tuple(strides), int(offset)), about)
+
+
+def _view_of(tensor: TensorRef, about: list[Any]) -> TensorRef | Opaque:
+    """The tensor as what torch notes of it says; of notes that are unknown here nothing may be guessed."""
+    notes = about[0] if about else None
+    if not notes:
+        return tensor
+    if not isinstance(notes, dict) or not notes.keys() <= {"conj", "neg"}:
+        return Opaque()
+    return replace(tensor, is_conjugate=bool(notes.get("conj")), is_negative=bool(notes.get("neg")))
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from penstock.checkpoint.pieces import (
 from penstock.checkpoint.state import leaves_of
 from penstock.errors import DataDamaged, UsageError
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 Path = tuple[str | int, ...]
 
 _LARGEST_PICKLE: Final = 1 << 32
@@ -44,7 +47,10 @@ class TorchSaveArchive:
     values: Mapping[str, Any]
     """By object name; `Opaque` where torch alone could say what it is."""
     strided: Mapping[int, TensorRef] = field(default_factory=dict)
-    """By row: tensors whose elements lie in another order; their items are their whole records."""
+    """By row: tensors whose elements lie in another order, or stand for conjugates or negatives.
+
+    Their items are their whole records.
+    """
     value: Any = None
     """All of it, as it was nested."""
     records: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -153,7 +159,7 @@ def _places(archive: _Archive, tensors: list[TensorRef]) -> Iterator[tuple[int, 
         first, last = _extent(tensor)
         if min(first, *tensor.shape, 0) < 0 or last * width > record.size_bytes:
             raise DataDamaged(f"A tensor reaches outside of its record {name}", where=archive.where)
-        if tensor.strides == contiguous_strides(tensor.shape) or _is_row_major(tensor):
+        if _is_row_major(tensor) and not (tensor.is_conjugate or tensor.is_negative):
             offset = begins[name] + first * width
             yield offset, math.prod(tensor.shape) * width, offset
         else:
@@ -171,17 +177,33 @@ def _extent(tensor: TensorRef) -> tuple[int, int]:
 def _is_row_major(tensor: TensorRef) -> bool:
     """Whether elements follow one another; the stride of a dimension of one element does not matter."""
     wanted = contiguous_strides(tensor.shape)
+    if tensor.strides == wanted:
+        return True
     rows = zip(tensor.shape, tensor.strides, wanted, strict=True)
     return 0 in tensor.shape or all(size == 1 or have == want for size, have, want in rows)
 
 
 def row_major(tensor: TensorRef, record: memoryview) -> memoryview:
-    """The elements of a strided tensor, in row-major order: a copy."""
+    """The elements of a tensor that does not lie there as it is, in row-major order: a copy."""
     width = element_type(tensor.dtype).size_bytes
     elements = np.frombuffer(record, dtype=np.dtype((np.void, width)))[tensor.offset :]
     strides = tuple(stride * width for stride in tensor.strides)
     view = np.lib.stride_tricks.as_strided(elements, tensor.shape, strides, writeable=False)
-    return np.ascontiguousarray(view).reshape(-1).view(np.uint8).data
+    content = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+    if tensor.is_conjugate or tensor.is_negative:
+        # frombuffer views of bytes are read-only, and contiguous ones were not copied.
+        content = content.copy()
+        _flip_signs(tensor, content.reshape(-1, width))
+    return content.data
+
+
+def _flip_signs(tensor: TensorRef, elements: NDArray[np.uint8]) -> None:
+    """Of imaginary parts, of all parts, or of real ones where both are asked for."""
+    imaginary, real = elements.shape[1] - 1, elements.shape[1] // 2 - 1
+    if tensor.is_conjugate != tensor.is_negative:
+        elements[:, imaginary] ^= 0x80
+    if tensor.is_negative and tensor.dtype.startswith("complex"):
+        elements[:, real] ^= 0x80
 
 
 def is_plain(value: object) -> bool:

@@ -147,8 +147,28 @@ def test_every_flipped_bit_of_the_directory_is_damage_or_harmless() -> None:
             assert str(error)  # noqa: PT017 - either way is right, but no other error is
 
 
-def test_conjugate_tensors_are_opaque_as_their_elements_do_not_lie_there() -> None:
-    archive = opened(saved({"c": torch.ones(2, dtype=torch.complex64).conj()}))
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_tensors_that_stand_for_conjugates_or_negatives_come_as_what_they_stand_for(dtype: Any) -> None:
+    made = torch.arange(1.0, 25.0).reshape(2, 3, 4).to(dtype) + torch.tensor(0.5j, dtype=dtype)
+    views = {
+        "conj": made.conj(),
+        "turned": made.conj().transpose(0, 2),
+        "part": made.conj()[:, 1:, ::2],
+        "neg": torch._neg_view(made),
+        "both": torch._neg_view(made.conj()),
+        "imag": made.clone().conj().imag,
+        "none": made.conj()[:0],
+        "plain": made,
+    }
+    found = tensors_in(saved(views))
+    for name, view in views.items():
+        expected = view.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        assert found[name] == expected.numpy().tobytes(), name
+
+
+def test_a_note_of_a_tensor_that_is_unknown_here_makes_it_opaque() -> None:
+    content = saved({"c": torch.ones(2, dtype=torch.complex64).conj()})
+    archive = opened(content.replace(b"conj", b"what"))
     assert archive.contents.tensors == ()
     assert not is_plain(archive.values["c"])
 
