@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -142,7 +142,20 @@ def apply(rule: Rule, result: Result, edition: Edition) -> list[Finding]:
                 fix="This is a defect of Penstock: please report it with this result's files.",
             )
         )
-    return [replace(finding, rule=rule.id) for finding in findings]
+    return [_named(finding, rule) for finding in findings]
+
+
+def _named(finding: Finding, rule: Rule) -> Finding:
+    """The finding with its rule's id; `replace` would take longer than most rules."""
+    return Finding(
+        verdict=finding.verdict,
+        proof=finding.proof,
+        evidence=finding.evidence,
+        value=finding.value,
+        limit=finding.limit,
+        fix=finding.fix,
+        rule=rule.id,
+    )
 
 
 def _workload(result: Result) -> tuple[str, str]:

@@ -26,7 +26,11 @@ def relative(path: Path, base: Path) -> str:
 
 def read_document(path: Path, base: Path) -> Document:
     """The file as values, or as one text where it is neither JSON nor YAML."""
-    file = relative(path, base)
+    return read_file(str(path), relative(path, base))
+
+
+def read_file(path: str, file: str) -> Document:
+    """The same, where its name is known."""
     try:
         return Document(file=file, tree=_parse(path))
     except FileNotFoundError:
@@ -60,10 +64,12 @@ def _lines(node: yaml.Node, above: Steps) -> Iterator[tuple[Steps, int]]:
             yield from _lines(value, (*above, str(number)))
 
 
-def _parse(path: Path) -> Any:
-    if path.suffix == ".json":
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    if path.suffix in (".yaml", ".yml"):
-        return yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_LOADER)  # noqa: S506 - both are safe
-    with path.open(encoding="utf-8", errors="replace") as stream:
+def _parse(path: str) -> Any:
+    if path.endswith(".json"):
+        with open(path, encoding="utf-8-sig") as stream:  # noqa: PTH123 - thousands of files: a Path costs more
+            return json.loads(stream.read())
+    if path.endswith((".yaml", ".yml")):
+        with open(path, encoding="utf-8-sig") as stream:  # noqa: PTH123 - likewise
+            return yaml.load(stream.read(), Loader=_LOADER)  # noqa: S506 - both are safe
+    with open(path, encoding="utf-8", errors="replace") as stream:  # noqa: PTH123 - likewise
         return stream.read(MOST_TEXT_BYTES)

@@ -43,7 +43,7 @@ class Document:
             raise Unknown(self.problem, where=self.file)
         here = self.tree
         for depth, step in enumerate(path):
-            if not isinstance(here, Mapping) or step not in here:
+            if not isinstance(here, dict) or step not in here:
                 raise Unknown(_missing(path, depth, here), where=self.file)
             here = here[step]
         return here

@@ -7,6 +7,7 @@ what a file holds; a rule that needs it gets `Unknown`.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.submission import names
 from penstock.submission.code_image import POINTER
-from penstock.submission.documents import read_description, read_document, relative
+from penstock.submission.documents import read_description, read_document, read_file, relative
 from penstock.submission.facts import Document, Unknown
 from penstock.submission.names import Benchmark
 from penstock.submission.tree import REPORT, Place
@@ -221,10 +222,16 @@ def _run(folder: Path, base: Path) -> Run:
 
 
 def _job(folder: Path, base: Path) -> Job:
-    found = frozenset(
-        path.relative_to(folder).as_posix() for pattern in ("*", "configs/*") for path in folder.glob(pattern)
-    )
+    found = _names_in(folder, "configs")
     return _read_job(folder, base, benchmark=Benchmark.TRAINING, files=found, config="configs", log="")
+
+
+def _names_in(folder: Path, inner: str) -> frozenset[str]:
+    """What is in a folder and in one of its folders. Names alone, since a large round has many."""
+    found = set(os.listdir(folder))  # noqa: PTH208 - thousands of files: a Path costs more
+    if inner in found and (folder / inner).is_dir():
+        found.update(f"{inner}/{name}" for name in os.listdir(folder / inner))  # noqa: PTH208 - likewise
+    return frozenset(found)
 
 
 def _timed_run(folder: Path, place: Place, base: Path) -> Run:
@@ -233,11 +240,7 @@ def _timed_run(folder: Path, place: Place, base: Path) -> Run:
 
 def _leaf(folder: Path, place: Place, phase: names.Phase, base: Path) -> Job:
     """The files of one leaf, and those in its folder of configuration."""
-    found = frozenset(
-        path.relative_to(folder).as_posix()
-        for pattern in ("*", f"{names.CONFIG_FOLDER}/*")
-        for path in folder.glob(pattern)
-    )
+    found = _names_in(folder, names.CONFIG_FOLDER)
     log, _ = names.log_names(place.benchmark, phase)
     return _read_job(
         folder, base, benchmark=place.benchmark, files=found, config=names.CONFIG_FOLDER, log=log
@@ -247,10 +250,12 @@ def _leaf(folder: Path, place: Place, phase: names.Phase, base: Path) -> Job:
 def _read_job(
     folder: Path, base: Path, *, benchmark: Benchmark, files: frozenset[str], config: str, log: str
 ) -> Job:
+    told, place = relative(folder, base), str(folder)
+
     def document(name: str) -> Document:
         if name and name not in files:
-            return Document(file=relative(folder / name, base), problem="there is no such file")
-        return read_document(folder / name, base) if name else _NOTHING
+            return Document(file=f"{told}/{name}", problem="there is no such file")
+        return read_file(f"{place}/{name}", f"{told}/{name}") if name else _NOTHING
 
     described = sorted(name for name in files if name.endswith(names.METADATA_SUFFIX))
     metadata = (
@@ -263,7 +268,7 @@ def _read_job(
     )
     is_checkpoint = benchmark is Benchmark.CHECKPOINTING
     return Job(
-        name=relative(folder, base),
+        name=told,
         benchmark=benchmark,
         summary=document(names.SUMMARY),
         config=document(f"{config}/config.yaml"),

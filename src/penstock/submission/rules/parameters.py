@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from penstock.submission.facts import Unknown
@@ -137,17 +138,31 @@ def _is_checkpoint(job: Job) -> bool:
     return job.benchmark is Benchmark.CHECKPOINTING
 
 
-def _reference(family: str, accelerator: str, job: Job) -> dict[Path, object]:
+def _reference(family: str, accelerator: str, job: Job) -> Mapping[Path, object]:
     """The workload's values by our paths; what an accelerator sets goes over what all share."""
-    if _is_checkpoint(job):
-        card = shipped_card(family)
-        if card is None:
-            raise Unknown(f"{family} is no model that is known", where=job.metadata.file)
-        return {our_path(path): value for path, value in _leaves(card.sections, ())}
+    values = _of_model(family) if _is_checkpoint(job) else _of_workload(family, accelerator)
+    if values is None:
+        where = job.metadata.file if _is_checkpoint(job) else job.overrides.file
+        what = family if _is_checkpoint(job) else f"{family} on {accelerator}"
+        raise Unknown(f"{what} has no parameters that are known", where=where)
+    return values
+
+
+@cache
+def _of_model(name: str) -> Mapping[Path, object] | None:
+    card = shipped_card(name)
+    return None if card is None else _values((card.sections,))
+
+
+@cache
+def _of_workload(family: str, accelerator: str) -> Mapping[Path, object] | None:
     shipped = families().get(family)
     if shipped is None or accelerator not in shipped.variants:
-        raise Unknown(f"{family} on {accelerator} is no workload that is known", where=job.overrides.file)
-    trees = (shipped.shared, shipped.variants[accelerator])
+        return None
+    return _values((shipped.shared, shipped.variants[accelerator]))
+
+
+def _values(trees: tuple[Mapping[str, object], ...]) -> Mapping[Path, object]:
     return {our_path(path): value for tree in trees for path, value in _leaves(tree, ())}
 
 
