@@ -21,7 +21,7 @@ def flush(
     *,
     timeout: Annotated[
         str, typer.Option("--timeout", metavar="TIME", help="Give up when nothing has moved for so long.")
-    ] = "30m",
+    ] = "30min",
     as_json: JsonFlag = False,
 ) -> None:
     """Make durable what was handed over in CACHE and is not yet durable: after a crash, or before a job ends.

@@ -116,7 +116,7 @@ def _row(found: Overview, step: int) -> dict[str, str]:
         "durable": "yes" if step in found.durable else "-",
         "cached": f"{cached.num_shares} of {cached.num_ranks} shares" if cached else "-",
         "in caches": format_bytes(cached.size_bytes) if cached else "-",
-        "redundancy": _redundancy(cached),
+        "survives": _survives(cached),
         "flush": ", ".join(
             dict.fromkeys(
                 f"{state.phase} {_percent(state.copied_bytes, state.size_bytes)}".strip()
@@ -128,11 +128,9 @@ def _row(found: Overview, step: int) -> dict[str, str]:
     }
 
 
-def _redundancy(cached: CachedStep | None) -> str:
-    if cached is None:
-        return "-"
-    losses = f"{cached.losses or 'no'} {'loss' if cached.losses == 1 else 'losses'}"
-    return f"{cached.scheme}, survives {losses} a group"
+def _survives(cached: CachedStep | None) -> str:
+    """So many lost members of each group, by which scheme."""
+    return f"{cached.losses} ({cached.scheme})" if cached else "-"
 
 
 def _percent(copied_bytes: int, size_bytes: int) -> str:

@@ -66,9 +66,10 @@ def finish(
     while True:
         for each in flushing.values():
             each.mind()
+        # Before the states: an order goes once its outcome is in the journal.
+        now_left = sum(not each.is_over() for each in flushing.values())
         found = {cache: each.states() for cache, each in flushing.items()}
         now_bytes = sum(state.copied_bytes for states in found.values() for state in states.values())
-        now_left = sum(not each.is_over() for each in flushing.values())
         if now_bytes != moved_bytes or now_left != left:
             progress.advance(max(now_bytes - moved_bytes, 0))
             moved_bytes, left, moved_at_s = now_bytes, now_left, clock()

@@ -241,11 +241,13 @@ def states_of(folder: FlushFolder, journal: JournalReader) -> dict[int, FlushSta
     standings = journal.standings()
     speed = folder.speed()
     states = {}
-    for (step, _), standing in standings.items():
-        if standing.outcome is not None and step not in orders:
-            phase = "durable" if standing.outcome.what == "durable" else "superseded"
+    for (step, save_id), standing in standings.items():
+        order = orders.get(step)
+        is_asked_anew = order is not None and (not isinstance(order, Order) or order.save_id != save_id)
+        if standing.outcome is not None and not is_asked_anew:
+            orders.pop(step, None)
             states[step] = FlushState(
-                phase="durable" if phase == "durable" else "superseded",
+                phase="durable" if standing.outcome.what == "durable" else "superseded",
                 size_bytes=standing.copied_bytes,
                 copied_bytes=standing.copied_bytes,
                 reason=standing.outcome.reason,
@@ -255,9 +257,8 @@ def states_of(folder: FlushFolder, journal: JournalReader) -> dict[int, FlushSta
             states[step] = FlushState(phase="failing", reason=str(order))
             continue
         now_bytes = speed.copied_bytes if speed is not None and speed.step == step else 0
-        states[step] = _open_state(
-            order, standings.get((step, order.save_id), Standing(step=step)), now_bytes
-        )
+        standing = standings.get((step, order.save_id), Standing(step=step))
+        states[step] = _open_state(order, standing, now_bytes)
     return dict(sorted(states.items()))
 
 
