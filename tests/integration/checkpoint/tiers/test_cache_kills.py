@@ -64,8 +64,6 @@ def check(folder: Path, size: int, number: int) -> None:
     saved = max((int(path.name[-1]) for path in root.glob("rank-*-saved-*")), default=0)
     (step,) = set(on_gloo_ranks(size, restore, root, size))
     assert (step or 0) in (saved, saved + 1), f"killed at call {number}: {step} instead of {saved}"
-    left = [str(path) for path in root.glob("host-*/.penstock-save-*")]
-    assert not step or len(left) <= size, f"killed at call {number}: {left}"
 
 
 def run_sweep(folder: Path, size: int, numbers: Sequence[int], victim: int) -> int:
@@ -73,10 +71,10 @@ def run_sweep(folder: Path, size: int, numbers: Sequence[int], victim: int) -> i
 
 
 def test_a_rank_killed_while_it_saves_or_encodes_costs_no_saved_step(tmp_path: Path) -> None:
-    assert run_sweep(tmp_path, 2, [14, 31, 52], victim=1) >= 2
+    assert run_sweep(tmp_path, 2, [40, 102, 150], victim=1) >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_killed_at_any_call_no_rank_costs_a_saved_step(victim: int, tmp_path: Path) -> None:
-    assert run_sweep(tmp_path, 4, range(1, 100), victim=victim) > 50
+    assert run_sweep(tmp_path, 4, range(1, 241, 2), victim=victim) > 60
