@@ -37,8 +37,8 @@ NUM_RANKS = 4
 NUM_TENSORS = 4
 TENSOR_BYTES = 32 << 20
 STATE_BYTES = NUM_TENSORS * TENSOR_BYTES
-CAP_BYTES_PER_S = 64 << 20
-"""Of one rank, which is a host here: four of them stay below what a small machine's disk takes."""
+CAP_BYTES_PER_S = 32 << 20
+"""Of one rank, which is a host here: four of them leave a small machine's disk and cores to saves."""
 STEP_WORK_BYTES = 8 << 20
 
 Figures = dict[str, tuple[float, float]]

@@ -12,9 +12,9 @@ import pytest
 from penstock.bench.state import LayoutRequest, StateLayout, plan_layout
 from penstock.campaign.study.configurations import configurations
 from penstock.campaign.study.request import Saving, StudyRequest
-from penstock.campaign.study.run import require_memory
+from penstock.campaign.study.run import require_memory, require_torch
 from penstock.cluster.solo import SoloComm
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.testing.gloo_ranks import on_gloo_ranks
 from penstock.workload.model import load_model
 
@@ -210,6 +210,11 @@ def test_a_state_that_memory_cannot_hold_is_refused(tmp_path: Path) -> None:
     huge = a_million_times(layout_for(1))
     with pytest.raises(UsageError, match="in memory twice"):
         require_memory(asked(tmp_path, layout=huge), SoloComm("here"), ["here"])
+
+
+def test_a_study_without_torch_says_what_to_install() -> None:
+    with pytest.raises(Unavailable, match=r"penstock\[torch\]"):
+        require_torch(lambda _: None)
 
 
 def a_million_times(layout: StateLayout) -> StateLayout:

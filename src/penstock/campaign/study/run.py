@@ -6,8 +6,9 @@ Collective. Invariant: a row that is done is never played again, and the compari
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +33,7 @@ from penstock.campaign.study.request import check
 from penstock.campaign.study.row import SAVE_EVENT, Stage, perform
 from penstock.cluster.collect import collect
 from penstock.environment import TRACE
-from penstock.errors import UsageError
+from penstock.errors import Unavailable, UsageError
 from penstock.trace.compare.comparison import compare
 from penstock.trace.compare.description import Comparison
 from penstock.trace.compare.opening import open_study
@@ -70,9 +71,10 @@ def study(
     progress: Progress,
 ) -> StudyResult | None:
     """Play the rows that are missing, and compare all that are there; None on all ranks but 0. Collective."""
+    check(request, environment, trace_variable=TRACE)
+    require_torch()
     from penstock.campaign.study.trainer import Trainer, process_group  # noqa: PLC0415 - loads torch
 
-    check(request, environment, trace_variable=TRACE)
     hosts = comm.gather(comm.host, awaiting="all ranks to name their hosts")
     _require_room(request, comm)
     require_memory(request, comm, hosts)
@@ -105,6 +107,14 @@ def study(
                 )
             rows.append(done)
     return _compared(request, record, rows, comm=comm, progress=progress)
+
+
+def require_torch(find: Callable[[str], object | None] = find_spec) -> None:
+    """`Unavailable` where torch is missing: the engine saves its tensors, over its process group."""
+    if find("torch") is None:
+        raise Unavailable(
+            "A study saves tensors of torch, which is not installed", fix="pip install 'penstock[torch]'"
+        )
 
 
 def _open(request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequence[str]) -> StudyRecord:
