@@ -2,103 +2,40 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from penstock.cli import values
-from penstock.cli.checkpoint.words import (
-    ModelName,
-    Scale,
-    Settings,
-    Subset,
-    layout_of,
-    model_of,
-    parse_scale,
+from penstock.cli.checkpoint.asking import (
+    CheckpointWords,
+    entry_of,
+    inspected,
+    is_stopped,
+    of_words,
+    request_of,
 )
 from penstock.cli.delivery import delivery_lines, delivery_notes
-from penstock.cli.gates import SkipGate, look_at_gates
+from penstock.cli.gates import CLOSED_GATES
+from penstock.cli.handing_in import Entry, drawn, open_session
 from penstock.cli.ranks import ranked
-from penstock.cli.terminal import JsonFlag, Terminal, table
+from penstock.cli.terminal import Terminal, table
 from penstock.cluster.comm import Comm
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from rich.console import Console
 
     from penstock.bench.checkpoint.figures import DirectionFigures
     from penstock.bench.checkpoint.outcome import CheckpointResult
     from penstock.bench.checkpoint.request import CheckpointRequest
-    from penstock.checkpoint.pipe.base import PipeSettings
-    from penstock.workload.model import CheckpointModel
+    from penstock.campaign.submission.session import Said
 
 WRONG_BYTES = 1
 
-Target = Annotated[
-    str, typer.Option("--to", metavar="URI", help="Where they go: a folder, direct:///folder, s3://bucket/x.")
-]
-Results = Annotated[
-    str, typer.Option("--results", metavar="DIR", help="The folder in which the run's own is made.")
-]
-Writes = Annotated[
-    int | None, typer.Option("--writes", min=0, help="Checkpoints to write; else the model's, 10.")
-]
-Reads = Annotated[
-    int | None, typer.Option("--reads", min=0, help="Checkpoints to read back; else the model's, 10.")
-]
-Fsync = Annotated[
-    bool | None, typer.Option("--fsync/--no-fsync", help="Whether files are durable before they count.")
-]
-Interval = Annotated[
-    str | None, typer.Option("--interval", metavar="TIME", help="Between two checkpoints; else 5s.")
-]
-Streams = Annotated[int, typer.Option("--streams", min=1, help="Files in flight on each rank.")]
-Chunk = Annotated[str, typer.Option("--chunk", metavar="SIZE", help="What one request moves.")]
-BufferMemory = Annotated[
-    str, typer.Option("--buffer-memory", metavar="SIZE", help="Buffers of each rank, at most.")
-]
-Verify = Annotated[
-    str, typer.Option("--verify", metavar="WORD", help="What of the bytes read: full, sample or off.")
-]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Of the content; else drawn for each run.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Keep the whole checkpoints of an interrupted run, and go on.")
-]
-Remove = Annotated[bool, typer.Option("--remove", help="Delete the checkpoints at the end.")]
-StorageOption = Annotated[
-    list[str] | None,
-    typer.Option("-o", "--option", metavar="NAME=VALUE", help="An option of the storage; repeatable."),
-]
-
 
 @ranked
-def run(
-    comm: Comm,
-    model: ModelName,
-    *,
-    to: Target,
-    results: Results,
-    scale: Scale = "1",
-    writes: Writes = None,
-    reads: Reads = None,
-    subset: Subset = False,
-    fsync: Fsync = None,
-    interval: Interval = None,
-    streams: Streams = 2,
-    chunk: Chunk = "16MiB",
-    buffer_memory: BufferMemory = "256MiB",
-    verify: Verify = "full",
-    seed: Seed = None,
-    resume: Resume = False,
-    remove: Remove = False,
-    settings: Settings = None,
-    option: StorageOption = None,
-    skip_gate: SkipGate = None,
-    as_json: JsonFlag = False,
-) -> int:
+@of_words
+def run(comm: Comm, words: CheckpointWords, terminal: Terminal) -> int:
     """Write checkpoints of a model, then read them back, and tell how fast the storage took and gave them.
 
     A write ends when its last byte is durable; before a read, its files are dropped from memory on every
@@ -109,83 +46,65 @@ def run(
       penstock checkpoint run llama3-8b --to direct:///mnt/pfs/ckpt --results runs --ranks 8
 
       penstock checkpoint run llama3-8b --to ./ckpt --results runs --scale 0.01 --writes 2 --reads 2 --json
+
+      penstock checkpoint run llama3-8b --to /mnt/ckpt --ranks 8 --closed --accelerator b200
+      --submission ~/results --system fast
     """
-    from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
-
-    terminal, share = Terminal(as_json=as_json, speaks=comm.rank == 0), parse_scale(scale)
-    asked = asked_of(
-        model_of(model, settings),
-        num_checkpoints_write=writes,
-        num_checkpoints_read=reads,
-        fsync=fsync,
-        time_between_checkpoints_s=interval and values.seconds("--interval", interval),
-        mode="subset" if subset else None,
-        checkpoint_folder=to,
-    )
-    request = CheckpointRequest(
-        model=asked,
-        layout=layout_of(asked, ranks=comm.size, scale=share, subset=subset),
-        scale=share,
-        pipe=pipe_settings(streams=streams, chunk=chunk, buffer_memory=buffer_memory, verify=verify),
-        results=Path(results),
-        seed=seed,
-        resumes=resume,
-        removes=remove,
-        **provenance(asked, settings or ()),
-    )
-    request = inspected(request, to, option, skip_gate, comm=comm, terminal=terminal)
-    return _told(request, to, option, comm=comm, terminal=terminal)
+    return carry_out_words(words, comm=comm, terminal=terminal)
 
 
-def _told(
-    request: CheckpointRequest, to: str, option: list[str] | None, *, comm: Comm, terminal: Terminal
-) -> int:
-    result = perform(request, to, values.assignments("--option", option or ()), comm=comm, terminal=terminal)
+def carry_out_words(words: CheckpointWords, *, comm: Comm, terminal: Terminal) -> int:
+    """The run that the words ask for, and its leaf if it is handed in; the exit code."""
+    request = request_of(words, comm=comm)
+    entry = entry_of(words, request)
+    request = inspected(request, words, comm=comm, terminal=terminal)
+    if is_stopped(request):
+        return CLOSED_GATES
+    if entry is None:
+        options = values.assignments("--option", words.option or ())
+        result = perform(request, words.to, options, comm=comm, terminal=terminal)
+    else:
+        result = _hand_in(request, words, entry, comm=comm, terminal=terminal)
     terminal.result(result.document(), lambda console: draw(console, result))
     return 0 if result.is_right else WRONG_BYTES
 
 
-def inspected(
-    request: CheckpointRequest,
-    to: str,
-    option: list[str] | None,
-    skips: list[str] | None,
-    *,
-    comm: Comm,
-    terminal: Terminal,
-    is_strict: bool = False,
-) -> CheckpointRequest:
-    """The same, once its gates were looked at. Where `is_strict`, the caller stops if they say so."""
+def _hand_in(
+    request: CheckpointRequest, words: CheckpointWords, entry: Entry, *, comm: Comm, terminal: Terminal
+) -> CheckpointResult:
     from dataclasses import replace
     from functools import partial
 
-    from penstock.cluster.gates.base import Undertaking
-    from penstock.environment import untraced
+    from penstock.campaign.submission.checkpointing import CheckpointOnlooker, add_checkpoints
     from penstock.storage import open_storage
+    from penstock.submission.edition import load_edition
 
-    num_writes = request.model.workload.checkpoint.num_checkpoints_write
-    options = values.assignments("--option", option or ())
-    doing = Undertaking(
-        environment=request.environment,
-        uri=to,
-        reopen=partial(open_storage, to, untraced(request.environment), options=options, rank=comm.rank),
-        results=request.results,
-        written_bytes=int(request.layout.bytes_of_processes()[comm.rank]) * num_writes,
-    )
-    inspection = look_at_gates(doing, skips=skips, is_strict=is_strict, comm=comm, terminal=terminal)
-    return replace(request, inspection=inspection)
+    for remark in request.remarks:
+        terminal.note(remark)
+    asked = replace(request, model=replace(request.model, workload=entry.located.workload))
+    fsync = asked.model.workload.checkpoint.fsync
+    options = {**durability(words.to, fsync=fsync), **values.assignments("--option", words.option or ())}
+    with terminal.progress() as progress:
+        result = add_checkpoints(
+            open_session(entry, words.settings, comm=comm),
+            asked,
+            partial(open_storage, words.to, asked.environment, options=options, rank=comm.rank),
+            accelerator=words.accelerator,
+            edition=load_edition("v3.0"),
+            comm=comm,
+            onlooker=CheckpointOnlooker(progress=progress, note=terminal.note, tell=_said_of),
+        )
+    for sentence in shortcomings(result):
+        terminal.note(sentence)
+    return result
 
 
-def provenance(model: CheckpointModel, settings: Sequence[str]) -> dict[str, Any]:
-    """Where a request comes from, for the record of its run."""
-    from penstock.environment import process_environment
+def _said_of(result: CheckpointResult) -> Said:
+    """What the command prints of a run, for the logs of its leaf."""
+    from penstock.campaign.submission.session import Said
 
-    return {
-        "command": ("penstock", *sys.argv[1:]),
-        "environment": process_environment(),
-        "overrides": tuple(f"++workload.{text}" for text in settings),
-        "remarks": tuple(map(str, model.remarks)),
-    }
+    notes = "".join(f"{sentence}\n" for sentence in shortcomings(result))
+    return Said(stdout=drawn(lambda console: draw(console, result)), stderr=notes)
 
 
 def perform(
@@ -225,23 +144,6 @@ def durability(uri: str, *, fsync: bool) -> Mapping[str, str]:
     from penstock.storage.uri import FILE_SCHEMES, parse_uri
 
     return {"fsync": str(fsync).lower()} if parse_uri(uri).scheme in FILE_SCHEMES else {}
-
-
-def pipe_settings(*, streams: int, chunk: str, buffer_memory: str, verify: str) -> PipeSettings:
-    """How each rank moves its files, from a command line's words."""
-    from penstock.checkpoint.pipe.base import PipeSettings
-    from penstock.errors import UsageError
-
-    if verify not in ("full", "sample", "off"):
-        raise UsageError(
-            f"{verify!r} is no way to verify", where="--verify", fix="Choose of: full, sample, off."
-        )
-    return PipeSettings(
-        streams=streams,
-        chunk_bytes=values.size("--chunk", chunk),
-        buffer_memory_bytes=values.size("--buffer-memory", buffer_memory),
-        verify=verify,  # type: ignore[arg-type]  # one of the three words
-    )
 
 
 def shortcomings(result: CheckpointResult) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.submission.words import Closed, Open, System, Tree, division_of
+from penstock.cli.handing_in import Closed, Open, System, Tree, division_of
 from penstock.cli.terminal import JsonFlag, Terminal
 
 if TYPE_CHECKING:

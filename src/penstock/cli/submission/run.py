@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.gates import CLOSED_GATES, SkipGate
+from penstock.cli.handing_in import Closed, Open, System, Tree, division_of, series_of
 from penstock.cli.ranks import ranked
-from penstock.cli.submission.words import Closed, Open, System, Tree, division_of, series_of
+from penstock.cli.submission.checkpointing import checkpointing
 from penstock.cli.terminal import JsonFlag, Terminal, table
 from penstock.cli.training.asking import RunWords, asked_of, inspected
 from penstock.cli.training.words import (
@@ -42,6 +43,9 @@ _WriteThreads = Annotated[
 @app.callback()
 def run() -> None:
     """Group the benchmarks."""
+
+
+app.command()(checkpointing)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli import values
 from penstock.cli.gates import look_at_gates
-from penstock.cli.submission.words import Entry, locate, open_session, series_of
+from penstock.cli.handing_in import Entry, locate, open_session, series_of
 from penstock.cli.training.reading import (
     asks_to_decode,
     choose_seed,

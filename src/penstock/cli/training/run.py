@@ -8,8 +8,7 @@ import typer
 
 from penstock.cli.delivery import delivery_lines, delivery_notes
 from penstock.cli.gates import CLOSED_GATES, SkipGate
-from penstock.cli.ranks import ranked
-from penstock.cli.submission.words import (
+from penstock.cli.handing_in import (
     Closed,
     Open,
     OptionalSystem,
@@ -18,6 +17,7 @@ from penstock.cli.submission.words import (
     drawn,
     require_results,
 )
+from penstock.cli.ranks import ranked
 from penstock.cli.terminal import JsonFlag, Terminal, table
 from penstock.cli.training.asking import RunWords, asked_of, inspected
 from penstock.cli.training.words import (
