@@ -71,7 +71,7 @@ def run_sweep(folder: Path, size: int, numbers: Sequence[int], victim: int) -> i
 
 
 def test_a_rank_killed_while_it_saves_or_encodes_costs_no_saved_step(tmp_path: Path) -> None:
-    assert run_sweep(tmp_path, 2, [40, 102, 150], victim=1) >= 2
+    assert run_sweep(tmp_path, 2, [40, 102], victim=1) == 2
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.schemes import DoubleParity, Scheme, Xor
 from penstock.testing.gloo_ranks import on_gloo_ranks
 
-RANKS = 4
 STATE_BYTES = 64 << 20
 MOST_STATES = 2.3
 """About twice its own: a state of this size is small enough for blocks and buffers to show."""
@@ -74,16 +73,15 @@ def peaks_of(
     return saving, restoring
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "lost"),
-    [
-        pytest.param(Xor(group=4), (2,), id="xor"),
-        pytest.param(DoubleParity(group=4), (0, 3), marks=pytest.mark.slow, id="double parity"),
-    ],
+    [(Xor(group=4), (2,)), (DoubleParity(group=4), (0, 3))],
+    ids=["xor", "double parity"],
 )
 def test_no_process_holds_more_than_about_twice_its_own_state(
     scheme: Scheme, lost: tuple[int, ...], tmp_path: Path
 ) -> None:
-    for saving, restoring in on_gloo_ranks(RANKS, peaks, tmp_path, scheme, lost):
+    for saving, restoring in on_gloo_ranks(scheme.members, peaks, tmp_path, scheme, lost):
         assert saving < MOST_STATES
         assert restoring < MOST_STATES

@@ -135,7 +135,7 @@ def one_too_many(_rank: int, root: Path, scheme: Scheme, hosts: tuple[int, ...])
     [
         pytest.param(Xor(group=4), (1, 2), marks=pytest.mark.slow, id="xor"),
         pytest.param(Partner(group=4), (2, 3), marks=pytest.mark.slow, id="partner"),
-        pytest.param(DoubleParity(group=4), (0, 2, 3), id="double parity"),
+        pytest.param(DoubleParity(group=4), (0, 2, 3), id="double parity", marks=pytest.mark.slow),
     ],
 )
 def test_hosts_of_several_ranks_come_back_and_one_loss_more_names_files_and_hosts(
