@@ -43,7 +43,8 @@ h3 { margin: 1.4rem 0 .3rem; font-size: 1rem; } p { margin: .25rem 0; } a { colo
 .finding .mark { font-weight: 600; } .finding.good .mark { color: var(--good); }
 .finding.bad .mark { color: var(--bad); } .finding.doubt .mark { color: var(--doubt); }
 .finding .faint { color: var(--faint); }
-details { margin: .5rem 0; } summary { cursor: pointer; font-weight: 600; } [hidden] { display: none; }
+section { content-visibility: auto; contain-intrinsic-size: auto 9rem; }
+[hidden] { display: none; }
 .plots { display: flex; flex-wrap: wrap; gap: .5rem 2rem; }
 figure { flex: 1 1 18rem; max-width: 27rem; margin: .6rem 0; } figcaption { font-weight: 600; }
 svg { width: 100%; height: auto; display: block; font: 12px system-ui, sans-serif; }

@@ -1,7 +1,8 @@
 """Findings as SARIF 2.1.0, so that viewers of code analysis show them beside the files that they are about.
 
-Pure: judged results in, one document out. Invariants: one result a finding, passes included; a path is
-relative to the checked folder, whose own place stands once in `originalUriBaseIds`.
+Place in the flow: judged results in, one document out; the disk is only asked what is there. Invariants: one
+result a finding, passes included; a path leads to something in the checked folder, whose own place stands
+once in `originalUriBaseIds`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def sarif(judged: Sequence[Judged], rules: Sequence[Rule], root: Path) -> dict[s
                 "originalUriBaseIds": {TREE: {"uri": _folder_uri(root)}},
                 "columnKind": "unicodeCodePoints",
                 "invocations": [{"executionSuccessful": True, "exitCode": exit_code(judged)}],
-                "results": [result for each in judged for result in _results(each, positions)],
+                "results": [result for each in judged for result in _results(each, positions, root)],
                 "properties": summary(judged),
             }
         ],
@@ -80,7 +81,7 @@ def _described(rule: Rule) -> dict[str, Any]:
     }
 
 
-def _results(judged: Judged, positions: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _results(judged: Judged, positions: Mapping[str, int], root: Path) -> Iterator[dict[str, Any]]:
     seen: Counter[tuple[str, str]] = Counter()
     for finding in judged.findings:
         place = (finding.rule, finding.evidence)
@@ -92,13 +93,14 @@ def _results(judged: Judged, positions: Mapping[str, int]) -> Iterator[dict[str,
             "kind": kind,
             "level": level,
             "message": {"text": _message(finding)},
-            "locations": [_location(finding.evidence or judged.name, judged)],
+            "locations": [_location(finding.evidence, judged, root)],
             "partialFingerprints": {"finding/v1": _fingerprint(judged.name, *place, str(seen[place]))},
             "properties": {
                 "verdict": finding.verdict.value,
                 "value": finding.value,
                 "limit": finding.limit,
                 "fix": finding.fix,
+                "evidence": finding.evidence,
             },
         }
 
@@ -107,18 +109,28 @@ def _message(finding: Finding) -> str:
     return " ".join(filter(None, (finding.proof, finding.fix))) or finding.verdict.value
 
 
-def _location(evidence: str, judged: Judged) -> dict[str, Any]:
+def _location(evidence: str, judged: Judged, root: Path) -> dict[str, Any]:
     match = _LINE.fullmatch(evidence)
     file = match["file"] if match else evidence
-    path = Path(file)
-    artifact = (
-        {"uri": path.as_uri()} if path.is_absolute() else {"uri": quote(file) or ".", "uriBaseId": TREE}
-    )
-    region = {"region": {"startLine": int(match["line"])}} if match else {}
+    is_there = bool(file) and (root / file).exists()
+    region = {"region": {"startLine": int(match["line"])}} if match and is_there else {}
+    artifact = _artifact(file if is_there else _folder(judged, root))
     return {
         "physicalLocation": {"artifactLocation": artifact, **region},
         "logicalLocations": [{"fullyQualifiedName": judged.name, "kind": "object"}],
     }
+
+
+def _artifact(file: str) -> dict[str, str]:
+    if Path(file).is_absolute():
+        return {"uri": Path(file).as_uri()}
+    return {"uri": quote(file) or "./", "uriBaseId": TREE}
+
+
+def _folder(judged: Judged, root: Path) -> str:
+    """Where a finding is shown whose evidence is no file: the result's folder, else the checked one."""
+    names = (judged.name, judged.name.rpartition(" (")[0])
+    return next((name for name in names if name and (root / name).is_dir()), "")
 
 
 def _fingerprint(*words: str) -> str:

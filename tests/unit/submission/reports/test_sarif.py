@@ -14,6 +14,7 @@ from penstock.submission.edition import load_edition
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.reports.sarif import sarif
 from penstock.submission.rules import RULES
+from penstock.testing.submission.timed import valid_round
 from penstock.testing.submission.tree import valid_submission
 
 if TYPE_CHECKING:
@@ -89,6 +90,9 @@ def test_each_verdict_has_its_kind_and_level(verdict: Verdict, kind: str, level:
     assert result["properties"]["verdict"] == verdict.value
 
 
+NAME = "closed/acme/results/fast/unet3d"
+
+
 @pytest.mark.parametrize(
     ("evidence", "place"),
     [
@@ -100,25 +104,41 @@ def test_each_verdict_has_its_kind_and_level(verdict: Verdict, kind: str, level:
                 "region": {"startLine": 12},
             },
         ),
-        ("/elsewhere/x.json", {"artifactLocation": {"uri": "file:///elsewhere/x.json"}}),
-        ("", {"artifactLocation": {"uri": "closed/acme/results/fast/unet3d", "uriBaseId": "TREE"}}),
+        ("", {"artifactLocation": {"uri": NAME, "uriBaseId": "TREE"}}),
+        ("the top of the tree", {"artifactLocation": {"uri": NAME, "uriBaseId": "TREE"}}),
     ],
-    ids=["odd names", "a line", "outside of the tree", "no file: the result itself"],
+    ids=["odd names", "a line", "no file: the result itself", "words: the result itself"],
 )
-def test_a_result_points_to_its_evidence(evidence: str, place: dict[str, Any]) -> None:
+def test_a_result_points_to_its_evidence(evidence: str, place: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / NAME).mkdir(parents=True)
+    for name in ("a b/ü#1.json", "systems/fast.yaml"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("")
     finding = Finding(verdict=Verdict.FAIL, proof="p", evidence=evidence, rule="runs.number")
-    (result,) = results_of([judged_with(finding)])
-    (location,) = result["locations"]
-    assert location["physicalLocation"] == place
-    assert location["logicalLocations"][0]["fullyQualifiedName"] == "closed/acme/results/fast/unet3d"
+    for name in (NAME, f"{NAME} (h100)"):
+        (result,) = results_of([judged_with(finding, name=name)], tmp_path)
+        (location,) = result["locations"]
+        assert location["physicalLocation"] == place
+        assert location["logicalLocations"][0]["fullyQualifiedName"] == name
+        assert result["properties"]["evidence"] == evidence
 
 
-def test_evidence_of_a_real_tree_leads_to_files_that_are_there(tmp_path: Path) -> None:
-    judged = list(check(valid_submission().write(tmp_path), EDITION))
+def test_evidence_outside_of_the_tree_keeps_its_own_place(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.json").write_text("")
+    evidence = str(tmp_path / "elsewhere.json")
+    finding = Finding(verdict=Verdict.FAIL, proof="p", evidence=evidence, rule="runs.number")
+    (result,) = results_of([judged_with(finding)], tmp_path / "tree")
+    artifact = result["locations"][0]["physicalLocation"]["artifactLocation"]
+    assert artifact == {"uri": Path(evidence).as_uri()}
+
+
+@pytest.mark.parametrize("edition", ["v1.0", "v2.0", "v3.0"])
+def test_every_result_of_a_real_tree_leads_to_something_that_is_there(tmp_path: Path, edition: str) -> None:
+    tree = valid_submission() if edition == "v1.0" else valid_round(edition)
+    judged = list(check(tree.write(tmp_path), load_edition(edition)))
     for result in results_of(judged, tmp_path):
         uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
-        if result["ruleId"] != "structure.folders":
-            assert (tmp_path / unquote(uri)).exists(), uri
+        assert (tmp_path / unquote(uri)).exists(), uri
 
 
 def test_a_finding_keeps_its_fingerprint_when_its_verdict_changes() -> None:
