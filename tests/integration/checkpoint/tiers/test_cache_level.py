@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
@@ -200,6 +202,16 @@ def test_a_lost_step_that_one_node_knows_to_be_committed_is_not_forgotten(tmp_pa
     for host in (0, 3):
         shutil.rmtree(tmp_path / f"host-{host}")
     assert _run(partial(_names, folder=tmp_path)) == [["step-1"]] * RANKS
+
+
+@pytest.mark.slow
+def test_under_mpi_two_lost_hosts_come_back(tmp_path: Path) -> None:
+    program = Path(__file__).parent / "programs/mpi_caches.py"
+    mpiexec = Path(sys.executable).parent / "mpiexec"
+    command = [str(mpiexec), "-n", str(RANKS), sys.executable, str(program), str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("is right") == RANKS
 
 
 def _refuse() -> None:
