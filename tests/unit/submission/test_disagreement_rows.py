@@ -103,8 +103,8 @@ def _retinanet_has_its_own_minimum(judge: Judge) -> None:
 
 
 def _sizes_of_every_workload_are_compared(judge: Judge) -> None:
-    as_text = do.metadata("datasize", 0, parameters={"dataset": {"num_files_train": str(NUM_FILES)}})
-    too_many = do.metadata("datasize", 0, parameters={"dataset": {"num_files_train": str(NUM_FILES + 1)}})
+    as_text = do.metadata("datasize", 0, dataset={"num_files_train": str(NUM_FILES)})
+    too_many = do.metadata("datasize", 0, dataset={"num_files_train": str(NUM_FILES + 1)})
     assert judge.training("dataset.sized", as_text, workload="retinanet") is PASS
     assert judge.training("dataset.sized", too_many, workload="retinanet") is FAIL
 

@@ -35,7 +35,7 @@ from penstock.submission.rules.layout import (
     ResultsFile,
     SystemFiles,
 )
-from penstock.submission.rules.means import CheckpointMeans, EpochsTold, ReportedMeans, RunMeans
+from penstock.submission.rules.means import CheckpointMeans, EpochsTold, ReportedMeans, ResultsMeans, RunMeans
 from penstock.submission.rules.order import LeftOut, OnlyOnce, Shuffled
 from penstock.submission.rules.parameters import AllowedParameters, Configuration, Odirect
 from penstock.submission.rules.paths import FileSystems, PathsSet
@@ -115,6 +115,7 @@ RULES: Final[tuple[Rule, ...]] = (
     EpochsTold(),
     RunMeans(),
     CheckpointMeans(),
+    ResultsMeans(),
     ReportedMeans(),
     AllowedParameters(),
     Odirect(),

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 
 def _num_files(job: Job, edition: Edition) -> int:
+    """As the leaf sums it up; else as its whole configuration has it."""
+    if job.metadata.has("dataset", "num_files_train"):
+        return job.metadata.whole("dataset", "num_files_train")
     return job.metadata.whole(parameters_of(job, edition), "dataset", "num_files_train")
 
 

@@ -9,20 +9,24 @@ from typing import TYPE_CHECKING, Final
 from penstock.submission.facts import Document, Unknown
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.metrics import (
+    CHECKPOINT_METRICS,
     TRAINING_METRICS,
     checkpoint_means,
     mib_per_second,
     samples_per_second,
     utilization_percent,
 )
+from penstock.submission.names import Benchmark
 from penstock.submission.rules.base import (
     ALL,
+    BOTH,
     CHECKPOINTING,
     LATER,
     JobRule,
     Rule,
     forgiving,
     judged,
+    not_applicable,
     not_checked,
     verdict_of,
 )
@@ -127,6 +131,39 @@ class CheckpointMeans(JobRule):
                 stated = job.summary.number("metric", name)
                 near = min(ways, key=lambda way: abs(way - stated))
                 yield compare(job.summary, ("metric", name), near, edition)
+
+
+class ResultsMeans(Rule):
+    """Means of results.json."""
+
+    editions = LATER
+    benchmarks = BOTH
+    id = "means.results"
+    title = "The figures of results.json are those of its runs"
+    source = "3.3.8, 4.3.6"
+    formula = (
+        "every figure that is known by its name, at the top or in metrics or overall, == the recomputed one, "
+        "within the edition's tolerance; warm-ups do not count"
+    )
+    passes = "five runs of 20.1 ... 20.5 samples/s, train_throughput_mean_samples_per_second 20.3"
+    fails = "the same, stated 20.25, which is the mean with the warm-up"
+
+    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
+        """One finding for each figure that is stated."""
+        found = False
+        is_training = result.place.benchmark is Benchmark.TRAINING
+        for name, metric in (TRAINING_METRICS if is_training else CHECKPOINT_METRICS).items():
+            for path in ((name,), ("metrics", name), ("overall", name)):
+                if not result.report.has(*path):
+                    continue
+                found = True
+                try:
+                    yield compare(result.report, path, metric(result), edition)
+                except Unknown as reason:
+                    yield not_checked(reason)
+        if not found:
+            result.report.value()
+            yield not_applicable(result.report.file, "it states no figure that is known")
 
 
 class ReportedMeans(Rule):

@@ -122,5 +122,6 @@ class FileSystems(JobRule):
 
 def _mount_of(path: str, mounts: dict[str, str]) -> str:
     """The longest mount point that `path` is below."""
-    below = [mount for mount in mounts if posixpath.commonpath([mount, path or "/"]) == mount]
+    place = posixpath.normpath(posixpath.join("/", path))
+    below = [mount for mount in mounts if f"{place}/".startswith(f"{mount.rstrip('/')}/")]
     return max(below, key=len, default="/")

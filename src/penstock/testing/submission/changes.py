@@ -36,6 +36,16 @@ def metric(phase: str = "run", number: int = 2, **values: Any) -> Change:
     return lambda tree: tree.summary(phase, number)["metric"].update(values)
 
 
+def results(above: str = "run", **values: Any) -> Change:
+    """Set figures of the results' file."""
+
+    def change(tree: Round) -> None:
+        path = next(path for path in tree.files if path.endswith(f"/{above}/results.json"))
+        tree.files[path]["metrics"].update(values)
+
+    return change
+
+
 def metadata(phase: str = "run", number: int = 2, **values: Any) -> Change:
     """Set values of a leaf's metadata."""
     return lambda tree: tree.metadata(phase, number).update(values)
@@ -194,7 +204,7 @@ def set_workload(tree: Round, name: str) -> None:
 
 def set_sized(tree: Round, num_files: int) -> None:
     """Size the data set otherwise."""
-    tree.metadata("datasize")[key(tree)]["dataset"]["num_files_train"] = num_files
+    tree.metadata("datasize")["dataset"]["num_files_train"] = num_files
 
 
 def set_generated(tree: Round, num_files: int) -> None:

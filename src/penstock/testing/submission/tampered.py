@@ -306,6 +306,10 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             _ckpt("duration", do.metric("checkpointing", 1, load_checkpoint_duration_mean_seconds=1.0)),
             _once("no statistics", lambda tree: tree.drop("0_per_epoch_stats.json"), _UNKNOWN),
         ),
+        "means.results": (
+            _run("with the warm-up", do.results(train_throughput_mean_samples_per_second=20.25)),
+            _ckpt("made up", do.results("llama3-8b", save_checkpoint_duration_mean_seconds=1.0)),
+        ),
         "parameters.allowed": (
             _run("batch", do.override("++workload.reader.batch_size=1")),
             _run("open's", do.override("++workload.dataset.format=hdf5")),

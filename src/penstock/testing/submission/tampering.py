@@ -163,7 +163,7 @@ def _fewer_generated(metadata: dict[str, Any]) -> None:
 
 
 def _more_sized(metadata: dict[str, Any]) -> None:
-    metadata["parameters"]["dataset"]["num_files_train"] += 1
+    metadata["dataset"]["num_files_train"] += 1
 
 
 def _same_paths(metadata: dict[str, Any]) -> None:

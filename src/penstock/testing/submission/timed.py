@@ -137,7 +137,12 @@ def valid_training(
     files |= maker.leaf(model, "datagen", generated)
     for number in range(num_runs):
         files |= maker.leaf(model, "run", BEGIN + number * (RUN_TIME + PAUSE), rate=20.0 + number / 10)
-    files[f"{model}/run/results.json"] = {"workload": workload}
+    rates = tuple(20.0 + number / 10 for number in range(1, num_runs))
+    files[f"{model}/run/results.json"] = {
+        "metrics": {"train_throughput_mean_samples_per_second": mean(rates), "train_au_mean_percentage": 97.0}
+        if rates
+        else {}
+    }
     return _finished(files, edition)
 
 
@@ -152,7 +157,10 @@ def valid_checkpointing(edition: str = "v3.0", *, num_invocations: int = 2) -> R
     else:
         files |= _checkpointing(edition, model, BEGIN, writes=NUM_CHECKPOINTS, reads=0)
         files |= _checkpointing(edition, model, BEGIN + RUN_TIME + FLUSH, writes=0, reads=NUM_CHECKPOINTS)
-    files[f"{model}/results.json"] = {"model": "llama3-8b"}
+    durations = tuple(4.0 + number / 4 for number in range(NUM_CHECKPOINTS))
+    files[f"{model}/results.json"] = {
+        "metrics": {f"{way}_checkpoint_duration_mean_seconds": mean(durations) for way in ("save", "load")}
+    }
     return _finished(files, edition)
 
 
@@ -217,16 +225,19 @@ class _Training:
         }
 
     def _metadata(self, phase: str, begin: datetime) -> dict[str, Any]:
-        values = self._values()
-        values["dataset"]["total_disk_bytes"] = NUM_FILES * RECORD_BYTES
-        return _metadata(
+        size = {
+            "num_files_train": NUM_FILES,
+            "num_subfolders_train": 0,
+            "total_disk_bytes": NUM_FILES * RECORD_BYTES,
+        }
+        return ({"dataset": size} if phase == "datasize" else {}) | _metadata(
             self.edition,
             begin,
             benchmark_type="training",
             model=self.workload,
             command=phase,
             accelerator=self.accelerator,
-            parameters=values,
+            parameters=self._values(),
             args={
                 "hosts": ["node1", "node2"],
                 "num_accelerators": NUM_ACCELERATORS,
