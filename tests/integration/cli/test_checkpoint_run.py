@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.cli import main
+from penstock.results.layout import run_folders
 from penstock.testing.servers import BUCKET
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def test_people_see_rates_the_bottleneck_and_where_the_record_is(
     for said in ("GiB/s", "write", "read", "Bottleneck", "the record:", "a checkpoint of llama3-8b"):
         assert said in result.stdout
     assert list((tmp_path / "ckpt").iterdir()) == []
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = run_folders(tmp_path / "runs")
     assert json.loads((folder / "checkpoints.json").read_text())["storage_options"]["fsync"] is False
     assert main(["results", "ls", str(tmp_path / "runs")]) == 0
     assert "checkpoints written with" in capsys.readouterr().out
@@ -136,7 +137,7 @@ def test_ctrl_c_keeps_whole_checkpoints_and_resume_goes_on(tmp_path: Path) -> No
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=100)
     assert running.returncode == 130, said
-    (folder,) = (tmp_path / "runs").iterdir()
+    (folder,) = run_folders(tmp_path / "runs")
     assert json.loads((folder / "run.json").read_text())["outcome"] == "interrupted"
     words[words.index("--interval") + 1] = "0s"
     found = document(penstock(*words, "--resume", "--json"))

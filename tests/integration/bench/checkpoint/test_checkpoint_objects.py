@@ -18,6 +18,7 @@ from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.solo import SoloComm
 from penstock.errors import RankFailed
 from penstock.progress import Silent
+from penstock.results.layout import run_folders
 from penstock.results.record import Outcome, read_record
 from penstock.storage import open_storage
 from penstock.testing.server_fake import FakeServer
@@ -84,7 +85,7 @@ def test_a_lost_part_fails_the_run_by_the_name_of_its_object(
     server = faulty(Fault(action="lose", operation="UploadPart", part=2))
     with pytest.raises(RankFailed, match=r"global_epoch1_step1/.*optim_states\.pt"):
         run(server, client, tmp_path)
-    (folder,) = tmp_path.iterdir()
+    (folder,) = run_folders(tmp_path)
     assert read_record(folder).outcome is Outcome.FAILED
 
 

@@ -25,6 +25,7 @@ from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
 from penstock.progress import Silent
 from penstock.results.events import SpanKind
+from penstock.results.layout import run_folders
 from penstock.results.record import Outcome, read_record
 from penstock.results.tables import read_events
 from penstock.storage import open_storage
@@ -109,7 +110,7 @@ def in_memory(tmp_path: Path, around: Callable[[Storage], Storage]) -> Ground:
 
 
 def only_run(ground: Ground) -> Path:
-    (folder,) = ground.results.iterdir()
+    (folder,) = run_folders(ground.results)
     return folder
 
 
@@ -415,7 +416,7 @@ def test_a_failure_of_one_rank_fails_all_and_cleans_up_after_all(tmp_path: Path)
     assert len(set(said)) == 1
     assert said[0].startswith("Rank 1 on thread-1 failed")
     assert list(memory.list()) == []
-    assert read_record(next((tmp_path / "runs").iterdir())).outcome is Outcome.FAILED
+    assert read_record(run_folders(tmp_path / "runs")[0]).outcome is Outcome.FAILED
 
 
 def test_ranks_write_their_own_files_and_figures_are_of_all(tmp_path: Path) -> None:
