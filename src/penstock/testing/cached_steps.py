@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.tiers.daemon.folder import FlushFolder
 from penstock.checkpoint.tiers.daemon.orders import Order, OrderedFile
+from penstock.checkpoint.tiers.daemon.process import Daemon
+from penstock.storage.registry import open_here
+
+if TYPE_CHECKING:
+    from penstock.storage import Storage
 
 
 def save_id_of(cache: Path, step: int) -> str:
@@ -46,3 +52,10 @@ def order(root: Path, step: int, *caches: str, node: int = 0, **fields: Any) -> 
     }
     folder.orders.put(Order.model_validate(given))
     return folder
+
+
+def serve(folder: FlushFolder, open_storage: Callable[[str], Storage] = open_here, **choices: Any) -> None:
+    """Be the daemon of a cache, in this process, until nothing is left that can be done at once."""
+    settings = {"linger_s": 0.0, "patience_s": 0.0, **choices}
+    with folder.locked() as held:
+        Daemon(folder, held, open_storage=open_storage, **settings).run()

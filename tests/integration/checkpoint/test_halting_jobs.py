@@ -25,7 +25,7 @@ def run_job(rank: int, root: Path) -> tuple[int, str, list[int]]:
     with Manager(
         root / "durable",
         cache=root / f"host-{rank}",
-        flush=Flush(every=50),
+        flush=Flush(every=50, by="trainer"),
         due=EverySteps(100),
         halt=Halt(signals=("SIGTERM",)),
         timeout_s=60,

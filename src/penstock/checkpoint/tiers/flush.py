@@ -36,7 +36,7 @@ class Flush:
     bandwidth: str | float | None = None
     threads: int = 2
     pause_while_saving: bool = False
-    by: Literal["daemon", "trainer"] = "trainer"
+    by: Literal["daemon", "trainer"] = "daemon"
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.threads < 1:

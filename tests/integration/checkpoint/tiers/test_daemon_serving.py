@@ -25,7 +25,7 @@ from penstock.storage.powers import for_large_files
 from penstock.storage.registry import open_here
 from penstock.storage.residency import count_by_mincore
 from penstock.storage.wrapping import WrappedStorage
-from penstock.testing.cached_steps import files_of, order
+from penstock.testing.cached_steps import files_of, order, serve
 from penstock.testing.daemons import wait_until
 from penstock.testing.gloo_ranks import on_gloo_ranks
 
@@ -79,13 +79,6 @@ def save_cached(root: Path, *steps: int) -> None:
     with Manager(root / "durable", cache=root / "cache", flush=None, keep_cached=None) as manager:
         for step in steps:
             manager.save(step, state_of(step))
-
-
-def serve(folder: FlushFolder, opener: Opener | None = None, **choices: Any) -> None:
-    """Be the daemon until nothing is left that could be done."""
-    settings = {"linger_s": 0.0, "patience_s": 0.0, **choices}
-    with folder.locked() as held:
-        Daemon(folder, held, open_storage=opener or Opener(), **settings).run()
 
 
 def standing(folder: FlushFolder, step: int) -> Standing:

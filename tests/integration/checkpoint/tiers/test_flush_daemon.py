@@ -21,7 +21,7 @@ from penstock.checkpoint.tiers.flush import Flush
 from penstock.checkpoint.verify import verify
 from penstock.errors import RankFailed, StorageError
 from penstock.storage.registry import open_here
-from penstock.testing.cached_steps import order
+from penstock.testing.cached_steps import order, serve
 from penstock.testing.clean_processes import exit_code_of
 from penstock.testing.daemons import daemons_below, ending_daemons, wait_until
 from penstock.testing.gloo_ranks import on_gloo_ranks
@@ -198,3 +198,17 @@ def test_a_save_in_the_foreground_fails_where_its_step_cannot_become_durable(tmp
         manager.save(1, state_of(1))
     with pytest.raises(RankFailed, match="making durable step 1"):
         manager.close()
+
+
+def test_what_an_earlier_job_could_not_flush_does_not_keep_a_new_one_from_restoring(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manager_of(tmp_path, flush=None) as manager:
+        manager.save(1, state_of(1))
+    (tmp_path / "durable/step-1").mkdir(parents=True)
+    (tmp_path / "durable/step-1/notes.txt").write_text("not a checkpoint")
+    serve(order(tmp_path, 1))
+    with manager_of(tmp_path) as manager:
+        assert manager.restore(state := state_of(0)) == 1
+    assert torch.equal(state["weight"], state_of(1)["weight"])
+    assert "Step 1 of an earlier job is not durable" in caplog.text

@@ -40,7 +40,7 @@ def manager_of(rank: int, root: Path, scheme: Scheme | list[Scheme], **choices: 
         redundancy=scheme,
         failure_domain=f"host-{rank}",
         timeout_s=60,
-        **choices,
+        **{"flush": Flush(by="trainer"), **choices},
     )
 
 
@@ -91,7 +91,7 @@ def test_lost_hosts_are_rebuilt_without_the_durable_level(
 
 def test_one_loss_too_many_falls_back_to_the_durable_level(tmp_path: Path) -> None:
     scheme = Xor(group=4)
-    steps = on_gloo_ranks(HOSTS, save, tmp_path, scheme, 2, Flush(every=2, bandwidth="1GiB/s"))
+    steps = on_gloo_ranks(HOSTS, save, tmp_path, scheme, 2, Flush(every=2, bandwidth="1GiB/s", by="trainer"))
     assert steps == [[1, 2]] * HOSTS
     assert [path.name for path in (tmp_path / "durable").glob("step-*")] == ["step-2"]
     lose(tmp_path, 0, 1)
@@ -100,7 +100,7 @@ def test_one_loss_too_many_falls_back_to_the_durable_level(tmp_path: Path) -> No
 
 def test_a_step_that_no_level_can_give_is_passed_over_for_an_older_one_and_told(tmp_path: Path) -> None:
     scheme = Single()
-    on_gloo_ranks(HOSTS, save, tmp_path, scheme, 3, Flush(every=2))
+    on_gloo_ranks(HOSTS, save, tmp_path, scheme, 3, Flush(every=2, by="trainer"))
     lose(tmp_path, 3)
     results = on_gloo_ranks(HOSTS, restore, tmp_path, scheme)
     assert [step for step, _ in results] == [2] * HOSTS
@@ -120,7 +120,9 @@ def test_a_flipped_byte_in_a_cache_is_found_and_rebuilt(tmp_path: Path) -> None:
 
 
 def save_many(rank: int, root: Path) -> tuple[list[int], list[int]]:
-    with manager_of(rank, root, Xor(group=2), flush=Flush(every=3), keep_cached=2, keep=1) as manager:
+    with manager_of(
+        rank, root, Xor(group=2), flush=Flush(every=3, by="trainer"), keep_cached=2, keep=1
+    ) as manager:
         for step in range(1, 8):
             manager.save(step, state_of(rank, step))
         seen = manager.steps()

@@ -62,7 +62,7 @@ def lose(root: Path, *hosts: int) -> None:
 
 def in_all_ways(rank: int, root: Path) -> list[Any]:
     told: list[Any] = []
-    with manager_of(rank, root, rank, Flush(every=2), keep_cached=2) as manager:
+    with manager_of(rank, root, rank, Flush(every=2, by="trainer"), keep_cached=2) as manager:
         write(manager, rank, 3)
         with manager.output("fields", checkpoint=False) as out:
             out.route(f"part-{rank}").write_bytes(content(rank, 9))

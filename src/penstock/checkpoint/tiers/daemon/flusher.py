@@ -104,7 +104,10 @@ class DaemonFlusher:
         return states_of(self._folder, self._journal)
 
     def untold_failures(self) -> Mapping[int, BaseException]:
-        """Failures that last; they are tried again all the same."""
+        """Failures that last; they are tried again all the same.
+
+        Those of steps that an earlier job gave are only logged: they shall not keep this one from restoring.
+        """
         found: dict[int, BaseException] = dict(self._failed)
         self._failed.clear()
         open_steps = self._folder.orders.steps()
@@ -114,7 +117,10 @@ class DaemonFlusher:
                 continue
             if (step, save_id, failure.reason) not in self._told:
                 self._told.add((step, save_id, failure.reason))
-                found[step] = StorageError(failure.reason)
+                if step in self._given:
+                    found[step] = StorageError(failure.reason)
+                else:
+                    logger.warning("Step %d of an earlier job is not durable: %s", step, failure.reason)
         if open_steps and self._leads:
             try:
                 self._minder.mind()
