@@ -8,7 +8,7 @@ was as long as the rules let it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.campaign.submission.training import DataSet, Tell, add_datagen, add_datasize, add_run
@@ -59,14 +59,7 @@ def make_training(
     session: Session, plan: TrainingResultPlan, storage: Storage, *, comm: Comm, onlooker: Onlooker
 ) -> Cadence:
     """Add leaves until the result is whole; what it came to."""
-    wanted = Wanted(
-        accelerator=plan.request.workload.accelerator,
-        num_processes=plan.num_accelerators,
-        place=session.place,
-        num_files=plan.request.workload.dataset.num_files_train,
-        num_runs=plan.edition.num_runs,
-        max_pause_runs=plan.edition.of_time().max_pause_runs,
-    )
+    wanted = _wanted(session, plan)
     num_tries = 0
     while True:
         cadence = _next(session, wanted, comm=comm, onlooker=onlooker)
@@ -82,6 +75,53 @@ def make_training(
         else:
             onlooker.note(f"{phase.value}: {plan.request.workload.dataset.num_files_train:,} files")
         _add(session, plan, phase, storage, comm=comm, onlooker=onlooker)
+
+
+def make_part(
+    session: Session,
+    plan: TrainingResultPlan,
+    storage: Storage,
+    *,
+    phase: Phase,
+    comm: Comm,
+    onlooker: Onlooker,
+) -> Cadence:
+    """Add one leaf of this phase, if the result still lacks it; a run brings its data set's size with it."""
+    wanted = _wanted(session, plan)
+    if phase is Phase.DATAGEN:  # made by any number of ranks, whatever the runs are of
+        others = comm.broadcast(_num_accelerators(session, comm), awaiting="rank 0 to read the tree")
+        wanted = replace(wanted, num_processes=others or wanted.num_processes)
+    cadence = _next(session, wanted, comm=comm, onlooker=onlooker)
+    if phase is Phase.RUN and Phase.DATASIZE in cadence.phases:
+        _add(session, plan, Phase.DATASIZE, storage, comm=comm, onlooker=onlooker)
+    if phase in cadence.phases:
+        onlooker.note(f"{phase.value}: {wanted.num_files:,} files")
+        _add(session, plan, phase, storage, comm=comm, onlooker=onlooker)
+        cadence = _next(session, wanted, comm=comm, onlooker=onlooker)
+    else:
+        onlooker.note(f"{phase.value}: is there already")
+    if cadence.is_complete and comm.rank == 0:
+        write_report(session.series, plan.edition)
+    return cadence
+
+
+def _num_accelerators(session: Session, comm: Comm) -> int | None:
+    """What the leaves that are there are of; None where there are none. Rank 0 alone looks."""
+    if comm.rank:
+        return None
+    standing = read_standing(session.series)
+    return next((leaf.num_processes for leaf in (*standing.datasizes, *standing.runs)), None)
+
+
+def _wanted(session: Session, plan: TrainingResultPlan) -> Wanted:
+    return Wanted(
+        accelerator=plan.request.workload.accelerator,
+        num_processes=plan.num_accelerators,
+        place=session.place,
+        num_files=plan.request.workload.dataset.num_files_train,
+        num_runs=plan.edition.num_runs,
+        max_pause_runs=plan.edition.of_time().max_pause_runs,
+    )
 
 
 def _next(session: Session, wanted: Wanted, *, comm: Comm, onlooker: Onlooker) -> Cadence:

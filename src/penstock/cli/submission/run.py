@@ -21,6 +21,7 @@ from penstock.cli.training.words import (
     WorkloadName,
 )
 from penstock.cluster.comm import Comm
+from penstock.submission.names import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Make a whole result: all its leaves, and go on after a break.")
 
+_Only = Annotated[
+    str | None,
+    typer.Option("--only", metavar="PHASE", help="One leaf alone: datagen, by any number of ranks, or run."),
+]
 _WriteThreads = Annotated[
     int, typer.Option("--write-threads", min=1, help="Files under way at once while data is generated.")
 ]
@@ -63,6 +68,7 @@ def training(
     settings: Settings = None,
     threads: ReadThreads = None,
     write_threads: _WriteThreads = 4,
+    only: _Only = None,
     option: StorageOption = None,
     skip_gate: SkipGate = None,
     as_json: JsonFlag = False,
@@ -91,13 +97,22 @@ def training(
         system=system,
         threads=threads,
     )
-    hosts = _hosts(comm)
-    asked = asked_of(_sized(words, hosts, comm=comm), comm=comm, terminal=terminal)
+    hosts, phase = _hosts(comm), _phase(only)
+    words = words if phase is Phase.DATAGEN else _sized(words, hosts, comm=comm)
+    asked = asked_of(words, comm=comm, terminal=terminal)
     asked = inspected(asked, words, skip_gate, comm=comm, terminal=terminal)
     if asked.is_stopped:
         return CLOSED_GATES
-    _make(asked, hosts, write_threads, comm=comm, terminal=terminal)
+    _make(asked, hosts, write_threads, phase, comm=comm, terminal=terminal)
     return 0
+
+
+def _phase(text: str | None) -> Phase | None:
+    from penstock.errors import UsageError
+
+    if text in (None, Phase.DATAGEN, Phase.RUN):
+        return Phase(text) if text else None
+    raise UsageError(f"{text!r} is made by no one alone", where="--only", fix="Choose datagen or run.")
 
 
 def _hosts(comm: Comm) -> Sequence[HostFacts]:
@@ -160,9 +175,15 @@ def _require_enough(found: Any, num_files: int) -> None:
 
 
 def _make(
-    asked: Asked, hosts: Sequence[HostFacts], write_threads: int, *, comm: Comm, terminal: Terminal
+    asked: Asked,
+    hosts: Sequence[HostFacts],
+    write_threads: int,
+    phase: Phase | None,
+    *,
+    comm: Comm,
+    terminal: Terminal,
 ) -> None:
-    from penstock.campaign.submission.cadence import Onlooker, TrainingResultPlan, make_training
+    from penstock.campaign.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
     from penstock.cli.training.run import said_of
     from penstock.submission.edition import load_edition
 
@@ -181,7 +202,11 @@ def _make(
             note=terminal.note,
             tell=lambda result: said_of(result, asked.request.remarks),
         )
-        cadence = make_training(session, plan, asked.reopen(), comm=comm, onlooker=onlooker)
+        storage = asked.reopen()
+        if phase is None:
+            cadence = make_training(session, plan, storage, comm=comm, onlooker=onlooker)
+        else:
+            cadence = make_part(session, plan, storage, phase=phase, comm=comm, onlooker=onlooker)
     terminal.result(_document(session, cadence), lambda console: _draw(console, session, cadence))
 
 
@@ -200,5 +225,7 @@ def _draw(console: Console, session: Session, cadence: Cadence) -> None:
         {"run": leaf.folder.name, "took": f"{leaf.duration.total_seconds():,.0f} s"} for leaf in cadence.kept
     ]
     series = session.series
-    table(f"{series.model} on {series.system}: whole", rows)(console)
-    console.print(f"Next: penstock submission check {series.claim.root}", markup=False)
+    state = "whole" if cadence.is_complete else f"{len(cadence.phases)} leaves are missing"
+    table(f"{series.model} on {series.system}: {state}", rows)(console)
+    verb = "check" if cadence.is_complete else "status"
+    console.print(f"Next: penstock submission {verb} {series.claim.root}", markup=False)

@@ -13,7 +13,7 @@ import yaml
 from penstock.bench.loader.native import NativeOptions
 from penstock.bench.order import Division
 from penstock.bench.training.request import TrainingRequest
-from penstock.campaign.submission.cadence import Onlooker, TrainingResultPlan, make_training
+from penstock.campaign.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
 from penstock.campaign.submission.session import Said, Session
 from penstock.campaign.submission.training import DataSet, add_datagen, add_datasize, add_run
 from penstock.cluster.solo import SoloComm
@@ -29,7 +29,7 @@ from penstock.submission.making.image import Program, capture
 from penstock.submission.making.leaf import Series
 from penstock.submission.making.located import locate_data
 from penstock.submission.making.writing import Image
-from penstock.submission.names import Benchmark
+from penstock.submission.names import Benchmark, Phase
 from penstock.workload.divisions import SubmissionDivision
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
@@ -205,6 +205,19 @@ class SmallResult:
         )
         onlooker = Onlooker(progress=Silent(), note=said.append, tell=told)
         cadence = make_training(self.session, plan, self.storage, comm=COMM, onlooker=onlooker)
+        return cadence, said
+
+    def part(self, phase: Phase) -> tuple[Cadence, list[str]]:
+        """One leaf of the cadence, and what was said."""
+        said: list[str] = []
+        plan = TrainingResultPlan(
+            request=self.request(),
+            edition=load_edition("v3.0"),
+            num_accelerators=1,
+            hosts=[small_host("here")],
+        )
+        onlooker = Onlooker(progress=Silent(), note=said.append, tell=told)
+        cadence = make_part(self.session, plan, self.storage, phase=phase, comm=COMM, onlooker=onlooker)
         return cadence, said
 
     def runs(self, num_runs: int) -> Iterator[Path]:

@@ -139,3 +139,15 @@ def test_the_parts_before_the_runs_are_made_once(begun: SmallResult) -> None:
     standing = read_standing(begun.session.series)
     assert (len(standing.datasizes), len(standing.datagens)) == (1, 1)
     assert {leaf.folder.parent.name for leaf in standing.runs} == {Phase.RUN.value}
+
+
+def test_parts_are_made_one_by_one_and_none_twice(tmp_path: Path) -> None:
+    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+    cadence, said = small.part(Phase.DATAGEN)
+    assert said == ["datagen: 28 files"]
+    assert cadence.phases == (Phase.DATASIZE, *[Phase.RUN] * 6)
+    cadence, said = small.part(Phase.RUN)
+    assert said == ["run: 28 files"]
+    assert cadence.phases == (Phase.RUN,) * 5
+    _, said = small.part(Phase.DATAGEN)
+    assert said == ["datagen: is there already"]
