@@ -125,12 +125,12 @@ def test_a_repetition_is_the_same_command_where_it_was_given(tmp_path: Path) -> 
     name = finished(tmp_path, "penstock", "workloads", "--json")
     again = [sys.executable, "-m", "penstock", "results", "rerun", name[-6:], "--results", str(tmp_path)]
     dry = subprocess.run(
-        [*again, "--dry-run", "--json"], check=True, capture_output=True, text=True, timeout=60
+        [*again, "--dry-run", "--json"], check=True, capture_output=True, text=True, timeout=180
     )
     plan = json.loads(dry.stdout)
     assert plan["command"] == "penstock workloads --json"
     assert plan["working_folder"] == str(Path.cwd())
-    real = subprocess.run(again, check=False, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    real = subprocess.run(again, check=False, capture_output=True, text=True, timeout=180, cwd=tmp_path)
     assert real.returncode == 0, real.stderr
     assert f"In {Path.cwd()}: penstock workloads --json" in real.stderr
     assert json.loads(real.stdout)
@@ -139,4 +139,4 @@ def test_a_repetition_is_the_same_command_where_it_was_given(tmp_path: Path) -> 
 def test_a_repetition_ends_with_its_commands_exit_code(tmp_path: Path) -> None:
     name = finished(tmp_path, "penstock", "training", "nonsense")
     again = [sys.executable, "-m", "penstock", "results", "rerun", name, "--results", str(tmp_path)]
-    assert subprocess.run(again, check=False, capture_output=True, timeout=60).returncode == 2
+    assert subprocess.run(again, check=False, capture_output=True, timeout=180).returncode == 2

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.results.durable import write_text
-from penstock.submission.names import RESULTS_FILE
+from penstock.submission.names import JUDGED, RESULTS_FILE
 from penstock.submission.reports.reported import CSV_FILE, FORMAT_VERSION, document, documents
 from penstock.submission.reports.result_row import RESULT_COLUMNS
 from penstock.submission.reports.spreadsheet import to_csv
@@ -60,7 +60,7 @@ def plan_tree(reported: Sequence[Reported]) -> tuple[list[PlannedFile], list[str
         by_place.setdefault(each.place, []).append(each)
     for place, here in by_place.items():
         content = _content(here)
-        if content is None:
+        if content is None or not any(each.figures.found for each in here):
             kept.append(f"{here[0].judged.name}: its report cannot be made: {'; '.join(_missing(here))}")
         elif place.exists() and not _is_ours(place):
             kept.append(f"{place}: is there already, and not from here; it stays as it is")
@@ -88,6 +88,8 @@ def _content(here: Sequence[Reported]) -> Mapping[str, Any] | None:
 
 
 def _missing(here: Sequence[Reported]) -> list[str]:
+    if here[0].benchmark not in JUDGED:
+        return [f"results of {here[0].benchmark.value} are not judged here"]
     return [text for each in here for text in each.figures.missing] or ["a field of a summary is missing"]
 
 

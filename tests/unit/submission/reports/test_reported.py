@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.submission.edition import load_edition
+from penstock.submission.names import JUDGED
 from penstock.submission.reports.files import plan_folder, plan_tree, write_files
 from penstock.submission.reports.reported import Reported, document, report_all
 from penstock.submission.reports.result_row import RESULT_COLUMNS
@@ -169,3 +170,34 @@ def test_a_v1_tree_without_a_report_gets_one_that_the_check_accepts(tmp_path: Pa
     write_files(planned)
     (found,) = report_all(tmp_path, V1)
     assert found.judged.verdict.value == "valid"
+
+
+def test_what_is_not_judged_is_reported_without_figures_and_nothing_is_written_there(tmp_path: Path) -> None:
+    tree = valid_round()
+    tree.drop("results.json")
+    leaf = "closed/acme/results/fast/vector_database/milvus/DISKANN/run/20260701_100000"
+    tree.files[f"{leaf}/summary.json"] = {"recall": 1.0}
+    all_reported = list(report_all(tree.write(tmp_path), V3))
+    (other,) = (each for each in all_reported if each.benchmark not in JUDGED)
+    assert (other.figures.found, other.row["Benchmark Type"]) == ((), "vector_database")
+    planned, kept = plan_tree(all_reported)
+    assert len(planned) == 4
+    assert [sentence.rpartition(": ")[2] for sentence in kept] == [
+        "results of vector_database are not judged here"
+    ]
+
+
+def test_a_result_without_runs_gets_no_file(tmp_path: Path) -> None:
+    tree = valid_training()
+    tree.drop("/run/")
+    (found,) = report_all(tree.write(tmp_path), V3)
+    planned, (sentence,) = plan_tree([found])
+    assert planned == []
+    assert "there are no runs" in sentence
+
+
+@pytest.mark.parametrize("edition", ["v2.0", "v3.0"])
+def test_later_editions_are_reported_alike(tmp_path: Path, edition: str) -> None:
+    found = list(report_all(valid_round(edition).write(tmp_path), load_edition(edition)))
+    assert [len(each.figures.found) for each in found] == [3, 4]
+    assert [each.row["Rules Edition"] for each in found] == [edition, edition]
