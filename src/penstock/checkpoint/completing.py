@@ -75,17 +75,21 @@ def finish(
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         undo.callback(place.abandon)
-        shares = on_all(
-            comm,
-            lambda: staged.write_to(place.for_data, place.key, progress),
-            awaiting=f"all ranks to write their files of {place.draft.name}",
-            timeout_s=timeout_s,
-        )
+        written: list[RankShare] = []
+
+        def write() -> ShareStats:
+            written.append(staged.write_to(place.for_data, place.key, progress))
+            return written[0].stats
+
+        awaiting = f"all ranks to write their files of {place.draft.name}"
+        stats = on_all(comm, write, awaiting=awaiting, timeout_s=timeout_s)
         begun_s = clock()
+        # Places and sums of all items are for who seals; every rank needs what the others spent.
+        shares = comm.gather_on_lead(written[0], awaiting="where all ranks wrote what")
         all_facts = {**facts, "save_id": place.draft.save_id}
         committed = place.commit(lambda: prepared.seal(shares, all_facts))
         undo.pop_all()
-    return committed, tuple(_with_commit(share, clock() - begun_s) for share in shares)
+    return committed, tuple(replace(each, commit_s=clock() - begun_s) for each in stats)
 
 
 def stage_together(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:
@@ -98,7 +102,3 @@ def stage_together(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> Stage
             staged.cancel()
         raise
     return begun[0]
-
-
-def _with_commit(share: RankShare, commit_s: float) -> ShareStats:
-    return replace(share.stats, commit_s=commit_s)

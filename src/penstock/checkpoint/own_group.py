@@ -71,6 +71,14 @@ class GroupComm(ByteComm):
         self._finish(self._group.allgather([parts], [_tensor(longest, payload)]), wait)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
+    def _lead_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
+        longest = max(int(size) for size in sizes)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size if self.rank == 0 else 0)]
+        self._finish(self._group.gather(parts, _tensor(longest, payload), 0), wait)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+
 
 class GroupTransfer:
     """Point to point in a group that `make_group` made."""

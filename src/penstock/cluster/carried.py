@@ -76,11 +76,29 @@ class ByteComm(ABC):
             packed = self._gather_bytes(self._pack(value), wait)
         return self._unpack(packed)
 
+    def gather_on_lead(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
+        """Every rank's `value`, in rank order, on rank 0; nothing elsewhere.
+
+        A value that cannot be packed is `RankFailed` on all ranks.
+        """
+        packed = self._packed(value)
+        # Only what cannot travel is told to everybody: then nothing else is sent.
+        refusal = packed if isinstance(packed, _Unsendable) else None
+        self.gather(refusal, awaiting=awaiting, timeout_s=timeout_s)
+        assert isinstance(packed, bytes), "the gather has raised what could not be packed"
+        with self._collective(awaiting, timeout_s) as wait:
+            payloads = self._lead_bytes(packed, wait)
+        return self._unpack(payloads) if self.rank == 0 else []
+
     def reduce(
         self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
     ) -> Number:
         """The sum, minimum or maximum over ranks: exact for whole numbers of any size."""
         return reduced(self.gather(value, awaiting=awaiting, timeout_s=timeout_s), op)
+
+    def _lead_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+        """All payloads on rank 0, whatever elsewhere. A carrier that can spares the others their copies."""
+        return self._gather_bytes(payload, wait)
 
     @abstractmethod
     def close(self) -> None:
@@ -119,11 +137,15 @@ class ByteComm(ABC):
         self._left_early = None
 
     def _pack(self, value: object) -> bytes:
+        packed = self._packed(value)
+        return packed if isinstance(packed, bytes) else pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
+
+    def _packed(self, value: object) -> bytes | _Unsendable:
         try:
             return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
             cause = f"cannot send a {type(value).__name__} to other ranks: {error}"
-            return pickle.dumps(_Unsendable(self.rank, self.host, cause), pickle.HIGHEST_PROTOCOL)
+            return _Unsendable(self.rank, self.host, cause)
 
     def _unpack(self, packed: list[bytes]) -> list[Any]:
         # Ranks of one job trust each other: whoever can speak here already runs code as this user.

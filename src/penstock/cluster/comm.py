@@ -37,6 +37,12 @@ class Comm(Protocol):
     def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
         """Every rank's `value`, in rank order, on every rank."""
 
+    def gather_on_lead(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
+        """Every rank's `value`, in rank order, on rank 0; nothing elsewhere.
+
+        For what grows with the job and only rank 0 needs.
+        """
+
     def reduce(
         self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
     ) -> Number:

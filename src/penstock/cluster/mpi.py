@@ -72,6 +72,17 @@ class MpiComm(ByteComm):
         self._finish(self._mpi.Iallgatherv(mine, [received, layout]), wait)
         return [part.tobytes() for part in np.split(received, ends[:-1])]
 
+    def _lead_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+        sizes_bytes = np.zeros(self.size, dtype=np.int64)
+        self._finish(self._mpi.Igather(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
+        ends = np.cumsum(sizes_bytes)
+        received = np.empty(int(ends[-1]), dtype=np.uint8)
+        layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
+        mine = np.frombuffer(payload, dtype=np.uint8)
+        target = [received, layout] if self.rank == 0 else None
+        self._finish(self._mpi.Igatherv(mine, target), wait)
+        return [part.tobytes() for part in np.split(received, ends[:-1])]
+
 
 class MpiTransfer:
     """Point to point through MPI, polled; any thread may call, because MPI was told of threads."""

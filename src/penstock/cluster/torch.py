@@ -87,6 +87,17 @@ class TorchComm(ByteComm):
         self._finish(dist.all_gather(parts, padded, group=self._group, async_op=True), wait)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
+    def _lead_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        mine = torch.tensor([len(payload)], dtype=torch.int64)
+        self._finish(dist.all_gather(sizes, mine, group=self._group, async_op=True), wait)
+        longest = int(max(sizes))
+        padded = _tensor(payload + bytes(longest - len(payload)))
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size if self.rank == 0 else 0)]
+        lead = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        self._finish(dist.gather(padded, parts or None, lead, group=self._group, async_op=True), wait)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+
 
 class TorchTransfer:
     """Point to point through gloo, whose waits let go of the GIL and of the core."""

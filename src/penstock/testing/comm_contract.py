@@ -63,6 +63,24 @@ def _gather_keeps_order_and_sizes(comm: Comm) -> None:
     assert all(set(value) <= {rank % 256} for rank, value in enumerate(gathered)), "values are mixed up"
 
 
+def _a_gather_on_the_lead_is_for_rank_0_alone(comm: Comm) -> None:
+    for size_bytes in (comm.rank * 1000, BIG_BYTES, 0):
+        mine = bytes([comm.rank % 256]) * size_bytes
+        gathered = comm.gather_on_lead(mine, awaiting="values for rank 0", timeout_s=LIMIT_S)
+        if comm.rank != 0:
+            assert gathered == [], "others are spared what rank 0 gets"
+            continue
+        assert len(gathered) == comm.size, "rank 0 misses a value"
+        assert all(set(value) <= {rank % 256} for rank, value in enumerate(gathered)), "values are mixed up"
+        assert len(gathered[0]) == size_bytes, "a value was cut"
+    sick = comm.size - 1
+    value = (lambda: None) if comm.rank == sick else None
+    error = _error_of(
+        RankFailed, lambda: comm.gather_on_lead(value, awaiting="what cannot be packed", timeout_s=LIMIT_S)
+    )
+    assert error.rank == sick, f"rank {error.rank} is blamed for rank {sick}"
+
+
 def _big_values_arrive_whole(comm: Comm) -> None:
     block = np.arange(BIG_BYTES, dtype=np.uint8) + np.uint8(comm.rank % 256)
     received = comm.broadcast(block, awaiting="a big block", timeout_s=LIMIT_S)
@@ -140,6 +158,7 @@ CLAUSES: tuple[Callable[[Comm], None], ...] = (
     _barrier_holds_everyone,
     _broadcast_is_of_rank_0,
     _gather_keeps_order_and_sizes,
+    _a_gather_on_the_lead_is_for_rank_0_alone,
     _big_values_arrive_whole,
     _reductions_are_exact,
     _reductions_agree_to_the_bit,
