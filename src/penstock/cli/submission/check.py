@@ -23,7 +23,7 @@ def check(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A round's folder, or one submitter's.")],
     *,
     edition: Annotated[
-        str, typer.Option(metavar="auto|v1.0|v2.0|v3.0", help="Whose rules to judge by; so far v1.0.")
+        str, typer.Option(metavar="auto|v1.0|v2.0|v3.0", help="Whose rules to judge by; auto: by the tree.")
     ] = "auto",
     sarif: Annotated[
         Path | None, typer.Option("--sarif", metavar="FILE", help="Write SARIF 2.1.0, for viewers of code.")

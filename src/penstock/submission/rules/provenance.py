@@ -232,10 +232,12 @@ class Manifest(Rule):
             return
         runs = manifest.value("runs")
         listed = (
-            {run.get("leaf") for run in runs if isinstance(run, dict)} if isinstance(runs, list) else set()
+            {str(run.get("leaf")) for run in runs if isinstance(run, dict)}
+            if isinstance(runs, list)
+            else set()
         )
         there = set(result.around.leaves)
-        missing, absent = sorted(there - listed), sorted(map(str, listed - there))
+        missing, absent = sorted(there - listed), sorted(listed - there)
         told = [f"{leaf} is not listed" for leaf in missing] + [f"{leaf} is not there" for leaf in absent]
         yield judged(
             not told,
