@@ -10,14 +10,25 @@ from tests.unit.cluster.facts.known_hosts import cluster, present
 
 from penstock.cluster.facts.likeness import LARGEST_SKEW_S, MEMORY_SLACK, check_likeness
 from penstock.cluster.facts.model import VERSION, HostReport
+from penstock.cluster.gates.base import Gate
+from penstock.cluster.gates.judge import (
+    NEEDS,
+    RESERVE,
+    RESULTS_BYTES,
+    SHARED_MEMORY_NEEDED,
+    SHARED_MEMORY_WANTED,
+)
+from penstock.cluster.gates.probe import PATIENCE_S
+from penstock.results.delivery import LEAST_BYTES, LEAST_SHARE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text(encoding="utf-8")
 QUOTED = set(re.findall(r"`([^`\n]+)`", PAGE))
 
 
 def test_the_commands_on_the_page_work(tmp_path: Path, typed: Callable[..., str]) -> None:
-    (text,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-    assert "memory" in typed(text, tmp_path)
+    facts, gates = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    assert "memory" in typed(facts, tmp_path)
+    assert "free at" in typed(gates, tmp_path)
 
 
 def test_every_field_of_a_report_is_on_the_page() -> None:
@@ -28,6 +39,26 @@ def test_every_check_is_on_the_page() -> None:
     of_packages = present("a").report.versions.keys()
     subjects = {check.subject for check in check_likeness(cluster(present("a")))}
     assert subjects - of_packages <= QUOTED
+
+
+def test_every_gate_is_on_the_page_with_its_limits() -> None:
+    assert set(Gate) <= QUOTED
+    for need in NEEDS:
+        assert need.limit.partition(" ")[0] in PAGE
+    assert [f"{need.needed:,}" for need in NEEDS] == ["1,024", "256", f"{1 << 30:,}"]
+    assert "below 1024, 256, 1 GiB" in PAGE
+    assert [need.wanted for need in NEEDS] == [4096, 1024, 1 << 40]
+    assert "4096; processes: 1024; size of a file: 1 TiB" in PAGE
+    assert f"/dev/shm has {SHARED_MEMORY_WANTED >> 30} GiB" in PAGE
+    assert f"less than {SHARED_MEMORY_NEEDED >> 20} MiB free" in PAGE
+    assert f"{RESULTS_BYTES >> 20} MiB for results" in PAGE
+    assert f"{100 // RESERVE} % more" in PAGE
+    assert f"within {PATIENCE_S:g} s" in PAGE
+
+
+def test_limits_of_deliveries_are_those_of_the_code() -> None:
+    assert f"less than {LEAST_SHARE:.0%}".replace("%", " %") in PAGE
+    assert f"Less than {LEAST_BYTES >> 20} MiB is not judged" in PAGE
 
 
 def test_limits_on_the_page_are_those_of_the_code() -> None:

@@ -31,17 +31,19 @@ SHARED_MEMORY_WANTED: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Need:
+class Need:
+    """A limit of processes: below `needed` it fails, below `wanted` it warns."""
+
     limit: str
     needed: int
     wanted: int
     fix: str
 
 
-_NEEDS: Final = (
-    _Need(OPEN_FILES, 1024, 4096, "ulimit -n 65536"),
-    _Need(PROCESSES, 256, 1024, "ulimit -u 4096"),
-    _Need(BYTES_OF_A_FILE, 1 << 30, 1 << 40, "ulimit -f unlimited"),
+NEEDS: Final = (
+    Need(OPEN_FILES, 1024, 4096, "ulimit -n 65536"),
+    Need(PROCESSES, 256, 1024, "ulimit -u 4096"),
+    Need(BYTES_OF_A_FILE, 1 << 30, 1 << 40, "ulimit -f unlimited"),
 )
 _ORDER: Final = (GateVerdict.FAIL, GateVerdict.NOT_CHECKED, GateVerdict.WARNING, GateVerdict.PASS)
 
@@ -117,7 +119,7 @@ def judge_clock(offsets: Sequence[Offset]) -> GateFinding:
 def judge_limits(facts: Sequence[RankFacts]) -> GateFinding:
     """What processes may take: too little stops them under way."""
     verdicts, told, fixes = [GateVerdict.PASS], [], []
-    for need in _NEEDS:
+    for need in NEEDS:
         for limit, hosts in _by_value(facts, lambda each, name=need.limit: each.limits[name]).items():  # type: ignore[misc]
             if limit is None or limit >= need.wanted:
                 continue
