@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.results.delivery import Delivery, Direction
 
 ROOT: Final = Path("/")
-_NO_HARDWARE: Final = Hardware(drives=(), nics=(), ports=())
+_NO_HARDWARE: Final = Hardware(boot_id="", drives=(), nics=(), ports=())
 
 
 class Observer:

@@ -69,7 +69,7 @@ def reconcile(direction: Direction, application_bytes: int, hosts: Sequence[Traf
     if blind or not hosts:
         reasons = "; ".join(f"{host}: {reason}" for host, reason in blind.items())
         return _not_checked(direction, application_bytes, reasons or "no host counted")
-    by = {f"{each.host} {name}": size for each in hosts for name, size in _seen(each, direction) if size}
+    by = _moved(direction, hosts)
     delivered_bytes = sum(by.values())
     if application_bytes < LEAST_BYTES:
         why = f"only {format_bytes(application_bytes)}: too few to tell from what hosts do anyway"
@@ -87,6 +87,20 @@ def reconcile(direction: Direction, application_bytes: int, hosts: Sequence[Traf
         verdict=verdict,
         why=why,
     )
+
+
+def _moved(direction: Direction, hosts: Sequence[Traffic]) -> dict[str, int]:
+    """By host and device. Hosts that are one machine see the same drives, which count once."""
+    by: dict[str, int] = {}
+    drives: set[tuple[str, str]] = set()
+    for host in hosts:
+        for name, size_bytes in _seen(host, direction):
+            drive = (host.hardware.boot_id or host.host, name)
+            is_counted = drive in drives and name not in (*host.hardware.nics, *host.hardware.ports)
+            drives.add(drive)
+            if size_bytes and not is_counted:
+                by[f"{host.host} {name}"] = size_bytes
+    return by
 
 
 def _judged(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from penstock.cluster.counters.sight import Sight, Watched
 from penstock.results.delivery import DeliveryVerdict, Direction, Traffic, reconcile
 
 MIB = 1 << 20
-HARDWARE = Hardware(drives=("vda", "nvme0n1"), nics=("eth0",), ports=("mlx5_0/1",))
+HARDWARE = Hardware(boot_id="", drives=("vda", "nvme0n1"), nics=("eth0",), ports=("mlx5_0/1",))
 
 
 def traffic(
@@ -56,6 +58,14 @@ def test_bytes_that_no_device_moved_fail_a_read_and_only_then(wanted: int, moved
 def test_only_what_can_carry_the_storages_bytes_counts(watched: Watched, by: dict[str, int]) -> None:
     found = reconcile("read", MIB, [traffic(watched=watched, vda=1, nvme0n1=2, eth0=4, ib=8, lo=0)])
     assert found.by == by
+
+
+def test_a_drive_of_hosts_that_are_one_machine_counts_once() -> None:
+    one, other = traffic("a", vda=3 * MIB), traffic("b", vda=2 * MIB)
+    machine = replace(HARDWARE, boot_id="x")
+    found = reconcile("read", 5 * MIB, [replace(each, hardware=machine) for each in (one, other)])
+    assert found.by == {"a vda": 3 * MIB}
+    assert found.verdict is DeliveryVerdict.FAIL
 
 
 def test_directions_are_told_apart() -> None:

@@ -27,8 +27,12 @@ _CPU: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What can move bytes here: whole drives, network interfaces and InfiniBand ports."""
+    """What can move bytes here: whole drives, network interfaces and InfiniBand ports.
 
+    `boot_id` is the machine's, "" if unknown: containers on one have its drives in common.
+    """
+
+    boot_id: str
     drives: tuple[str, ...]
     nics: tuple[str, ...]
     ports: tuple[str, ...]
@@ -44,7 +48,9 @@ class Sample:
 
 def find_hardware(root: Path = ROOT) -> Hardware:
     """Looked for once, before the first sample."""
+    boot_id = root / "proc/sys/kernel/random/boot_id"
     return Hardware(
+        boot_id=_text(boot_id).strip() if boot_id.is_file() else "",
         drives=tuple(
             name for name in _names(root / "sys/block") if not name.startswith((*_NO_DRIVES, "dm-", "md"))
         ),

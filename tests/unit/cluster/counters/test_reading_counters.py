@@ -56,7 +56,7 @@ def host(root: Path, *, reads: int = 10, sectors: int = 200) -> Path:
 
 def test_a_host_s_counters_are_read_in_units_that_their_names_say(tmp_path: Path) -> None:
     hardware = find_hardware(host(tmp_path))
-    assert hardware == Hardware(drives=("vda",), nics=("eth0",), ports=("mlx5_0/1",))
+    assert hardware == Hardware(boot_id="", drives=("vda",), nics=("eth0",), ports=("mlx5_0/1",))
     values = read_sample(hardware, tmp_path).values
     assert values["disk.vda.read_bytes"] == 200 * 512
     assert values["disk.vda1.written_bytes"] == 600 * 512
