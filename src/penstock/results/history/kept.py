@@ -113,7 +113,7 @@ def run_folder(text: str, parent: Path) -> Path:
 
 def named_run(text: str, runs: tuple[KeptRun, ...], *, where: str) -> KeptRun:
     """The run of `runs` that a person names, likewise."""
-    exact = [run for run in runs if text in (run.id, run.folder, str(run.path))]
+    exact = [run for run in runs if text in (run.id, run.folder) or Path(text) == run.path]
     found = exact or [run for run in runs if text and text in run.folder]
     if len(found) == 1:
         return found[0]

@@ -28,6 +28,10 @@ def remove(parent: Path, runs: Sequence[KeptRun], now: datetime) -> str:
     for run in runs:
         if run.outcome == "running":
             raise UsageError(f"Run {run.id} goes on", where=run.folder, fix="Stop it first, or wait.")
+        if run.path is None or run.path.parent != parent:
+            raise UsageError(
+                f"Run {run.id} is not right below this folder", where=str(parent), fix="Name its parent."
+            )
     history = HistoryFile(parent)
     batch = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     place = history.trash / batch

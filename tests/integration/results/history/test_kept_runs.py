@@ -223,3 +223,10 @@ def test_a_run_that_goes_on_is_never_removed(tmp_path: Path) -> None:
         assert run.folder.is_dir()
         run.finish()
     assert not os.path.lexists(HistoryFile(tmp_path).trash)
+
+
+def test_a_run_is_not_removed_into_itself(tmp_path: Path) -> None:
+    folder = foreign(tmp_path, "run1")
+    with pytest.raises(UsageError, match="Name its parent"):
+        remove(folder, kept_runs(folder).runs, NOW)
+    assert [path.name for path in folder.iterdir()] == ["summary.json"]

@@ -118,6 +118,7 @@ def test_a_run_is_named_by_id_folder_or_part() -> None:
     assert named_run("000002", runs, where="x") is runs[1]
     assert named_run("unet3d_h100-000001", runs, where="x") is runs[0]
     assert named_run("resnet", runs, where="x") is runs[2]
+    assert named_run("/results/unet3d_h100-000001/", runs, where="x") is runs[0]
     with pytest.raises(UsageError, match="'unet3d' names 2 runs"):
         named_run("unet3d", runs, where="x")
     with pytest.raises(UsageError, match="No run is called 'bert'"):
