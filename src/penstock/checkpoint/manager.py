@@ -138,10 +138,7 @@ class Manager:
 
     @property
     def halting(self) -> str:
-        """Why this job is to leave, now that it has saved; empty while it is not. Not collective.
-
-        Known after `due`, on all ranks at the same step.
-        """
+        """Why this job is to leave, known on all ranks after the same `due`; empty while it is not."""
         return self._halting.reason
 
     def due(self, step: int) -> bool:
@@ -237,10 +234,12 @@ class Manager:
         while copy := search.next_copy():
             reason = try_step(comm, partial(load, copy), search.step)
             if reason is None:
-                self.passed_over = search.passed_over
-                return search.step
+                break
             search.refuse(reason)
         self.passed_over = search.passed_over
+        if copy is not None:
+            logger.info("Restored step %d from: %s", search.step, copy.level)
+            return search.step
         if self.passed_over:
             raise none_restorable(self.passed_over, self._storage.uri)
         return None

@@ -10,7 +10,6 @@ import os
 import stat
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -23,10 +22,9 @@ from penstock.checkpoint.dcp.metadata_text import metadata_bytes
 from penstock.checkpoint.manifest import Manifest, ManifestFile, manifest_bytes
 from penstock.checkpoint.pieces import Boxes, Contents, StoredBoxes
 from penstock.checkpoint.staging.base import RankShare, ShareStats, WrittenFile
-from penstock.checkpoint.sums import running_sum, sum_of
+from penstock.checkpoint.sums import sum_of, sum_of_object
 from penstock.errors import Unavailable, UsageError
 from penstock.progress import Silent
-from penstock.storage.aligned import aligned_buffer
 from penstock.storage.powers import find_folders, innermost
 from penstock.storage.uri import check_key, parse_uri
 
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from penstock.progress import Progress
     from penstock.storage import Storage
 
-BLOCK_BYTES: Final = 16 << 20
 _CONTENT: Final = "content"
 _FILES: Final = "files"
 _WRITER: Final = "rank "
@@ -93,7 +90,10 @@ class OwnFiles:
         seen = progress or Silent()
         seen.begin("bytes", sum(sizes))
         synced_s = time.monotonic()
-        files = tuple(_summed(storage, key_of(name), name, seen) for name in self._names)
+        files = tuple(
+            _summed(storage, key_of(name), name, size_bytes, seen)
+            for name, size_bytes in zip(self._names, sizes, strict=True)
+        )
         stats = ShareStats(
             rank=self._rank,
             payload_bytes=sum(sizes),
@@ -157,23 +157,14 @@ def _settled(path: Path, rank: int) -> int:
     return facts.st_size
 
 
-def _summed(storage: Storage, key: str, name: str, progress: Progress) -> WrittenFile:
-    total = running_sum()
-    with closing(storage.open(key)) as source:
-        size_bytes = source.size_bytes
-        block = aligned_buffer(max(1, min(BLOCK_BYTES, size_bytes)))
-        for start in range(0, size_bytes, BLOCK_BYTES):
-            part = block[: min(BLOCK_BYTES, size_bytes - start)]
-            source.read_into(start, part)
-            total.update(part)
-            progress.advance(part.nbytes)
+def _summed(storage: Storage, key: str, name: str, size_bytes: int, progress: Progress) -> WrittenFile:
     return WrittenFile(
         name=name,
         size_bytes=size_bytes,
         item_offset=np.zeros(1, dtype=np.int64),
         item_bytes=np.array([size_bytes], dtype=np.int64),
         payload_offset=np.zeros(1, dtype=np.int64),
-        sums=total.digest(),
+        sums=sum_of_object(storage, key, progress.advance),
     )
 
 

@@ -64,6 +64,11 @@ class Assessment:
         """What a rank wrote."""
         return next((each.member.files for each in _members(self.records) if each.member.rank == rank), ())
 
+    def kept_by(self, rank: int) -> tuple[HeldFile, ...]:
+        """What a rank keeps of its group: one file, or none."""
+        files = next((each.files for each in _members(self.records) if each.member.rank == rank), ())
+        return files[len(self.files_of(rank)) :]
+
 
 def assess(holdings: Sequence[NodeHolding], *, damaged: Collection[int] = ()) -> Assessment:
     """What the caches of all nodes can give of one step; `damaged` ranks' files are as good as lost.

@@ -277,13 +277,15 @@ class CacheLevel:
         with ExitStack() as undo:
             undo.callback(self.drop, draft)
             from_key = self.holds(name).key if own else draft.key
-            fill(from_key, draft.key)
-            self._together(lambda: None, f"all missing files of {name} to be there")
-            if gained and self.leads:
-                self._protector.bring_along(found.records, own, from_key=from_key, to_key=draft.key)
-                self._node.publish(draft, manifest, metadata, found.records, own | gained)
+            self._together(lambda: fill(from_key, draft.key), f"all missing files of {name} to be there")
+
+            def commit() -> None:
+                if gained and self.leads:
+                    self._protector.bring_along(found.records, own, from_key=from_key, to_key=draft.key)
+                    self._node.publish(draft, manifest, metadata, found.records, own | gained)
+
+            self._together(commit, f"all nodes to commit {name}")
             undo.pop_all()
-        self._together(lambda: None, f"all nodes to commit {name}")
 
     def _told_seal(self, name: str, found: Assessment) -> tuple[bytes, bytes]:
         """Manifest and metadata of a step, from the first node that has a share of it."""

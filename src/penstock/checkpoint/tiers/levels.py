@@ -13,19 +13,21 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME
+from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.keeping import DurableKeeper, Find
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.own_files import local_path
 from penstock.checkpoint.restoring import wanted_of
 from penstock.checkpoint.steps import name_of, step_of
+from penstock.checkpoint.sums import sum_of, sum_of_object
 from penstock.checkpoint.tiers.cache import Cached, CacheLevel
 from penstock.checkpoint.tiers.fetching import Fetched
 from penstock.checkpoint.tiers.flush import require_over
 from penstock.checkpoint.tiers.flushers import make_flusher
 from penstock.checkpoint.verify import damage_in_files
 from penstock.cluster.collect import collect
-from penstock.errors import RankFailed, StorageError, UsageError
+from penstock.errors import DataDamaged, RankFailed, StorageError, UsageError
+from penstock.storage.powers import for_large_files
 from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
     from penstock.checkpoint.stored import Stored
     from penstock.checkpoint.tiers.assess import Assessment
     from penstock.checkpoint.tiers.flush import Flush, Flusher
-    from penstock.checkpoint.tiers.holdings import HeldFile
     from penstock.checkpoint.tiers.schemes import Scheme
     from penstock.progress import Progress
     from penstock.storage import Storage
@@ -154,8 +155,6 @@ class LeveledKeeper:
             awaiting="rank 0 to look for the durable step",
         )[0]
         if is_durable:
-            if found.reason and found.records:
-                logger.warning("%s is read from the durable level: %s", name_of(step), found.reason)
             yield Find(
                 level="durable",
                 find=partial(self._durable.find, step),
@@ -191,26 +190,39 @@ class LeveledKeeper:
 
     def _cached(self, step: int, found: Assessment) -> Iterator[Find | str]:
         name = name_of(step)
+        found = self._repaired(name, found)
         if found.reason:
-            yield f"caches: {found.reason}"
+            yield self._beyond(name, found.reason)
             return
-        if found.is_rebuildable:
-            logger.warning("%s: rebuilding what ranks %s have lost", name, _listed(found.lost))
-            self._cache.repair(name, found)
-            found = self._cache.assess(name)
         yield self._find("cache", name, found)
         # Asked for another copy: the first one was bad. Whose files are damaged is as good as lost.
         damaged = self._damaged(step, found)
         if not damaged:
             return
-        found = self._cache.assess(name, damaged=damaged)
+        found = self._repaired(name, self._cache.assess(name, damaged=damaged))
         if found.reason:
-            yield f"caches: {found.reason}"
+            yield self._beyond(name, found.reason)
             return
-        logger.warning("%s: rebuilding the damaged files of ranks %s", name, _listed(damaged))
-        self._cache.repair(name, found)
-        found = self._cache.assess(name)
         yield self._find("cache, rebuilt", name, found)
+
+    def _repaired(self, name: str, found: Assessment) -> Assessment:
+        """The step after a rebuild, where one is needed and possible; else with the reason why it is not."""
+        if not found.is_rebuildable:
+            return found
+        self._say("%s: rebuilding what ranks %s have lost", name, _listed(found.lost))
+        try:
+            self._cache.repair(name, found)
+        except RankFailed as error:
+            return replace(found, reason=f"it could not be rebuilt: {error}")
+        return self._cache.assess(name)
+
+    def _beyond(self, name: str, reason: str) -> str:
+        self._say("%s: the caches cannot give it, other levels may: %s", name, reason)
+        return f"caches: {reason}"
+
+    def _say(self, text: str, *values: object) -> None:
+        """Once a job is enough to be read; the other ranks' logs have it for whoever looks there."""
+        logger.log(logging.WARNING if self._comm.rank == 0 else logging.INFO, text, *values)
 
     def _find(self, level: str, name: str, found: Assessment) -> Find:
         return Find(
@@ -239,19 +251,31 @@ class LeveledKeeper:
             if not mine:
                 return []
             held = self._cache.holds(name_of(step))
-            manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
-            return [rank for rank in mine if self._is_damaged(held, manifest, found.files_of(rank))]
+            try:
+                manifest = _sound_manifest(held)
+            except StorageError as error:
+                # What tells of all files of this node is damaged: none of them can be believed.
+                logger.warning("%s: %s", held.uri, error)
+                return mine
+            return [rank for rank in mine if self._is_damaged(held, manifest, found, rank)]
 
         told = collect(self._comm, look, awaiting=f"all ranks to check the files of {name_of(step)}")
         return tuple(sorted(rank for ranks in told for rank in ranks))
 
-    def _is_damaged(self, held: Stored, manifest: Manifest, written: Sequence[HeldFile]) -> bool:
-        names = {file.name for file in written}
+    def _is_damaged(self, held: Stored, manifest: Manifest, found: Assessment, rank: int) -> bool:
+        names = {file.name for file in found.files_of(rank)}
         files = [file for file in manifest.files if file.name in names]
         damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
         for each in damage:
             logger.warning("%s: %s", held.uri, each)
-        return bool(damage)
+        bad = [
+            file.name
+            for file in found.kept_by(rank)
+            if sum_of_object(for_large_files(held.storage), held.key(file.name)).hex() != file.sum
+        ]
+        for name in bad:
+            logger.warning("%s: %s: its checksum differs", held.uri, name)
+        return bool(damage or bad)
 
 
 class CachedSlot:
@@ -283,6 +307,13 @@ class CachedSlot:
         """Remove this node's draft."""
         with self._until:
             self._cache.drop(self._draft)
+
+
+def _sound_manifest(held: Stored) -> Manifest:
+    manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
+    if sum_of(read_object(held.storage, held.key(METADATA_NAME))) != manifest.metadata_sum:
+        raise DataDamaged("The checksum of its .metadata differs", where=held.uri)
+    return manifest
 
 
 def _listed(ranks: Sequence[int]) -> str:

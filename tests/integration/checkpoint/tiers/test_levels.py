@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.due import EverySteps
@@ -117,6 +118,43 @@ def test_a_flipped_byte_in_a_cache_is_found_and_rebuilt(tmp_path: Path) -> None:
     victim.write_bytes(flipped)
     assert on_gloo_ranks(HOSTS, restore, tmp_path, scheme) == [(1, [])] * HOSTS
     assert victim.read_bytes() == before
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def restore_spoilt(rank: int, root: Path, places: list[str], lost: list[int]) -> tuple[int | None, list[str]]:
+    """Save by two parities, spoil one byte of each of these files, lose some hosts, restore."""
+    scheme = DoubleParity(group=4)
+    save(rank, root, scheme, 1, None)
+    dist.barrier()
+    if rank == 0:
+        for place in places:
+            spoil(root / place)
+        lose(root, *lost)
+    dist.barrier()
+    return restore(rank, root, scheme)
+
+
+@pytest.mark.parametrize(
+    ("places", "lost"),
+    [
+        (["host-1/step-1/parity-1.bin"], [2]),
+        (["host-0/step-1/penstock.json", "host-3/step-1/.metadata"], []),
+    ],
+    ids=["parity beside a lost host", "what describes the step, on two hosts"],
+)
+def test_damage_of_any_file_of_a_share_counts_as_its_loss(
+    places: list[str], lost: list[int], tmp_path: Path
+) -> None:
+    assert on_gloo_ranks(HOSTS, restore_spoilt, tmp_path, places, lost) == [(1, [])] * HOSTS
+    for place in places:
+        original = tmp_path / place.replace(place[:6], "host-2")
+        if place.endswith("json"):
+            assert (tmp_path / place).read_bytes() == original.read_bytes()
 
 
 def save_many(rank: int, root: Path) -> tuple[list[int], list[int]]:
