@@ -1,0 +1,144 @@
+"""mlpstorage's command lines, and the commands of penstock that they come to."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.mlpstorage import main
+from penstock.cli.mlpstorage_plan import Plan, Surroundings, plan
+from penstock.cli.mlpstorage_words import OPTIONS, Takes, parse
+from penstock.errors import UsageError
+
+DATA = "--data-dir /mnt/data"
+
+
+def planned(line: str, *, claimed: str = "/tree", bucket: str | None = None) -> Plan:
+    around = Surroundings(
+        results=None,
+        system=None,
+        data=None,
+        checkpoints=None,
+        bucket=bucket,
+        is_claimed=lambda folder: folder == claimed,
+    )
+    return plan(parse(shlex.split(line)), around)
+
+
+def golden() -> list[tuple[str, str]]:
+    """Pairs of the golden file: what was typed, and what it comes to."""
+    text = (Path(__file__).parents[2] / "golden" / "mlpstorage" / "commands.txt").read_text()
+    typed = [line.removeprefix("$ penstock-mlpstorage ") for line in text.splitlines() if line[:1] == "$"]
+    done = [line.removeprefix("= ") for line in text.splitlines() if line[:1] == "="]
+    return list(zip(typed, done, strict=True))
+
+
+@pytest.mark.parametrize(("line", "expected"), golden())
+def test_a_command_line_becomes_one_of_penstocks(line: str, expected: str) -> None:
+    assert planned(line).text == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--hosts a b", "--ranks 8 --hosts a,b"),
+        ("--hosts a:4,b:4", "--ranks 8 --hosts a:4,b:4"),
+        ("--hosts localhost", "--ranks 8"),
+        ("--mpi-bin mpirun --oversubscribe", "--ranks 8 --launcher mpirun --launcher-arg=--oversubscribe"),
+        (
+            "--mpi-params='-x A' --mpi-params=-v",
+            "--ranks 8 --launcher-arg=-x --launcher-arg=A --launcher-arg=-v",
+        ),
+        ("--skip-fs-separation-gate", "--skip-gate apart --ranks 8"),
+    ],
+)
+def test_ranks_are_started_as_asked(words: str, expected: str) -> None:
+    found = planned(f"whatif training unet3d run file -na 8 {DATA} {words}").text
+    assert found.endswith(f" {expected}")
+
+
+def test_object_storage_is_a_prefix_in_the_bucket() -> None:
+    found = planned("whatif training unet3d run object -na 1 -dd mlperf", bucket="big")
+    assert "--data s3://big/mlperf/unet3d" in found.text
+    with pytest.raises(UsageError, match="Export BUCKET"):
+        planned("whatif training unet3d run object -na 1 -dd mlperf")
+
+
+def test_what_means_nothing_here_is_said_once() -> None:
+    found = planned(f"whatif training unet3d run file -na 8 {DATA} --verbose --debug --mpi-btl tcp -cm 512")
+    assert len(found.remarks) == len(set(found.remarks)) == 4
+    assert any(text.startswith("--mpi-btl means nothing here") for text in found.remarks)
+    assert any("measured by the ranks" in text for text in found.remarks)
+
+
+def test_a_run_that_is_not_handed_in_says_why() -> None:
+    said = planned(f"closed training unet3d run file -na 8 {DATA} --results-dir /runs -sn fast").remarks
+    assert any("/runs is not claimed" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("vectordb run --anything", "Vector search is not measured"),
+        ("closed kvcache run --cache-dir /x", "The key-value cache benchmark is not measured"),
+        ("trainin run", "Did you mean training"),
+        ("closed training unet3d run file --num-acelerators 8", "Did you mean --num-accelerators"),
+        ("closed training unet3d fly", "'fly' is not understood"),
+        ("closed training unet3d run tape", "'tape' is not understood"),
+        ("training run --model unet3d --closed --open", "one division"),
+        (f"training run {DATA}", "No model is named"),
+        ("training run --model unet3d", "Give --data-dir"),
+        ("checkpointing run --model llama3-8b", "Give --checkpoint-folder"),
+        ("training datasize --model unet3d", "Give --max-accelerators"),
+        (f"training run --model unet3d -na eight {DATA}", "'eight' is no whole number"),
+        (f"training run --model unet3d --exec-type docker {DATA}", "Containers are not started"),
+        ("training run --model", "--model names nothing"),
+        ("init", "No organisation is named"),
+        ("history forget", "'forget' is not understood"),
+        ("lockfile generate", "Lock files are not made"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_plainly(line: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        planned(line)
+
+
+def test_every_option_has_one_name_and_is_understood_by_it() -> None:
+    names = [name for known in OPTIONS for name in known.names]
+    assert len(names) == len(set(names))
+    for known in OPTIONS:
+        value = [] if known.takes is Takes.NOTHING else ["7"]
+        assert parse(["validate", known.names[0], *value]).has(known.name)
+
+
+def test_a_dry_run_shows_the_command_and_does_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLPSTORAGE_DATA_DIR", str(tmp_path / "data"))
+    config = tmp_path / "args.yaml"
+    config.write_text("num_accelerators: 2\naccelerator_type: b200\no_direct: true\ndebug: false\n")
+    code = main(["whatif", "training", "unet3d", "run", "file", "-na", "3", "-c", str(config), "--dry-run"])
+    assert code == 0
+    out = capsys.readouterr().out
+    assert out == (
+        f"penstock training run unet3d --accelerator b200 --data direct://{tmp_path}/data/unet3d"
+        " --results . --ranks 3\n"
+    )
+    assert list(tmp_path.iterdir()) == [config]
+
+
+def test_the_command_is_shown_and_its_exit_code_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(shlex.split("closed training unet3d datasize -at b200 -ma 8 -cm 128 -nc 2"))
+    said = capsys.readouterr()
+    assert code == 0
+    assert "= penstock training size unet3d --accelerator b200" in said.err
+    assert "28,000 files" in said.out
+    assert main(["validate", "/nowhere"]) == 2
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"]])
+def test_help_and_version_need_no_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == (0 if words else 2)
+    assert "penstock-mlpstorage" in capsys.readouterr().out
