@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from penstock.campaign.study.configurations import configurations
 from penstock.campaign.study.findings import RULES
 from penstock.campaign.study.request import DEFAULT_TOTAL_BYTES
 from penstock.cli import main
 from penstock.units import format_bytes
+
+if TYPE_CHECKING:
+    import pytest
 
 PAGE = (Path(__file__).parents[3] / "docs" / "levels.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("\n## The study\n")[2].partition("\n## ")[0]
