@@ -110,6 +110,18 @@ class DaemonFlusher:
         """
         found: dict[int, BaseException] = dict(self._failed)
         self._failed.clear()
+        try:
+            found.update(self._new_failures())
+            open_steps = self._folder.orders.steps()
+            if open_steps and self._leads:
+                self._minder.mind()
+        except (OSError, Unavailable) as error:
+            # All ranks come together after this call: what fails on one must reach the others there.
+            found.setdefault(max(self._given, default=0), error)
+        return found
+
+    def _new_failures(self) -> dict[int, BaseException]:
+        found: dict[int, BaseException] = {}
         open_steps = self._folder.orders.steps()
         for (step, save_id), standing in self._journal.standings().items():
             failure = standing.failure
@@ -121,11 +133,6 @@ class DaemonFlusher:
                     found[step] = StorageError(failure.reason)
                 else:
                     logger.warning("Step %d of an earlier job is not durable: %s", step, failure.reason)
-        if open_steps and self._leads:
-            try:
-                self._minder.mind()
-            except Unavailable as error:
-                found.setdefault(open_steps[-1], error)
         return found
 
     def wait(self, timeout_s: float) -> None:

@@ -63,8 +63,8 @@ class Mending:
 
     def mend(self) -> None:
         """Complete orders, or take them back. Collective."""
-        mine = self._own_orders() if self._cache.leads else {}
-        told = self._together(lambda: self._known(mine), "all nodes to tell their orders")
+        mine: dict[Save, Order] = {}
+        told = self._together(partial(self._known, mine), "all nodes to tell their orders")
         sizes = self._together(
             lambda: {save: len(order.nodes) for save, order in mine.items()}, "all nodes to count them"
         )
@@ -84,12 +84,14 @@ class Mending:
         found = self._folder.orders.all().values()
         return {(order.step, order.save_id): order for order in found if isinstance(order, Order)}
 
-    def _known(self, mine: Mapping[Save, Order]) -> NodeOrders:
+    def _known(self, mine: dict[Save, Order]) -> NodeOrders:
+        """What this node knows; its orders are noted in `mine`, as only few of them are asked for."""
+        if not self._cache.leads:
+            return NodeOrders(open={}, over=frozenset())
+        mine.update(self._own_orders())
         over = {save for save, standing in self._journal.standings().items() if standing.outcome}
-        # The journal of a node is read by each of its ranks; one telling is enough.
         return NodeOrders(
-            open={save: order.node for save, order in mine.items() if save not in over},
-            over=frozenset(over) if self._cache.leads else frozenset(),
+            open={save: order.node for save, order in mine.items() if save not in over}, over=frozenset(over)
         )
 
     def _adopt(self, text: str, missing: set[int]) -> int | None:
