@@ -43,10 +43,11 @@ _SCHEMA: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledHost:
-    """A host whose counters are kept, and one moment on both of its clocks."""
+    """A host whose counters are kept, its whole drives, and one moment on both of its clocks."""
 
     host: str
     rank: int
+    drives: tuple[str, ...]
     interval_s: float
     wall_ns: int
     monotonic_ns: int
@@ -131,7 +132,7 @@ def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
             uri=str(path),
             fix="Read them with the version that wrote them.",
         )
-    return [SampledHost(**host) for host in header["hosts"]], table
+    return [SampledHost(**{**host, "drives": tuple(host["drives"])}) for host in header["hosts"]], table
 
 
 def _host_of(path: Path) -> SampledHost:
@@ -140,7 +141,7 @@ def _host_of(path: Path) -> SampledHost:
     try:
         header = json.loads(line)
         if header.pop("format") == FORMAT_VERSION:
-            return SampledHost(**header)
+            return SampledHost(**{**header, "drives": tuple(header["drives"])})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError("This is no spool of counters", uri=str(path), fix="Remove it.") from error
     raise StorageError(

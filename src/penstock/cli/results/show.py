@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.cli.terminal import View
+    from penstock.results.activity import Activity
     from penstock.results.checkpoints import CheckpointFigures
     from penstock.results.figures import PhaseFigures
     from penstock.results.overview import RunView
+    from penstock.results.record import RunRecord
 
 
 def show(
@@ -50,13 +52,16 @@ def show(
     for note in view.notes:
         terminal.note(note)
     figures = _figures(folder, view, terminal)
-    deliveries = read_record(folder).deliveries if view.kind == "penstock" else ()
+    record = read_record(folder) if view.kind == "penstock" else None
+    active = _activities(folder) if record else ()
     taken = read_checkpoints(folder) if view.kind == "penstock" else None
     document = {
         **asdict(view),
         "train": asdict(figures) if figures else None,
         "checkpoint": asdict(taken) if taken else None,
-        "deliveries": [asdict(each) for each in deliveries],
+        "deliveries": [asdict(each) for each in record.deliveries] if record else [],
+        "preflight": asdict(record.preflight) if record and record.preflight else None,
+        "activity": [asdict(each) for each in active],
     }
 
     def draw(console: Console) -> None:
@@ -64,7 +69,9 @@ def show(
             _draw_run(console, view, figures)
         else:
             _draw_checkpoints(console, view, taken)
-        for title, line in delivery_lines(deliveries):
+        if active:
+            table("Hosts meanwhile", [_activity_row(each) for each in active])(console)
+        for title, line in _surroundings(record) if record else ():
             console.print(f"  {title:<28}{line}", markup=False)
 
     terminal.result(document, draw)
@@ -86,6 +93,47 @@ def _figures(folder: Path, view: RunView, terminal: Terminal) -> PhaseFigures | 
     except StorageError as error:
         terminal.note(str(error))
         return None
+
+
+def _activities(folder: Path) -> tuple[Activity, ...]:
+    """What hosts did in each phase; nothing where nobody counted, or nothing was begun."""
+    from penstock.errors import ObjectNotFound
+    from penstock.results.activity import activities
+    from penstock.results.counters import read_counters
+    from penstock.results.tables import read_events
+
+    try:
+        return activities(*read_counters(folder), read_events(folder))
+    except ObjectNotFound:
+        return ()
+
+
+def _activity_row(activity: Activity) -> dict[str, str]:
+    from penstock.units import format_bytes, format_seconds
+
+    return {
+        "phase": activity.phase,
+        "took": format_seconds(activity.elapsed_s),
+        "hosts": str(activity.hosts),
+        "CPU busy": "-" if activity.cpu_busy_share is None else f"{activity.cpu_busy_share:.0%}",
+        "drives read": format_bytes(activity.drives_read_bytes),
+        "written": format_bytes(activity.drives_written_bytes),
+        "networks received": format_bytes(activity.networks_received_bytes),
+        "sent": format_bytes(activity.networks_sent_bytes),
+    }
+
+
+def _surroundings(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Devices beside the application, and gates that did not stand open."""
+    yield from delivery_lines(record.deliveries)
+    if record.preflight is None:
+        return
+    closed = ", ".join(f"{each.gate} ({each.verdict})" for each in record.preflight.closed)
+    skipped = ", ".join(record.preflight.skipped)
+    if closed:
+        yield "gates closed", closed
+    if skipped:
+        yield "gates left out", skipped
 
 
 def _draw_checkpoints(console: Console, view: RunView, taken: CheckpointFigures) -> None:
