@@ -20,11 +20,14 @@ import torch.distributed as dist
 from penstock.bench.compute import SystemClock, compute_until
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from penstock.bench.state import StateLayout
     from penstock.cluster.comm import Comm
 
 _WORK_BYTES: Final = 8 << 20
 """What a step touches of memory: a host's work for an accelerator, some milliseconds of one core."""
+_PIECE_BYTES: Final = 16 << 20
 
 
 class Trainer:
@@ -35,9 +38,7 @@ class Trainer:
         random = np.random.Generator(np.random.SFC64(rank))
         # Names carry the rank: the engine writes what ranks hold in common only once.
         self.state: Mapping[str, torch.Tensor] = {
-            f"rank_{rank}/{file.name}": torch.frombuffer(
-                bytearray(random.bytes(file.size_bytes)), dtype=torch.uint8
-            )
+            f"rank_{rank}/{file.name}": torch.from_numpy(_random_bytes(random, file.size_bytes))
             for file in layout.files_of(rank)
         }
         self._step_ns = round(step_s * 1e9)
@@ -53,6 +54,15 @@ class Trainer:
         """Wait as for an accelerator, then work as a host does."""
         compute_until(time.monotonic_ns() + self._step_ns, self._clock)
         self._work += 1
+
+
+def _random_bytes(random: np.random.Generator, size_bytes: int) -> NDArray[np.uint8]:
+    """Bytes that no storage can shrink, drawn by pieces: a state may be half of a host's memory."""
+    drawn = np.empty(size_bytes, dtype=np.uint8)
+    for start in range(0, size_bytes, _PIECE_BYTES):
+        piece = drawn[start : start + _PIECE_BYTES]
+        piece[:] = np.frombuffer(random.bytes(piece.nbytes), dtype=np.uint8)
+    return drawn
 
 
 @contextmanager
