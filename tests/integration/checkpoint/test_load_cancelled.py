@@ -20,8 +20,8 @@ from penstock.progress import Silent
 from penstock.testing.gloo_ranks import on_gloo_ranks
 
 Told = dict[str, list[Any]]
-NUM_TENSORS = 24
-TENSOR_BYTES = 4 << 20
+NUM_TENSORS = 12
+TENSOR_BYTES = 2 << 20
 
 
 class AtFirstBlock(Silent):

@@ -15,7 +15,10 @@ import torch.distributed as dist
 
 
 def without_cuda() -> None:
-    """Stand in for the calls that frameworks make as if every machine had a GPU."""
+    """Stand in for the calls that frameworks make as if every machine had a GPU, where this one has none."""
+    # Counting asks the driver's library, and leaves CUDA alone for the ranks that are forked.
+    if torch.cuda.device_count():
+        return
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.set_device = lambda *_: None
