@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -140,3 +141,44 @@ def test_a_repetition_ends_with_its_commands_exit_code(tmp_path: Path) -> None:
     name = finished(tmp_path, "penstock", "training", "nonsense")
     again = [sys.executable, "-m", "penstock", "results", "rerun", name, "--results", str(tmp_path)]
     assert subprocess.run(again, check=False, capture_output=True, timeout=180).returncode == 2
+
+
+def test_what_is_listed_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, lost = finished(tmp_path, "penstock"), finished(tmp_path, "penstock")
+    (tmp_path / "run1").mkdir()
+    (tmp_path / "run1" / "summary.json").write_text('{"start": "2024-01-01T00:00:00", "metric": {}}')
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    shutil.rmtree(tmp_path / lost)
+    with (tmp_path / ".penstock" / "history.jsonl").open("a") as file:
+        file.write('{"format"')
+    assert main(["results", "ls", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert f"{name}  finished\n" in told.out
+    assert "run1  unknown: Its summary has no end., not in the history" in told.out
+    assert f"Begun here, without a folder\n  {lost}  finished: Its folder is gone." in told.out
+    assert "broken" not in told.out
+    assert "broken" in told.err
+    assert "is torn after 9 bytes" in told.err
+
+
+def test_a_removal_and_a_return_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ("--results", str(tmp_path))
+    name = finished(tmp_path, "penstock")
+    for words, said in (
+        (("rm", name, "--dry-run"), f"Would go into the trash:\n  {name}  finished"),
+        (("rm", name), "Into the trash, batch 20"),
+        (("restore", name), f"restored {name}"),
+        (("rm", "--keep-last", "1"), f"Nothing is meant.\n  stays: {name}  finished (one of the last 1)"),
+    ):
+        capsys.readouterr()
+        assert main(["results", *words, *here]) == 0
+        assert said in capsys.readouterr().out
+
+
+def test_a_dry_repetition_shows_folder_and_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = finished(tmp_path, "penstock", "workloads")
+    assert main(["results", "rerun", name, "--dry-run", "--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"cd {Path.cwd()}\npenstock workloads\n"

@@ -230,3 +230,22 @@ def test_a_run_is_not_removed_into_itself(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Name its parent"):
         remove(folder, kept_runs(folder).runs, NOW)
     assert [path.name for path in folder.iterdir()] == ["summary.json"]
+
+
+def test_what_cannot_be_read_is_kept_as_unreadable_and_can_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    odd = foreign(tmp_path, "odd")
+    (odd / "summary.json").write_text('{"start": "yesterday", "metric": {}}')
+    by_name = {run.folder: run for run in kept_runs(tmp_path).runs}
+    assert (by_name["broken"].outcome, by_name["broken"].view) == ("unreadable", None)
+    assert "run.json" in by_name["broken"].why
+    assert by_name["odd"].started is None
+    remove(tmp_path, [by_name["broken"]], NOW)
+    assert [run.folder for run in kept_runs(tmp_path).at(Where.TRASH)] == ["broken"]
+
+
+def test_a_folder_that_is_named_exactly_needs_no_history(tmp_path: Path) -> None:
+    folder = foreign(tmp_path, "run1")
+    assert run_folder(str(folder), Path("nowhere")) == folder
+    assert run_folder("run1", tmp_path) == folder

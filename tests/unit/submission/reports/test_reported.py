@@ -201,3 +201,57 @@ def test_later_editions_are_reported_alike(tmp_path: Path, edition: str) -> None
     found = list(report_all(valid_round(edition).write(tmp_path), load_edition(edition)))
     assert [len(each.figures.found) for each in found] == [3, 4]
     assert [each.row["Rules Edition"] for each in found] == [edition, edition]
+
+
+def test_results_on_two_accelerators_share_the_file_of_their_place(tmp_path: Path) -> None:
+    tree, other = valid_training(num_runs=3), valid_training(accelerator="h100", num_runs=3)
+    tree.files |= {
+        path.replace("/run/20260701", "/run/20260702").replace("_20260701", "_20260702"): value
+        for path, value in other.files.items()
+        if "/run/2026" in path
+    }
+    tree.drop("results.json")
+    all_reported = list(report_all(tree.write(tmp_path), V3))
+    assert [each.judged.accelerator for each in all_reported] == ["b200", "h100"]
+    (results, rows), kept = plan_tree(all_reported)
+    assert kept == []
+    assert [each["accelerator"] for each in json.loads(results.text)["results"]] == ["b200", "h100"]
+    assert len(list(csv.DictReader(rows.text.splitlines()))) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2", "[]", '"text"', "[" * 100_000])
+def test_a_file_that_cannot_be_understood_is_not_ours(tmp_path: Path, text: str) -> None:
+    tree = valid_training()
+    tree.files["closed/acme/results/fast/training/unet3d/run/results.json"] = text
+    planned, (sentence,) = plan_tree(list(report_all(tree.write(tmp_path), V3)))
+    assert planned == []
+    assert "it stays as it is" in sentence
+
+
+def test_a_folder_of_v1_holds_the_benchmarks_own_report_too(tmp_path: Path) -> None:
+    found = reported(valid_submission(), tmp_path / "tree")
+    write_files(list(plan_folder(tmp_path / "out", [found], V1)))
+    own = json.loads((tmp_path / "out" / found.judged.name / "mlperf_storage_report.json").read_text())
+    assert own == found.v1
+
+
+def test_a_checkpointing_without_times_says_what_is_missing(tmp_path: Path) -> None:
+    timeless, empty = valid_checkpointing(num_invocations=1), valid_checkpointing(num_invocations=1)
+    timeless.document("checkpointing", 0, "/0_per_epoch_stats.json")["1"]["save_ckpt2"]["duration"] = 0.0
+    empty.drop("_per_epoch_stats.json")
+    (found,) = report_all(timeless.write(tmp_path / "timeless"), V3)
+    assert [figure.name for figure in found.figures.found] == ["read bandwidth", "read duration"]
+    assert found.figures.missing[0].startswith("write bandwidth: 1.save_ckpt2 took no time (")
+    (found,) = report_all(empty.write(tmp_path / "empty"), V3)
+    assert found.figures.found == ()
+    assert all("no per_epoch_stats.json" in reason for reason in found.figures.missing)
+
+
+def test_a_figure_beyond_all_numbers_is_missing_and_no_crash(tmp_path: Path) -> None:
+    submission = valid_submission()
+    for summary in submission.summaries():
+        summary["metric"]["train_throughput_samples_per_second"] = [1.7e308, 1.7e308]
+    found = reported(submission, tmp_path)
+    assert [figure.name for figure in found.figures.found] == ["utilization"]
+    assert [reason.partition(":")[0] for reason in found.figures.missing] == ["throughput", "read bandwidth"]
+    assert found.v1 is None
