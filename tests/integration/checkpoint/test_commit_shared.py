@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Seal
+from penstock.checkpoint.commit.base import LEASE_S, MANIFEST_NAME, METADATA_NAME, Seal
+from penstock.checkpoint.commit.folders import FolderDrafts
 from penstock.checkpoint.commit.place import begin
 from penstock.checkpoint.commit.shared import SharedDraft
 from penstock.cluster.solo import SoloComm
@@ -204,3 +206,19 @@ def test_many_threads_publish_one_draft(tmp_path: Path) -> None:
         thread.join()
     shared(tmp_path).publish(seal_of(1))
     require_committed(tmp_path)
+
+
+def test_what_nobody_wants_any_more_is_swept_once_its_lease_is_over(tmp_path: Path) -> None:
+    copied(tmp_path, over=False)
+    storage = files_below(tmp_path, UNSYNCED)
+    tree = find_folders(storage)
+    assert tree is not None
+
+    def left_after(seconds: float) -> list[str]:
+        FolderDrafts(storage, tree, clock=lambda: time.time() + seconds).sweep()
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    everything = [f".penstock-{kind}-{SAVE_ID}-{NAME}" for kind in ("flush", "save")]
+    assert left_after(LEASE_S / 2) == [*everything, f"{everything[1]}.lease"]
+    left_after(2 * LEASE_S)
+    assert left_after(2 * LEASE_S) == []

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.commit.place import open_shelf
+from penstock.checkpoint.commit.place import open_drafts, open_shelf
 from penstock.checkpoint.commit.shared import SharedDraft
 from penstock.checkpoint.keeping import retire
 from penstock.checkpoint.manifest import read_manifest
@@ -63,6 +63,7 @@ class Job:
         self._journal = journal
         self._clock = clock
         self._waiting_since_s: float | None = None
+        self._has_joined = False
 
     @property
     def standing(self) -> Standing:
@@ -89,14 +90,18 @@ class Job:
         return self._publish_if_all_are_done()
 
     def renew(self) -> None:
-        """Show the other nodes that this one still works on it."""
-        if self.standing.outcome is None and self._waiting_since_s is None:
+        """Show that the draft is wanted: while it is copied, and while it waits for other nodes."""
+        if self._has_joined and self.standing.outcome is None:
             self._draft.renew()
 
     def _copy(self, take: Take) -> None:
         """Copy what is not durable yet, and say so to the other nodes."""
         self._write("begun")
+        if self.order.node == 0:
+            for swept in open_drafts(self._durable).sweep():
+                logger.info("Removed %s, which was left by something that died", swept)
         self._draft.join()
+        self._has_joined = True
         self._draft.mark("copying")
         standing, source, target = self.standing, self._held.storage, for_large_files(self._durable)
         direct = for_large_files(source)
@@ -135,6 +140,7 @@ class Job:
     def _publish_if_all_are_done(self) -> bool:
         marks = self._draft.marks()
         done = {node for node, (mark, _) in marks.items() if mark.progress == "done"}
+        self._has_joined = True
         if self.order.node not in done:
             return self._begin_again()
         self.waits_for = tuple(node for node in range(len(self.order.nodes)) if node not in done)
