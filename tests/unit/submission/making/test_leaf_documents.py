@@ -1,0 +1,140 @@
+"""What leaves say: their metadata, their stamp, and where a workload's bytes lie."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.results.host import HostFacts
+from penstock.submission.making.claim import Claim
+from penstock.submission.making.image import Program
+from penstock.submission.making.leaf import Address, Series
+from penstock.submission.making.located import locate_checkpoints, locate_data
+from penstock.submission.making.metadata import DataSize, LeafFacts, metadata
+from penstock.submission.making.stamp import CORE_KEYS, core_digest, stamp
+from penstock.submission.names import Benchmark, Phase
+from penstock.workload.divisions import SubmissionDivision
+from penstock.workload.loading import load
+from penstock.workload.overrides import parse_settings
+
+if TYPE_CHECKING:
+    from penstock.workload.spec import Workload
+
+BEGAN = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
+
+
+def workload(*settings: str) -> Workload:
+    return load("unet3d_b200", overrides=parse_settings(settings)).workload
+
+
+def host(name: str, memory_bytes: int) -> HostFacts:
+    return HostFacts(
+        host=name, kernel="", machine="", num_cores=64, memory_bytes=memory_bytes, cpuinfo={}, meminfo={}
+    )
+
+
+def facts(phase: Phase = Phase.RUN) -> LeafFacts:
+    series = Series(
+        claim=Claim(root=Path("/tree"), organisation="acme"),
+        division=SubmissionDivision.CLOSED,
+        system="fast",
+        benchmark=Benchmark.TRAINING,
+        model="unet3d",
+    )
+    return LeafFacts(
+        address=Address(series=series, phase=phase, began=BEGAN),
+        workload=workload(),
+        accelerator="b200",
+        changed={"dataset.num_files_train": 7200},
+        place="/data",
+        num_processes=8,
+        hosts=[host("a", 512 << 30), host("b", 256 << 30)],
+        command=("penstock", "--secret-token", "hush"),
+        ended=BEGAN + timedelta(minutes=18),
+        exit_status=0,
+        data_size=DataSize(num_files_train=7200, num_subfolders_train=0, total_disk_bytes=10**12),
+    )
+
+
+def test_memory_is_the_sum_of_hosts_and_times_are_those_of_the_whole_run() -> None:
+    document = metadata(facts())
+    assert document["system_info"] == {"total_memory_bytes": 768 << 30, "total_cores": 128}
+    assert document["args"]["client_host_memory_in_gb"] == 256.0
+    assert document["args"]["hosts"] == ["a", "b"]
+    assert (document["runtime"], document["run_datetime"]) == (1080.0, "20260701_100000")
+    assert document["result_dir"] == "/tree/closed/acme/results/fast/training/unet3d/run/20260701_100000"
+    assert "hush" not in document["executed_command"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "key"),
+    [(Phase.DATASIZE, "max_accelerators"), (Phase.DATAGEN, "num_processes"), (Phase.RUN, "num_accelerators")],
+)
+def test_each_phase_counts_its_processes_under_its_own_name(phase: Phase, key: str) -> None:
+    assert metadata(facts(phase))["args"][key] == 8
+
+
+def stamped(asked: Workload) -> str:
+    program = Program(folder=Path("/"), version="1.0")
+    found = stamp(asked, Benchmark.TRAINING, program=program, digest="0" * 32, now=BEGAN)
+    assert found["core_config"]["allowlist"] == "training@1"
+    text: str = found["core_config"]["hash"]
+    return text
+
+
+@pytest.mark.parametrize(
+    "free", ["dataset.num_files_train=9", "reader.read_threads=9", "dataset.data_folder=/x"]
+)
+def test_what_the_closed_division_leaves_free_is_not_the_core(free: str) -> None:
+    assert stamped(workload(free)) == stamped(workload())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "reader.batch_size=9",
+        "train.epochs=9",
+        "metric.au=0.5",
+        "dataset.record_length_bytes=9",
+        "framework=tensorflow",
+    ],
+)
+def test_what_makes_the_workload_is_the_core(change: str) -> None:
+    assert stamped(workload(change)) != stamped(workload())
+
+
+def test_one_number_has_one_spelling_in_the_core() -> None:
+    assert core_digest({"a": 7}) == core_digest({"a": 7.0}) == core_digest({"a": "7"})
+    assert core_digest({"a": True}) == core_digest({"a": "true"})
+    assert core_digest({"a": 7}) != core_digest({"a": 8})
+
+
+def test_the_folder_of_checkpoints_and_their_number_are_no_part_of_the_core() -> None:
+    parameters = {"checkpoint": {"checkpoint_folder": "/x", "num_checkpoints_write": 10, "fsync": True}}
+    assert CORE_KEYS[Benchmark.CHECKPOINTING].of(parameters) == {"checkpoint.fsync": True}
+
+
+@pytest.mark.parametrize(
+    ("uri", "changes"),
+    [
+        ("/data", {"dataset.data_folder": "/data"}),
+        ("direct:///data", {"dataset.data_folder": "/data", "reader.odirect": True}),
+        (
+            "s3://big/a/b",
+            {"dataset.data_folder": "a/b", "storage.storage_type": "s3", "storage.storage_root": "big"},
+        ),
+    ],
+)
+def test_a_place_is_told_in_the_workloads_own_keys(uri: str, changes: dict[str, object]) -> None:
+    located = locate_data(workload(), uri)
+    assert located.changes == changes
+    assert located.workload.dataset.data_folder == changes["dataset.data_folder"]
+    assert located.workload.reader.odirect is ("reader.odirect" in changes)
+
+
+def test_checkpoints_have_a_place_of_their_own() -> None:
+    located = locate_checkpoints(workload(), "direct:///saves")
+    assert located.place == located.workload.checkpoint.checkpoint_folder == "/saves"
