@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -47,10 +47,14 @@ def activities(
     """The phases in the order in which they began: checkpoints where there are any, else epochs."""
     ranks = {each.clock.rank: each for each in events}
     by_phase: dict[str, list[tuple[float, Mapping[str, float], SampledHost]]] = defaultdict(list)
+    machines: set[str] = set()
     for host in hosts:
         if host.rank not in ranks:
             continue
         series = _Series(counters, host.host)
+        if host.boot_id in machines:  # its drives were counted under another name
+            host = replace(host, drives=())  # noqa: PLW2901 - the same host from here on
+        machines |= {host.boot_id} - {""}
         for span in _phases(ranks[host.rank]):
             grown = series.grown(span.start_ns, span.end_ns)
             by_phase[_named(span)].append(((span.end_ns - span.start_ns) / 1e9, grown, host))

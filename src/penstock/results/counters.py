@@ -43,10 +43,14 @@ _SCHEMA: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledHost:
-    """A host whose counters are kept, its whole drives, and one moment on both of its clocks."""
+    """A host whose counters are kept, its whole drives, and one moment on both of its clocks.
+
+    `boot_id` is the machine's, "" if unknown: hosts that are one machine have its drives in common.
+    """
 
     host: str
     rank: int
+    boot_id: str
     drives: tuple[str, ...]
     interval_s: float
     wall_ns: int

@@ -55,16 +55,21 @@ def redacted(words: Sequence[str]) -> tuple[str, ...]:
     shown: list[str] = []
     for word in words:
         follows_secret_option = shown and shown[-1].startswith("--") and _is_secret_option(shown[-1])
-        shown.append(_HIDDEN if follows_secret_option else _redacted_word(word))
+        shown.append(_HIDDEN if follows_secret_option else _redacted_word(as_text(word)))
     return tuple(shown)
 
 
 def redacted_settings(environment: Environment) -> dict[str, str]:
     """The user's own variables (`AWS_*`, `PENSTOCK_*`), without secrets."""
     return {
-        name: _HIDDEN if _SECRET_NAME.search(name) else _redacted_word(value)
+        as_text(name): _HIDDEN if _SECRET_NAME.search(name) else _redacted_word(as_text(value))
         for name, value in sorted(user_settings(environment).items())
     }
+
+
+def as_text(word: str) -> str:
+    """A word of the system's with U+FFFD for bytes that are no UTF-8: records hold nothing else than text."""
+    return word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 from penstock.errors import StorageError
 from penstock.results.history.entries import Began, Ended
 from penstock.results.layout import run_folder_name
-from penstock.results.provenance import mark_of_this_process, redacted, redacted_settings
+from penstock.results.provenance import as_text, mark_of_this_process, redacted, redacted_settings
 
 if TYPE_CHECKING:
     from penstock.results.history.file import HistoryFile
@@ -46,7 +46,7 @@ class Chapter:
                 workload=workload,
                 ranks=request.ranks,
                 command=redacted(request.command),
-                working_folder=str(Path.cwd()),
+                working_folder=as_text(str(Path.cwd())),
                 settings=redacted_settings(request.environment),
                 process=mark_of_this_process(),
             )

@@ -25,6 +25,7 @@ _PROGRAMS: Final[Mapping[str, str]] = MappingProxyType(
 """Where each program's `main` is: the interpreter at hand runs it, whatever the PATH says."""
 _OWN_RANKS: Final = ("--ranks", "--hosts", "--hostfile")
 _HIDDEN: Final = "***"
+_NO_TEXT: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,12 @@ def plan_replay(run: KeptRun, settings: Mapping[str, str]) -> Replay:
             f"The command of run {run.id} had a secret, which was not kept",
             where=shown,
             fix="Give the command yourself, secrets by the environment; then it can be repeated.",
+        )
+    if any(_NO_TEXT in word for word in (*began.command, began.working_folder)):
+        raise UsageError(
+            f"The command of run {run.id} had bytes that are no text, which were not kept",
+            where=shown,
+            fix="Give the command yourself.",
         )
     if began.ranks > 1 and not any(word.partition("=")[0] in _OWN_RANKS for word in words):
         raise UsageError(

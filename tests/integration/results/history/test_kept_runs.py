@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -249,3 +250,14 @@ def test_a_folder_that_is_named_exactly_needs_no_history(tmp_path: Path) -> None
     folder = foreign(tmp_path, "run1")
     assert run_folder(str(folder), Path("nowhere")) == folder
     assert run_folder("run1", tmp_path) == folder
+
+
+def test_words_that_are_no_text_are_recorded_as_far_as_they_are(tmp_path: Path) -> None:
+    odd = replace(request(), command=["penstock", os.fsdecode(b"caf\xe9")], environment={"AWS_X": "\udcff"})
+    with OpenRun.start(tmp_path, odd) as run:
+        run.finish()
+    found = only(kept_runs(tmp_path))
+    assert found.outcome == "finished"
+    assert found.began is not None
+    assert found.began.command == ("penstock", "caf\ufffd")
+    assert found.began.settings == {"AWS_X": "\ufffd"}

@@ -71,6 +71,7 @@ def test_settings_that_changed_are_told(tmp_path: Path) -> None:
     [
         (("penstock", "training", "run", "--token", "***"), 1, "had a secret", "by the environment"),
         (("penstock", "run", "s3://***@host/x"), 1, "had a secret", "by the environment"),
+        (("penstock", "run", "caf\ufffd"), 1, "no text", "yourself"),
         (("penstock", "training", "run"), 4, "started by a launcher", "mpiexec -n 4 penstock training run"),
         (("their-tool", "run"), 1, "another program", "Start it there"),
         ((), 1, "another program", "Start it there"),
