@@ -54,6 +54,7 @@ class Observer:
         host = SampledHost(
             host=self._comm.host,
             rank=self._comm.rank,
+            boot_id=hardware.boot_id,
             drives=hardware.drives,
             interval_s=INTERVAL_S,
             wall_ns=time.time_ns(),

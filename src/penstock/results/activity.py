@@ -52,12 +52,12 @@ def activities(
         if host.rank not in ranks:
             continue
         series = _Series(counters, host.host)
-        if host.boot_id in machines:  # its drives were counted under another name
-            host = replace(host, drives=())  # noqa: PLW2901 - the same host from here on
+        # Drives of a machine that goes by two names are counted under the first.
+        counted = replace(host, drives=()) if host.boot_id in machines else host
         machines |= {host.boot_id} - {""}
         for span in _phases(ranks[host.rank]):
             grown = series.grown(span.start_ns, span.end_ns)
-            by_phase[_named(span)].append(((span.end_ns - span.start_ns) / 1e9, grown, host))
+            by_phase[_named(span)].append(((span.end_ns - span.start_ns) / 1e9, grown, counted))
     return tuple(_together(phase, seen) for phase, seen in by_phase.items())
 
 

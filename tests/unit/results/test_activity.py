@@ -36,12 +36,13 @@ def _events(rank: int, *spans: tuple[SpanKind, int, float, float]) -> RankEvents
     )
 
 
-def _found(folder: Path, *events: RankEvents) -> tuple[Activity, ...]:
+def _found(folder: Path, *events: RankEvents, boot_id: str = "") -> tuple[Activity, ...]:
     """Of hosts that read 100 bytes and send 10 from second 2 to 3, busy half of that time, and rest else."""
     for each in events:
         host = SampledHost(
             host=each.clock.host,
             rank=each.clock.rank,
+            boot_id=boot_id,
             drives=("vda",),
             interval_s=1.0,
             wall_ns=0,
@@ -89,6 +90,12 @@ def test_hosts_are_added_up_and_their_processors_averaged(tmp_path: Path) -> Non
     assert first.cpu_busy_share == pytest.approx(0.0)
     assert (second.drives_read_bytes, second.networks_sent_bytes) == (200, 20)
     assert second.cpu_busy_share == pytest.approx(0.5)
+
+
+def test_drives_of_one_machine_under_two_names_count_once(tmp_path: Path) -> None:
+    span = (SpanKind.EPOCH, 1, 2.0, 3.0)
+    (found,) = _found(tmp_path, _events(0, span), _events(4, span), boot_id="x")
+    assert (found.hosts, found.drives_read_bytes, found.networks_sent_bytes) == (2, 100, 20)
 
 
 def test_checkpoints_stand_for_the_epoch_around_them(tmp_path: Path) -> None:

@@ -198,9 +198,8 @@ def judge_space(facts: Sequence[RankFacts]) -> GateFinding:
             for volume in short
         )
         return _finding(Gate.SPACE, GateVerdict.FAIL, told, "Make room, or write less.")
-    told = ", ".join(
-        f"{format_bytes(volume.free_bytes)} free at {volume.folder}" for volume in volumes.values()
-    )
+    free = [f"{format_bytes(volume.free_bytes)} free at {volume.folder}" for volume in volumes.values()]
+    told = ", ".join(dict.fromkeys(free))
     return _finding(Gate.SPACE, GateVerdict.PASS, told or "no file system is written to")
 
 
