@@ -170,3 +170,46 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     assert read_document(tmp_path / "half.yaml", tmp_path).problem.startswith("cannot be understood: ")
     (tmp_path / "plain.log").write_text("words")
     assert read_document(tmp_path / "plain.log", tmp_path).value() == "words"
+
+
+RESULTS: Final = "closed/acme/results/fast/training/unet3d/run/results.json"
+
+
+def _open(tree: Round) -> None:
+    tree.division = "open"
+
+
+def _undeclared(tree: Round) -> None:
+    tree.drop("/provenance.json")
+    for metadata in tree.documents("run", "_metadata.json"):
+        del metadata["provenance_file"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "change"),
+    [
+        pytest.param("provenance.run", "training", _undeclared, id="provenance.run"),
+        pytest.param("provenance.edition", "training", _undeclared, id="provenance.edition"),
+        pytest.param("provenance.manifest", "training", do.drop("submission.yaml"), id="provenance.manifest"),
+        pytest.param("checkpoint.hosts", "checkpointing", _open, id="checkpoint.hosts"),
+        pytest.param("order.left_out", "training", do.drop("/run.json"), id="order.left_out"),
+        pytest.param("order.once", "training", do.drop("/run.json"), id="order.once"),
+        pytest.param("means.results", "training", do.add(RESULTS, "{}"), id="means.results"),
+    ],
+)
+def test_a_rule_about_something_else_is_not_applicable(
+    rule: str, name: str, change: do.Change, tmp_path: Path
+) -> None:
+    tree = base(name)
+    change(tree)
+    judged = check(tree.write(tmp_path), EDITION, rules=[rule_by_id(rule)])
+    assert {finding.verdict for each in judged for finding in each.findings} == {Verdict.NOT_APPLICABLE}
+
+
+def test_epochs_that_a_limit_ended_are_not_held_against_all_samples(tmp_path: Path) -> None:
+    tree = base("training")
+    do.first_epoch(steps=3)(tree)
+    judged = check(tree.write(tmp_path), EDITION, rules=[rule_by_id("order.once")])
+    found = [finding for each in judged for finding in each.findings]
+    assert {finding.verdict for finding in found} == {Verdict.PASS, Verdict.NOT_APPLICABLE}
+    assert any("1 epochs ended early" in finding.proof for finding in found)

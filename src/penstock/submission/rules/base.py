@@ -112,6 +112,17 @@ def parameters_of(job: Job, edition: Edition) -> str:
     return found
 
 
+def require_all_hosts(job: Job) -> None:
+    """Raise `Unknown` where the facts of some hosts are missing: what is said of all would be a guess."""
+    path = ("cluster_information", "is_partial")
+    if job.metadata.has(*path) and job.metadata.flag(*path):
+        raise Unknown(
+            "the facts of some hosts are missing (cluster_information.is_partial)",
+            where=job.metadata.file,
+            fix="Repeat the run with facts of all hosts.",
+        )
+
+
 def is_closed(result: Result) -> bool:
     """Whether the result is in CLOSED; `Unknown` where the path does not say."""
     return division_of(result) is SubmissionDivision.CLOSED

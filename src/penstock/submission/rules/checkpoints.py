@@ -17,6 +17,7 @@ from penstock.submission.rules.base import (
     is_closed,
     judged,
     not_applicable,
+    require_all_hosts,
 )
 from penstock.submission.rules.described import SOLUTION, description_of
 from penstock.submission.rules.hosts import num_hosts_of
@@ -456,6 +457,7 @@ class DataRatio(Rule):
             raise Unknown("nothing was written", where=result.name)
         total = sum(size_gib_of(job) * count for job, count in writing)
         job = writing[0][0]
+        require_all_hosts(job)
         memory = sum(job.summary.numbers("host_memory_GB"))
         multiple = edition.of_checkpoints().memory_multiple
         kept = total > multiple * memory

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from penstock.submission.facts import Document, Unknown
-from penstock.submission.rules.base import BOTH, NEWEST, JobRule, Rule, judged
+from penstock.submission.rules.base import BOTH, NEWEST, JobRule, Rule, judged, require_all_hosts
 from penstock.submission.system import problems
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ class SameSystem(JobRule):
 
     def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
         """A finding for the number of hosts, and one for their memory."""
+        require_all_hosts(job)
         described = description_of(result)
         num_hosts = job.summary.whole("num_hosts")
         kinds = described.value(*CLIENTS)

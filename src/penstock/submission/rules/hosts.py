@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.submission.facts import Unknown
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.rules.base import LATER, JobRule, judged
+from penstock.submission.rules.base import LATER, JobRule, judged, require_all_hosts
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
@@ -117,6 +117,7 @@ class AlikeHosts(JobRule):
 
     def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
         """One finding for memory, one for cores."""
+        require_all_hosts(job)
         hosts, most = num_hosts_of(job), edition.of_time().max_ratio_of_hosts
         for name in ("host_memory_GB", "host_cpu_count"):
             found = job.summary.numbers(name)

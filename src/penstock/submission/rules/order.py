@@ -159,7 +159,7 @@ class OnlyOnce(_RecordRule):
                 limited += 1
                 continue
             found = sum(_digest(lot) for lot in _lots(epoch)) + _digest(epoch, "left_out")
-            if found % _WORD != _all_items(total, per_item, per_file):
+            if found % _WORD != digest_of_all(total, per_item, per_file):
                 wrong.append(number)
         if limited:
             yield not_applicable(record.file, f"{limited} epochs ended early, by a limit of steps")
@@ -179,7 +179,7 @@ class OnlyOnce(_RecordRule):
 
 
 @lru_cache(maxsize=16)
-def _all_items(num_samples: int, item_samples: int, samples_per_file: int) -> int:
+def digest_of_all(num_samples: int, item_samples: int, samples_per_file: int) -> int:
     """The digest of all samples, by the rule that `run.json` states it in: see the plan of a training run."""
     if min(num_samples, item_samples, samples_per_file) < 1:
         raise Unknown("run.json has no samples")

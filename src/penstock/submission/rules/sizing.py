@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.submission.facts import Document, Unknown
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.metrics import num_accelerators, record_bytes
-from penstock.submission.rules.base import ALL, Rule, not_checked, verdict_of
+from penstock.submission.rules.base import ALL, Rule, not_checked, require_all_hosts, verdict_of
 from penstock.workload.sizing import bytes_text, quotient_text
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class EnoughForMemory(_SizingRule):
     def judge_run(self, run: Run, result: Result, edition: Edition) -> Finding:
         """Files against the memory's files, first by what the hosts have, then by what they may use."""
         job = run.jobs[0]
+        require_all_hosts(job)
         hosts = tuple(memory for each in run.jobs for memory in _hosts(each.summary, edition))
         physical = self._finding(job, hosts, edition, "")
         limit = stated_limit(result.systems)

@@ -137,6 +137,11 @@ def record(**values: Any) -> Change:
     return lambda tree: tree.document("run", 2, "run.json")["plan"].update(values)
 
 
+def first_epoch(**values: Any) -> Change:
+    """Set values of the first epoch in a run's record."""
+    return lambda tree: tree.document("run", 2, "run.json")["plan"]["epochs"][0].update(values)
+
+
 def same_epochs(tree: Round) -> None:
     """Deal out the second epoch as the first."""
     epochs = tree.document("run", 2, "run.json")["plan"]["epochs"]

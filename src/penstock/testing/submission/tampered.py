@@ -113,6 +113,8 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
         ),
         "system.name": (_run("another name", do.solution(submission_name="faster"), _FAIL, _NEW),),
         "system.hosts": (
+            _ckpt("not described", do.drop(f"{SYSTEM}.yaml"), _UNKNOWN, _NEW),
+            _run("of some hosts", do.metadata(cluster_information={"is_partial": True}), _UNKNOWN, _NEW),
             _run("hosts", do.summary(num_hosts=4), _FAIL, _NEW),
             _run("memory", do.summary(host_memory_GB=[512.0, 512.0]), _FAIL, _NEW),
             _run("one alone", do.capability(multi_host=False), _FAIL, _NEW),
@@ -130,6 +132,7 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             _run("garbage", do.replace("run", 1, ".mlps-code-image", "somewhere"), _UNKNOWN, _NEW),
         ),
         "code.image": (
+            _run("no pointer", do.drop(".mlps-code-image"), _UNKNOWN, _NEW),
             _run("changed", do.change_code, _FAIL, _NEW),
             _run("added", do.add_code, _FAIL, _NEW),
             _run("renamed", do.another_digest, _FAIL, _NEW),
@@ -261,6 +264,7 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             _run("no batch", lambda tree: tree.config("run", 2)["reader"].pop("batch_size"), _UNKNOWN),
         ),
         "sizing.memory": (
+            _run("of some hosts", do.metadata(cluster_information={"is_partial": True}), _UNKNOWN),
             _run("larger memory", do.summary(host_memory_GB=[512.0, 512.0])),
             _run("no memory", do.summary(host_memory_GB=[0.0, 0.0]), _UNKNOWN),
             _run(
@@ -279,6 +283,7 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             _run("no host", do.summary(num_hosts=0), _UNKNOWN),
         ),
         "hosts.alike": (
+            _run("of some hosts", do.metadata(cluster_information={"is_partial": True}), _UNKNOWN),
             _run("memory", do.summary(host_memory_GB=[256.0, 512.0]), _WARNING),
             _run("cores", do.summary(host_cpu_count=[32, 64]), _WARNING),
             _run("doubled entries", do.summary(host_memory_GB=[256.0] * 4), _WARNING),
@@ -331,12 +336,14 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             _run("no batch", lambda tree: tree.config("run", 2)["reader"].pop("batch_size"), _UNKNOWN),
         ),
         "checkpoint.invocations": (
+            _ckpt("none", do.drop("llama3-8b/2026"), _UNKNOWN),
             _ckpt("three", do.third_invocation),
             _ckpt("two of both", do.invocations((10, 10), (10, 10))),
             _ckpt("read first", do.invocations((0, 10), (10, 0))),
             _ckpt("overlap", do.shift("checkpointing", 1, timedelta(minutes=-30))),
         ),
         "checkpoint.counts": (
+            _once("no statistics", lambda tree: tree.drop("0_per_epoch_stats.json"), _UNKNOWN),
             _once("five", do.args("checkpointing", 0, num_checkpoints_write=5)),
             _ckpt(
                 "one is missing",
@@ -351,10 +358,12 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             ),
         ),
         "checkpoint.gap": (
+            _ckpt("none", do.drop("llama3-8b/2026"), _UNKNOWN),
             _ckpt("long", do.shift("checkpointing", 1, timedelta(seconds=11))),
             _ckpt("clocks", do.shift("checkpointing", 1, timedelta(seconds=-21)), _WARNING),
         ),
         "checkpoint.duration": (
+            _ckpt("none", do.drop("llama3-8b/2026"), _UNKNOWN),
             _ckpt("clocks", do.shift("checkpointing", 1, timedelta(hours=-2)), _WARNING),
             _ckpt(
                 "no date",
@@ -386,6 +395,7 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             ),
         ),
         "checkpoint.processes": (
+            _ckpt("of another model", do.metadata("checkpointing", 0, model="llama2"), _UNKNOWN),
             _ckpt("sixteen", do.metadata("checkpointing", 0, num_processes=16)),
             _ckpt("summary", do.summary("checkpointing", 0, num_accelerators=16)),
         ),
@@ -415,12 +425,20 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             _ckpt("unsaid", do.forget("accelerator", "checkpointing", 0), _UNKNOWN),
         ),
         "checkpoint.ratio": (
+            _ckpt("nothing written", do.invocations((0, 10), (0, 10)), _UNKNOWN),
+            _ckpt(
+                "of some hosts",
+                do.metadata("checkpointing", 0, cluster_information={"is_partial": True}),
+                _UNKNOWN,
+            ),
             _ckpt("large memory", do.summary("checkpointing", 0, host_memory_GB=[512.0]), _WARNING),
         ),
         "checkpoint.size": (
             _ckpt("small", do.metric("checkpointing", 0, checkpoint_size_GB=10.0), _WARNING),
         ),
         "order.left_out": (
+            _run("no ranks", do.first_epoch(ranks=[]), _UNKNOWN),
+            _run("no epochs", do.record(epochs=[]), _UNKNOWN),
             _run("seven", do.fewer_samples, _WARNING),
             _run("no plan", lambda tree: tree.document("run", 2, "run.json").pop("plan"), _UNKNOWN),
         ),
@@ -428,7 +446,11 @@ TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
             _run("off", do.record(shuffle="off"), _WARNING),
             _run("one order", do.same_epochs, _WARNING),
         ),
-        "order.once": (_run("twice", do.sample_twice, _WARNING),),
+        "order.once": (
+            _run("no samples", do.record(item_samples=0), _UNKNOWN),
+            _run("no digest", do.first_epoch(left_out={"samples": 0, "digest": "none"}), _UNKNOWN),
+            _run("twice", do.sample_twice, _WARNING),
+        ),
         "scope.benchmark": (
             _run("vector search", do.rename("/training/", "/vector_database/"), _UNKNOWN),
             _ckpt("key-value cache", do.rename("/checkpointing/", "/kv_cache/"), _UNKNOWN),
