@@ -34,7 +34,7 @@ from penstock.campaign.study.request import (
 )
 from penstock.checkpoint.tiers.schemes import check_schemes, scheme_for
 from penstock.environment import TRACE
-from penstock.errors import UsageError
+from penstock.errors import StorageError, UsageError
 from penstock.workload.model import load_model
 
 
@@ -172,6 +172,12 @@ def test_a_row_is_done_once_its_record_lies_there_and_removed_before_that(tmp_pa
     finish_row(tmp_path, record)
     assert done_row(tmp_path, "single") == record
     assert [path.name for path in folder.iterdir()] == [ROW_FILE]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(StorageError, match="Cannot write it.*out/study"):
+        begin_study(tmp_path / "out", record_of(asked()))
 
 
 def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import StorageError, UsageError
@@ -70,7 +71,6 @@ def begun_study(out: Path) -> StudyRecord | None:
 
 def begin_study(out: Path, record: StudyRecord) -> None:
     """Make `out` the folder of this study."""
-    out.mkdir(parents=True, exist_ok=True)
     _write(record, out / STUDY_FILE)
 
 
@@ -102,6 +102,16 @@ def finish_row(out: Path, record: RowRecord) -> None:
     _write(record, row_folder(out, record.name) / ROW_FILE)
 
 
+def write_runs(out: Path, description: Mapping[str, object]) -> Path:
+    """Write the description of the comparison; where it lies."""
+    path = out / RUNS_FILE
+    try:
+        path.write_text(yaml.safe_dump(dict(description), sort_keys=False), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"Cannot write it: {error.strerror}", uri=str(path), errno=error.errno) from error
+    return path
+
+
 def _read(model: type[AnyRecord], path: Path) -> AnyRecord | None:
     try:
         return model.model_validate_json(path.read_bytes())
@@ -119,6 +129,7 @@ def _read(model: type[AnyRecord], path: Path) -> AnyRecord | None:
 def _write(record: _Record, path: Path) -> None:
     draft = path.with_suffix(".new")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("w", encoding="utf-8") as file:
             file.write(record.model_dump_json(indent=2) + "\n")
             file.flush()

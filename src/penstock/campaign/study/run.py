@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import psutil
-import yaml
 
 from penstock import __version__
 from penstock.bench.checkpoint.space import require_room, volume_of
-from penstock.campaign.study.findings import RULES
 from penstock.campaign.study.records import (
-    RUNS_FILE,
-    TRACES,
     RowRecord,
     StudyRecord,
     begin_study,
@@ -30,15 +26,10 @@ from penstock.campaign.study.records import (
     require_same,
 )
 from penstock.campaign.study.request import check
-from penstock.campaign.study.row import SAVE_EVENT, Stage, perform
+from penstock.campaign.study.row import Stage, perform
 from penstock.cluster.collect import collect
 from penstock.environment import TRACE
 from penstock.errors import Unavailable, UsageError
-from penstock.trace.compare.comparison import compare
-from penstock.trace.compare.description import Comparison
-from penstock.trace.compare.opening import open_study
-from penstock.trace.documents import read_document
-from penstock.trace.report import write_report
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -172,32 +163,11 @@ def _compared(
     request: StudyRequest, record: StudyRecord, rows: list[RowRecord], *, comm: Comm, progress: Progress
 ) -> StudyResult | None:
     """On rank 0: the comparison of all rows, and its report in `out`."""
+    result = None
+    if comm.rank == 0:
+        from penstock.campaign.study.comparing import compare_rows  # noqa: PLC0415 - loads what asks traces
 
-    def work() -> StudyResult | None:
-        if comm.rank != 0:
-            return None
-        path = request.out / RUNS_FILE
-        path.write_text(yaml.safe_dump(_description(request), sort_keys=False), encoding="utf-8")
-        with open_study(read_document(Comparison, path), request.out, progress=progress) as opened:
-            compared = compare(opened, progress=progress)
-            own = [finding for rule in RULES for finding in rule(opened)]
-        compared = replace(compared, findings=[*own, *compared.findings])
-        report = write_report(compared, request.out)
-        return StudyResult(record=record, rows=tuple(rows), compared=compared, report=report)
-
-    result = work()
+        compared, report = compare_rows(request, progress)
+        result = StudyResult(record=record, rows=tuple(rows), compared=compared, report=report)
     comm.barrier(awaiting="rank 0 to compare the rows", timeout_s=COMPARING_TIMEOUT_S)
     return result
-
-
-def _description(request: StudyRequest) -> dict[str, Any]:
-    """`runs.yaml`: for this study, and for whoever compares it again with other questions."""
-    described: dict[str, Any] = {
-        "runs": {row.name: f"{row.name}/{TRACES}/*.pfw.gz" for row in request.rows},
-        "baseline": request.rows[0].name,
-        "app_event": SAVE_EVENT,
-        "tiers": {"slow": str(request.slow), "fast": str(request.fast)},
-    }
-    if request.slow_bytes_per_s is not None:
-        described["device_rates"] = {"slow": f"{request.slow_bytes_per_s:.0f}B/s"}
-    return described
