@@ -176,7 +176,7 @@ def test_a_row_is_done_once_its_record_lies_there_and_removed_before_that(tmp_pa
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(StorageError, match="Cannot write it.*out/study"):
+    with pytest.raises(StorageError, match=r"Cannot write it.*out/study"):
         begin_study(tmp_path / "out", record_of(asked()))
 
 
