@@ -184,7 +184,7 @@ def one_save(rank: int, folder: Path, way: str) -> None:
     """What strace looks at: one save, and what follows it."""
     torch.set_num_threads(1)
     state = {f"rank_{rank}": torch.ones(1 << 18)}
-    flush = Flush() if way == "flushed" else None
+    flush = Flush(by="trainer") if way == "flushed" else None
     with plain(folder) if way == "plain" else leveled(folder, rank, flush, parity=way != "single") as manager:
         manager.save(1, state)
 
