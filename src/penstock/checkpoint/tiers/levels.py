@@ -13,29 +13,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.keeping import DurableKeeper, Find
-from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.own_files import local_path
 from penstock.checkpoint.restoring import wanted_of
 from penstock.checkpoint.steps import name_of, step_of
-from penstock.checkpoint.sums import sum_of, sum_of_object
 from penstock.checkpoint.tiers.cache import Cached, CacheLevel
+from penstock.checkpoint.tiers.damage import damaged_shares
 from penstock.checkpoint.tiers.fetching import Fetched
 from penstock.checkpoint.tiers.flush import require_over
 from penstock.checkpoint.tiers.flushers import make_flusher
-from penstock.checkpoint.verify import damage_in_files
 from penstock.cluster.collect import collect
-from penstock.errors import DataDamaged, RankFailed, StorageError, UsageError
-from penstock.storage.powers import for_large_files
-from penstock.storage.whole import read_object
+from penstock.errors import RankFailed, StorageError, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from penstock.checkpoint.commit.base import Draft
     from penstock.checkpoint.keeping import Slot
-    from penstock.checkpoint.manifest import Manifest
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.staging.base import PreparedSave, ShareStats, StagedSave
     from penstock.checkpoint.stored import Stored
@@ -196,7 +190,7 @@ class LeveledKeeper:
             return
         yield self._find("cache", name, found)
         # Asked for another copy: the first one was bad. Whose files are damaged is as good as lost.
-        damaged = self._damaged(step, found)
+        damaged = damaged_shares(self._cache, self._comm, name, found)
         if not damaged:
             return
         found = self._repaired(name, self._cache.assess(name, damaged=damaged))
@@ -243,40 +237,6 @@ class LeveledKeeper:
             return self._plain.in_place(step)
         return self._cache.bring_home(name_of(step), self._cache.assess(name_of(step)))
 
-    def _damaged(self, step: int, found: Assessment) -> tuple[int, ...]:
-        """The ranks that saved some of whose files are not what the manifest says. Collective."""
-
-        def look() -> list[int]:
-            mine = [rank for rank, actor in found.actors.items() if actor == self._comm.rank]
-            if not mine:
-                return []
-            held = self._cache.holds(name_of(step))
-            try:
-                manifest = _sound_manifest(held)
-            except StorageError as error:
-                # What tells of all files of this node is damaged: none of them can be believed.
-                logger.warning("%s: %s", held.uri, error)
-                return mine
-            return [rank for rank in mine if self._is_damaged(held, manifest, found, rank)]
-
-        told = collect(self._comm, look, awaiting=f"all ranks to check the files of {name_of(step)}")
-        return tuple(sorted(rank for ranks in told for rank in ranks))
-
-    def _is_damaged(self, held: Stored, manifest: Manifest, found: Assessment, rank: int) -> bool:
-        names = {file.name for file in found.files_of(rank)}
-        files = [file for file in manifest.files if file.name in names]
-        damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
-        for each in damage:
-            logger.warning("%s: %s", held.uri, each)
-        bad = [
-            file.name
-            for file in found.kept_by(rank)
-            if sum_of_object(for_large_files(held.storage), held.key(file.name)).hex() != file.sum
-        ]
-        for name in bad:
-            logger.warning("%s: %s: its checksum differs", held.uri, name)
-        return bool(damage or bad)
-
 
 class CachedSlot:
     """A `Slot` in all caches. Flushing pauses, if it was told to, until it is completed or abandoned."""
@@ -307,13 +267,6 @@ class CachedSlot:
         """Remove this node's draft."""
         with self._until:
             self._cache.drop(self._draft)
-
-
-def _sound_manifest(held: Stored) -> Manifest:
-    manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
-    if sum_of(read_object(held.storage, held.key(METADATA_NAME))) != manifest.metadata_sum:
-        raise DataDamaged("The checksum of its .metadata differs", where=held.uri)
-    return manifest
 
 
 def _listed(ranks: Sequence[int]) -> str:
