@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from penstock.cluster.collect import cause_of
 from penstock.errors import RankFailed, WaitTimeout
@@ -83,16 +83,21 @@ def side_by_side(
         with ExitStack() as undo:
             undo.callback(stopping.stop)
             return work(stopping)
-    with ThreadPoolExecutor(2, thread_name_prefix="penstock-vigil") as threads, ExitStack() as undo:
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="penstock-work") as workers,
+        ThreadPoolExecutor(1, thread_name_prefix="penstock-vigil") as keepers,
+        ExitStack() as undo,
+    ):
         # On the way out of an interrupt, too: the vigil then tells the others, and ends.
         undo.callback(stopping.interrupt)
-        working = threads.submit(work, stopping)
         limit_s = comm.timeout_s if limit_s is None else limit_s
-        vigil = threads.submit(_Vigil(comm, working, stopping, awaiting, limit_s).keep)
-        wait([vigil])
+        vigil = _Vigil(comm, stopping, awaiting, limit_s)
+        # The vigil begins the work, so that an interrupt finds both or neither.
+        keeping = keepers.submit(vigil.keep, lambda: workers.submit(work, stopping))
+        wait([keeping])
         undo.pop_all()
         stopping.stop()
-        stands = vigil.result()
+        working, stands = keeping.result()
         wait([working])
     for rank, stand in enumerate(stands):
         if stand.state == "failed":
@@ -106,34 +111,33 @@ class _Vigil:
     """Beat by beat, until all ranks are done or one has failed."""
 
     comm: Comm
-    working: Future[Any]
     stopping: Stopping
     awaiting: str
     limit_s: float
 
-    def keep(self) -> Sequence[_Stand]:
-        """How each rank stood last."""
+    def keep(self, begin: Callable[[], Future[Result]]) -> tuple[Future[Result], Sequence[_Stand]]:
+        """The work of this rank, and how each rank stood last."""
         with ExitStack() as undo:
             undo.callback(self.stopping.stop)
-            done_s: float | None = None
+            working, done_s = begin(), None
             while True:
-                wait([self.working], timeout=BEAT_S)
-                if done_s is None and self.working.done():
+                wait([working], timeout=BEAT_S)
+                if done_s is None and working.done():
                     done_s = time.monotonic()
-                stands = self.comm.gather(self._stand(done_s), awaiting=self.awaiting)
+                stands = self.comm.gather(self._stand(working, done_s), awaiting=self.awaiting)
                 if any(each.state == "failed" for each in stands):
-                    return stands
+                    return working, stands
                 if all(each.state == "done" for each in stands):
                     undo.pop_all()
-                    return stands
+                    return working, stands
 
-    def _stand(self, done_s: float | None) -> _Stand:
+    def _stand(self, working: Future[Result], done_s: float | None) -> _Stand:
         cause = ""
         if self.stopping.is_interrupted:
             cause = INTERRUPTED
         elif done_s is None:
             return _Stand("busy")
-        elif (error := self.working.exception()) is not None:
+        elif (error := working.exception()) is not None:
             cause = cause_of(error)
         elif time.monotonic() - done_s > self.limit_s:
             cause = cause_of(WaitTimeout(self.awaiting, self.limit_s))
