@@ -17,7 +17,7 @@ import torch
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.daemon.flusher import states_of
 from penstock.checkpoint.tiers.daemon.folder import FlushFolder
-from penstock.checkpoint.tiers.daemon.journal import JournalReader, Standing
+from penstock.checkpoint.tiers.daemon.journal import JournalReader, Standing, parse
 from penstock.checkpoint.tiers.daemon.process import Daemon
 from penstock.checkpoint.verify import verify
 from penstock.errors import OutOfSpace
@@ -162,6 +162,28 @@ def test_the_newest_comes_first_and_what_retention_would_remove_at_once_is_dropp
     assert durable(tmp_path) == ["latest", "step-2", "step-3"]
     assert len(opener.data_files()) == 4, "nothing of step 1 was copied"
     assert "durable are 3, 2" in state(folder, 1).reason
+
+
+def test_a_newer_step_that_comes_meanwhile_is_copied_before_the_rest_of_an_older_one(tmp_path: Path) -> None:
+    save_cached(tmp_path, 1, 2)
+    folder = order(tmp_path, 1)
+
+    def comes(name: str) -> bool:
+        if name.endswith(".distcp") and not opener.data_files():
+            order(tmp_path, 2)
+        return False
+
+    opener = Opener(refused=comes)
+    serve(folder, opener, patience_s=1e9)
+    copied = [line for line in parse(folder.journal.read_bytes()) if line.what in ("copied", "durable")]
+    assert [(line.what, line.step) for line in copied][:4] == [
+        ("copied", 1),
+        ("copied", 2),
+        ("copied", 2),
+        ("durable", 2),
+    ]
+    assert [outcome(folder, step) for step in (1, 2)] == ["durable", "durable"]
+    assert len(opener.data_files()) == 4, "nothing was copied twice"
 
 
 def test_a_step_that_was_saved_anew_without_a_flush_is_not_mixed_with_the_old_one(tmp_path: Path) -> None:

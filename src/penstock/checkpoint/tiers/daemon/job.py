@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Seal
@@ -64,6 +64,8 @@ class Job:
         self._clock = clock
         self._waiting_since_s: float | None = None
         self._has_joined = False
+        self._copied_here: set[str] = set()
+        """By this process, which need not look at them again as long as nobody removed the draft."""
 
     @property
     def standing(self) -> Standing:
@@ -71,8 +73,8 @@ class Job:
         key = self.order.step, self.order.save_id
         return self._journal.standings.get(key, Standing(step=self.order.step))
 
-    def advance(self, take: Take) -> bool:
-        """Do what can be done now; whether the order is over."""
+    def advance(self, take: Take, yields: Callable[[], bool]) -> bool:
+        """Do what can be done now; whether the order is over. `yields` is asked before each file."""
         if self.standing.outcome is not None:
             return True
         if f'"save_id":"{self.order.save_id}"'.encode() not in self._seal.manifest:
@@ -86,16 +88,16 @@ class Job:
             self._draft.clear_up()
             return self._end("superseded", f"durable are {', '.join(map(str, newer))}, and so many are kept")
         if not self.standing.is_marked:
-            self._copy(take)
-        return self._publish_if_all_are_done()
+            self._copy(take, yields)
+        return self.standing.is_marked and self._publish_if_all_are_done()
 
     def renew(self) -> None:
         """Show that the draft is wanted: while it is copied, and while it waits for other nodes."""
         if self._has_joined and self.standing.outcome is None:
             self._draft.renew()
 
-    def _copy(self, take: Take) -> None:
-        """Copy what is not durable yet, and say so to the other nodes."""
+    def _copy(self, take: Take, yields: Callable[[], bool]) -> None:
+        """Copy what is not durable yet, and say so to the other nodes; or leave some for later."""
         self._write("begun")
         if self.order.node == 0:
             for swept in open_drafts(self._durable).sweep():
@@ -103,27 +105,34 @@ class Job:
         self._draft.join()
         self._has_joined = True
         self._draft.mark("copying")
-        standing, source, target = self.standing, self._held.storage, for_large_files(self._durable)
-        direct = for_large_files(source)
+        copy_one = partial(
+            self._copy_one,
+            standing=self.standing,
+            source=for_large_files(self._held.storage),
+            target=for_large_files(self._durable),
+            take=take,
+        )
+
+        def copy_unless_newer(file: OrderedFile) -> dict[str, str | int]:
+            return {} if yields() else copy_one(file)
+
         with ThreadPoolExecutor(self.order.threads, thread_name_prefix="penstock-flush") as crew:
-            copies = [
-                crew.submit(self._copy_one, file, standing, direct, target, take) for file in self.order.files
-            ]
+            copies = [crew.submit(copy_unless_newer, file) for file in self.order.files]
             for copied in as_completed(copies):
-                if copied.exception() is None:
-                    self._write("copied", **copied.result())
-        for copied in copies:
-            copied.result()
-        self._draft.mark("done")
-        self._write("marked")
+                if copied.exception() is None and (facts := copied.result()):
+                    self._write("copied", **facts)
+        told = [copied.result() for copied in copies]
+        if all(told):
+            self._draft.mark("done")
+            self._write("marked")
 
     def _copy_one(
-        self, file: OrderedFile, standing: Standing, source: Storage, target: Storage, take: Take
+        self, file: OrderedFile, *, standing: Standing, source: Storage, target: Storage, take: Take
     ) -> dict[str, str | int]:
         """One file, unless a daemon before this one has: what the journal is to say of it."""
         to_key = self._draft.draft.key(file.name)
         known = standing.copied.get(file.name)
-        if known is not None and _lies_there(target, to_key, known):
+        if known is not None and (file.name in self._copied_here or _lies_there(target, to_key, known)):
             return {"file": file.name, "size_bytes": known.size_bytes, "sum": known.sum}
         sums = PassingSums(self._files[file.name])
         copy_file(
@@ -135,6 +144,7 @@ class Job:
             block_bytes=block_bytes_for(self.order.bytes_per_s),
         )
         sums.require_right(self._held.uri)
+        self._copied_here.add(file.name)
         return {"file": file.name, "size_bytes": file.size_bytes, "sum": sums.sum()}
 
     def _publish_if_all_are_done(self) -> bool:
@@ -159,6 +169,7 @@ class Job:
         if self._draft.is_committed(self._seal.manifest):
             return self._end("durable")
         logger.warning("What was copied of %s is gone from the durable level: again", self.order.name)
+        self._copied_here.clear()
         self._write("begun")
         return False
 

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -160,7 +161,7 @@ class Daemon:
         if order.cores:
             keep_to(order.cores)
         try:
-            if not job.advance(self._meter.take):
+            if not job.advance(self._meter.take, partial(self._has_newer_to_copy, order)):
                 return False
             self._folder.orders.remove(order)
         except (PenstockError, OSError) as error:
@@ -171,6 +172,16 @@ class Daemon:
         del self._jobs[order.step, order.save_id]
         self._succeeded_at_s = self._clock()
         return True
+
+    def _has_newer_to_copy(self, order: Order) -> bool:
+        """Whether a newer step has come that could be copied now."""
+        jobs = {job.order.step: job for job in list(self._jobs.values())}
+        now_s = self._clock()
+        return any(
+            step not in jobs or not (jobs[step].standing.is_marked or jobs[step].not_before_s > now_s)
+            for step in self._folder.orders.steps()
+            if step > order.step and step not in self._unreadable
+        )
 
     def _note_failure(self, job: Job, error: Exception) -> None:
         standing, now_s = job.standing, self._clock()
