@@ -147,16 +147,16 @@ class OpenRun:
             return cls._begun(folder, request, now, chapter)
 
     @classmethod
-    def start_in(cls, folder: Path, request: RunRequest) -> Self:
+    def start_in(cls, folder: Path, request: RunRequest, *, results: Path | None = None) -> Self:
         """The same in a folder that its user named. An earlier run there gives way, unless it goes on.
 
-        It is entered in its parent's history where there is one: a folder elsewhere gets no neighbours.
+        It is entered in the history of `results`, somewhere above it; of its parent only where that has one
+        already, because a folder elsewhere gets no neighbours.
         """
         if (folder / RUN_FILE).is_file() and read_record(folder).outcome is Outcome.RUNNING:
             raise UsageError("A run is under way here", where=str(folder), fix="Name another folder.")
         now = datetime.now(UTC)
-        history = HistoryFile(folder.absolute().parent)
-        chapter = Chapter.begin(history, request, now, named=folder.name) if history.exists() else None
+        chapter = Chapter.begin_in(folder, request, now, results=results or folder.parent)
         with chapter.starting() if chapter else nullcontext():
             take_run_folder(folder)
             return cls._begun(folder, request, now, chapter)

@@ -115,7 +115,7 @@ def _hint_at_resuming(tell: Tell) -> Iterator[None]:
 
 def _open_run(request: CheckpointRequest, asked: RunRequest) -> OpenRun:
     if request.run_folder is not None:
-        return OpenRun.start_in(request.run_folder, asked)
+        return OpenRun.start_in(request.run_folder, asked, results=request.results)
     return OpenRun.start(request.results, asked)
 
 

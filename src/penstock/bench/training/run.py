@@ -83,7 +83,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
 
 def _open_run(request: TrainingRequest, asked: RunRequest) -> OpenRun:
     if request.run_folder is not None:
-        return OpenRun.start_in(request.run_folder, asked)
+        return OpenRun.start_in(request.run_folder, asked, results=request.results)
     return OpenRun.start(request.results, asked)
 
 

@@ -53,7 +53,8 @@ def add_checkpoints(
         separation = separation_of(
             reopen().uri, session.series.claim.root, host=comm.host, now=session.clock()
         )
-    of_leaf = replace(request, run_folder=address.draft, results=address.draft.parent, hydra_subfolder="")
+    tree = session.series.claim.root
+    of_leaf = replace(request, run_folder=address.draft, results=tree, hydra_subfolder="")
     result = run_checkpoints(of_leaf, reopen, comm=comm, progress=onlooker.progress, tell=onlooker.note)
     if not result.is_right:
         raise DataDamaged(

@@ -135,7 +135,8 @@ def add_run(
     if comm.rank == 0:
         root = session.series.claim.root
         separation = separation_of(storage.uri, root, host=comm.host, now=session.clock())
-    of_leaf = replace(request, run_folder=address.draft, results=address.draft.parent, hydra_subfolder="")
+    tree = session.series.claim.root
+    of_leaf = replace(request, run_folder=address.draft, results=tree, hydra_subfolder="")
     result = train(of_leaf, storage, comm=comm, progress=progress)
     folder = None
     if comm.rank == 0:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Self
 
 from penstock.errors import StorageError
 from penstock.results.history.entries import Began, Ended
+from penstock.results.history.file import HistoryFile
 from penstock.results.layout import run_folder_name
 from penstock.results.provenance import as_text, mark_of_this_process, redacted, redacted_settings
 
 if TYPE_CHECKING:
-    from penstock.results.history.file import HistoryFile
     from penstock.results.record import RunRequest
 
 _log = logging.getLogger(__name__)
@@ -52,6 +52,16 @@ class Chapter:
             )
 
         return cls(history, history.begin(entry))
+
+    @classmethod
+    def begin_in(cls, folder: Path, request: RunRequest, now: datetime, *, results: Path) -> Self | None:
+        """The same for a folder below `results`; None where that is its parent and has no history."""
+        history, place = HistoryFile(results.absolute()), folder.absolute()
+        if not place.is_relative_to(history.parent) or (
+            place.parent == history.parent and not history.exists()
+        ):
+            return None
+        return cls.begin(history, request, now, named=place.relative_to(history.parent).as_posix())
 
     @property
     def folder_name(self) -> str:

@@ -57,11 +57,14 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved:
-    """A folder went into the trash, came back, or was deleted for good; `run` is its name if it has no id."""
+    """A folder was published under its last name, went into the trash, came back, or was deleted for good.
+
+    `folder` is its name below the results folder, `run` the same if it has no id.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    event: Literal["removed", "restored", "deleted"]
+    event: Literal["published", "removed", "restored", "deleted"]
     run: str
     at: str
     folder: str

@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from penstock.results.history.entries import Began, Entry, format_entry, parse_entry
+from penstock.results.history.entries import Began, Entry, Moved, format_entry, parse_entry
 from penstock.storage.files.calls import explaining
 
 FOLDER: Final = ".penstock"
@@ -65,6 +66,18 @@ class HistoryFile:
         with self._appending() as append:
             for entry in entries:
                 append(entry)
+
+    def publish(self, old: Path, new: Path) -> None:
+        """Enter that the run in `old` has its last name, `new`, both below the parent, if it was entered."""
+        if not self.exists():
+            return
+        was, now = (path.relative_to(self.parent).as_posix() for path in (old, new))
+        runs = [
+            entry.run for entry in self.read().entries if isinstance(entry, Began) and entry.folder == was
+        ]
+        if runs:
+            at = datetime.now(UTC).isoformat(timespec="microseconds")
+            self.append(Moved(event="published", run=runs[-1], at=at, folder=now, batch=""))
 
     def read(self) -> Lines:
         """All entries; an absent file is an empty history."""

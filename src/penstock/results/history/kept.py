@@ -75,6 +75,7 @@ class _Story:
     began: Mapping[str, Began]
     ended: Mapping[str, Ended]
     moved: Mapping[str, Moved]
+    folders: Mapping[str, str]
     owners: Mapping[str, str]
     """Which run a folder's name belongs to: the last that began in it."""
 
@@ -102,9 +103,8 @@ def run_folder(text: str, parent: Path) -> Path:
     if any(is_run(folder) for folder in (Path(text), parent / text)):
         return resolve_run(text, parent)
     history = HistoryFile(parent)
-    named = {
-        entry.folder for entry in history.read().entries if isinstance(entry, Began) and entry.run == text
-    }
+    own = _story(history.read().entries).folders.get(text)
+    named = {own} if own else set()
     removed = [folder for batch in subfolders(history.trash) for folder in subfolders(batch)]
     places = [*(parent / name for name in named), *(each for each in removed if each.name in {text, *named})]
     found = next((folder for folder in places if is_run(folder)), None)
@@ -131,16 +131,20 @@ def _story(entries: tuple[Entry, ...]) -> _Story:
     began: dict[str, Began] = {}
     ended: dict[str, Ended] = {}
     moved: dict[str, Moved] = {}
+    published: dict[str, str] = {}
     for entry in entries:
         match entry:
             case Began():
                 began[entry.run] = entry
             case Ended():
                 ended[entry.run] = entry
+            case Moved(event="published"):
+                published[entry.run] = entry.folder
             case Moved():
                 moved[entry.run] = entry
-    owners = {each.folder: each.run for each in began.values()}
-    return _Story(began=began, ended=ended, moved=moved, owners=owners)
+    folders = {each.run: each.folder for each in began.values()} | published
+    owners = {folder: run for run, folder in folders.items()}
+    return _Story(began=began, ended=ended, moved=moved, folders=folders, owners=owners)
 
 
 def _here(parent: Path, story: _Story) -> Iterator[KeptRun]:
@@ -149,7 +153,7 @@ def _here(parent: Path, story: _Story) -> Iterator[KeptRun]:
         if name not in folders and (parent / name).is_dir():
             folders[name] = parent / name
     for name, folder in folders.items():
-        yield _on_disk(folder, story.owners.get(name, name), story, where=Where.HERE)
+        yield _on_disk(folder, name, story.owners.get(name, name), story)
 
 
 def _in_trash(history: HistoryFile, story: _Story) -> Iterator[KeptRun]:
@@ -157,7 +161,7 @@ def _in_trash(history: HistoryFile, story: _Story) -> Iterator[KeptRun]:
     for batch in subfolders(history.trash):
         for folder in subfolders(batch):
             run = removed.get((batch.name, folder.name), story.owners.get(folder.name, folder.name))
-            yield _on_disk(folder, run, story, where=Where.TRASH, batch=batch.name)
+            yield _on_disk(folder, folder.name, run, story, batch=batch.name)
 
 
 def subfolders(folder: Path) -> list[Path]:
@@ -168,14 +172,14 @@ def subfolders(folder: Path) -> list[Path]:
         return sorted(each for each in folder.iterdir() if each.is_dir())
 
 
-def _on_disk(folder: Path, run_id: str, story: _Story, *, where: Where, batch: str = "") -> KeptRun:
+def _on_disk(folder: Path, name: str, run_id: str, story: _Story, *, batch: str = "") -> KeptRun:
     began = story.began.get(run_id)
     view, outcome, why = _seen(folder, began, story)
     return KeptRun(
         id=run_id,
-        folder=folder.name,
+        folder=name,
         path=folder,
-        where=where,
+        where=Where.TRASH if batch else Where.HERE,
         batch=batch,
         outcome=outcome,
         why=why,
@@ -199,12 +203,12 @@ def _seen(folder: Path, began: Began | None, story: _Story) -> tuple[RunView | N
 def _without_folder(began: Began, story: _Story) -> KeptRun:
     moved = story.moved.get(began.run)
     is_deleted = moved is not None and moved.event == "deleted"
-    later = story.owners[began.folder]
+    later = story.owners[story.folders[began.run]]
     gone = f"Its folder is run {later}'s now." if later != began.run else "Its folder is gone."
     outcome, why = _outcome(began, story, "" if is_deleted else gone)
     return KeptRun(
         id=began.run,
-        folder=began.folder,
+        folder=story.folders[began.run],
         path=None,
         where=Where.DELETED if is_deleted else Where.GONE,
         batch=moved.batch if moved else "",

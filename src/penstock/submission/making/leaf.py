@@ -13,6 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
+from penstock.results.history.file import HistoryFile
 from penstock.storage.files.calls import explaining
 from penstock.submission.making.claim import Claim, require_plain
 from penstock.submission.names import TIME_FORMAT, Benchmark, Phase, log_names, metadata_name
@@ -121,6 +122,7 @@ def publish(address: Address) -> Path:
         address.draft.rename(folder)
         _sync_folder(folder.parent)
         _prune(address.draft.parent, until=address.series.claim.root / HIDDEN)
+    HistoryFile(address.series.claim.root).publish(address.draft, folder)
     return folder
 
 

@@ -261,3 +261,28 @@ def test_words_that_are_no_text_are_recorded_as_far_as_they_are(tmp_path: Path) 
     assert found.began is not None
     assert found.began.command == ("penstock", "caf\ufffd")
     assert found.began.settings == {"AWS_X": "\ufffd"}
+
+
+def test_a_run_made_elsewhere_below_its_results_is_followed_to_its_last_name(tmp_path: Path) -> None:
+    draft, leaf = tmp_path / ".mlps" / "draft", tmp_path / "closed" / "acme" / "20260701_100000"
+    with OpenRun.start_in(draft, request(), results=tmp_path) as run:
+        run.finish()
+    assert only(kept_runs(tmp_path)).folder == ".mlps/draft"
+    leaf.parent.mkdir(parents=True)
+    draft.rename(leaf)
+    assert only(kept_runs(tmp_path)).where is Where.GONE
+    HistoryFile(tmp_path).publish(draft, leaf)
+    found = only(kept_runs(tmp_path))
+    assert (found.folder, found.path) == ("closed/acme/20260701_100000", leaf)
+    assert (found.outcome, found.where) == ("finished", Where.HERE)
+    assert run_folder(found.id, tmp_path) == leaf
+    with pytest.raises(UsageError, match="Name its parent"):
+        remove(tmp_path, [found], NOW)
+
+
+def test_publishing_what_nobody_entered_changes_nothing(tmp_path: Path) -> None:
+    HistoryFile(tmp_path).publish(tmp_path / "a", tmp_path / "b")
+    assert not HistoryFile(tmp_path).exists()
+    finished(tmp_path)
+    HistoryFile(tmp_path).publish(tmp_path / "a", tmp_path / "b")
+    assert len(HistoryFile(tmp_path).read().entries) == 2
