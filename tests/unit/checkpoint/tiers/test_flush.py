@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.tiers.copying import Pace
+from penstock.checkpoint.tiers.copying import BLOCK_BYTES, SMALLEST_BLOCK_BYTES, Pace, block_bytes_for
 from penstock.checkpoint.tiers.flush import Flush
 from penstock.errors import UsageError
 
@@ -58,6 +58,17 @@ def test_without_a_cap_nobody_waits() -> None:
     pace.take(1 << 40)
 
 
+@pytest.mark.parametrize("rate", [None, 1.0, 5e5, 1e7, 3e9])
+def test_blocks_are_large_but_no_larger_than_a_tenth_of_a_second_lets_pass(rate: float | None) -> None:
+    size_bytes = block_bytes_for(rate)
+    assert SMALLEST_BLOCK_BYTES <= size_bytes <= BLOCK_BYTES
+    assert size_bytes % 4096 == 0
+    if rate is None or rate >= 1e9:
+        assert size_bytes == BLOCK_BYTES
+    else:
+        assert size_bytes <= max(rate / 10, SMALLEST_BLOCK_BYTES)
+
+
 def test_rates_are_numbers_or_words() -> None:
     assert Flush(bandwidth="2GiB/s").bytes_per_s == 2 << 30
     assert Flush(bandwidth=5e6).bytes_per_s == 5e6
@@ -65,7 +76,7 @@ def test_rates_are_numbers_or_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"every": 0}, {"threads": 0}, {"bandwidth": "0MiB/s"}, {"bandwidth": "fast"}]
+    "fields", [{"every": 0}, {"threads": 0}, {"bandwidth": "0MiB/s"}, {"bandwidth": "fast"}, {"by": "nobody"}]
 )
 def test_what_makes_no_sense_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(UsageError):
