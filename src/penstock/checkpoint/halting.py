@@ -52,7 +52,8 @@ class Halt:
 
     def __post_init__(self) -> None:
         limit = self.time_limit
-        if not (limit in (None, "slurm") or (not isinstance(limit, str) and limit is not None and limit > 0)):
+        makes_sense = limit == "slurm" if isinstance(limit, str) else limit is None or limit > 0
+        if not makes_sense:
             raise UsageError(f"Halt(time_limit={limit!r})", fix='Give seconds above 0, or "slurm".')
         unknown = [name for name in self.signals if name not in signal.Signals.__members__]
         if unknown:
