@@ -58,8 +58,9 @@ def test_wrong_words_say_what_to_write(
 
 
 def test_a_run_is_warned_and_its_record_keeps_what_was_found_and_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
     assert main(["checkpoint", "run", *SMALL, *place, "--skip-gate", "limits"]) == 0
     assert "gate apart: fail: results lie on the file system of" in capsys.readouterr().err
@@ -70,6 +71,7 @@ def test_a_run_is_warned_and_its_record_keeps_what_was_found_and_left_out(
     assert len(verdicts) == 8
     assert (verdicts["limits"], verdicts["apart"], verdicts["storage"]) == ("skipped", "fail", "pass")
     assert json.loads((record.parent / "cluster.json").read_text())["via"] == "ranks"
+    assert not [path for path in record.parent.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
 
 
 def test_a_run_that_is_to_be_submitted_is_stopped_before_its_first_byte(

@@ -145,7 +145,7 @@ class Login:
 class RankFacts:
     """What one rank tells. A limit of None is no limit; of the volumes, None is no file system of this host.
 
-    `target` is where data lies or checkpoints go.
+    `target` is where data lies or checkpoints go; `shared_segments` are the kernel's limits of System V.
     """
 
     rank: int
@@ -153,6 +153,7 @@ class RankFacts:
     versions: Mapping[str, str]
     limits: Mapping[str, int | None]
     shared_memory: Volume | None
+    shared_segments: Mapping[str, int]
     login: Login
     target: Volume | None
     results: Volume | None

@@ -6,7 +6,7 @@ Pure. Invariant: the gravest thing seen on any rank is the verdict, and whoever 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -28,6 +28,10 @@ RESERVE: Final = 20
 SHARED_MEMORY_NEEDED: Final = 32 << 20
 SHARED_MEMORY_WANTED: Final = 1 << 30
 """Containers give 64 MiB unless told otherwise; DataLoader workers die of a full one by SIGBUS."""
+
+
+SEGMENTS_WANTED: Final[Mapping[str, int]] = {"shmmax": 1 << 30, "shmmni": 128}
+"""System V's limits, which some MPI libraries still live by; kernels of today come with far more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,13 @@ def judge_ipc(facts: Sequence[RankFacts]) -> GateFinding:
             verdicts.append(verdict)
             told.append(f"{found} on {', '.join(hosts)}")
             fixes.append("Give /dev/shm 1 GiB or more (in a container: --shm-size).")
+    for small, hosts in _by_value(facts, _small_segments).items():
+        if small:
+            verdicts.append(GateVerdict.WARNING)
+            told.append(f"{small} on {', '.join(hosts)}")
+            fixes.append(
+                "Raise kernel.shmmax and kernel.shmmni by sysctl: MPI on one host passes messages so."
+            )
     losing = [each.host for each in facts if _loses_memory(each.login)]
     if losing:
         verdicts.append(GateVerdict.WARNING)
@@ -255,6 +266,15 @@ def _shared_memory(size: tuple[int, int] | None) -> tuple[GateVerdict, str]:
 def _shared_size(facts: RankFacts) -> tuple[int, int] | None:
     volume = facts.shared_memory
     return None if volume is None else (volume.total_bytes, volume.free_bytes)
+
+
+def _small_segments(facts: RankFacts) -> str:
+    small = [
+        f"kernel.{name} = {facts.shared_segments[name]:,}"
+        for name, wanted in SEGMENTS_WANTED.items()
+        if facts.shared_segments.get(name, wanted) < wanted
+    ]
+    return ", ".join(small)
 
 
 def _loses_memory(login: Login) -> bool:

@@ -38,6 +38,7 @@ def read_rank(undertaking: Undertaking, comm: Comm) -> RankFacts:
         versions=_versions(comm),
         limits=soft_limits(),
         shared_memory=volume_of(shared_memory, comm.host) if shared_memory.is_dir() else None,
+        shared_segments=_shared_segments(root / "proc/sys/kernel"),
         login=read_login(root),
         target=None if undertaking.uri is None else _volume_of_uri(undertaking.uri, comm.host),
         results=None if undertaking.results is None else volume_of(undertaking.results, comm.host),
@@ -80,6 +81,12 @@ def parse_remove_ipc(text: str) -> bool | None:
         for comment, word in _REMOVE_IPC.findall(text)
     }
     return found.get(False, found.get(True))
+
+
+def _shared_segments(folder: Path) -> dict[str, int]:
+    """How large segments may be, in bytes, and how many; what the kernel lacks is left out."""
+    found = {name: folder / name for name in ("shmmax", "shmmni")}
+    return {name: int(path.read_text(encoding="ascii")) for name, path in found.items() if path.is_file()}
 
 
 def _removes_ipc(root: Path) -> bool | None:

@@ -61,6 +61,7 @@ def rank(number: int, **changed: object) -> RankFacts:
         versions={"Python": "3.11.7", "numpy": "2.1"},
         limits=LIMITS,
         shared_memory=volume("shm", total_bytes=4 * GIB, free_bytes=4 * GIB),
+        shared_segments={"shmmax": 1 << 60, "shmmni": 4096},
         login=Login(user_id=1000, has_logind=True, removes_ipc=False, lingers=False),
         target=volume("data", device=7),
         results=volume("home", device=8),
@@ -123,6 +124,21 @@ def test_limits_stop_where_they_are_too_low_and_warn_where_they_are_low(
 def test_shared_memory_must_be_there_and_free(memory: Volume | None, verdict: GateVerdict, said: str) -> None:
     found = judge_ipc([*SOUND[:3], rank(3, shared_memory=memory)])
     assert found.verdict is verdict
+    assert said in found.found
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"shmmax": GIB, "shmmni": 128}, ""),
+        ({}, ""),
+        ({"shmmax": GIB - 1}, "kernel.shmmax = 1,073,741,823 on node1"),
+        ({"shmmni": 127}, "kernel.shmmni = 127 on node1"),
+    ],
+)
+def test_small_limits_of_system_v_are_warned_of(limits: dict[str, int], said: str) -> None:
+    found = judge_ipc([*SOUND[:2], rank(2, shared_segments=limits)])
+    assert found.verdict is (GateVerdict.WARNING if said else GateVerdict.PASS)
     assert said in found.found
 
 
