@@ -48,7 +48,7 @@ SCALE = (
     "dataset.record_length_bytes=4096",
     "dataset.record_length_bytes_stdev=0",
     "dataset.record_length_bytes_resize=0",
-    "train.computation_time=0.004",
+    "train.computation_time=0.02",
     "train.epochs=2",
     "metric.au=0.01",
 )
@@ -194,7 +194,7 @@ class SmallResult:
         (systems / "fast.pdf").write_text("%PDF-1.4")
         (systems / "fast.yaml").write_text(yaml.safe_dump(DESCRIBED))
 
-    def whole(self) -> tuple[Cadence, list[str]]:
+    def whole(self, progress: Silent | None = None) -> tuple[Cadence, list[str]]:
         """The whole cadence, and what was said of it."""
         said: list[str] = []
         plan = TrainingResultPlan(
@@ -203,7 +203,7 @@ class SmallResult:
             num_accelerators=1,
             hosts=[small_host("here")],
         )
-        onlooker = Onlooker(progress=Silent(), note=said.append, tell=told)
+        onlooker = Onlooker(progress=progress or Silent(), note=said.append, tell=told)
         cadence = make_training(self.session, plan, self.storage, comm=COMM, onlooker=onlooker)
         return cadence, said
 

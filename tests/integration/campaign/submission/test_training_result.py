@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,11 +14,13 @@ import yaml
 from tests.integration.campaign.submission.small import SCALE, SmallResult
 
 from penstock.errors import UsageError
+from penstock.progress import Silent
 from penstock.submission.check import check
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.making.standing import read_standing
 from penstock.submission.names import MANIFEST, Phase
+from penstock.testing.submission.tampering import WAYS, Lying, Tampering
 
 SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}
 
@@ -33,8 +36,14 @@ def scaled_edition() -> Edition:
             "compared": tuple(key for key in edition.parameters.compared if key not in changed),
         }
     )
-    sizing = edition.sizing.model_copy(update={"min_steps": 4})
-    return edition.model_copy(update={"parameters": parameters, "sizing": sizing})
+    return edition.model_copy(
+        update={
+            "parameters": parameters,
+            "sizing": edition.sizing.model_copy(update={"min_steps": 4}),
+            # How busy emulated accelerators are is this machine's affair; that it is judged is not.
+            "min_utilization_percent": {"unet3d": 10.5},
+        }
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,8 @@ def one_file_system(made: SmallResult) -> set[str]:
 
 def test_a_tree_of_our_own_runs_is_valid_but_for_its_scale(made: SmallResult) -> None:
     found = findings(made.root, load_edition("v3.0"))
-    assert {rule for rule, _, _ in found} - one_file_system(made) == SCALE_BREAKS, found
+    of_machine = one_file_system(made) | {"utilization.minimum"}
+    assert {rule for rule, _, _ in found} - of_machine == SCALE_BREAKS, found
     assert {verdict for _, verdict, _ in found} == {Verdict.FAIL}
 
 
@@ -96,6 +106,36 @@ def test_a_whole_result_is_left_as_it_is(made: SmallResult) -> None:
     assert cadence.is_complete
     assert said == []
     assert read_standing(made.session.series) == before
+
+
+@pytest.mark.parametrize("tampering", WAYS[::6], ids=lambda tampering: tampering.name)
+def test_tampering_with_a_tree_of_our_own_is_found(
+    tampering: Tampering, made: SmallResult, tmp_path: Path
+) -> None:
+    assert_found(tampering, made, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tampering", WAYS, ids=lambda tampering: tampering.name)
+def test_every_tampering_with_a_tree_of_our_own_is_found(
+    tampering: Tampering, made: SmallResult, tmp_path: Path
+) -> None:
+    assert_found(tampering, made, tmp_path)
+
+
+def assert_found(tampering: Tampering, made: SmallResult, tmp_path: Path) -> None:
+    root = shutil.copytree(made.root, tmp_path / "tree")
+    tampering.way(Lying(root))
+    found = [each for judged in check(root, scaled_edition()) for each in judged.findings]
+    of_rule = [finding for finding in found if finding.rule == tampering.rule]
+    assert tampering.verdict in {finding.verdict for finding in of_rule}
+    assert not any("the rule itself failed" in finding.proof for finding in found)
+
+
+def test_no_way_to_tamper_finds_what_was_there_before(made: SmallResult) -> None:
+    before = {rule for rule, _, _ in findings(made.root, scaled_edition())}
+    assert before <= one_file_system(made)
+    assert len(WAYS) >= 30
 
 
 @pytest.fixture
@@ -151,3 +191,27 @@ def test_parts_are_made_one_by_one_and_none_twice(tmp_path: Path) -> None:
     assert cadence.phases == (Phase.RUN,) * 5
     _, said = small.part(Phase.DATAGEN)
     assert said == ["datagen: is there already"]
+
+
+class StoppedIn(Silent):
+    """Somebody presses Ctrl-C when this phase begins."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    def begin(self, phase: str, total: float) -> None:
+        if phase.startswith(self.phase):
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_leaves_the_tree_as_it_was_and_the_same_command_goes_on(begun: SmallResult) -> None:
+    before = read_standing(begun.session.series).runs
+    usual, begun.clock.run = begun.clock.run, timedelta(seconds=9)
+    with pytest.raises(KeyboardInterrupt):
+        begun.whole(StoppedIn("epoch 2"))
+    begun.clock.run = usual
+    standing = read_standing(begun.session.series)
+    assert standing.runs == before
+    assert [attempt.outcome for attempt in standing.attempts] == ["interrupted"]
+    _, said = begun.whole()
+    assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
