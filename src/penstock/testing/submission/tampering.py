@@ -159,7 +159,9 @@ def _other_workload(overrides: list[str]) -> None:
 
 
 def _fewer_generated(metadata: dict[str, Any]) -> None:
-    metadata["parameters"]["dataset"]["num_files_train"] = 1
+    """In the whole configuration, and in the sum of it where there is one."""
+    for holder in (metadata, metadata["parameters"]):
+        holder.get("dataset", {})["num_files_train"] = 1
 
 
 def _more_sized(metadata: dict[str, Any]) -> None:
