@@ -130,7 +130,7 @@ class _Load:
 
     def run(self, state: State, progress: Progress, readable: Sequence[str] | None) -> LoadReport:
         began_s = time.perf_counter()
-        contents = located(self._opened, self._storage, self._comm)
+        contents = located(self._opened, self._comm)
         self._opened = replace(self._opened, contents=contents)
         lines = as_lines(contents)
         holding, selection, wishes = together(

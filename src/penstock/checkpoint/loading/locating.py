@@ -21,22 +21,24 @@ if TYPE_CHECKING:
     from penstock.checkpoint.opened import Opened
     from penstock.checkpoint.pieces import Contents, Ints
     from penstock.cluster.comm import Comm
-    from penstock.storage.base import Source, Storage
+    from penstock.storage.base import Source
 
 NUM_THREADS = 16
 """Heads are small, so it is latency that counts."""
 
 
-def located(opened: Opened, storage: Storage, comm: Comm) -> Contents:
-    """The contents with all payloads' positions; collective. Costs nothing where a manifest tells them."""
+def located(opened: Opened, comm: Comm) -> Contents:
+    """The contents with all payloads' positions; collective. Costs nothing where a manifest tells them.
+
+    Heads are read as the checkpoint was opened: past the page cache a page here and there takes four times as
+    long, and there are as many as tensors.
+    """
     contents = opened.contents
     rows = unlocated_rows(contents)
     if not len(rows):
         return contents
     mine = rows[comm.rank :: comm.size]
-    found = together(
-        comm, lambda: _positions(opened, storage, mine), awaiting="all ranks to look into foreign items"
-    )
+    found = together(comm, lambda: _positions(opened, mine), awaiting="all ranks to look into foreign items")
     everybodys = comm.gather(found, awaiting="where all payloads begin")
     positions = np.empty(len(rows), dtype=np.int64)
     for rank, each in enumerate(everybodys):
@@ -50,7 +52,7 @@ def unlocated_rows(contents: Contents) -> Ints:
     return np.flatnonzero((stored.payload_offset == UNKNOWN) & ~stored.packed)
 
 
-def _positions(opened: Opened, storage: Storage, rows: Ints) -> Ints:
+def _positions(opened: Opened, rows: Ints) -> Ints:
     """Positions in the file, -1 where only the whole item tells."""
     stored = opened.contents.stored
     positions = np.full(len(rows), UNKNOWN, dtype=np.int64)
@@ -58,7 +60,7 @@ def _positions(opened: Opened, storage: Storage, rows: Ints) -> Ints:
         for file in np.unique(stored.file[rows]).tolist():
             places = np.flatnonzero(stored.file[rows] == file)
             with ExitStack() as opening:
-                source = storage.open(opened.key(opened.contents.files[file]))
+                source = opened.storage.open(opened.key(opened.contents.files[file]))
                 opening.callback(source.close)
                 look = partial(_position, opened, source)
                 positions[places] = list(threads.map(look, rows[places].tolist()))

@@ -129,7 +129,7 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator: decide who reads what."""
         opened = self._found()
-        contents = located(opened, for_large_files(opened.storage), SoloComm())
+        contents = located(opened, SoloComm())
         lines = as_lines(contents)
         asked: list[_Asked] = [plan.storage_data for plan in plans]
         wanted = [wishes_for(each.boxes, (), each.objects, contents, lines).boxes for each in asked]
