@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
+from penstock.cluster.gates.base import Gate
 
 SMALL = ("--set", "dataset.num_files_train=48")
 
@@ -58,7 +59,9 @@ def test_an_open_run_becomes_a_leaf_and_the_status_shows_it(
     data = str(tmp_path / "data")
     made = penstock("training", "generate", "retinanet_b200", *SMALL, "--data", data)
     assert made.returncode == 0, made.stderr
-    place = ("--data", data, "--submission", tree, "--system", "fast", "--skip-gate", "apart")
+    # Which gates this machine passes is no matter here.
+    skipped = [word for gate in Gate for word in ("--skip-gate", gate.value)]
+    place = ("--data", data, "--submission", tree, "--system", "fast", *skipped)
     ran = penstock("training", "run", "retinanet_b200", *SMALL, "--set", "reader.read_threads=2",
                    "--open", *place, "--json")  # fmt: skip
     assert ran.returncode == 0, ran.stderr
@@ -150,3 +153,35 @@ def test_a_description_is_written_once_and_then_held_against_the_machine(
     ]
     assert not any("deployment" in problem["path"] for problem in again["problems"])
     assert "quantity: 3" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--accelerator", "b200"), "1 ranks are not 8 (rule 4.6.1)"),
+        (("--accelerator", "b200", "--writes", "3"), "3 writes are not 10 or 0 (rule 4.7.1)"),
+        (("--accelerator", "h100"), "h100 is none of b200, mi355 (rule 4.3.4)"),
+    ],
+)
+def test_checkpoints_that_the_division_forbids_are_refused_before_any_is_written(
+    tree: str, tmp_path: Path, penstock: Penstock, words: tuple[str, ...], said: str
+) -> None:
+    place = ("--to", str(tmp_path / "saves"), "--submission", tree, "--system", "fast", "--closed")
+    for verb in (("checkpoint", "run"), ("submission", "run", "checkpointing")):
+        refused = penstock(*verb, "llama3-8b", *place, *words)
+        assert refused.returncode == 2
+        assert said in refused.stderr
+    assert not (tmp_path / "saves").exists()
+
+
+def test_scaled_checkpoints_are_not_handed_in(tree: str, tmp_path: Path, penstock: Penstock) -> None:
+    place = ("--to", str(tmp_path / "saves"), "--submission", tree, "--system", "fast", "--open")
+    refused = penstock("checkpoint", "run", "llama3-8b", *place, "--accelerator", "b200", "--scale", "0.01")
+    assert "--scale must be 1: checkpoints are handed in whole (rule 4.3.4)" in refused.stderr
+
+
+def test_one_part_that_there_is_not_is_refused(tree: str, tmp_path: Path, penstock: Penstock) -> None:
+    place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
+    refused = penstock("submission", "run", "training", "unet3d_b200", *place, "--only", "datasize")
+    assert refused.returncode == 2
+    assert "Choose datagen or run" in refused.stderr

@@ -108,7 +108,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
         )
         return result.results_dir
 
-    (leaf,) = set(on_ranks(RANKS, rank, hosts=["here"] * RANKS))
+    (leaf,) = set(on_ranks(RANKS, rank, hosts=["here"] * RANKS, timeout_s=250))
     systems = root / "closed" / "acme" / "systems"
     systems.mkdir()
     (systems / "fast.pdf").write_text("%PDF-1.4")
