@@ -260,7 +260,7 @@ class Manager:
             called,
             self._front.comm,
             open_slot=lambda: self._keeper.open(called, is_last=bool(self.halting)),
-            in_turn=lambda work: self._worker.submit(work).result(),
+            in_turn=lambda work: self._worker.submit(self._halting.timed, work).result(),
             timed=self._pacer.measure(),
         )
 

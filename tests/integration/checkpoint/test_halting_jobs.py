@@ -90,3 +90,12 @@ def test_a_halt_can_be_taken_back(tmp_path: Path) -> None:
 def test_options_that_exclude_each_other_are_said(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["checkpoint", "halt", str(tmp_path), "--cancel", "--status"])
     assert "exclude each other" in f"{done.output}{done.exception}"
+
+
+def test_sets_of_files_count_among_the_saves_whose_time_is_kept_free(tmp_path: Path) -> None:
+    with Manager(tmp_path, halt=Halt(time_limit=1000, margin_s=0)) as manager:
+        assert manager.due(1)
+        assert not manager.halting
+        with manager.output(1) as out:
+            out.route("a").write_bytes(b"a")
+        assert manager._halting._slowest_save_s > 0
