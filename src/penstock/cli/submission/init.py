@@ -39,7 +39,7 @@ def init(
         document,
         lambda console: console.print(
             f"{made.root} {said} {made.organisation}'s ({SENTINEL}).\n"
-            f"Next: penstock submission describe --submission {folder} --system NAME",
+            f"Next: penstock submission describe --submission {folder} --system NAME --closed",
             markup=False,
         ),
     )
