@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from penstock.checkpoint.pipe.memory import WarmMemory
     from penstock.checkpoint.staging.payloads import Payload
 
-WITH_STREAMS = ("cuda", "xpu")
-"""Kinds of devices that torch has streams for; tensors of others are copied while their caller waits."""
+LINKED = "cuda"
+"""The kind of devices that copy by themselves here, AMD's among them."""
+AWAITED = "xpu"
+"""The kind whose work is waited for, as threads copy in streams of their own. Others have no streams."""
 
 
 class DeviceModule(Protocol):
@@ -74,8 +76,8 @@ class Links:
             link.catch_up()
 
     def pin(self, memory: WarmMemory) -> None:
-        """Have copies go straight to `memory`, where the devices are of a kind that can."""
-        if any(device.type == "cuda" for device in self.by_device):
+        """Have devices copy straight to `memory`, where there are any."""
+        if self.by_device:
             pin(memory)
 
 
@@ -88,6 +90,9 @@ def links_to(
         payload.device: None
         for of_file in payloads.values()
         for payload in of_file
-        if isinstance(payload, SupportsFetching) and payload.device.type in WITH_STREAMS
+        if isinstance(payload, SupportsFetching)
     }
-    return Links({device: Link(device, module_of(device)) for device in devices})
+    for device in devices:
+        if device.type == AWAITED:
+            module_of(device).current_stream(device).synchronize()
+    return Links({device: Link(device, module_of(device)) for device in devices if device.type == LINKED})

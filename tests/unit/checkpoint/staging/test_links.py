@@ -34,6 +34,9 @@ class _Stream:
     def wait_stream(self, other: _Stream) -> None:
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def synchronize(self) -> None:
+        self.log.append(f"{self.name} awaited")
+
 
 @dataclass
 class _Event:
@@ -128,6 +131,32 @@ def test_what_a_device_brings_late_is_written_and_summed_as_it_was(*, settled_la
     assert filler.sums("file") == xxhash.xxh3_128_digest(bytes(content))
     saved = torch.frombuffer(content[6:-6], dtype=torch.bfloat16)
     assert saved.equal(before)
+
+
+class _Elsewhere:
+    """A payload of a device that this machine lacks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.block_bytes: int | None = None
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        raise AssertionError(start, len(target))
+
+    def fetch_into(self, start: int, target: memoryview, link: object) -> None:
+        raise AssertionError(start, len(target), link)
+
+
+def test_each_device_has_one_link_and_those_without_are_waited_for() -> None:
+    module = _Module()
+    names = ("cuda:0", "cuda:1", "cuda:0", "xpu:0")
+    payloads = {"file": [_Elsewhere(torch.device(name)) for name in names]}
+    links = links_to(payloads, lambda _: module)
+    assert list(links.by_device) == [torch.device("cuda:0"), torch.device("cuda:1")]
+    assert module.log.count("caller's stream of xpu:0 awaited") == 1
+    assert "side stream of cuda:1 waits for caller's stream of cuda:1" in module.log
+    links.catch_up()
+    assert module.log.count("event awaited") == 2
 
 
 def test_tensors_in_main_memory_need_no_link() -> None:
