@@ -63,7 +63,17 @@ def main(arguments: list[str] | None = None) -> int:
     code = app.at_the_edge(lambda: planned.extend(_understood(words)), debug=debug)
     if not planned:
         return code
-    return app.main([*planned[0].words, *(["--debug"] if debug else [])])
+    return _carried_out([*planned[0].words, *(["--debug"] if debug else [])])
+
+
+def _carried_out(words: list[str]) -> int:
+    """Carry the planned command out as if it had been given: runs record it, and are repeated by it."""
+    given = sys.argv
+    sys.argv = ["penstock", *words]
+    try:
+        return app.main(words)
+    finally:
+        sys.argv = given
 
 
 def _understood(words: Sequence[str]) -> list[Plan]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.cli.app import main
+from penstock.cli.mlpstorage import main as by_mlpstorages_words
 from penstock.results.record import OpenRun, RunRequest
 from penstock.workload.loading import load
 
@@ -182,3 +183,22 @@ def test_a_dry_repetition_shows_folder_and_command(
     name = finished(tmp_path, "penstock", "workloads")
     assert main(["results", "rerun", name, "--dry-run", "--results", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"cd {Path.cwd()}\npenstock workloads\n"
+
+
+def test_a_run_by_mlpstorages_words_is_recorded_as_the_command_that_it_became(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = ("dataset.num_files_train=4", "dataset.record_length=512", "dataset.record_length_stdev=0")
+    settings = [word for value in values for word in ("--set", value)]
+    data = tmp_path / "data" / "unet3d"
+    assert main(["training", "generate", "unet3d_h100", "--data", f"file://{data}", *settings]) == 0
+    words = ["whatif", "training", "unet3d", "run", "file", "--accelerator-type", "h100"]
+    words += ["--num-accelerators", "1", "--data-dir", str(data.parent), "--results-dir", str(tmp_path / "r")]
+    quick = ("reader.batch_size=1", "train.computation_time=0.001", "train.epochs=1")
+    before = list(sys.argv)
+    assert by_mlpstorages_words([*words, "--params", *values, *quick]) == 0
+    assert sys.argv == before
+    (run,) = told(capsys, "ls", str(tmp_path / "r"))["runs"]
+    assert run["command"][:4] == ["penstock", "training", "run", "unet3d"]
+    assert main(["results", "rerun", run["run"], "--dry-run", "--results", str(tmp_path / "r")]) == 0
+    assert "penstock training run unet3d --accelerator h100" in capsys.readouterr().out
