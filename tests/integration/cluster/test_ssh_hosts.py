@@ -120,6 +120,15 @@ def ssh_server(tmp_path: Path) -> Iterator[tuple[str, ...]]:
     server = subprocess.Popen([program, "-D", "-e", "-f", str(tmp_path / "server")], stderr=log)
     try:
         _wait_for(port, server, tmp_path / "log")
+        trial = subprocess.run(
+            ["ssh", "-F", str(tmp_path / "client"), "-o", "BatchMode=yes", "127.0.0.1", "true"],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if trial.returncode != 0:
+            pytest.skip(f"this user may not log in here: {trial.stderr.strip()[-300:]}")
         yield ("--launcher-arg=-F", f"--launcher-arg={tmp_path}/client")
     finally:
         server.terminate()
