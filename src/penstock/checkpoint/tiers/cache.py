@@ -212,7 +212,7 @@ class CacheLevel:
         """
         if self._comm.size == 1:
             return self.holds(name)
-        manifest, metadata = self._told_seal(name, found)
+        manifest, metadata = self.told_seal(name, found)
         if found.shares.get(self._lead):
             held = self.holds(name)
             return replace(held, readable=tuple(self._node.files(held)))
@@ -248,6 +248,16 @@ class CacheLevel:
             found = self.assess(name)
         return self.view(name, found)
 
+    def told_seal(self, name: str, found: Assessment) -> tuple[bytes, bytes]:
+        """Manifest and metadata of a step, from the first node that has a share of it."""
+        teller = min(lead for lead, shares in found.shares.items() if shares)
+        told = self._together(
+            lambda: self._node.seal(name) if self._comm.rank == teller else None,
+            f"rank {teller} to tell what {name} consists of",
+        )[teller]
+        assert told is not None, "a node that holds shares has their manifest"
+        return told
+
     def remove(self, name: str) -> None:
         """Take a step out of all caches: each node's lead removes its share."""
         if self.leads:
@@ -272,7 +282,7 @@ class CacheLevel:
         """
         own = found.shares.get(self._lead, frozenset())
         gained = {rank for rank, home in gains.items() if self._leads[home] == self._lead}
-        manifest, metadata = self._told_seal(name, found)
+        manifest, metadata = self.told_seal(name, found)
         draft = self.start(name, only=gains.values())
         with ExitStack() as undo:
             undo.callback(self.drop, draft)
@@ -286,16 +296,6 @@ class CacheLevel:
 
             self._together(commit, f"all nodes to commit {name}")
             undo.pop_all()
-
-    def _told_seal(self, name: str, found: Assessment) -> tuple[bytes, bytes]:
-        """Manifest and metadata of a step, from the first node that has a share of it."""
-        teller = min(lead for lead, shares in found.shares.items() if shares)
-        told = self._together(
-            lambda: self._node.seal(name) if self._comm.rank == teller else None,
-            f"rank {teller} to tell what {name} consists of",
-        )[teller]
-        assert told is not None, "a node that holds shares has their manifest"
-        return told
 
     def _protect(self, draft: Draft, shares: Sequence[RankShare], scheme: Scheme) -> dict[int, GroupRecord]:
         """Compute what members keep of each other; the records of all groups."""

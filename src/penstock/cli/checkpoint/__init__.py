@@ -7,11 +7,13 @@ import typer
 from penstock.cli.checkpoint import (
     convert,
     diff,
+    drop,
     flush,
     halt,
     ls,
     models,
     plan,
+    rebuild,
     rm,
     run,
     show,
@@ -31,13 +33,16 @@ def checkpoint() -> None:
 
 app.command()(convert.convert)
 app.command()(diff.diff)
+app.command()(drop.drop)
 app.command()(flush.flush)
 app.command()(halt.halt)
 app.command("ls")(ls.list_checkpoints)
 app.command()(models.models)
 app.command()(plan.plan)
+app.command()(rebuild.rebuild)
 app.command("rm")(rm.remove)
 app.command()(run.run)
+app.command()(rebuild.scavenge)
 app.command()(show.show)
 app.command()(size.size)
 app.command()(status.status)
