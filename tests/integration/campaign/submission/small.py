@@ -36,6 +36,7 @@ from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
     from penstock.bench.training.outcome import TrainingResult
+    from penstock.cluster.comm import Comm
     from penstock.storage import Storage
     from penstock.submission.making.cadence import Cadence
     from penstock.workload.spec import Workload
@@ -194,17 +195,17 @@ class SmallResult:
         (systems / "fast.pdf").write_text("%PDF-1.4")
         (systems / "fast.yaml").write_text(yaml.safe_dump(DESCRIBED))
 
-    def whole(self, progress: Silent | None = None) -> tuple[Cadence, list[str]]:
+    def whole(self, progress: Silent | None = None, *, comm: Comm = COMM) -> tuple[Cadence, list[str]]:
         """The whole cadence, and what was said of it."""
         said: list[str] = []
         plan = TrainingResultPlan(
             request=self.request(),
             edition=load_edition("v3.0"),
-            num_accelerators=1,
+            num_accelerators=comm.size,
             hosts=[small_host("here")],
         )
         onlooker = Onlooker(progress=progress or Silent(), note=said.append, tell=told)
-        cadence = make_training(self.session, plan, self.storage, comm=COMM, onlooker=onlooker)
+        cadence = make_training(self.session, plan, self.storage, comm=comm, onlooker=onlooker)
         return cadence, said
 
     def part(self, phase: Phase) -> tuple[Cadence, list[str]]:

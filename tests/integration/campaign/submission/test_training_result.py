@@ -20,6 +20,7 @@ from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.making.standing import read_standing
 from penstock.submission.names import MANIFEST, Phase
+from penstock.testing.rank_threads import on_ranks
 from penstock.testing.submission.tampering import WAYS, Lying, Tampering
 
 SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}
@@ -215,3 +216,15 @@ def test_ctrl_c_leaves_the_tree_as_it_was_and_the_same_command_goes_on(begun: Sm
     assert [attempt.outcome for attempt in standing.attempts] == ["interrupted"]
     _, said = begun.whole()
     assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
+
+
+def test_several_ranks_make_one_result_and_see_it_alike(tmp_path: Path) -> None:
+    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+    small.clock.run = timedelta(seconds=30)  # each of the two ranks tells of its host
+    outcomes = on_ranks(2, lambda comm: small.whole(comm=comm), hosts=["here"] * 2, timeout_s=250)
+    kept = [[leaf.folder for leaf in cadence.kept] for cadence, _ in outcomes]
+    assert kept[0] == kept[1]
+    runs = read_standing(small.session.series).runs
+    assert [leaf.folder for leaf in runs] == kept[0]
+    assert {leaf.num_processes for leaf in runs} == {2}
+    assert len(list(runs[0].folder.glob("*_output.json"))) == 2
