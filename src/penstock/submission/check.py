@@ -79,7 +79,9 @@ def read_all(root: Path, edition: Edition, progress: Progress | None = None) -> 
     told.begin("results", len(places))
     shared = _Shared(root)
     for place in places:
-        yield from read_results(place, shared.around(place), root, num_warm_ups=edition.num_warm_ups)
+        yield from read_results(
+            place, shared.around(place), root, num_warm_ups=edition.num_warm_ups_of(len(place.run_folders))
+        )
         told.advance(1)
 
 

@@ -116,6 +116,7 @@ class Checkpoints(_Strict):
     memory_multiple: float
     min_per_host: int
     accelerator_memory_gb: dict[str, float]
+    unnamed_accelerator: str = ""
     subset: Subset
     min_remap_share: float
     size_tolerance: float
@@ -128,6 +129,7 @@ class Edition(_Strict):
     edition: str
     num_runs: int
     num_warm_ups: int = 0
+    lacks_warm_ups: bool = False
     folders: Folders
     run_files: tuple[str, ...]
     sizing: SizingLimits
@@ -138,6 +140,14 @@ class Edition(_Strict):
     for_the_reviewer: tuple[str, ...]
     timed: Timed | None = None
     checkpoints: Checkpoints | None = None
+
+    def num_warm_ups_of(self, num_runs: int) -> int:
+        """How many of so many runs are warm-ups: none where these were not handed in, and need not be."""
+        return 0 if self.is_without_warm_ups(num_runs) else self.num_warm_ups
+
+    def is_without_warm_ups(self, num_runs: int) -> bool:
+        """Whether so many runs are all but the warm-ups, in an edition that lets these be left out."""
+        return self.lacks_warm_ups and num_runs == self.num_runs - self.num_warm_ups
 
     def of_time(self) -> Timed:
         """What only a tree has whose runs are named by time."""

@@ -213,3 +213,18 @@ def test_epochs_that_a_limit_ended_are_not_held_against_all_samples(tmp_path: Pa
     found = [finding for each in judged for finding in each.findings]
     assert {finding.verdict for finding in found} == {Verdict.PASS, Verdict.NOT_APPLICABLE}
     assert any("1 epochs ended early" in finding.proof for finding in found)
+
+
+def test_five_runs_of_v2_are_left_to_the_reviewer_and_all_of_them_count(tmp_path: Path) -> None:
+    tree = valid_training("v2.0", num_runs=5)
+    (judged,) = check(tree.write(tmp_path), load_edition("v2.0"), rules=[rule_by_id("runs.number")])
+    assert [finding.verdict for finding in judged.findings] == [Verdict.WARNING]
+    assert judged.metrics["train_throughput_mean_samples_per_second"] == pytest.approx(20.2, rel=1e-12)
+
+
+def test_v2_takes_unnamed_accelerators_for_its_own(tmp_path: Path) -> None:
+    tree = valid_checkpointing("v2.0")
+    for number in range(2):
+        do.forget("accelerator", "checkpointing", number)(tree)
+    (judged,) = check(tree.write(tmp_path), load_edition("v2.0"))
+    assert judged.verdict.value == "valid"

@@ -178,7 +178,8 @@ class AcceleratorMemory(JobRule):
 
     def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
         """One finding for an invocation."""
-        kind, known = job.accelerator(), edition.of_checkpoints().accelerator_memory_gb
+        checkpoints = edition.of_checkpoints()
+        kind, known = job.accelerator() or checkpoints.unnamed_accelerator, checkpoints.accelerator_memory_gb
         if not kind:
             raise Unknown("there is no field accelerator", where=job.metadata.file)
         each, accelerators, size = (

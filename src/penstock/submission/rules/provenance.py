@@ -304,7 +304,7 @@ class Metadata(Rule):
 class ExitStatus(JobRule):
     """How the run ended."""
 
-    editions = LATER
+    editions = NEWEST
     benchmarks = BOTH
     id = "runs.exit"
     title = "Each run ended well"

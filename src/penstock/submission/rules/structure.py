@@ -126,7 +126,7 @@ class NumRuns(Rule):
     id = "runs.number"
     title = "A result has exactly as many runs as the edition asks"
     source = "v1.0 rules, a result is the mean of five runs; 2.1.17: one warm-up and five"
-    formula = "number of run folders == num_runs"
+    formula = "number of runs == num_runs; in v2.0 five runs without the warm-up are a warning"
     passes = "run1 ... run5"
     fails = "run1 ... run4"
 
@@ -137,7 +137,7 @@ class NumRuns(Rule):
             raise Unknown("no folder is named as a run (run1, run2, ... or a time)", where=result.name)
         kept = num_runs == edition.num_runs
         yield Finding(
-            verdict=verdict_of(kept),
+            verdict=Verdict.WARNING if edition.is_without_warm_ups(num_runs) else verdict_of(kept),
             evidence=result.name,
             value=str(num_runs),
             limit=str(edition.num_runs),

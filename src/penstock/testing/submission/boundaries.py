@@ -47,7 +47,12 @@ class Boundary:
 def boundaries(edition: Edition) -> Iterator[Boundary]:
     """One for each number of an edition whose runs are named by time."""
     trees = _Trees(edition)
-    yield Boundary(number="num_runs", rule="runs.number", tree=trees.runs, verdicts=EXACTLY)
+    yield Boundary(
+        number="num_runs",
+        rule="runs.number",
+        tree=trees.runs,
+        verdicts=(_WARNING, _PASS, _FAIL) if edition.lacks_warm_ups else EXACTLY,
+    )
     yield Boundary(
         number="num_warm_ups",
         rule="utilization.minimum",
