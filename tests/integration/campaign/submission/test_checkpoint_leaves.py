@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 from functools import partial
@@ -48,15 +45,7 @@ SCALE_BREAKS = {"checkpoint.size", "parameters.configuration"}
 
 
 @pytest.fixture(scope="module")
-def apart() -> Iterator[Path]:
-    """A folder on another file system than that of temporary files, where this machine has one."""
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=parent) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
+def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
     """A tree with one invocation of ten writes and ten reads, by eight ranks of one host."""
     place = tmp_path_factory.mktemp("made")
     (place / "program").mkdir()
@@ -108,40 +97,40 @@ def made(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
         )
         return result.results_dir
 
-    (leaf,) = set(on_ranks(RANKS, rank, hosts=["here"] * RANKS, timeout_s=250))
+    (folder,) = set(on_ranks(RANKS, rank, hosts=["here"] * RANKS, timeout_s=250))
     systems = root / "closed" / "acme" / "systems"
     systems.mkdir()
     (systems / "fast.pdf").write_text("%PDF-1.4")
     (systems / "fast.yaml").write_text(yaml.safe_dump(DESCRIBED))
-    return Path(leaf)
+    return Path(folder)
 
 
-def test_a_run_of_checkpoints_becomes_a_leaf_with_all_its_files(made: Path) -> None:
-    stamp = made.name
+def test_a_run_of_checkpoints_becomes_a_leaf_with_all_its_files(leaf: Path) -> None:
+    stamp = leaf.name
     expected = {
         "checkpointing_run.stdout.log", "checkpointing_run.stderr.log", "0_output.json", "summary.json",
         "7_per_epoch_stats.json", "dlio.log", "dlio_config", "fs_separation.json", "provenance.json",
         f"checkpointing_{stamp}_metadata.json", ".mlps-code-image", "run.json", "checkpoints.json",
     }  # fmt: skip
-    assert expected <= {path.name for path in made.iterdir()}
-    metadata = json.loads((made / f"checkpointing_{stamp}_metadata.json").read_text())
+    assert expected <= {path.name for path in leaf.iterdir()}
+    metadata = json.loads((leaf / f"checkpointing_{stamp}_metadata.json").read_text())
     assert metadata["accelerator"] == metadata["args"]["accelerator_type"] == "b200"
     assert (metadata["num_processes"], metadata["args"]["num_checkpoints_write"]) == (8, 10)
     assert metadata["parameters"]["checkpoint"]["fsync"] is True
 
 
-def test_a_tree_of_our_own_checkpoints_is_valid_but_for_its_scale(made: Path) -> None:
-    root = made.parents[6]
+def test_a_tree_of_our_own_checkpoints_is_valid_but_for_its_scale(leaf: Path) -> None:
+    root = leaf.parents[6]
     (judged,) = check(root, load_edition("v3.0"))
     bad = {Verdict.FAIL, Verdict.NOT_CHECKED}
     found = [(each.rule, each.verdict, each.proof) for each in judged.findings if each.verdict in bad]
-    is_one = made.stat().st_dev == Path("/dev/shm").stat().st_dev
+    is_one = leaf.stat().st_dev == Path("/dev/shm").stat().st_dev
     allowed = SCALE_BREAKS | ({"paths.filesystems"} if is_one else set())
     assert {rule for rule, _, _ in found} <= allowed, found
 
 
-def test_the_status_of_a_checkpointing_is_one_of_one(made: Path) -> None:
-    root = made.parents[6]
+def test_the_status_of_a_checkpointing_is_one_of_one(leaf: Path) -> None:
+    root = leaf.parents[6]
     now = datetime(2026, 7, 1, 12, 0, 0, tzinfo=UTC)
     (found,) = progress_of(claim(root, "acme", now=now, by="tests"), load_edition("v3.0"), now=now)
     assert (found.num_runs, found.num_wanted, found.lacks) == (1, 1, ())

@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.integration.campaign.submission.test_training_result import apart, made, scaled_edition
+from tests.integration.campaign.submission.test_training_result import scaled_edition
 
 from penstock.submission.check import check
 from penstock.testing.submission.tampering import WAYS, Lying, Tampering
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.integration.campaign.submission.small import SmallResult
-
-__all__ = ["apart", "made"]
 
 
 @pytest.mark.parametrize("tampering", WAYS, ids=lambda tampering: tampering.name)
