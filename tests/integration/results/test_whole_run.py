@@ -118,7 +118,8 @@ def test_utilization_follows_from_one_ranks_own_output_file(tmp_path: Path) -> N
         elapsed_s = _seconds(block["end"]) - _seconds(block["start"])
         au = 100 * sum(compute[1:]) / (elapsed_s - proc[0])
         assert au == pytest.approx(epoch.au_compat_percent, abs=0.05)  # dates have microseconds
-        assert found["au"]["block1"] == epoch.au_compat_percent
+        # Weighted by its steps on the way to an epoch's mean, the same number may differ in its last bit.
+        assert found["au"]["block1"] == pytest.approx(epoch.au_compat_percent, rel=1e-14)
 
 
 def test_a_run_that_misses_a_ranks_events_has_failed_and_says_which(tmp_path: Path) -> None:
