@@ -84,7 +84,8 @@ def test_clients_of_a_run_add_up(tmp_path: Path) -> None:
 
 
 def test_garbage_in_any_file_is_never_a_crash(tmp_path: Path) -> None:
-    for number, path in enumerate(valid_submission().files):
+    one_of_each = [path for path in valid_submission().files if "/run" not in path or "/run3/" in path]
+    for number, path in enumerate(one_of_each):
         for garbage in ("", "[1, 2", "null", '"text"', "\x00", "[]"):
             submission = valid_submission()
             submission.files[path] = garbage
