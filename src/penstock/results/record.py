@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION: Final = 3
 """Raised whenever a key is added, renamed or means something else."""
-_OLDER: Final = frozenset({2})
+_OLDER: Final = (2,)
 """Formats that lack keys of this one, and are whole without them."""
 
 LONGEST_SILENCE_S: Final = 900.0
