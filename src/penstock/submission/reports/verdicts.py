@@ -48,7 +48,7 @@ _ORDER: Final = (
 )
 _SHOWN_AT_FIRST: Final = frozenset({Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING})
 _COLUMNS: Final = (
-    "result", "organisation", "division", "system", "workload", "accelerators", "samples/s", "verdict",
+    "result", "verdict", "organisation", "division", "system", "workload", "accelerators", "samples/s",
 )  # fmt: skip
 _NUMBERS: Final = frozenset({"accelerators", "samples/s"})
 
@@ -125,13 +125,13 @@ def _row(number: int, judged: Judged) -> str:
     accelerators = "?" if judged.num_accelerators is None else str(judged.num_accelerators)
     cells = [
         f'<td class="long"><a href="#r{number}">{escape(judged.name)}</a></td>',
+        cell(judged.verdict.value, _LOOK[judged.verdict]),
         cell(judged.organisation),
         cell(judged.division or "-"),
         cell(judged.system or "-"),
         cell(judged.workload or "-"),
         cell(f"{accelerators} {judged.accelerator}".strip(), "number"),
         cell("-" if throughput is None else f"{throughput:,.1f}", "number"),
-        cell(judged.verdict.value, _LOOK[judged.verdict]),
     ]
     return f'<tr data-verdict="{judged.verdict.value}">{"".join(cells)}</tr>'
 
