@@ -6,12 +6,12 @@ torch's archives and safetensors files call it. No torch is needed to know it.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from penstock.errors import UsageError
+from penstock.suggest import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,6 @@ def element_type(name: str) -> ElementType:
     bare = name.removeprefix("torch.")
     kind = ELEMENT_TYPES.get(bare)
     if kind is None:
-        near = difflib.get_close_matches(bare, ELEMENT_TYPES, n=1)
-        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(ELEMENT_TYPES)}."
+        hint = did_you_mean(bare, ELEMENT_TYPES).strip() or f"Known: {', '.join(ELEMENT_TYPES)}."
         raise UsageError(f"No tensor element type is called {name!r}", fix=hint)
     return kind

@@ -6,7 +6,6 @@ error that names the nearest; nothing is passed over in silence.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from penstock.errors import UsageError
+from penstock.suggest import did_you_mean
 
 
 class Takes(StrEnum):
@@ -235,6 +235,7 @@ def _require_no_more(words: Sequence[str]) -> None:
 
 
 def _unknown(word: str, among: tuple[str, ...]) -> UsageError:
-    near = difflib.get_close_matches(word, among, n=1)
-    hint = f"Did you mean {near[0]}? " if near else ""
-    return UsageError(f"{word!r} is not understood", fix=f"{hint}penstock-mlpstorage --help shows the forms.")
+    return UsageError(
+        f"{word!r} is not understood",
+        fix=f"{did_you_mean(word, among)}penstock-mlpstorage --help shows the forms.",
+    )

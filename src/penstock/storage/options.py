@@ -6,13 +6,13 @@ the nearest one.
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.errors import UsageError
+from penstock.suggest import did_you_mean
 from penstock.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -39,11 +39,8 @@ def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
     values: dict[str, Any] = {}
     for name, text in given.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-            meant = f"Did you mean {near[0]!r}? " if near else ""
-            raise UsageError(
-                f"Unknown option {name!r}", where=where, fix=f"{meant}Known: {', '.join(known)}."
-            )
+            hint = did_you_mean(name, known, cutoff=0.4, form="'{}'")
+            raise UsageError(f"Unknown option {name!r}", where=where, fix=f"{hint}Known: {', '.join(known)}.")
         try:
             values[name] = _parser(name, hints[name])(text)
         except UsageError as error:

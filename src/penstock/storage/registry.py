@@ -5,7 +5,6 @@ A back end is imported when its scheme is first asked for: a program on files ne
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from penstock.environment import TRACE, process_environment
 from penstock.errors import UsageError
 from penstock.storage.uri import Location, parse_uri
+from penstock.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
@@ -70,10 +70,9 @@ def _opener(scheme: str) -> Opener:
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name == scheme:
             return cast("Opener", entry.load())
-    near = difflib.get_close_matches(scheme, SCHEMES, n=1)
-    meant = f"Did you mean {near[0]}://? " if near else ""
+    hint = did_you_mean(scheme, SCHEMES, form="{}://")
     raise UsageError(
-        f"No storage serves {scheme}://", fix=f"{meant}Known: {', '.join(SCHEMES)}, or a plain path."
+        f"No storage serves {scheme}://", fix=f"{hint}Known: {', '.join(SCHEMES)}, or a plain path."
     )
 
 

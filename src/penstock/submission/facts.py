@@ -6,13 +6,13 @@ what it should be, raises `Unknown`, which the engine turns into `not checked`.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from penstock.errors import PenstockError
+from penstock.suggest import nearest
 
 Steps = tuple[str, ...]
 """The keys down to a value."""
@@ -101,5 +101,5 @@ class Document:
 def _missing(path: tuple[str, ...], depth: int, here: Any) -> str:
     name = ".".join(path[: depth + 1])
     known = [str(key) for key in here] if isinstance(here, Mapping) else []
-    near = difflib.get_close_matches(path[depth], known, n=1, cutoff=0.6)
-    return f"there is no field {name}" + (f" (is {near[0]} meant?)" if near else "")
+    meant = nearest(path[depth], known)
+    return f"there is no field {name}" + (f" (is {meant} meant?)" if meant else "")

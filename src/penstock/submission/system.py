@@ -6,7 +6,6 @@ is judged as it was written; nothing is filled in by default but what the schema
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 if TYPE_CHECKING:
     from penstock.submission.facts import Document, Steps
+from penstock.suggest import nearest
 
 Count = Annotated[int, Field(ge=1)]
 Amount = Annotated[float, Field(ge=0)]
@@ -206,8 +206,8 @@ def _problem(error: Any, lines: Mapping[Steps, int]) -> SchemaProblem:
         here = here[:-1]
     text = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(steps[-1], sorted(_keys()), n=1, cutoff=0.6)
-        text = "there is no such key" + (f"; is {near[0]} meant?" if near else "")
+        meant = nearest(steps[-1], sorted(_keys()))
+        text = "there is no such key" + (f"; is {meant} meant?" if meant else "")
     return SchemaProblem(path=".".join(steps), line=lines.get(here, 0), text=text)
 
 

@@ -6,7 +6,6 @@ error which names its place and the nearest key that means something.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -14,6 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import UsageError
+from penstock.suggest import nearest
 from penstock.workload.yamlfile import parse_yaml
 
 
@@ -50,9 +50,9 @@ def _problem(model: type[Document], error: Any) -> str:
     shown = ".".join(str(step) for step in path) or "the document"
     if error["type"] == "extra_forbidden":
         known = sorted(_keys_at(model, path[:-1]))
-        near = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
+        meant = nearest(str(path[-1]), known, cutoff=0.5)
         return f"unknown key {shown}: " + (
-            f"did you mean {near[0]}?" if near else f"known here: {', '.join(known)}"
+            f"did you mean {meant}?" if meant else f"known here: {', '.join(known)}"
         )
     if error["type"] == "missing":
         return f"{shown} is missing"

@@ -6,13 +6,13 @@ settled (`dialect`), parsed (`document`) and checked. All that is wrong is said 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
+from penstock.suggest import did_you_mean
 from penstock.workload.choices import CheckpointMode
 from penstock.workload.dialect import Remark, layer_of, settle
 from penstock.workload.document import read_workload
@@ -165,8 +165,7 @@ def _family_of(name: str) -> tuple[Family, str]:
     stem, _, suffix = name.rpartition("_")
     if stem in families():
         return families()[stem], suffix
-    near = difflib.get_close_matches(name, [*families(), *known], n=1, cutoff=0.5)
-    meant = f"Did you mean {near[0]}? " if near else ""
+    meant = did_you_mean(name, [*families(), *known], cutoff=0.5)
     raise UsageError(
         f"No workload is called {name!r}",
         fix=f"{meant}`penstock workloads` lists those that are shipped; a file's name ends with .yaml.",

@@ -6,13 +6,13 @@ Invariant: a name means the same model here as in `workload=NAME` of DLIO's comm
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
+from penstock.suggest import did_you_mean
 from penstock.workload.loading import Loaded, is_file_name, load, load_sections, read_text
 from penstock.workload.shipped import families
 from penstock.workload.shipped_models import Card, cards, read_card, shipped_card
@@ -81,8 +81,7 @@ def _of_card(card: Card, loaded: Loaded) -> CheckpointModel:
 
 def _unknown(name: str) -> UsageError:
     known = [*cards(), *(alias for card in cards().values() for alias in card.aliases), *families()]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    meant = f"Did you mean {near[0]}? " if near else ""
+    meant = did_you_mean(name, known, cutoff=0.5)
     return UsageError(
         f"No model is called {name!r}",
         fix=f"{meant}`penstock checkpoint models` lists the shipped ones; a file's name ends with .yaml.",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from functools import cache
 
+from penstock.suggest import nearest
 from penstock.workload.dialect import ALIASES, EXPLAINED, SECTION_ALIASES
 from penstock.workload.document import known_paths
 from penstock.workload.tree import Path, dotted
@@ -31,8 +31,8 @@ def _children(section: Path) -> set[str]:
 
 
 def _sibling(path: Path) -> str:
-    near = difflib.get_close_matches(path[-1], sorted(_children(path[:-1])), n=1, cutoff=0.6)
-    return _ours((*path[:-1], near[0])) if near else ""
+    meant = nearest(path[-1], sorted(_children(path[:-1])))
+    return _ours((*path[:-1], meant)) if meant else ""
 
 
 def _namesake(path: Path) -> str:
@@ -40,8 +40,8 @@ def _namesake(path: Path) -> str:
 
 
 def _lookalike(path: Path) -> str:
-    near = difflib.get_close_matches(dotted(path), sorted(map(dotted, _all_paths())), n=1, cutoff=0.8)
-    return _ours(tuple(near[0].split("."))) if near else ""
+    meant = nearest(dotted(path), sorted(map(dotted, _all_paths())), cutoff=0.8)
+    return _ours(tuple(meant.split("."))) if meant else ""
 
 
 def _ours(path: Path) -> str:

@@ -5,7 +5,6 @@ Pure. Invariant: names are stable, as they name folders, runs in `runs.yaml` and
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.tiers.schemes import Single, Xor
 from penstock.errors import UsageError
+from penstock.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from penstock.checkpoint.tiers.schemes import Scheme
@@ -114,11 +114,9 @@ def chosen(names: Sequence[str], of: Sequence[Configuration]) -> tuple[Configura
     known = {each.name: each for each in of}
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"Did you mean {near[0]}? " if near else ""
             raise UsageError(
                 f"The study has no configuration {name!r}",
                 where="--configurations",
-                fix=f"{meant}Known: {', '.join(known)}.",
+                fix=f"{did_you_mean(name, known)}Known: {', '.join(known)}.",
             )
     return tuple(each for each in of if not names or each.name in names)

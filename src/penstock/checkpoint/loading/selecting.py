@@ -5,7 +5,6 @@ Pure. Invariant: every leaf of the state is either selected or listed among thos
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.checkpoint.patterns import matches
 from penstock.checkpoint.plan.objects import OWN_MARK, stored_name_for
 from penstock.errors import UsageError
+from penstock.suggest import nearest
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import LoadChoice
@@ -69,8 +69,8 @@ def _is_chosen(name: str, choice: LoadChoice) -> bool:
 
 def _missing(missing: list[str], stored: Collection[str], choice: LoadChoice) -> UsageError:
     looked_for = renamed(missing[0], choice.rename or {})
-    near = difflib.get_close_matches(looked_for, list(stored)[:10_000], n=1)
-    hint = f"The nearest name there is {near[0]!r}. " if near else ""
+    near = nearest(looked_for, list(stored)[:10_000])
+    hint = f"The nearest name there is {near!r}. " if near else ""
     more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     return UsageError(
         f"The checkpoint does not hold {looked_for!r}{more}",

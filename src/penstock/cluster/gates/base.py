@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from penstock.errors import UsageError
+from penstock.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
@@ -201,10 +202,7 @@ class Probe:
 
 def gate_named(text: str) -> Gate:
     """The gate of this name; `UsageError` that tells the nearest."""
-    import difflib  # noqa: PLC0415 - for a mistyped word alone
-
     if text in set(Gate):
         return Gate(text)
-    near = difflib.get_close_matches(text, [*Gate], n=1)
-    meant = f"Did you mean {near[0]}? " if near else ""
+    meant = did_you_mean(text, Gate)
     raise UsageError(f"No gate is named {text!r}", fix=f"{meant}Gates are: {', '.join(Gate)}.")
