@@ -57,7 +57,7 @@ $(BIN)/python:
 $(VENV)/.holds-demo: $(RECIPE) | $(BIN)/python
 	@test -e $(VENV)/.holds-all -a $(VENV)/.holds-all -nt pyproject.toml -a $(VENV)/.holds-all -nt constraints.txt || { \
 	  echo "Installing penstock into $(VENV) ..."; \
-	  $(PIP) install --constraint constraints.txt --editable .; }
+	  $(PIP) install --constraint constraints.txt --editable '.[bench]'; }
 	@touch $@
 
 $(VENV)/.holds-all: $(RECIPE) | $(BIN)/python

@@ -12,6 +12,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.extras import explained_imports
+
 if TYPE_CHECKING:
     from penstock.checkpoint.explaining import Explanation, explain
     from penstock.checkpoint.halting import Halt
@@ -85,7 +87,8 @@ _PLACES: Final = MappingProxyType(
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"penstock.checkpoint has no {name!r}. It has: {', '.join(__all__)}.")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    with explained_imports():
+        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
 
 
 def __dir__() -> list[str]:

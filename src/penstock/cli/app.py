@@ -28,6 +28,7 @@ from penstock.cli import (
 )
 from penstock.cli.terminal import clear_progress
 from penstock.errors import PenstockError
+from penstock.extras import missing_library
 
 DEFECT = 70
 INTERRUPTED = 130
@@ -94,10 +95,13 @@ def at_the_edge(program: Callable[[], object], *, debug: bool) -> int:
         return _explain("interrupted", code) if code == INTERRUPTED else code
     except PenstockError as error:
         return _explain(str(error), error.exit_code, traceback=debug)
+    except ModuleNotFoundError as error:
+        missing = missing_library(error)
+        if missing is None:
+            return _explain_defect(error, traceback=debug)
+        return _explain(str(missing), missing.exit_code, traceback=debug)
     except Exception as error:  # noqa: BLE001 - the command line's edge: whatever arrives here is our defect
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        advice = "Please report it together with what the same command prints under --debug."
-        return _explain(f"a defect in Penstock itself: {what}. {advice}", DEFECT, traceback=debug)
+        return _explain_defect(error, traceback=debug)
     return 0
 
 
@@ -106,6 +110,12 @@ def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     rest = arguments[len(own) :]
     return [word for word in own if word != "--debug"] + rest, "--debug" in own
+
+
+def _explain_defect(error: Exception, *, traceback: bool) -> int:
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    advice = "Please report it together with what the same command prints under --debug."
+    return _explain(f"a defect in Penstock itself: {what}. {advice}", DEFECT, traceback=traceback)
 
 
 def _explain(message: str, exit_code: int, *, traceback: bool = False) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from penstock.extras import explained_imports
+
 if TYPE_CHECKING:
     from penstock.trace.capture.spans import span, steps, traced, tracing_to
     from penstock.trace.session import load
@@ -29,4 +31,5 @@ def __getattr__(name: str) -> Any:
     """Import the home of a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    with explained_imports("trace"):
+        return getattr(importlib.import_module(_HOMES[name]), name)

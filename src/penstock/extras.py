@@ -1,0 +1,66 @@
+"""Libraries that only an extra of Penstock installs, and the one sentence about a missing one.
+
+The base install serves the engine, storage, the probe and the command line. Everything else imports its
+libraries where it needs them; `missing_library` turns the failed import into what to install.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Final
+
+from penstock.errors import Unavailable
+
+EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "PIL": "bench",
+        "dask": "dask",
+        "distributed": "dask",
+        "duckdb": "trace",
+        "google_crc32c": "bench",
+        "h5py": "bench",
+        "jinja2": "pages",
+        "minio": "minio",
+        "mpi4py": "mpi",
+        "numba": "bench",
+        "plotly": "pages",
+        "pyarrow": "bench",
+        "s3dlio": "s3dlio",
+        "s3torchconnectorclient": "s3torchconnector",
+        "torch": "torch",
+        "zstandard": "zstd",
+    }
+)
+"""Top-level module -> the extra that installs it."""
+
+
+def install_command(extra: str) -> str:
+    """The command that installs one extra."""
+    return f"pip install 'penstock[{extra}]'"
+
+
+def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> Unavailable | None:
+    """Say which extra has the module that was not found; None if no extra has it, so that it is a defect.
+
+    `extra` names the one to install where several have the library.
+    """
+    library = (error.name or "").partition(".")[0]
+    if library not in EXTRAS:
+        return None
+    return Unavailable(
+        f"The library {library} is not installed", fix=f"Run: {install_command(extra or EXTRAS[library])}"
+    )
+
+
+@contextmanager
+def explained_imports(extra: str | None = None) -> Iterator[None]:
+    """Raise `Unavailable`, with the extra to install, for a library that is missing inside this block."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = missing_library(error, extra=extra)
+        if missing is None:
+            raise
+        raise missing from error
