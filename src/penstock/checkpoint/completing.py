@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.place import begin, on_all
+from penstock.checkpoint.commit.place import begin
+from penstock.cluster.collectives import all_gather_results, run_on_all_ranks
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
@@ -82,7 +83,12 @@ def finish(
             return written[0].stats
 
         awaiting = f"all ranks to write their files of {place.draft.name}"
-        stats = on_all(comm, write, awaiting=awaiting, timeout_s=timeout_s)
+        # A process without other ranks raises its own error, and no `RankFailed`.
+        stats = (
+            [write()]
+            if comm.size == 1
+            else all_gather_results(comm, write, awaiting=awaiting, timeout_s=timeout_s)
+        )
         begun_s = clock()
         # Places and sums of all items are for who seals; every rank needs what the others spent.
         shares = comm.gather_on_lead(written[0], awaiting="where all ranks wrote what")
@@ -96,7 +102,9 @@ def stage_together(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> Stage
     """Begin to copy on all ranks, or fail on all: what is begun elsewhere is then cancelled. Collective."""
     begun: list[StagedSave] = []
     try:
-        on_all(comm, lambda: begun.append(prepared.stage(urgent)), awaiting="all ranks to begin to copy")
+        run_on_all_ranks(
+            comm, lambda: begun.append(prepared.stage(urgent)), awaiting="all ranks to begin to copy"
+        )
     except PenstockError:
         for staged in begun:
             staged.cancel()

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.checkpoint.commit.place import begin, on_lead
+from penstock.checkpoint.commit.place import begin
 from penstock.checkpoint.completing import finish
 from penstock.checkpoint.own_files import local_path
 from penstock.checkpoint.restoring import wanted_of
 from penstock.checkpoint.steps import Steps, step_of
+from penstock.cluster.collectives import run_on_rank0
 from penstock.errors import StorageError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class DurableKeeper:
 
     def candidates(self, wanted: int | None) -> list[int]:
         """What rank 0 sees."""
-        return on_lead(
+        return run_on_rank0(
             self.comm,
             lambda: wanted_of(self.on_storage.committed(), wanted, self.uri),
             awaiting="rank 0 to list the steps",

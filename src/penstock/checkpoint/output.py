@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from penstock.checkpoint.own_files import OwnFiles, check_file_name
 from penstock.checkpoint.steps import name_of, step_of
-from penstock.cluster.collect import cause_of
+from penstock.cluster.collectives import format_cause
 from penstock.errors import RankFailed, UsageError
 from penstock.progress import Silent
 from penstock.storage.uri import check_key
@@ -101,7 +101,10 @@ class Output:
                 # Interrupted: the program ends, and whoever waits for this rank learns it by that.
                 return
             view = _View(
-                self._comm.host, tuple(self._names), self._is_valid, "" if error is None else cause_of(error)
+                self._comm.host,
+                tuple(self._names),
+                self._is_valid,
+                "" if error is None else format_cause(error),
             )
             views = self._comm.gather(view, awaiting=f"all ranks to finish writing {self.name}")
             if error is not None or not _is_good(views, self.name):

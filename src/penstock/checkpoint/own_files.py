@@ -25,6 +25,7 @@ from penstock.checkpoint.staging.base import RankShare, ShareStats, WrittenFile
 from penstock.checkpoint.sums import sum_of, sum_of_object
 from penstock.errors import Unavailable, UsageError
 from penstock.progress import Silent
+from penstock.storage.files.durable import sync_open_file
 from penstock.storage.powers import find_folders, innermost
 from penstock.storage.uri import check_key, parse_uri
 
@@ -151,7 +152,7 @@ def _settled(path: Path, rank: int) -> int:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
             raise UsageError("This is no plain file", where=str(path), fix="Write a file to the routed path.")
-        os.fsync(descriptor)
+        sync_open_file(descriptor)
     finally:
         os.close(descriptor)
     return facts.st_size

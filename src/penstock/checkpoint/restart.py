@@ -16,7 +16,7 @@ from penstock.checkpoint.own_files import holds_own_files, local_path, writer_of
 from penstock.checkpoint.restoring import Search, none_restorable, try_step
 from penstock.checkpoint.tiers.assess import home_of
 from penstock.checkpoint.verify import damage_in_files
-from penstock.cluster.collect import cause_of
+from penstock.cluster.collectives import format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.storage.whole import read_object
 
@@ -91,7 +91,7 @@ class Restart:
     ) -> None:
         if self.step is None or (kind is not None and not issubclass(kind, Exception)):
             return
-        cause = "" if error is None else cause_of(error)
+        cause = "" if error is None else format_cause(error)
         views = self._comm.gather(
             (self._is_valid, cause, self._comm.host), awaiting=f"all ranks to restart from step {self.step}"
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.cluster.collect import cause_of, collect
+from penstock.cluster.collectives import all_gather_results, format_cause
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def try_step(comm: Comm, load: Callable[[], Any], step: int) -> str | None:
             load()
         except PenstockError as error:
             own_error = error
-            return _Outcome(_fault_of(error), cause_of(error), comm.host)
+            return _Outcome(_fault_of(error), format_cause(error), comm.host)
         return None
 
-    outcomes = collect(comm, attempt, awaiting=f"all ranks to load step {step}")
+    outcomes = all_gather_results(comm, attempt, awaiting=f"all ranks to load step {step}")
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
     for rank, outcome in failed:
         if outcome.fault == "caller":

@@ -33,7 +33,7 @@ from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.state import leaves_of
 from penstock.checkpoint.stateful import opened
 from penstock.checkpoint.tensors import held_of_leaves, is_tensor, mesh_of
-from penstock.checkpoint.together import together
+from penstock.cluster.collectives import run_on_all_ranks
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
 
@@ -83,10 +83,12 @@ class Saver:
         """Let all ranks agree who writes what of `state`. Collective."""
         began_s = time.perf_counter()
         comm = members.comm
-        holding = together(comm, lambda: _held(state, choice), awaiting=AWAITED)
+        holding = run_on_all_ranks(comm, lambda: _held(state, choice), awaiting=AWAITED)
         planner = self._planners.setdefault(comm, Planner(comm))
         agreed = planner.agree(holding.held, self._options)
-        share = together(comm, lambda: self._share(agreed, comm.rank, holding, choice), awaiting=AWAITED)
+        share = run_on_all_ranks(
+            comm, lambda: self._share(agreed, comm.rank, holding, choice), awaiting=AWAITED
+        )
         return Prepared(
             agreed,
             replace(share, plan_s=time.perf_counter() - began_s),

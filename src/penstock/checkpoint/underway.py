@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.staging.base import SaveCancelled
-from penstock.cluster.collect import cause_of
+from penstock.cluster.collectives import format_cause
 from penstock.errors import RankFailed, UsageError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def log_failure(step: int, future: Future[SaveReport]) -> None:
     """Say in the log what failed: the program may end before anybody asks."""
     error = None if future.cancelled() else future.exception()
     if error is not None and not isinstance(error, SaveCancelled):
-        logger.error("Step %d was not saved: %s", step, cause_of(error))
+        logger.error("Step %d was not saved: %s", step, format_cause(error))
 
 
 def _blame(
@@ -95,5 +95,5 @@ def _blame(
     if isinstance(failure, RankFailed):
         rank, host, cause = failure.rank, failure.host, failure.cause
     else:
-        cause = cause_of(failure)
+        cause = format_cause(failure)
     return rank, host, f"{doing} step {step} in the background: {cause}"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from penstock.cluster.collect import cause_of
+from penstock.cluster.collectives import format_cause
 from penstock.cluster.comm import DEFAULT_TIMEOUT_S
 from penstock.cluster.control import EVERYWHERE, ControlServer, advertised
 from penstock.cluster.guard import Post, RankLine, fork_guard
@@ -132,7 +132,7 @@ def failure_of(error: Exception, rank: int, host: str) -> Failed:
     ending = next((end for kind, end in endings.items() if isinstance(error, kind)), Ending.FAILED)
     ours = isinstance(error, PenstockError)
     detail = "" if ours else "".join(traceback.format_exception(error)).rstrip()
-    cause = cause_of(error)[:LONGEST_CAUSE]
+    cause = format_cause(error)[:LONGEST_CAUSE]
     return Failed(rank=rank, host=host, cause=cause, ending=ending, detail=detail[-LONGEST_DETAIL:])
 
 

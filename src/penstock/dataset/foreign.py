@@ -20,7 +20,7 @@ from queue import Empty, Full, Queue
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.list_files import list_files
 from penstock.dataset.listing import Listing
 from penstock.dataset.namespace import evaluation_files, training_files
@@ -67,12 +67,12 @@ def list_foreign(
     try:
         if comm.rank == first_here:
             progress.begin("listing files", dataset.num_files_train + evaluates * dataset.num_files_eval)
-        folders = collect(
+        folders = all_gather_results(
             comm,
             lambda: _list_both(dataset, storage, folder, evaluates=evaluates, progress=progress),
             awaiting="one rank of each node to list the data set",
         )
-        found = collect(
+        found = all_gather_results(
             comm, lambda: _open_both(folders[first_here]), awaiting="all ranks to open the listing"
         )[comm.rank]
         _require_same(comm, found, storage)

@@ -6,7 +6,6 @@ Place in the flow: read once, before a run starts. Invariant: no word that may b
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import subprocess
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.environment import user_settings
-from penstock.results.host import PROC
+from penstock.storage.process_id import ProcessId, current_process
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
@@ -90,19 +89,29 @@ def git_state(folder: Path) -> GitState | None:
     return None if commit is None or status is None else GitState(commit=commit, is_modified=bool(status))
 
 
-def mark_of_this_process(proc: Path = PROC) -> ProcessMark:
-    """Who we are."""
-    pid = os.getpid()
-    ticks = _start_ticks(proc, pid)
-    assert ticks is not None
-    return ProcessMark(boot_id=_boot_id(proc), pid_namespace=_pid_namespace(proc), pid=pid, start_ticks=ticks)
+def mark_of_this_process() -> ProcessMark:
+    """The calling process."""
+    process = current_process()
+    return ProcessMark(
+        boot_id=process.kernel,
+        pid_namespace=int(process.numbering.strip("pid:[]")),
+        pid=process.pid,
+        start_ticks=int(process.started),
+    )
 
 
-def is_alive(mark: ProcessMark, *, proc: Path = PROC) -> bool | None:
-    """Whether this process lives; None where it cannot be seen from here: another host, another container."""
-    if (mark.boot_id, mark.pid_namespace) != (_boot_id(proc), _pid_namespace(proc)):
-        return None
-    return _start_ticks(proc, mark.pid) == mark.start_ticks
+def is_alive(mark: ProcessMark) -> bool | None:
+    """Whether this process runs; None where that cannot be seen: on another host, in another container."""
+    observer = current_process()
+    process = ProcessId(
+        host=observer.host,
+        pid=mark.pid,
+        started=str(mark.start_ticks),
+        kernel=mark.boot_id,
+        numbering=f"pid:[{mark.pid_namespace}]",
+    )
+    has_ended = process.has_ended(observer=observer)
+    return None if has_ended is None else not has_ended
 
 
 def _is_secret_option(word: str) -> bool:
@@ -127,21 +136,3 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _boot_id(proc: Path) -> str:
-    return (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def _pid_namespace(proc: Path) -> int:
-    return (proc / "self/ns/pid").stat().st_ino
-
-
-def _start_ticks(proc: Path, pid: int) -> int | None:
-    """When a process began, in ticks since boot; None where there is no such process."""
-    try:
-        text = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *rest = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(rest[18])

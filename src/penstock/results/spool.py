@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import struct
 import zlib
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import numpy as np
 
 from penstock.errors import StorageError
 from penstock.results.events import FORMAT_VERSION, SPAN_TYPE, STEP_TYPE, RankClock, RankEvents
+from penstock.storage.files.durable import sync_open_file
 
 if TYPE_CHECKING:
     from penstock.results.events import Rows
@@ -62,7 +62,7 @@ class SpoolWriter:
     def close(self) -> None:
         """Make everything durable. Safe twice."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
+            sync_open_file(self._file)
             self._file.close()
 
     def __enter__(self) -> Self:

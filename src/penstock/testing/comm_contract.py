@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.cluster.join import join
 from penstock.cluster.transfer import SupportsTransfer, open_transfer
 from penstock.environment import process_environment
@@ -124,11 +124,11 @@ def _a_failed_step_fails_everywhere(comm: Comm) -> None:
         return comm.rank
 
     error = _error_of(
-        RankFailed, lambda: collect(comm, work, awaiting="all ranks to drink", timeout_s=LIMIT_S)
+        RankFailed, lambda: all_gather_results(comm, work, awaiting="all ranks to drink", timeout_s=LIMIT_S)
     )
     assert error.rank == sick, f"rank {error.rank} is blamed for rank {sick}"
     assert error.cause == "ValueError: the tank is empty", error.cause
-    assert collect(comm, lambda: comm.rank, awaiting="another try", timeout_s=LIMIT_S) == list(
+    assert all_gather_results(comm, lambda: comm.rank, awaiting="another try", timeout_s=LIMIT_S) == list(
         range(comm.size)
     )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Committed, Seal
 from penstock.checkpoint.commit.place import begin, open_shelf
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.cluster.solo import SoloComm
 from penstock.storage.files.buffered import BufferedAccess
 from penstock.storage.posix import FileOptions, PosixStorage
@@ -45,7 +45,7 @@ def save_known(storage: Storage, name: str, generation: int, comm: Comm) -> Comm
             write_object(place.for_data, place.key(file_name), [known_bytes(name, generation, file_name)])
         return {file_name: len(known_bytes(name, generation, file_name)) for file_name in names}
 
-    shares = collect(comm, write, awaiting="all ranks to write their files")
+    shares = all_gather_results(comm, write, awaiting="all ranks to write their files")
     sizes = {file_name: size for share in shares for file_name, size in share.items()}
     seal = Seal(
         manifest=known_bytes(name, generation, MANIFEST_NAME),

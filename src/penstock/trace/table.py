@@ -22,11 +22,12 @@ from tempfile import TemporaryDirectory
 from threading import Condition
 from typing import TYPE_CHECKING, Final, Protocol
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import UsageError
+from penstock.storage.files.durable import replace_durably
+from penstock.storage.process_id import pid_exists
 from penstock.trace.event import FileAccount, refuse_damaged
 from penstock.trace.reading.columns import BATCH_SCHEMA
 from penstock.trace.reading.files import Reading, TraceFile, read_selected
@@ -317,22 +318,12 @@ def _publishing(target: Path) -> Iterator[tuple[Path, Path]]:
     with TemporaryDirectory(prefix=f".{target.name}.{os.getpid()}.", dir=target.parent) as folder:
         partial = Path(folder) / "table"
         yield partial, Path(folder)
-        _make_durable(partial)
-        partial.replace(target)
-        _make_durable(target.parent)
+        replace_durably(partial, target)
 
 
 def _sweep(target: Path) -> None:
     """Remove what killed conversions into the same table left behind."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
         owner = left.name.removeprefix(f".{target.name}.").partition(".")[0]
-        if owner.isdecimal() and left.is_dir() and not psutil.pid_exists(int(owner)):
+        if owner.isdecimal() and left.is_dir() and not pid_exists(int(owner)):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _make_durable(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

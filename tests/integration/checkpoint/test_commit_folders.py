@@ -18,7 +18,7 @@ from penstock.checkpoint.commit.folders import FolderDrafts
 from penstock.checkpoint.commit.place import _LeaseKeeper, begin, open_drafts, open_shelf
 from penstock.cluster.solo import SoloComm
 from penstock.errors import ObjectNotFound, PenstockError
-from penstock.storage.owner import Owner, this_process
+from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.whole import write_object
 from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
 from penstock.testing.known_steps import assert_known, files_below, save_known
@@ -48,7 +48,7 @@ def always(value: T) -> Callable[[], T]:
     return lambda: value
 
 
-def start(root: Path, owner: Owner, save_id: str = "a" * 16) -> Draft:
+def start(root: Path, owner: ProcessId, save_id: str = "a" * 16) -> Draft:
     storage = files(root)
     draft = FolderDrafts(storage, storage.tree, owner=always(owner)).start(NAME, save_id)
     write_object(storage, draft.key("__0_0.distcp"), [b"123"])
@@ -219,7 +219,7 @@ def test_a_commit_whose_name_is_not_known_durable_fails_and_loses_neither_checkp
 
 
 def test_drafts_of_dead_saves_are_swept_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
-    me = this_process()
+    me = current_process()
     elsewhere = replace(me, kernel="another machine")
     living = start(tmp_path, me, "a" * 16)
     dead = start(tmp_path, replace(me, started="1"), "b" * 16)
@@ -231,7 +231,7 @@ def test_drafts_of_dead_saves_are_swept_and_those_of_living_ones_are_not(tmp_pat
 
 
 def test_a_draft_whose_lease_is_lost_is_swept_when_it_is_old(tmp_path: Path) -> None:
-    draft = start(tmp_path, this_process())
+    draft = start(tmp_path, current_process())
     (tmp_path / f"{draft.folder}.lease").unlink()
     now_s = (tmp_path / draft.folder).stat().st_mtime
     assert sweep(tmp_path, now_s=now_s + LEASE_S - 1) == []
@@ -255,7 +255,7 @@ def test_leftovers_of_killed_writes_and_removals_are_swept(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_swept_fails_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    dead = start(tmp_path, replace(this_process(), started="1"))
+    dead = start(tmp_path, replace(current_process(), started="1"))
     log = CallLog()
     files(tmp_path, log)
     with caplog.at_level(logging.DEBUG, logger="penstock.checkpoint.commit.folders"):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.carried import ByteComm, reduced
-from penstock.cluster.collect import cause_of, collect
+from penstock.cluster.collectives import all_gather_results, format_cause
 from penstock.cluster.join import failure_of, join, joined_job
 from penstock.cluster.solo import SoloComm
 from penstock.cluster.wire import Ending
@@ -109,7 +109,7 @@ def test_what_cannot_be_packed_blames_its_rank(value: object) -> None:
 
 
 def test_collect_returns_every_ranks_result() -> None:
-    assert collect(SoloComm(), lambda: 7, awaiting="sevens") == [7]
+    assert all_gather_results(SoloComm(), lambda: 7, awaiting="sevens") == [7]
 
 
 def test_collect_names_the_failed_rank_and_keeps_the_original_as_cause() -> None:
@@ -119,7 +119,7 @@ def test_collect_names_the_failed_rank_and_keeps_the_original_as_cause() -> None
         raise original
 
     with pytest.raises(RankFailed, match="Rank 0 on here failed: ValueError: no water") as caught:
-        collect(SoloComm("here"), work, awaiting="water")
+        all_gather_results(SoloComm("here"), work, awaiting="water")
     assert caught.value.__cause__ is original
 
 
@@ -128,7 +128,7 @@ def test_collect_lets_an_interrupt_through() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        collect(SoloComm(), work, awaiting="water")
+        all_gather_results(SoloComm(), work, awaiting="water")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_collect_lets_an_interrupt_through() -> None:
     ],
 )
 def test_a_cause_names_the_kind_of_foreign_errors_only(error: Exception, cause: str) -> None:
-    assert cause_of(error) == cause
+    assert format_cause(error) == cause
 
 
 @pytest.mark.parametrize(

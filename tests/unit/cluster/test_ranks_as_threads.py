@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import RankError, RankFailed
 from penstock.testing.comm_contract import check_absence, check_comm
 from penstock.testing.rank_threads import ThreadComm, on_ranks
@@ -88,7 +88,7 @@ def test_a_step_that_fails_somewhere_fails_everywhere_for_the_lowest_rank(sick: 
             if comm.rank in sick:
                 raise OSError(f"disk of {comm.rank}")
 
-        collect(comm, work, awaiting="all disks")
+        all_gather_results(comm, work, awaiting="all disks")
 
     lowest = min(sick)
     told = f"RankFailed: Rank {lowest} on thread-{lowest} failed: OSError: disk of {lowest}"

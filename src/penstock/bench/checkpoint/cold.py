@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import Unavailable
 from penstock.storage.residency import SupportsLocalPaths, drop_file
 
@@ -68,7 +68,7 @@ def make_cold(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm)
         return Coldness(path="no page cache")
     began_s = time.monotonic()
     paths = [storage.local_path(each.key) for each in planned]
-    counts = collect(
+    counts = all_gather_results(
         comm,
         lambda: _drop_or_doubt(paths, sum(each.size_bytes for each in planned)),
         awaiting="all nodes to drop a checkpoint from memory",

@@ -21,7 +21,7 @@ from penstock.bench.checkpoint.marker import (
 )
 from penstock.bench.checkpoint.plan import EPOCH, plan_rounds
 from penstock.bench.state.layout import checkpoint_folder
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.content import CONTENT_VERSION
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.residency import SupportsLocalPaths
@@ -50,7 +50,7 @@ def prepare_place(
     request: CheckpointRequest, storage: Storage, *, comm: Comm, tell: Callable[[str], None]
 ) -> Preparation:
     """Look at what lies there, remove what is to be replaced, and plan the rounds; the same on all ranks."""
-    found = collect(
+    found = all_gather_results(
         comm, lambda: read_marker(storage) if comm.rank == 0 else None, awaiting="what lies at the target"
     )[0]
     asked = request.model.workload.checkpoint
@@ -83,7 +83,7 @@ def prepare_place(
 
 def mark(storage: Storage, marker: Marker, *, comm: Comm) -> None:
     """Have the marker say so, before any rank goes on."""
-    collect(
+    all_gather_results(
         comm,
         lambda: write_marker(storage, marker) if comm.rank == 0 else None,
         awaiting="rank 0 to note a whole checkpoint",
@@ -92,15 +92,15 @@ def mark(storage: Storage, marker: Marker, *, comm: Comm) -> None:
 
 def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
     """Delete whole checkpoints and their marker; ranks share the files. Collective."""
-    collect(
+    all_gather_results(
         comm,
         lambda: _delete(storage, KEY) if comm.rank == 0 else None,
         awaiting="the marker of checkpoints to be deleted",
     )
-    keys = collect(
+    keys = all_gather_results(
         comm, lambda: _keys_of(storage, steps) if comm.rank == 0 else [], awaiting="old checkpoints' files"
     )[0]
-    collect(
+    all_gather_results(
         comm,
         lambda: _delete_all(storage, keys[comm.rank :: comm.size]),
         awaiting="old checkpoints to be deleted",

@@ -21,7 +21,7 @@ from penstock.checkpoint.pipe.base import MIN_BUFFERS_PER_STREAM
 from penstock.checkpoint.pipe.ranks import common_origin_ns, figures_of
 from penstock.checkpoint.pipe.read import read_objects
 from penstock.checkpoint.pipe.write import write_objects
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results.events import Phase, SpanEvent, SpanKind
 
@@ -110,7 +110,7 @@ class RoundWork:
                     progress=self.watch,
                 )
 
-            seen = collect(
+            seen = all_gather_results(
                 self.comm,
                 work,
                 awaiting="all ranks to finish a checkpoint",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.storage.space import nearest_folder, require_free_space, volume_identity
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 
@@ -23,7 +23,7 @@ def require_room(uri: str, bytes_of_ranks: Sequence[int], *, comm: Comm) -> None
     needed = sum(
         size for size, volume in zip(bytes_of_ranks, volumes, strict=True) if volume == volumes[comm.rank]
     )
-    collect(
+    all_gather_results(
         comm,
         lambda: require_free_space(
             uri, needed, what="Writing all checkpoints", fix="write fewer, or a smaller --scale"

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.storage.residency import SupportsLocalPaths, drop_file
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def drop_caches(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheD
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     neighbours = [rank for rank, host in enumerate(hosts) if host == comm.host]
     first, step = neighbours.index(comm.rank), len(neighbours)
-    counts = collect(
+    counts = all_gather_results(
         comm,
         lambda: _drop_own(files, storage, first=first, step=step),
         awaiting="all nodes to drop the data set from memory",

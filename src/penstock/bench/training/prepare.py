@@ -25,7 +25,7 @@ from penstock.bench.training.plan import (
     training_deal,
 )
 from penstock.bench.training.validate import Validation, validate
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.foreign import list_foreign
 from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
@@ -63,7 +63,7 @@ def prepare(
     """Open, validate and plan."""
     began_s = time.monotonic()
     after = eval_epochs(workload, workload.train.epochs)
-    files = collect(
+    files = all_gather_results(
         comm,
         lambda: open_files(
             workload.dataset,

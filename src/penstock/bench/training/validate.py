@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import ObjectNotFound
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Pr
     places = checked_places(files, interval)[comm.rank :: comm.size]
     began_s = time.monotonic()
     progress.begin("validating files", len(places))
-    seen = collect(
+    seen = all_gather_results(
         comm,
         lambda: _look_up(files, storage, places, progress),
         awaiting="all ranks to validate their files",

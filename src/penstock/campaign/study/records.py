@@ -6,7 +6,6 @@ a row that has one is whole.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import StorageError, UsageError
+from penstock.storage.files.durable import write_durably
 
 VERSION: Final = 1
 STUDY_FILE: Final = "study.json"
@@ -127,13 +127,8 @@ def _read(model: type[AnyRecord], path: Path) -> AnyRecord | None:
 
 
 def _write(record: _Record, path: Path) -> None:
-    draft = path.with_suffix(".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(record.model_dump_json(indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
+        write_durably(path, f"{record.model_dump_json(indent=2)}\n".encode())
     except OSError as error:
         raise StorageError(f"Cannot write it: {error.strerror}", uri=str(path), errno=error.errno) from error

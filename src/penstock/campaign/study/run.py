@@ -27,7 +27,7 @@ from penstock.campaign.study.records import (
 )
 from penstock.campaign.study.request import check
 from penstock.campaign.study.row import Stage, perform
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.environment import TRACE
 from penstock.errors import Unavailable, UsageError
 from penstock.units import format_bytes
@@ -84,14 +84,14 @@ def study(
     with process_group(comm, request.out / MEETING):
         trainer = Trainer(request.layout, comm.rank, step_s=request.step_s)
         for row in request.rows:
-            done = collect(
+            done = all_gather_results(
                 comm,
                 lambda row=row: done_row(request.out, row.name) if comm.rank == 0 else None,  # type: ignore[misc]
                 awaiting=f"rank 0 to look for {row.name}",
             )[0]
             if done is None:
                 done = perform(row, trainer, stage)
-                collect(
+                all_gather_results(
                     comm,
                     lambda done=done: finish_row(request.out, done) if comm.rank == 0 else None,  # type: ignore[misc]
                     awaiting=f"rank 0 to note that {row.name} is done",
@@ -110,7 +110,7 @@ def require_torch(find: Callable[[str], object | None] = find_spec) -> None:
 
 def _open(request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequence[str]) -> StudyRecord:
     """The record of the study that `out` holds, or of this one, which it then holds."""
-    begun = collect(
+    begun = all_gather_results(
         comm,
         lambda: begun_study(request.out) if comm.rank == 0 else None,
         awaiting="rank 0 to look into the study's folder",
@@ -126,7 +126,7 @@ def _open(request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequ
         hosts=tuple(dict.fromkeys(hosts)),
         command=tuple(command),
     )
-    collect(
+    all_gather_results(
         comm,
         lambda: begin_study(request.out, wanted) if comm.rank == 0 else None,
         awaiting="rank 0 to make the study's folder",

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, Unavailable
+from penstock.storage.files.durable import sync_file, sync_folder
 from penstock.storage.registry import open_here
 from penstock.storage.whole import exists, read_object, write_object
 
@@ -170,9 +171,9 @@ def commit_iteration(root: AnyPath, iteration: int) -> None:
         return
     folder = Path(iteration_folder(root, iteration))
     for each in sorted(folder.iterdir()):
-        _sync(each)
-    _sync(folder)
-    _sync(folder.parent)
+        sync_file(each)
+    sync_folder(folder)
+    sync_folder(folder.parent)
     write_object(open_here(root), TRACKER_NAME, [f"{iteration}".encode()])
 
 
@@ -189,11 +190,3 @@ def latest_iteration(root: AnyPath) -> int | None:
             fix="Write the number of the newest whole iter_* folder into it.",
         )
     return int(text)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

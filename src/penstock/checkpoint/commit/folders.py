@@ -25,7 +25,7 @@ from penstock.checkpoint.commit.whole import require_whole
 from penstock.checkpoint.manifest import read_manifest
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage.files.sink import is_unfinished
-from penstock.storage.owner import Owner, this_process
+from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.whole import exists, read_object, write_object
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class FolderDrafts:
         storage: Storage,
         tree: FolderTree,
         *,
-        owner: Callable[[], Owner] = this_process,
+        owner: Callable[[], ProcessId] = current_process,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
@@ -150,7 +150,7 @@ class FolderDrafts:
             text = read_object(self._storage, key)
         except ObjectNotFound:
             return age_s > LEASE_S
-        return is_dead(text, age_s=self._clock() - renewed_s, asked_by=self._owner())
+        return is_dead(text, age_s=self._clock() - renewed_s, observer=self._owner())
 
     def _settle_old(self, folder: str, name: str) -> None:
         """Finish or take back a replacement that was killed where nothing could exchange the folders."""

@@ -12,20 +12,18 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.base import LEASE_S, Committed, Draft, Drafts, Seal, Shelf
 from penstock.checkpoint.commit.folders import FolderDrafts, FolderShelf
 from penstock.checkpoint.commit.records import RecordDrafts, RecordShelf
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import run_on_rank0
 from penstock.errors import StorageError
 from penstock.storage.powers import conditional, find_folders, for_large_files
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
-
-Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +40,7 @@ def begin(storage: Storage, name: str, comm: Comm, *, drafts: Drafts | None = No
             logger.info("Removed %s, which a save left that died, below %s", swept, storage.uri)
         return keeper.start(name, secrets.token_hex(8))
 
-    draft = on_lead(comm, start, awaiting=f"rank 0 to make room for {name}")
+    draft = run_on_rank0(comm, start, awaiting=f"rank 0 to make room for {name}")
     return Place(storage, comm, keeper, draft)
 
 
@@ -56,21 +54,6 @@ def open_shelf(storage: Storage) -> Shelf:
     """What is committed in this storage."""
     tree = find_folders(storage)
     return FolderShelf(storage, tree) if tree is not None else RecordShelf(storage)
-
-
-def on_lead(comm: Comm, work: Callable[[], Result], *, awaiting: str) -> Result:
-    """What `work` returns on rank 0, on every rank; where it raises there, all raise. Collective."""
-    outcomes = on_all(comm, lambda: work() if comm.rank == 0 else None, awaiting=awaiting)
-    return cast("Result", outcomes[0])
-
-
-def on_all(
-    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
-) -> list[Result]:
-    """`collect`, but a process that is alone gets its own error, and not that of a rank. Collective."""
-    if comm.size == 1:
-        return [work()]
-    return collect(comm, work, awaiting=awaiting, timeout_s=timeout_s)
 
 
 class Place:
@@ -101,7 +84,7 @@ class Place:
         """
         with ExitStack() as undo:
             undo.callback(self.abandon)
-            committed = on_lead(
+            committed = run_on_rank0(
                 self._comm,
                 lambda: self._drafts.publish(self.draft, make_seal()),
                 awaiting=f"rank 0 to commit {self.draft.name}",

@@ -23,7 +23,7 @@ from penstock.checkpoint.commit.base import LEASE_S, MANIFEST_NAME, METADATA_NAM
 from penstock.checkpoint.commit.lease import is_dead, lease_text
 from penstock.checkpoint.commit.whole import require_whole
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
-from penstock.storage.owner import Owner, this_process
+from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class RecordDrafts:
         storage: Storage,
         conditional: SupportsConditions,
         *,
-        owner: Callable[[], Owner] = this_process,
+        owner: Callable[[], ProcessId] = current_process,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
@@ -120,7 +120,7 @@ class RecordDrafts:
             text = read_object(self._storage, key)
         except ObjectNotFound:
             return False
-        return is_dead(text, age_s=self._clock() - times[key], asked_by=self._owner())
+        return is_dead(text, age_s=self._clock() - times[key], observer=self._owner())
 
     def _write_record(self, draft: Draft, older: Committed | None) -> Committed:
         record = _Record(save_id=draft.save_id, folder=draft.folder)

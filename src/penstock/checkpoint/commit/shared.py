@@ -25,7 +25,7 @@ from penstock.checkpoint.commit.lease import lease_text
 from penstock.checkpoint.commit.whole import require_whole
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage.files.sink import is_unfinished
-from penstock.storage.owner import Owner, this_process
+from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class SharedDraft:
         save_id: str,
         *,
         node: int,
-        owner: Callable[[], Owner] = this_process,
+        owner: Callable[[], ProcessId] = current_process,
     ) -> None:
         self.draft = Draft(name=name, folder=f"{HIDDEN}save-{save_id}-{name}", save_id=save_id)
         self._storage = storage

@@ -31,7 +31,7 @@ from penstock.checkpoint.plan.loading import NobodyCanRead, rank_load_plan, shar
 from penstock.checkpoint.plan.records import LoadOptions
 from penstock.checkpoint.stateful import loading_into
 from penstock.checkpoint.tensors import destinations
-from penstock.checkpoint.together import together
+from penstock.cluster.collectives import run_on_all_ranks
 from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
 from penstock.storage.powers import for_large_files
@@ -133,7 +133,7 @@ class _Load:
         contents = located(self._opened, self._comm)
         self._opened = replace(self._opened, contents=contents)
         lines = as_lines(contents)
-        holding, selection, wishes = together(
+        holding, selection, wishes = run_on_all_ranks(
             self._comm,
             lambda: self._wish(state, contents, lines),
             awaiting="all ranks to match their state with the checkpoint",
@@ -148,7 +148,7 @@ class _Load:
             lambda stopping: self._move(plan, lines, (wishes.boxes, targets), progress, stopping),
             awaiting="all ranks to load their parts",
         )
-        values = together(
+        values = run_on_all_ranks(
             self._comm,
             lambda: unpack(self._opened, lines, wishes, targets, trust=self._choice.trust),
             awaiting="all ranks to unpack what they have loaded",

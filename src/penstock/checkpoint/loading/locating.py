@@ -15,7 +15,7 @@ import numpy as np
 from penstock.checkpoint.dcp.items import HEAD_BYTES
 from penstock.checkpoint.loading.wishes import with_payloads
 from penstock.checkpoint.pieces import UNKNOWN
-from penstock.checkpoint.together import together
+from penstock.cluster.collectives import run_on_all_ranks
 
 if TYPE_CHECKING:
     from penstock.checkpoint.opened import Opened
@@ -38,7 +38,9 @@ def located(opened: Opened, comm: Comm) -> Contents:
     if not len(rows):
         return contents
     mine = rows[comm.rank :: comm.size]
-    found = together(comm, lambda: _positions(opened, mine), awaiting="all ranks to look into foreign items")
+    found = run_on_all_ranks(
+        comm, lambda: _positions(opened, mine), awaiting="all ranks to look into foreign items"
+    )
     everybodys = comm.gather(found, awaiting="where all payloads begin")
     positions = np.empty(len(rows), dtype=np.int64)
     for rank, each in enumerate(everybodys):

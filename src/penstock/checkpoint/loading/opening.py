@@ -12,8 +12,7 @@ import numpy as np
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.opened import Opened, open_checkpoint, open_folder
-from penstock.checkpoint.together import together
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results, run_on_all_ranks
 from penstock.errors import ObjectNotFound
 from penstock.storage.memory import MemorySource
 from penstock.storage.whole import read_object
@@ -52,8 +51,8 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Opened
 
     if comm.size == 1:
         return open_folder(storage, folder, uri)
-    known = collect(comm, read, awaiting="rank 0 to read what describes the checkpoint")[0]
-    return together(
+    known = all_gather_results(comm, read, awaiting="rank 0 to read what describes the checkpoint")[0]
+    return run_on_all_ranks(
         comm,
         lambda: open_folder(DescribedStorage(storage, known), folder, uri),
         awaiting="all ranks to understand the checkpoint",
@@ -62,7 +61,7 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Opened
 
 def open_path_together(path: AnyPath, comm: Comm) -> Opened:
     """Open any path or URI that can hold a checkpoint, one file of `torch.save` among them; collective."""
-    return together(
+    return run_on_all_ranks(
         comm,
         lambda: open_checkpoint(path, rank=comm.rank),
         awaiting="all ranks to open the checkpoint",

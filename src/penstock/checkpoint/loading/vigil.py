@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from penstock.cluster.collect import cause_of
+from penstock.cluster.collectives import format_cause
 from penstock.errors import RankFailed, WaitTimeout
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class _Vigil:
         elif done_s is None:
             return _Stand("busy")
         elif (error := working.exception()) is not None:
-            cause = cause_of(error)
+            cause = format_cause(error)
         elif time.monotonic() - done_s > self.limit_s:
-            cause = cause_of(WaitTimeout(self.awaiting, self.limit_s))
+            cause = format_cause(WaitTimeout(self.awaiting, self.limit_s))
         return _Stand("failed", self.comm.host, cause) if cause else _Stand("done")

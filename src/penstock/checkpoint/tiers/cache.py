@@ -30,9 +30,9 @@ from penstock.checkpoint.tiers.protecting import KeyOf, Protector
 from penstock.checkpoint.tiers.ring import BLOCK_BYTES
 from penstock.checkpoint.tiers.schemes import Partner, Scheme, check_schemes, scheme_for
 from penstock.checkpoint.tiers.stripes import layout_for
-from penstock.cluster.collect import collect
-from penstock.storage.owner import this_process
+from penstock.cluster.collectives import all_gather_results
 from penstock.storage.powers import for_large_files
+from penstock.storage.process_id import current_process
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ class CacheLevel:
             self._node.confirm(draft.name)
 
     def _together(self, work: Callable[[], Result], awaiting: str) -> list[Result]:
-        return collect(self._comm, work, awaiting=awaiting)
+        return all_gather_results(self._comm, work, awaiting=awaiting)
 
 
 def _planned(
@@ -385,4 +385,4 @@ def _node_of(storage: Storage, rank: int) -> tuple[str, int, int]:
     root = parse_uri(storage.uri).root
     os.makedirs(root, exist_ok=True)  # noqa: PTH103 - the storage's own root, which may not be there yet
     facts = os.stat(root)  # noqa: PTH116 - likewise
-    return this_process().kernel or f"rank {rank}", facts.st_dev, facts.st_ino
+    return current_process().kernel or f"rank {rank}", facts.st_dev, facts.st_ino

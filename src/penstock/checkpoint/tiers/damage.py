@@ -13,7 +13,7 @@ from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.sums import sum_of, sum_of_object
 from penstock.checkpoint.verify import damage_in_files
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import DataDamaged, StorageError
 from penstock.storage.powers import for_large_files
 from penstock.storage.whole import read_object
@@ -44,7 +44,7 @@ def damaged_shares(cache: CacheLevel, comm: Comm, name: str, found: Assessment) 
             return mine
         return [rank for rank in mine if _is_damaged(held, manifest, found, rank)]
 
-    told = collect(comm, look, awaiting=f"all ranks to check the files of {name}")
+    told = all_gather_results(comm, look, awaiting=f"all ranks to check the files of {name}")
     return tuple(sorted(rank for ranks in told for rank in ranks))
 
 

@@ -22,7 +22,7 @@ from penstock.checkpoint.tiers.damage import damaged_shares
 from penstock.checkpoint.tiers.fetching import Fetched
 from penstock.checkpoint.tiers.flush import require_over
 from penstock.checkpoint.tiers.flushers import make_flusher
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import RankFailed, StorageError, UsageError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class LeveledKeeper:
     def candidates(self, wanted: int | None) -> list[int]:
         """Every step of any level."""
         cached = {step for name in self._cache.names() if (step := step_of(name)) is not None}
-        durable = collect(
+        durable = all_gather_results(
             self._comm,
             lambda: self._durable.committed() if self._comm.rank == 0 else [],
             awaiting="rank 0 to list the durable steps",
@@ -143,7 +143,7 @@ class LeveledKeeper:
         found = self._cache.assess(name_of(step))
         if found.records:
             yield from self._cached(step, found)
-        is_durable = collect(
+        is_durable = all_gather_results(
             self._comm,
             lambda: self._comm.rank == 0 and step in self._durable.committed(),
             awaiting="rank 0 to look for the durable step",

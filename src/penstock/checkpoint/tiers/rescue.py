@@ -17,7 +17,7 @@ from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.steps import name_of, step_of
 from penstock.checkpoint.tiers.copying import Copy, Pace, copy_files
 from penstock.checkpoint.tiers.damage import damaged_shares
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import RankFailed
 from penstock.storage.powers import for_large_files
 from penstock.storage.whole import read_object
@@ -69,7 +69,7 @@ class Scavenged:
 
 def cached_steps(cache: CacheLevel, comm: Comm) -> list[int]:
     """Every step of which some node has a share, ascending; unlike a restart, this removes nothing."""
-    told = collect(
+    told = all_gather_results(
         comm,
         lambda: cache.names_here() if cache.leads else [],
         awaiting="all nodes to list their caches",
@@ -123,7 +123,7 @@ def _make_durable(cache: CacheLevel, comm: Comm, durable: Steps, step: int, foun
     with ExitStack() as undo:
         place = begin(durable.storage, name, comm)
         undo.callback(place.abandon)
-        collect(
+        all_gather_results(
             comm,
             lambda: _copy_shares(cache, found, place, name, comm.rank),
             awaiting=f"all ranks to copy what they hold of {name}",
@@ -144,7 +144,7 @@ def _is_there(comm: Comm, durable: Steps, step: int, manifest: bytes) -> bool:
         stored = durable.find(step)
         return bytes(read_object(stored.storage, stored.key(MANIFEST_NAME))) == manifest
 
-    return collect(comm, look, awaiting="rank 0 to look at the durable level")[0]
+    return all_gather_results(comm, look, awaiting="rank 0 to look at the durable level")[0]
 
 
 def _copy_shares(cache: CacheLevel, found: Assessment, place: Place, name: str, rank: int) -> None:

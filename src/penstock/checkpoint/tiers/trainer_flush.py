@@ -17,7 +17,7 @@ from penstock.checkpoint.keeping import DurableKeeper, retire
 from penstock.checkpoint.tiers.copying import BURST_S, Copy, Pace, copy_files
 from penstock.checkpoint.tiers.flush import Flush, FlushState
 from penstock.checkpoint.worker import lasting_worker
-from penstock.cluster.collect import cause_of, collect
+from penstock.cluster.collectives import all_gather_results, format_cause
 from penstock.errors import WaitTimeout
 from penstock.storage.powers import for_large_files
 
@@ -90,7 +90,7 @@ class TrainerFlusher:
             return FlushState(phase="copying" if flush.running() else "given", size_bytes=size_bytes)
         error = flush.exception()
         if error is not None:
-            return FlushState(phase="failing", size_bytes=size_bytes, reason=cause_of(error))
+            return FlushState(phase="failing", size_bytes=size_bytes, reason=format_cause(error))
         return FlushState(phase="durable", size_bytes=size_bytes, copied_bytes=size_bytes)
 
     def _flush(self, step: int, cached: Cached) -> None:
@@ -122,7 +122,7 @@ def flush_step(
     with ExitStack() as undo:
         place = begin(durable, cached.name, comm)
         undo.callback(place.abandon)
-        collect(
+        all_gather_results(
             comm,
             lambda: _copy_share(cached, cache, place, comm.rank, threads=threads, pace=pace),
             awaiting=f"all ranks to copy their files of {cached.name}",

@@ -23,6 +23,7 @@ from typing import Final
 
 from penstock.results.history.entries import Began, Entry, Moved, format_entry, parse_entry
 from penstock.storage.files.calls import explaining
+from penstock.storage.files.durable import sync_folder, sync_open_file
 
 FOLDER: Final = ".penstock"
 FILE: Final = "history.jsonl"
@@ -97,7 +98,7 @@ class HistoryFile:
             try:
                 _lock(descriptor, self.path)
                 yield lambda entry: _append(descriptor, format_entry(entry))
-                os.fsync(descriptor)
+                sync_open_file(descriptor)
             finally:
                 os.close(descriptor)
             if is_new:
@@ -120,15 +121,6 @@ def parse_lines(content: bytes, name: str) -> Lines:
             what = f"is torn after {len(line)} bytes" if is_torn else f"cannot be understood: {error}"
             complaints.append(f"{name}: line {number} {what}; it is passed over")
     return Lines(entries=tuple(entries), complaints=tuple(complaints))
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _fresh_id(taken: set[str]) -> str:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
 from penstock.results.history.entries import Moved
-from penstock.results.history.file import HistoryFile, sync_folder
+from penstock.results.history.file import HistoryFile
 from penstock.results.history.kept import subfolders
 from penstock.storage.files.calls import explaining
+from penstock.storage.files.durable import rename_durably
 
 if TYPE_CHECKING:
     from penstock.results.history.kept import KeptRun
@@ -77,10 +78,7 @@ def delete(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
 
 def _move(run: KeptRun, target: Path) -> None:
     assert run.path is not None
-    source = run.path.parent
-    run.path.rename(target)
-    sync_folder(target.parent)
-    sync_folder(source)
+    rename_durably(run.path, target)
 
 
 def _drop_empty_batches(history: HistoryFile) -> None:

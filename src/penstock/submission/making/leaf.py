@@ -6,7 +6,6 @@ its name in the tree is whole; a run that failed leaves a draft, which says so i
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.results.history.file import HistoryFile
 from penstock.storage.files.calls import explaining
+from penstock.storage.files.durable import rename_durably, sync_folder
 from penstock.submission.making.claim import Claim, require_plain
 from penstock.submission.names import TIME_FORMAT, Benchmark, Phase, log_names, metadata_name
 
@@ -118,9 +118,8 @@ def publish(address: Address) -> Path:
     folder = address.folder
     with explaining("Publishing a leaf", str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sync_folder(address.draft)
-        address.draft.rename(folder)
-        _sync_folder(folder.parent)
+        sync_folder(address.draft)
+        rename_durably(address.draft, folder)
         _prune(address.draft.parent, until=address.series.claim.root / HIDDEN)
     HistoryFile(address.series.claim.root).publish(address.draft, folder)
     return folder
@@ -131,9 +130,7 @@ def set_aside(claim: Claim, folder: Path) -> Path:
     target = claim.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(claim.root)
     with explaining("Moving a leaf to the trash", str(folder)):
         target.parent.mkdir(parents=True)
-        folder.rename(target)
-        _sync_folder(target.parent)
-        _sync_folder(folder.parent)
+        rename_durably(folder, target)
     return target
 
 
@@ -142,14 +139,6 @@ def drafts(series: Series) -> list[Path]:
     below = series.claim.root / HIDDEN / UNDER_WAY / series.folder
     depth = "*/*" if series.benchmark is Benchmark.TRAINING else "*"
     return sorted(path for path in below.glob(depth) if path.is_dir())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _prune(folder: Path, *, until: Path) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.cluster.join import joined_job
 from penstock.environment import process_environment
 from penstock.errors import Unavailable, UsageError
@@ -179,7 +179,7 @@ def main() -> None:
             comm.barrier(awaiting="all ranks to drink", timeout_s=1.0)
         elif scene == "collect":
             work = raise_error if comm.rank == actor else (lambda _comm: None)
-            collect(comm, lambda: work(comm), awaiting="all ranks to drink", timeout_s=10.0)
+            all_gather_results(comm, lambda: work(comm), awaiting="all ranks to drink", timeout_s=10.0)
         elif comm.rank == actor:
             SCENES[scene](comm)
         elif scene != "barrier":

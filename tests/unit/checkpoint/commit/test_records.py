@@ -15,7 +15,7 @@ from penstock.checkpoint.commit.records import LEASE_ENDING, RECORD_NAME, Record
 from penstock.cluster.solo import SoloComm
 from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
 from penstock.storage.memory import MemorySource, MemoryStorage
-from penstock.storage.owner import Owner, this_process
+from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.whole import write_object
 from penstock.storage.wrapping import WrappedStorage
 from penstock.testing.faults import FailAtCall, Verb
@@ -38,8 +38,8 @@ def always(value: T) -> Callable[[], T]:
     return lambda: value
 
 
-def someone_else() -> Owner:
-    return replace(this_process(), kernel="another machine")
+def someone_else() -> ProcessId:
+    return replace(current_process(), kernel="another machine")
 
 
 def test_a_commit_leaves_its_files_and_one_record() -> None:
@@ -99,8 +99,8 @@ def test_a_record_that_was_written_though_its_answer_was_lost_counts() -> None:
 def test_objects_of_dead_saves_are_swept_and_those_of_living_ones_are_not() -> None:
     storage = MemoryStorage()
     for name, owner, seconds_later, is_swept in [
-        ("step-1", this_process(), 10 * LEASE_S, False),
-        ("step-2", replace(this_process(), started="1"), 0.0, True),
+        ("step-1", current_process(), 10 * LEASE_S, False),
+        ("step-2", replace(current_process(), started="1"), 0.0, True),
         ("step-3", someone_else(), 0.0, False),
         ("step-4", someone_else(), 2 * LEASE_S, True),
     ]:
@@ -117,7 +117,7 @@ def test_a_lease_that_outlived_its_commit_is_swept_alone() -> None:
     storage = MemoryStorage()
     committed = save_known(storage, NAME, 0, SoloComm())
     before = keys(storage)
-    dead = replace(this_process(), started="1")
+    dead = replace(current_process(), started="1")
     write_object(storage, committed.folder + LEASE_ENDING, [lease_text(dead)])
     assert RecordDrafts(storage, storage).sweep() == [committed.folder]
     assert keys(storage) == before
@@ -217,7 +217,7 @@ def test_an_abandoned_save_leaves_nothing_and_one_that_cannot_be_removed_is_told
 
 def test_what_cannot_be_swept_fails_no_save() -> None:
     storage = MemoryStorage()
-    dead = RecordDrafts(storage, storage, owner=always(replace(this_process(), started="1")))
+    dead = RecordDrafts(storage, storage, owner=always(replace(current_process(), started="1")))
     write_object(storage, dead.start("step-9", "a" * 16).key("__0_0.distcp"), [b"123"])
     save_known(FailAtCall(storage, "delete", 1), NAME, 0, SoloComm())
     assert any(key.startswith("step-9/") for key in keys(storage))
@@ -232,7 +232,7 @@ def test_a_lease_that_ends_while_it_is_looked_at_keeps_its_save() -> None:
             return super().open(key)
 
     storage = _Ending()
-    dead = RecordDrafts(storage, storage, owner=always(replace(this_process(), started="1")))
+    dead = RecordDrafts(storage, storage, owner=always(replace(current_process(), started="1")))
     write_object(storage, dead.start(NAME, "a" * 16).key("__0_0.distcp"), [b"123"])
     assert RecordDrafts(storage, storage).sweep() == []
     assert len(keys(storage)) == 1

@@ -14,7 +14,7 @@ from penstock.checkpoint.tiers.daemon.notes import Notes
 from penstock.checkpoint.tiers.daemon.orders import Order, OrderBook, read_order
 from penstock.checkpoint.tiers.daemon.process import Speedometer
 from penstock.errors import DataDamaged
-from penstock.storage.owner import this_process
+from penstock.storage.process_id import current_process
 
 
 def order_of(step: int, **fields: Any) -> Order:
@@ -41,7 +41,7 @@ def test_only_one_process_is_the_daemon_of_a_cache(tmp_path: Path) -> None:
     assert folder.daemon_pid() is None
     with folder.locked() as held:
         assert folder.daemon_lives()
-        assert folder.daemon_pid() == this_process().pid
+        assert folder.daemon_pid() == current_process().pid
         with pytest.raises(BlockingIOError), FlushFolder(tmp_path).locked():
             pass
         assert held.is_valid()
@@ -51,7 +51,7 @@ def test_only_one_process_is_the_daemon_of_a_cache(tmp_path: Path) -> None:
 
 
 def test_notes_of_the_dead_count_for_nothing_and_are_removed(tmp_path: Path) -> None:
-    dead = Notes(tmp_path, "saving", owner=lambda: replace(this_process(), started="1"))
+    dead = Notes(tmp_path, "saving", owner=lambda: replace(current_process(), started="1"))
     path = dead.put()
     living = Notes(tmp_path, "saving")
     assert not living.any_living()

@@ -23,7 +23,7 @@ from penstock.checkpoint.tiers.daemon.orders import Order, OrderedFile
 from penstock.checkpoint.tiers.daemon.priority import free_cores
 from penstock.checkpoint.tiers.daemon.starting import start_daemon
 from penstock.checkpoint.tiers.flush import Flush, FlushState
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import PenstockError, StorageError, Unavailable, WaitTimeout
 from penstock.storage.uri import parse_uri
 
@@ -88,7 +88,7 @@ class DaemonFlusher:
             if self._mending is not None:
                 mending, self._mending = self._mending, None
                 mending.mend()
-            collect(
+            all_gather_results(
                 self._members.comm,
                 lambda: self._order(step, cached) if self._leads else None,
                 awaiting=f"all nodes to hand over step {step}",

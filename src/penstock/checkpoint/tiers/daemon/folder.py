@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.checkpoint.commit.lease import lease_text
 from penstock.checkpoint.tiers.daemon.notes import Notes
 from penstock.checkpoint.tiers.daemon.orders import FOLDER, OrderBook
-from penstock.storage.owner import this_process
+from penstock.storage.process_id import current_process
 
 if TYPE_CHECKING:
     from typing import IO
@@ -88,7 +88,7 @@ class FlushFolder:
         with self._lock.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
-            file.write(lease_text(this_process()))
+            file.write(lease_text(current_process()))
             file.flush()
             yield Held(file, self._lock)
 

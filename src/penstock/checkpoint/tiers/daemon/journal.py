@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.checkpoint.tiers.daemon.orders import sync_folder
+from penstock.storage.files.durable import sync_open_file, write_durably
 
 NUM_KEPT: Final = 200
 """Outcomes of the past that stay when the journal is begun anew."""
@@ -111,8 +111,7 @@ class Journal:
     def write(self, line: Line) -> None:
         """Add a line; it survives a power cut once this returns."""
         self._file.write(_text(line))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync_open_file(self._file)
         self.standings = fold([line], self.standings)
 
     def close(self) -> None:
@@ -120,13 +119,7 @@ class Journal:
         self._file.close()
 
     def _begin_anew(self, lines: Iterable[Line]) -> None:
-        unfinished = self._path.with_name(f".{self._path.name}")
-        with unfinished.open("wb") as file:
-            file.writelines(_text(line) for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(self._path)
-        sync_folder(self._path.parent)
+        write_durably(self._path, b"".join(_text(line) for line in lines))
 
 
 class JournalReader:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME
 from penstock.checkpoint.tiers.daemon.orders import Order, read_order
-from penstock.cluster.collect import collect
+from penstock.cluster.collectives import all_gather_results
 from penstock.errors import ObjectNotFound
 from penstock.storage.whole import read_object
 
@@ -118,4 +118,4 @@ class Mending:
         return None
 
     def _together(self, work: Callable[[], Result], awaiting: str) -> list[Result]:
-        return collect(self._comm, work, awaiting=awaiting)
+        return all_gather_results(self._comm, work, awaiting=awaiting)

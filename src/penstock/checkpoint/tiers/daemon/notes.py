@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.lease import is_dead, lease_text
-from penstock.storage.owner import Owner, this_process
+from penstock.storage.process_id import ProcessId, current_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Notes:
     """The notes of one kind, in a folder of their own."""
 
-    def __init__(self, folder: Path, kind: str, *, owner: Callable[[], Owner] = this_process) -> None:
+    def __init__(self, folder: Path, kind: str, *, owner: Callable[[], ProcessId] = current_process) -> None:
         self._folder = folder / kind
         self._owner = owner
 
@@ -58,7 +58,7 @@ class Notes:
     def _lives(self, path: Path) -> bool:
         try:
             age_s = time.time() - path.stat().st_mtime
-            if not is_dead(path.read_bytes(), age_s=age_s, asked_by=self._owner()):
+            if not is_dead(path.read_bytes(), age_s=age_s, observer=self._owner()):
                 return True
             path.unlink()
         except FileNotFoundError:

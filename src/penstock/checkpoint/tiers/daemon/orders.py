@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.checkpoint.steps import name_of
 from penstock.errors import DataDamaged
+from penstock.storage.files.durable import sync_folder, write_durably
 
 FOLDER: Final = ".penstock-flush"
 """In each cache, beside its steps: orders, journal, notes of trainers, the daemon's lock and log."""
@@ -99,7 +100,7 @@ class OrderBook:
     def put(self, order: Order) -> None:
         """Give an order, durably."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._folder / f"{order.name}.json", order.model_dump_json().encode())
+        write_durably(self._folder / f"{order.name}.json", order.model_dump_json().encode())
 
     def all(self) -> dict[int, Order | DataDamaged]:
         """By step; what cannot be read is told as its error."""
@@ -133,23 +134,3 @@ class OrderBook:
         except FileNotFoundError:
             return
         sync_folder(self._folder)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole and durably, or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,68 @@
+"""The identity of a process: what tells it from every other one, also after its end, a reboot or elsewhere.
+
+Leases, presence files and run records carry it, so that what a dead process left can be collected.
+Invariant: a process is called ended only where this one can know it, on the same running kernel and in the
+same PID namespace (containers have their own); everywhere else the answer is "unknown".
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessId:
+    """A process; `kernel` and `numbering` say where its PID means something. Lease files have these keys."""
+
+    host: str
+    pid: int
+    started: str
+    """When the process started, in ticks since the boot: PIDs are reused."""
+    kernel: str
+    """The boot ID; empty where the system does not tell it."""
+    numbering: str
+    """The PID namespace, as /proc names it."""
+
+    def has_ended(self, *, observer: ProcessId) -> bool | None:
+        """Whether this process is over; None where `observer` cannot know."""
+        if not self.kernel or (self.kernel, self.numbering) != (observer.kernel, observer.numbering):
+            return None
+        return _read_start_ticks(self.pid) != self.started
+
+
+def current_process() -> ProcessId:
+    """The calling process. On a system without boot IDs nobody can find out that it has ended."""
+    pid = os.getpid()
+    try:
+        kernel = _BOOT_ID.read_text().strip()
+        numbering = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        kernel = numbering = ""
+    return ProcessId(
+        host=gethostname(),
+        pid=pid,
+        started=_read_start_ticks(pid) or "",
+        kernel=kernel,
+        numbering=numbering,
+    )
+
+
+def pid_exists(pid: int) -> bool:
+    """Whether a process of this number runs in this PID namespace, whichever it is."""
+    return _read_start_ticks(pid) is not None
+
+
+def _read_start_ticks(pid: int) -> str | None:
+    """When the process of this number started; None if there is none, or only its zombie."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The second field, the program's name in parentheses, may hold blanks and parentheses itself.
+    state, *fields = line.rpartition(")")[2].split()
+    return None if state in ("Z", "X") else fields[18]
