@@ -12,6 +12,9 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
+from tests.support.s3.moto_server import running_moto
+from tests.support.s3.server import BUCKET, S3Server
+
 from harness import Ratio, interleave
 from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
 from penstock.bench.checkpoint.run import run_checkpoints
@@ -20,8 +23,6 @@ from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.solo import SoloComm
 from penstock.progress import Silent
 from penstock.storage import open_storage
-from penstock.testing.server_moto import running_moto
-from penstock.testing.servers import BUCKET, S3Server
 from penstock.workload.model import load_model
 
 CLIENTS = ("minio", "s3dlio", "s3torchconnector")

@@ -1,6 +1,6 @@
 """Saves killed at every storage operation, ours beside stock `dcp.save`: what can be restored afterwards.
 
-    python benchmarks/checkpoint_crashes.py [every]       kill at each `every`-th operation, by default at all
+    python -m benchmarks.checkpoint_crashes [every]       kill at each `every`-th operation, by default at all
 
 Both save the same state of tensors to two files, once as a new step and once over the step that is there,
 and die by SIGKILL instead of making their n-th operation. Then the newest step is loaded, and compared bit
@@ -24,15 +24,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-
-from penstock.errors import PenstockError
-from penstock.testing.clean_processes import exit_code_of
-from penstock.testing.crash import killed_at
-from penstock.testing.known_states import (
+from tests.support.known_states import (
     blank_state,
     known_state,
     restored,
@@ -40,6 +32,14 @@ from penstock.testing.known_states import (
     save_state,
     save_state_alone,
 )
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from penstock.errors import PenstockError
+from penstock.testing.child_processes import exit_code_of
+from penstock.testing.crash import killed_at
 
 Outcome = Literal["a saved step", "a mix of two steps, silently", "nothing: the newest fails to load"]
 OUTCOMES: tuple[Outcome, ...] = (

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 
 import penstock.trace
 from harness import Ratio, ratio_of
@@ -31,7 +32,6 @@ from penstock.checkpoint import Flush, Manager, Single, Xor
 from penstock.checkpoint.steps import Steps
 from penstock.checkpoint.tiers.daemon.folder import FlushFolder
 from penstock.storage.registry import open_here
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 NUM_RANKS = 4
 NUM_TENSORS = 4

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+# Benchmarks share servers, ranks and made-up data with the tests, whose root is not on the path of
+# `python benchmarks/run.py`.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 RECORDS = Path(__file__).parent / "records"
 WORST_ACCEPTED = 0.8

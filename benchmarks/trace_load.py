@@ -20,10 +20,10 @@ from pathlib import Path
 
 import duckdb
 from isal import igzip
+from tests.support.trace_files import Writing, write_trace
 
 from harness import Ratio, interleave
 from penstock.progress import Silent
-from penstock.testing.trace_files import Writing, write_trace
 from penstock.trace.opened import find_files, open_traces, trace_files
 from penstock.trace.reading.files import TraceFile, read_selected
 from penstock.trace.reading.pages import read_pieces

@@ -6,13 +6,12 @@ import signal
 
 import pytest
 from hypothesis import settings
-
-from penstock.testing.browser import browser
-from penstock.testing.server_fixtures import faulty, lasting_fake, moto, radosgw
+from tests.support.browser import browser
+from tests.support.s3.fixtures import faulty, lasting_fake, moto, radosgw
 
 __all__ = ["browser", "faulty", "lasting_fake", "moto", "radosgw"]
 
-pytest.register_assert_rewrite("penstock.testing.contract")
+pytest.register_assert_rewrite("penstock.testing.storage_contract")
 
 # Tests hold invariants, benchmarks hold speed: on a busy machine a deadline fails what is right.
 settings.register_profile("penstock", deadline=None)

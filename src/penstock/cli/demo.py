@@ -12,7 +12,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.campaign.demo import Tour
+    from penstock.workflows.demo import Tour
 
 
 def demo(
@@ -30,8 +30,8 @@ def demo(
 
       penstock demo --out /mnt/pfs/demo --json
     """
-    from penstock.campaign.demo import tour
     from penstock.environment import process_environment
+    from penstock.workflows.demo import tour
 
     terminal = Terminal(as_json=as_json)
     terminal.note(
@@ -47,7 +47,7 @@ def demo(
 
 def _draw(console: Console, seen: Tour) -> None:
     from penstock.bench.probe.rows import headline_rows
-    from penstock.campaign.demo import checkpoint_rows, training_rows
+    from penstock.workflows.demo import checkpoint_rows, training_rows
 
     table(f"The limits of {seen.probe.uri}", headline_rows(seen.probe.measurements))(console)
     table(f"Training {seen.training.workload}, small", training_rows(seen.training))(console)

@@ -14,12 +14,12 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.campaign.submission.session import Session
     from penstock.cli.terminal import View
     from penstock.cluster.comm import Comm
     from penstock.submission.making.leaf import Series
     from penstock.submission.making.located import Located
     from penstock.submission.names import Benchmark
+    from penstock.workflows.submission.session import Session
     from penstock.workload.divisions import SubmissionDivision
     from penstock.workload.spec import Workload
 
@@ -117,8 +117,8 @@ def open_session(entry: Entry, settings: Sequence[str] | None, *, comm: Comm) ->
     """What all leaves of this command share; the program's image is in the pool then. Collective."""
     from datetime import UTC, datetime
 
-    from penstock.campaign.submission.session import Session, capture_image
     from penstock.environment import process_environment
+    from penstock.workflows.submission.session import Session, capture_image
 
     def clock() -> datetime:
         return datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""The shipped test kit: a contract suite for storages and faults to put around them.
+"""Test kit for people who extend Penstock: contract suites, fault injection, crashes and power cuts.
 
-Outside every flow: nothing but tests and benchmarks import it. `contract` needs pytest; the rest does not.
+Production code never imports it. `storage_contract` needs pytest; the other modules do not.
 """

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 
 from penstock.storage.files.calls import FileCalls
-from penstock.testing.clean_processes import LIMIT_S, clean_context, ending, run_children
+from penstock.testing.child_processes import LIMIT_S, clean_context, ending, run_children
 from penstock.testing.file_faults import CallFault, CallLog, KillAtFileCall, NoSync, faulty_calls
 
 Program = Callable[[FileCalls], None]

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.s3.server import BUCKET
 
 from penstock.cli import main
 from penstock.storage import open_storage
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.servers import BUCKET
 
 if TYPE_CHECKING:
-    from penstock.testing.servers import S3Server
+    from tests.support.s3.server import S3Server
 
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("safetensors.torch")

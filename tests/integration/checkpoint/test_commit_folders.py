@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
+from tests.support.known_steps import assert_known, files_below, save_known
 
 from penstock.checkpoint.commit.base import LEASE_S, Draft, Seal
 from penstock.checkpoint.commit.folders import FolderDrafts
@@ -21,7 +22,6 @@ from penstock.errors import ObjectNotFound, PenstockError
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.whole import write_object
 from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
-from penstock.testing.known_steps import assert_known, files_below, save_known
 
 if TYPE_CHECKING:
     from penstock.storage.posix import PosixStorage

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.known_steps import assert_known, files_below, known_bytes, save_known
 
 from penstock.checkpoint.commit.base import LEASE_S, MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.folders import FolderDrafts
@@ -19,7 +20,6 @@ from penstock.errors import StorageError, UsageError
 from penstock.storage.powers import find_folders
 from penstock.storage.whole import write_object
 from penstock.testing.file_faults import Call, CallLog, NoSync, faulty_calls
-from penstock.testing.known_steps import assert_known, files_below, known_bytes, save_known
 
 if TYPE_CHECKING:
     from penstock.storage.files.calls import FileCalls

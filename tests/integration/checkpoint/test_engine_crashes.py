@@ -13,14 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-
-from penstock.checkpoint.manager import Manager
-from penstock.checkpoint.manifest import ManifestFile, read_manifest
-from penstock.checkpoint.steps import Steps
-from penstock.errors import PenstockError
-from penstock.testing.crash import Program, count_calls, killed_at, sweep
-from penstock.testing.file_faults import CallLog, FailFileCall, NoSync, faulty_calls
-from penstock.testing.known_states import (
+from tests.support.known_states import (
     blank_state,
     known_state,
     restored,
@@ -30,7 +23,14 @@ from penstock.testing.known_states import (
     save_state_alone,
     save_state_as_rank,
 )
-from penstock.testing.known_steps import files_below
+from tests.support.known_steps import files_below
+
+from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manifest import ManifestFile, read_manifest
+from penstock.checkpoint.steps import Steps
+from penstock.errors import PenstockError
+from penstock.testing.crash import Program, count_calls, killed_at, sweep
+from penstock.testing.file_faults import CallLog, FailFileCall, NoSync, faulty_calls
 from penstock.testing.power_cut import Choice, Disk, OperationLog
 
 UNSYNCED = faulty_calls(NoSync())

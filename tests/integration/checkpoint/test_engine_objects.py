@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.support.known_states import restored, save_state
+from tests.support.s3.fake_bucket import FakeBucket
+from tests.support.s3.fake_server import running_fake
+from tests.support.s3.fault_plan import ALWAYS, Fault
+from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.errors import PenstockError
 from penstock.storage import Storage, open_storage
-from penstock.testing.known_states import restored, save_state
-from penstock.testing.server_fake import running_fake
-from penstock.testing.server_fake_store import FakeBucket
-from penstock.testing.server_plan import ALWAYS, Fault
-from penstock.testing.servers import BUCKET, S3Server
 
 IMPATIENT = {"attempts": "1", "backoff_s": "1ms", "request_timeout_s": "20s"}
 _corners = itertools.count()

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from penstock.testing.known_states import restored, save_state
+from tests.support.known_states import restored, save_state
 
 SAVE = """
 import sys
 from pathlib import Path
 import torch
-from penstock.testing.known_states import save_state
+from tests.support.known_states import save_state
 torch.set_num_threads(1)
 save_state(Path(sys.argv[1]), int(sys.argv[2]), 1)
 """

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.gloo_ranks import on_gloo_ranks
 from typer.testing import CliRunner
 
 from penstock.checkpoint.halting import Halt, find_halt
@@ -17,7 +18,6 @@ from penstock.checkpoint.tiers.due import EverySteps
 from penstock.checkpoint.tiers.flush import Flush
 from penstock.cli.app import app
 from penstock.storage.registry import open_here
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 
 def run_job(rank: int, root: Path) -> tuple[int, str, list[int]]:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.loading.vigil import INTERRUPTED
 from penstock.checkpoint.step_reader import load
 from penstock.checkpoint.step_writer import save
 from penstock.errors import PenstockError
 from penstock.progress import Silent
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 Told = dict[str, list[Any]]
 NUM_TENSORS = 12

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
@@ -31,7 +32,6 @@ from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.testing.comm_contract import check_comm
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.bytes_engine import BytesEngine
+from tests.support.known_steps import files_below
 
 from penstock.checkpoint.handle import Meter, Stand
 from penstock.checkpoint.manager import Manager
@@ -26,8 +28,6 @@ from penstock.errors import (
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.registry import open_here
 from penstock.testing.file_faults import FailFileCall, faulty_calls
-from penstock.testing.known_engine import BytesEngine
-from penstock.testing.known_steps import files_below
 
 State = dict[str, bytearray]
 

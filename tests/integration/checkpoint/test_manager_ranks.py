@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from tests.support.bytes_engine import BytesEngine
+from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.known_states import restored, save_state
+from tests.support.known_steps import files_below
 
 from penstock.checkpoint.manager import Manager
 from penstock.errors import (
@@ -22,10 +26,6 @@ from penstock.errors import (
     WaitTimeout,
 )
 from penstock.testing.file_faults import FailFileCall, NoSync, faulty_calls
-from penstock.testing.gloo_ranks import on_gloo_ranks
-from penstock.testing.known_engine import BytesEngine
-from penstock.testing.known_states import restored, save_state
-from penstock.testing.known_steps import files_below
 
 SIZE = 1000
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.own_files import writer_of
 from penstock.checkpoint.verify import verify
 from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 
 def put(manager: Manager, name: str | int, content: bytes = b"x" * 5000) -> None:

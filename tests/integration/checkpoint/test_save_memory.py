@@ -10,7 +10,7 @@ import torch
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.torch_engine import TorchEngine
-from penstock.testing.clean_processes import run_children
+from penstock.testing.child_processes import run_children
 
 MIB = 1 << 20
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +19,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from penstock.checkpoint.step_writer import save
 from penstock.checkpoint.torch_dcp.planner import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64),

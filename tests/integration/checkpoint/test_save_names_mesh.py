@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from penstock.checkpoint.commit.base import MANIFEST_NAME
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.step_writer import save
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 
 def save_on_a_mesh(_rank: int, path: Path) -> None:

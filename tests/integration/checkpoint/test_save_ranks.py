@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
@@ -18,7 +19,6 @@ from penstock.checkpoint.step_writer import save
 from penstock.checkpoint.torch_dcp.planner import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import RankFailed
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 WAYS = ("save", "Writer")
 WEIGHT_BYTES = 4 * 1000 * 300

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.flush_daemons import ending_daemons
+from tests.support.flush_orders import order
 from typer.testing import CliRunner
 
 from penstock.checkpoint.manager import Manager
 from penstock.cli.app import app
 from penstock.errors import ObjectNotFound, UsageError
-from penstock.testing.cached_steps import order
-from penstock.testing.daemons import ending_daemons
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.s3.server import BUCKET
 
 from penstock.cli import main
 from penstock.results.layout import run_folders
-from penstock.testing.servers import BUCKET
 
 if TYPE_CHECKING:
-    from penstock.testing.servers import S3Server
+    from tests.support.s3.server import S3Server
 
 WITHOUT_ACCOUNTS = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
 SMALL = ("llama3-8b", "--scale", "0.00005", "--interval", "0s", "--chunk", "1MiB", "--buffer-memory", "8MiB")

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from tests.support.s3.server import ACCESS_KEY, BUCKET, SECRET_KEY
 
 from penstock.cli.dlio import main
 from penstock.results.dlio.reading import read_dlio_result
 from penstock.results.record import Outcome, read_record
-from penstock.testing.servers import ACCESS_KEY, BUCKET, SECRET_KEY
 from penstock.workload.loading import shipped
 
 if TYPE_CHECKING:
-    from penstock.testing.servers import S3Server
+    from tests.support.s3.server import S3Server
 
 PHASE = {
     "au_percentage",

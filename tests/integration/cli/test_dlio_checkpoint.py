@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.s3.server import BUCKET
 
 from penstock.cli.dlio import main
 from penstock.cli.dlio_checkpoint import checkpoint_place
-from penstock.testing.servers import BUCKET
 from penstock.workload.choices import StorageKind
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
-    from penstock.testing.servers import S3Server
+    from tests.support.s3.server import S3Server
 
 TINY = """
 model:

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
-from penstock.testing.servers import BUCKET
+from tests.support.s3.server import BUCKET
 
 if TYPE_CHECKING:
-    from penstock.testing.servers import S3Server
+    from tests.support.s3.server import S3Server
 
 pytest.importorskip("mpi4py")
 

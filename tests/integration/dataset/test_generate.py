@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from tests.support.s3.server import BUCKET
 
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
@@ -27,12 +28,11 @@ from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.memory import MemoryStorage
 from penstock.testing.faults import FailAfter
-from penstock.testing.servers import BUCKET
 from penstock.workload.choices import Format
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
-    from penstock.testing.servers import S3Server
+    from tests.support.s3.server import S3Server
 
 SMALL = Dataset(
     format=Format.NPZ,

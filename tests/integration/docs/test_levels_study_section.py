@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.campaign.study.configurations import configurations
-from penstock.campaign.study.findings import RULES
-from penstock.campaign.study.request import DEFAULT_TOTAL_BYTES
 from penstock.cli import main
 from penstock.units import format_bytes
+from penstock.workflows.study.configurations import configurations
+from penstock.workflows.study.findings import RULES
+from penstock.workflows.study.request import DEFAULT_TOTAL_BYTES
 
 if TYPE_CHECKING:
     import pytest

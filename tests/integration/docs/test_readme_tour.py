@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
-from penstock.testing.servers import BUCKET
+from tests.support.s3.server import BUCKET
 
 if TYPE_CHECKING:
-    from penstock.testing.servers import S3Server
+    from tests.support.s3.server import S3Server
 
 README = Path(__file__).parents[3] / "README.md"
 BLOCKS = re.findall(r"```(sh|python)\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)

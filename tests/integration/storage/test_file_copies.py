@@ -18,8 +18,7 @@ from penstock.storage.memory import MemoryStorage
 from penstock.storage.posix import PosixStorage
 from penstock.storage.registry import open_storage
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.contract import arbitrary_bytes
-from penstock.testing.same import assert_same_bytes
+from penstock.testing.storage_contract import arbitrary_bytes, assert_same_bytes
 
 if TYPE_CHECKING:
     from penstock.storage.base import Storage

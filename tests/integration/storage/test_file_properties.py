@@ -26,8 +26,7 @@ from penstock.storage.files.direct import COPY_REASON
 from penstock.storage.posix import PosixStorage
 from penstock.storage.registry import open_storage
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.contract import ReleaseLedger, arbitrary_bytes
-from penstock.testing.same import assert_same_bytes
+from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes
 
 if TYPE_CHECKING:
     from penstock.storage.base import Sink

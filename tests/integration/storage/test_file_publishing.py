@@ -32,7 +32,6 @@ from penstock.storage.posix import DirectOptions, FileAccess, FileOptions, Posix
 from penstock.storage.registry import open_storage
 from penstock.storage.uri import Location
 from penstock.storage.whole import exists, read_object, write_object
-from penstock.testing.contract import ReleaseLedger, arbitrary_bytes
 from penstock.testing.file_faults import (
     Call,
     CallFault,
@@ -42,7 +41,7 @@ from penstock.testing.file_faults import (
     ShortTransfers,
     faulty_calls,
 )
-from penstock.testing.same import assert_same_bytes
+from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes
 
 BUFFERED = FileOptions()
 CONTENT = arbitrary_bytes(20_000)

@@ -6,6 +6,7 @@ import errno
 from pathlib import Path
 
 import pytest
+from tests.support.known_steps import files_below
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.files.calls import REAL_CALLS
@@ -16,7 +17,6 @@ from penstock.storage.registry import open_here, open_storage
 from penstock.storage.whole import read_object, write_object
 from penstock.storage.wrapping import WrappedStorage
 from penstock.testing.file_faults import CallLog, FailFileCall, faulty_calls
-from penstock.testing.known_steps import files_below
 
 
 def names_in(storage: PosixStorage, folder: str = "", prefix: str = "") -> list[str]:

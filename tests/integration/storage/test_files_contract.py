@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from penstock.storage.registry import open_storage
-from penstock.testing.contract import StorageContract
+from penstock.testing.storage_contract import StorageContract
 
 if TYPE_CHECKING:
     from penstock.storage.base import Storage

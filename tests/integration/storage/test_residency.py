@@ -27,7 +27,7 @@ from penstock.storage.residency import (
 )
 from penstock.storage.whole import write_object
 from penstock.storage.wrapping import WrappedStorage
-from penstock.testing.contract import arbitrary_bytes
+from penstock.testing.storage_contract import arbitrary_bytes
 
 SIZE = 2 * 2**20 + 123
 

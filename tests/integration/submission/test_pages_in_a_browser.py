@@ -12,7 +12,7 @@ from penstock.testing.submission.timed import valid_round
 from penstock.testing.submission.tree import valid_submission
 
 if TYPE_CHECKING:
-    from penstock.testing.browser import Browser
+    from tests.support.browser import Browser
 
 SCREENS = [
     pytest.param(1280, False, "rgb(251, 251, 249)", id="desktop, light"),

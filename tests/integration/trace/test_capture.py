@@ -22,7 +22,7 @@ from penstock.errors import StorageError
 from penstock.storage import open_storage
 from penstock.storage.powers import find_folders, for_large_files
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.contract import StorageContract
+from penstock.testing.storage_contract import StorageContract
 from penstock.trace import span, steps, traced, tracing_to
 from penstock.trace.capture.lines import Kind, Layer
 from penstock.trace.capture.recorder import Recorder, clock_ns

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tests.support.trace_files import START_US, Writing, make_events, write_trace
 
 from penstock.cli import main
 from penstock.errors import UsageError
 from penstock.progress import Silent
-from penstock.testing.trace_files import START_US, Writing, make_events, write_trace
 from penstock.trace import load
 from penstock.trace.event import COLUMNS
 from penstock.trace.opened import find_files, open_traces, trace_files

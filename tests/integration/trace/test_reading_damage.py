@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from tests.support.trace_files import Writing, lines_of, write_trace
 
-from penstock.testing.trace_files import Writing, lines_of, write_trace
 from penstock.trace.reading.columns import BATCH_SCHEMA
 from penstock.trace.reading.files import TraceFile, read_file
 

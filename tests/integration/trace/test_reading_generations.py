@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tests.support.trace_files import Writing, make_events, write_trace
 
-from penstock.testing.trace_files import Writing, make_events, write_trace
 from penstock.trace.event import COLUMNS, FileAccount
 from penstock.trace.operation import canonical
 from penstock.trace.reading.files import TraceFile, read_file

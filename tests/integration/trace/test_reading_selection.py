@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from tests.support.trace_files import Writing, write_trace
 
 from penstock.errors import UsageError
-from penstock.testing.trace_files import Writing, write_trace
 from penstock.trace.reading.columns import BATCH_SCHEMA
 from penstock.trace.reading.files import TraceFile, read_selected
 from penstock.trace.reading.needles import NO_NEEDLES

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from tests.support.trace_files import Writing, write_trace
 
 from penstock.errors import UsageError
 from penstock.progress import Silent
-from penstock.testing.trace_files import Writing, write_trace
 from penstock.trace import load
 from penstock.trace.opened import find_files, trace_files
 from penstock.trace.reading.selection import EVERYTHING

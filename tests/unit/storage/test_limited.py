@@ -13,7 +13,7 @@ from penstock.storage.limited import Limited, TokenBucket
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.powers import find_folders, for_large_files
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.contract import StorageContract
+from penstock.testing.storage_contract import StorageContract
 
 if TYPE_CHECKING:
     from pathlib import Path

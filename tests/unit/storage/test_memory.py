@@ -11,8 +11,7 @@ from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.storage.memory import FIRST_CAPACITY_BYTES, MemoryStorage
 from penstock.storage.registry import open_storage
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.contract import StorageContract
-from penstock.testing.same import assert_same_bytes
+from penstock.testing.storage_contract import StorageContract, assert_same_bytes
 
 if TYPE_CHECKING:
     from penstock.storage.base import Storage

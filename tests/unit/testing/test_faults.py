@@ -11,7 +11,6 @@ import pytest
 from penstock.errors import OutOfSpace, StorageError
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import exists, read_object, write_object
-from penstock.testing.contract import ReleaseLedger, StorageContract
 from penstock.testing.faults import (
     FailAfter,
     FailAtCall,
@@ -20,6 +19,7 @@ from penstock.testing.faults import (
     Slow,
     Verb,
 )
+from penstock.testing.storage_contract import ReleaseLedger, StorageContract
 
 if TYPE_CHECKING:
     from penstock.storage.base import Sink, Storage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.testing.same import assert_same_bytes
+from penstock.testing.storage_contract import assert_same_bytes
 
 
 def test_equal_bytes_of_any_kind_pass() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.support.trace_studies import small_study
 
 from penstock.errors import UsageError
-from penstock.testing.studies import small_study
 from penstock.trace.event import FileAccount
 from penstock.trace.expect import Checked, Expectations, check_all
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import duckdb
 import pytest
+from tests.support.trace_events import events_table
 
 from penstock.errors import StorageError
 from penstock.progress import Silent
-from penstock.testing.traces import events_table
 from penstock.trace.export import export_perfetto
 from penstock.trace.lens import Lens
 from penstock.trace.questions.base import through_lens

@@ -7,9 +7,9 @@ from typing import Any
 
 import duckdb
 import pytest
+from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
-from penstock.testing.traces import events_table
 from penstock.trace.lens import DEFAULT_PHASES, Lens, parse_phase, parse_tier, tiers_of_mounts
 from penstock.trace.questions.base import through_lens
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.trace_events import events_table
 
-from penstock.testing.traces import events_table
 from penstock.trace import sweep
 from penstock.trace.lens import Lens
 from penstock.trace.questions.base import through_lens

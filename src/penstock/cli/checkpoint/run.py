@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.bench.checkpoint.figures import DirectionFigures
     from penstock.bench.checkpoint.outcome import CheckpointResult
     from penstock.bench.checkpoint.request import CheckpointRequest
-    from penstock.campaign.submission.session import Said
+    from penstock.workflows.submission.session import Said
 
 WRONG_BYTES = 1
 
@@ -75,9 +75,9 @@ def _hand_in(
     from dataclasses import replace
     from functools import partial
 
-    from penstock.campaign.submission.checkpointing import CheckpointOnlooker, add_checkpoints
     from penstock.storage import open_storage
     from penstock.submission.edition import load_edition
+    from penstock.workflows.submission.checkpointing import CheckpointOnlooker, add_checkpoints
 
     for remark in request.remarks:
         terminal.note(remark)
@@ -101,7 +101,7 @@ def _hand_in(
 
 def _said_of(result: CheckpointResult) -> Said:
     """What the command prints of a run, for the logs of its leaf."""
-    from penstock.campaign.submission.session import Said
+    from penstock.workflows.submission.session import Said
 
     notes = "".join(f"{sentence}\n" for sentence in shortcomings(result))
     return Said(stdout=drawn(lambda console: draw(console, result)), stderr=notes)

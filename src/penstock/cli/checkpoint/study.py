@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.bench.state import StateLayout
-    from penstock.campaign.study.records import RowRecord
-    from penstock.campaign.study.run import StudyResult
+    from penstock.workflows.study.records import RowRecord
+    from penstock.workflows.study.run import StudyResult
     from penstock.workload.model import CheckpointModel
 
 UNSAID_RANKS = 4
@@ -106,9 +106,9 @@ def study(
       penstock checkpoint study --model llama3-8b --scale 1/1000 --fast /local/ssd --slow /pfs/me
       --slow-bandwidth 256MiB/s -c direct_slow,bypass,cached_flushed --out study --json
     """
-    from penstock.campaign.study.request import Saving, StudyRequest
-    from penstock.campaign.study.run import study as perform
     from penstock.environment import process_environment
+    from penstock.workflows.study.request import Saving, StudyRequest
+    from penstock.workflows.study.run import study as perform
 
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
     name, layout, share = _sized(model_of(model, settings), comm.size, scale)
@@ -136,7 +136,7 @@ def study(
 
 def _sized(model: CheckpointModel, ranks: int, scale: str | None) -> tuple[str, StateLayout, Fraction]:
     """The model's name, its files on so many ranks, and the share of their bytes."""
-    from penstock.campaign.study.request import default_scale
+    from penstock.workflows.study.request import default_scale
 
     whole = layout_of(model, ranks=ranks, scale=Fraction(1), subset=False)
     share = default_scale(whole.total_bytes) if scale is None else parse_scale(scale)

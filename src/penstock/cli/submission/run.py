@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from penstock.campaign.submission.session import Session
     from penstock.cli.training.asking import Asked
     from penstock.results.host import HostFacts
     from penstock.submission.making.cadence import Cadence
     from penstock.submission.making.leaf import Series
+    from penstock.workflows.submission.session import Session
 
 app = typer.Typer(no_args_is_help=True, help="Make a whole result: all its leaves, and go on after a break.")
 
@@ -183,9 +183,9 @@ def _make(
     comm: Comm,
     terminal: Terminal,
 ) -> None:
-    from penstock.campaign.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
     from penstock.cli.training.run import said_of
     from penstock.submission.edition import load_edition
+    from penstock.workflows.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
 
     session = asked.session
     assert session is not None

@@ -25,9 +25,9 @@ from penstock.environment import process_environment
 if TYPE_CHECKING:
     from penstock.bench.loader.base import OpenStorage
     from penstock.bench.training.request import TrainingRequest
-    from penstock.campaign.submission.session import Session
     from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
+    from penstock.workflows.submission.session import Session
     from penstock.workload.divisions import SubmissionDivision
     from penstock.workload.spec import Workload
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.bench.training.outcome import TrainingResult
-    from penstock.campaign.submission.session import Said
     from penstock.results.utilization import EpochRate
+    from penstock.workflows.submission.session import Said
 
 
 _Decode = Annotated[bool, typer.Option("--decode", help="Decode samples, as a trainer would.")]
@@ -133,7 +133,7 @@ def run(
 
 def _carry_out(words: RunWords, skips: list[str] | None, *, comm: Comm, terminal: Terminal) -> int:
     from penstock.bench.training.run import train
-    from penstock.campaign.submission.training import add_run
+    from penstock.workflows.submission.training import add_run
 
     asked = asked_of(words, comm=comm, terminal=terminal)
     asked = inspected(asked, words, skips, comm=comm, terminal=terminal)
@@ -160,7 +160,7 @@ def _carry_out(words: RunWords, skips: list[str] | None, *, comm: Comm, terminal
 
 def said_of(result: TrainingResult, remarks: Sequence[str]) -> Said:
     """What the command prints of a run, for the logs of its leaf."""
-    from penstock.campaign.submission.session import Said
+    from penstock.workflows.submission.session import Said
 
     notes = (*remarks, *result.stages.remarks)
     return Said(

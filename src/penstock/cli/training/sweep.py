@@ -48,8 +48,8 @@ def sweep(
     """
     from dataclasses import asdict
 
-    from penstock.campaign.sweep import run_command
-    from penstock.campaign.sweep import sweep as search
+    from penstock.workflows.sweep import run_command
+    from penstock.workflows.sweep import sweep as search
 
     words = [workload, "--data", data, "--results", results]
     words += ["--accelerator", accelerator] if accelerator else []

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.s3.fake_server import FakeServer
+from tests.support.s3.fault_plan import ALWAYS, Fault
+from tests.support.s3.server import BUCKET
 
 from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
 from penstock.bench.checkpoint.run import run_checkpoints
@@ -21,9 +24,6 @@ from penstock.progress import Silent
 from penstock.results.layout import run_folders
 from penstock.results.record import Outcome, read_record
 from penstock.storage import open_storage
-from penstock.testing.server_fake import FakeServer
-from penstock.testing.server_plan import ALWAYS, Fault
-from penstock.testing.servers import BUCKET
 from penstock.workload.model import load_model
 
 if TYPE_CHECKING:

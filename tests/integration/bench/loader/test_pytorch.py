@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from tests.support.s3.server import BUCKET
 
 from penstock.bench.loader.base import BatchRequest, OpenStorage, ReadRequest
 from penstock.errors import ObjectNotFound, ShortTransfer, Unavailable, UsageError
 from penstock.storage import open_storage
 from penstock.storage.whole import write_object
-from penstock.testing.servers import BUCKET
 from penstock.workload.choices import ProcessStart
 
 pytest.importorskip("torch")
@@ -27,8 +27,9 @@ pytest.importorskip("torch")
 from penstock.bench.loader.pytorch import PytorchLoader, PytorchOptions
 
 if TYPE_CHECKING:
+    from tests.support.s3.server import S3Server
+
     from penstock.storage import Storage
-    from penstock.testing.servers import S3Server
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from tests.support.s3.server import BUCKET
 
 from penstock.bench.loader.native import NativeOptions
 from penstock.bench.order import Division
@@ -33,15 +34,15 @@ from penstock.results.tables import read_events
 from penstock.storage import open_storage
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
-from penstock.testing.servers import BUCKET
 from penstock.workload.choices import Format, Shuffle
 from penstock.workload.duration import Duration
 from penstock.workload.spec import Dataset, Evaluation, Metric, Reader, Train, Workflow, Workload
 
 if TYPE_CHECKING:
+    from tests.support.s3.server import S3Server
+
     from penstock.bench.training.outcome import TrainingResult
     from penstock.storage import Source, Storage
-    from penstock.testing.servers import S3Server
 
 COMM = SoloComm()
 FILES = Dataset(

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.s3.fake_server import running_fake
+from tests.support.s3.server import BUCKET
 
 from penstock.bench.loader.native import NativeOptions
 from penstock.bench.training.request import TrainingRequest
@@ -18,8 +20,6 @@ from penstock.dataset.generate import generate
 from penstock.dataset.manifest import Recipe
 from penstock.progress import Silent
 from penstock.storage import open_storage
-from penstock.testing.server_fake import running_fake
-from penstock.testing.servers import BUCKET
 from penstock.workload.choices import Format, Shuffle
 from penstock.workload.spec import Dataset, Reader, Train, Workload
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.gloo_ranks import as_rank, on_gloo_ranks
+from tests.support.known_states import blank_state, known_state, same_state
+from tests.support.known_steps import files_below
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.schemes import Xor
-from penstock.testing.clean_processes import Located
+from penstock.testing.child_processes import Located
 from penstock.testing.crash import Program, sweep
-from penstock.testing.gloo_ranks import as_rank, on_gloo_ranks
-from penstock.testing.known_states import blank_state, known_state, same_state
-from penstock.testing.known_steps import files_below
 
 if TYPE_CHECKING:
     from penstock.storage.files.calls import FileCalls

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pytest
+from tests.support.bytes_engine import BytesEngine
 
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.members import Members
@@ -20,7 +21,6 @@ from penstock.checkpoint.tiers.cache import Cached, CacheLevel
 from penstock.checkpoint.tiers.schemes import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.errors import PenstockError, RankFailed, UsageError
 from penstock.storage import open_storage
-from penstock.testing.known_engine import BytesEngine
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
@@ -206,10 +206,11 @@ def test_a_lost_step_that_one_node_knows_to_be_committed_is_not_forgotten(tmp_pa
 
 @pytest.mark.slow
 def test_under_mpi_two_lost_hosts_come_back(tmp_path: Path) -> None:
-    program = Path(__file__).parent / "programs/mpi_caches.py"
+    program = ("-m", "tests.integration.checkpoint.tiers.programs.mpi_caches")
+    root = Path(__file__).parents[4]
     mpiexec = Path(sys.executable).parent / "mpiexec"
-    command = [str(mpiexec), "-n", str(RANKS), sys.executable, str(program), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    command = [str(mpiexec), "-n", str(RANKS), sys.executable, *program, str(tmp_path)]
+    ended = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("is right") == RANKS
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.schemes import DoubleParity, Scheme, Xor
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 STATE_BYTES = 64 << 20
 MOST_STATES = 2.3

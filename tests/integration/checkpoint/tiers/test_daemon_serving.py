@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from tests.support.flush_daemons import wait_until
+from tests.support.flush_orders import files_of, order, serve
+from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.daemon.flusher import states_of
@@ -25,9 +28,6 @@ from penstock.storage.powers import for_large_files
 from penstock.storage.registry import open_here
 from penstock.storage.residency import count_by_mincore
 from penstock.storage.wrapping import WrappedStorage
-from penstock.testing.cached_steps import files_of, order, serve
-from penstock.testing.daemons import wait_until
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 if TYPE_CHECKING:
     from penstock.checkpoint.tiers.flush import FlushState

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.flush_daemons import daemons_below, ending_daemons, wait_until
+from tests.support.flush_orders import order, serve
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from penstock.checkpoint.manager import Manager
@@ -21,10 +24,7 @@ from penstock.checkpoint.tiers.flush import Flush
 from penstock.checkpoint.verify import verify
 from penstock.errors import RankFailed, StorageError
 from penstock.storage.registry import open_here
-from penstock.testing.cached_steps import order, serve
-from penstock.testing.clean_processes import exit_code_of
-from penstock.testing.daemons import daemons_below, ending_daemons, wait_until
-from penstock.testing.gloo_ranks import on_gloo_ranks
+from penstock.testing.child_processes import exit_code_of
 
 BY_DAEMON = Flush(by="daemon")
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.flush_daemons import daemons_below, ending_daemons, wait_until
+from tests.support.gloo_ranks import as_rank, on_gloo_ranks
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.daemon.folder import FlushFolder
 from penstock.checkpoint.tiers.flush import Flush
 from penstock.checkpoint.tiers.schemes import Partner
 from penstock.checkpoint.verify import verify
-from penstock.testing.clean_processes import Located, clean_context, ending
-from penstock.testing.daemons import daemons_below, ending_daemons, wait_until
-from penstock.testing.gloo_ranks import as_rank, on_gloo_ranks
+from penstock.testing.child_processes import Located, clean_context, ending
 
 HOSTS = 2
 NUM_ITEMS = 200_000

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.bytes_engine import BytesEngine
 
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.keeping import DurableKeeper, Find
@@ -19,7 +20,6 @@ from penstock.errors import PenstockError
 from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.testing.faults import FailAtCall
-from penstock.testing.known_engine import BytesEngine
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 RANKS = 4

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.due import EverySteps
 from penstock.checkpoint.tiers.flush import Flush
 from penstock.checkpoint.tiers.schemes import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.errors import PenstockError, UsageError
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 HOSTS = 4
 

@@ -21,7 +21,7 @@ if sys.argv[2] == "tensors":
     torch.set_num_threads(1)
     state, engine = {f"weight_{number}": torch.ones(1 << 16) for number in range(4)}, None
 else:
-    from penstock.testing.known_engine import BytesEngine
+    from tests.support.bytes_engine import BytesEngine
     state, engine = {"bytes": bytearray(1 << 18)}, BytesEngine()
 root = Path(sys.argv[1])
 with pc.Manager(root / "plain", engine=engine) as manager:

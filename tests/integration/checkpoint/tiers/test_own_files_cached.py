@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.flush import Flush
 from penstock.checkpoint.tiers.schemes import Xor
 from penstock.errors import ObjectNotFound
 from penstock.storage.memory import MemoryStorage
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 RANKS = 4
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from penstock.checkpoint.manager import Manager
 from penstock.checkpoint.tiers.schemes import DoubleParity, Partner, Scheme, Xor
-from penstock.testing.gloo_ranks import on_gloo_ranks
 
 RANKS, PER_HOST = 8, 2
 

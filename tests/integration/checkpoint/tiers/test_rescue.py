@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from penstock.checkpoint.manager import Manager
@@ -22,7 +23,6 @@ from penstock.checkpoint.tiers.rescue import Mended, Scavenged, cached_steps, me
 from penstock.checkpoint.tiers.schemes import Scheme, Single, Xor
 from penstock.cli import main
 from penstock.storage import open_storage
-from penstock.testing.gloo_ranks import on_gloo_ranks
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 Result = TypeVar("Result")

@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable
 
 import pytest
+from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.storage import Storage, open_storage
-from penstock.testing.servers import BUCKET, S3Server
 
 PATIENCE = {"request_timeout_s": "20s", "attempts": "2", "backoff_s": "20ms", "part_bytes": "5MiB"}
 """Bounded in every way, and with the smallest parts that S3 takes."""

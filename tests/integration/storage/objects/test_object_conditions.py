@@ -6,17 +6,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.s3.fault_plan import Fault
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.objects import ObjectStorage
 from penstock.storage.powers import conditional
 from penstock.storage.whole import read_object
-from penstock.testing.server_plan import Fault
 
 if TYPE_CHECKING:
+    from tests.support.s3.fake_server import FakeServer
+
     from penstock.storage import Storage
-    from penstock.testing.server_fake import FakeServer
 
 ABSENT_TAG = "0123456789abcdef0123456789abcdef"
 

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.s3.fake_server import FakeServer
+from tests.support.s3.fault_plan import ALWAYS, Fault
+from tests.support.s3.server import S3Server
 
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, StorageError, StorageTimeout
 from penstock.storage import Storage
 from penstock.storage.whole import exists, read_object, write_object
-from penstock.testing.contract import ReleaseLedger, arbitrary_bytes, submit_pieces
-from penstock.testing.same import assert_same_bytes
-from penstock.testing.server_fake import FakeServer
-from penstock.testing.server_plan import ALWAYS, Fault
-from penstock.testing.servers import S3Server
+from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes, submit_pieces
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
@@ -426,9 +425,10 @@ def test_a_process_that_ends_with_an_unfinished_object_leaves_no_parts(
     client: str, faulty: StartFaulty
 ) -> None:
     server = faulty()
-    program = Path(__file__).parent / "programs" / "leave_unfinished.py"
+    program = "tests.integration.storage.objects.programs.leave_unfinished"
     done = subprocess.run(
-        [sys.executable, str(program), server.endpoint, client],
+        [sys.executable, "-m", program, server.endpoint, client],
+        cwd=Path(__file__).parents[4],
         capture_output=True,
         text=True,
         timeout=60,

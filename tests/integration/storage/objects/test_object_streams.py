@@ -11,23 +11,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.s3.fake_bucket import FakeBucket
+from tests.support.s3.fake_server import FakeServer, running_fake
+from tests.support.s3.fault_plan import ALWAYS, Fault
+from tests.support.s3.server import BUCKET
 
 from penstock.errors import StorageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.contract import arbitrary_bytes
-from penstock.testing.same import assert_same_bytes
-from penstock.testing.server_fake import FakeServer, running_fake
-from penstock.testing.server_fake_store import FakeBucket
-from penstock.testing.server_plan import ALWAYS, Fault
-from penstock.testing.servers import BUCKET
+from penstock.testing.storage_contract import arbitrary_bytes, assert_same_bytes
 
 OpenCorner = Callable[..., Storage]
 StartFaulty = Callable[..., FakeServer]
 
 CLIENTS = ("obstore", "minio", "s3dlio", "s3torchconnector")
 PART = 5 * 1024 * 1024
-LIST_MANY = Path(__file__).parent / "programs" / "list_many.py"
+ROOT = Path(__file__).parents[4]
+LIST_MANY = ("-m", "tests.integration.storage.objects.programs.list_many")
 
 every_client = pytest.mark.parametrize("client", CLIENTS)
 
@@ -222,7 +222,8 @@ def _list_in_bounded_memory(client: str, num_keys: int) -> None:
     """The process stays below 150 MB; s3dlio imports torch, so with it only the growth can."""
     with running_fake(bucket=FakeBucket(virtual_keys=num_keys)) as server:
         done = subprocess.run(
-            [sys.executable, str(LIST_MANY), server.endpoint, client],
+            [sys.executable, *LIST_MANY, server.endpoint, client],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=280,

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.s3.fake_server import FakeServer, running_fake
+from tests.support.s3.server import BUCKET
 
 from penstock.errors import StorageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.same import assert_same_bytes
-from penstock.testing.server_fake import FakeServer, running_fake
-from penstock.testing.servers import BUCKET
+from penstock.testing.storage_contract import assert_same_bytes
 
 Open = Callable[..., Storage]
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 
 from penstock.storage import Storage
-from penstock.testing.contract import StorageContract
+from penstock.testing.storage_contract import StorageContract
 
 if TYPE_CHECKING:
+    from tests.support.s3.fake_server import FakeServer
+    from tests.support.s3.server import S3Server
+
     from penstock.storage.base import OptionValue
-    from penstock.testing.server_fake import FakeServer
-    from penstock.testing.servers import S3Server
 
 OpenCorner = Callable[..., Storage]
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.support.s3.fake_server import FakeServer, running_fake
+from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.environment import process_environment
 from penstock.errors import StorageError, UsageError
 from penstock.storage import Storage, open_storage
 from penstock.storage.whole import read_object, write_object
-from penstock.testing.server_fake import FakeServer, running_fake
-from penstock.testing.servers import BUCKET, S3Server
 
 OpenCorner = Callable[..., Storage]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
+from tests.support.known_steps import assert_known, save_known
 
 from penstock.checkpoint.commit.base import LEASE_S, Seal
 from penstock.checkpoint.commit.lease import lease_text
@@ -19,7 +20,6 @@ from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.whole import write_object
 from penstock.storage.wrapping import WrappedStorage
 from penstock.testing.faults import FailAtCall, Verb
-from penstock.testing.known_steps import assert_known, save_known
 
 if TYPE_CHECKING:
     from penstock.storage.base import ObjectInfo

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.testing.studies import small_study
+from tests.support.trace_studies import small_study
+
 from penstock.trace.compare.comparison import compare
 from penstock.trace.compare.mismatches import mismatches, spans
 from penstock.trace.event import FileAccount

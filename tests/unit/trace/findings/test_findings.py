@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.trace_studies import small_study
 
-from penstock.testing.studies import small_study
 from penstock.trace.findings.rules import RULES, find
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import Any
 
 import duckdb
 import pytest
+from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
-from penstock.testing.traces import events_table
 from penstock.trace.lens import Lens
 from penstock.trace.questions.base import Answer, Events, through_lens
 from penstock.trace.questions.counts import classes, files, ops

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tests.support.bytes_engine import BytesEngine
 
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.members import Members
@@ -16,7 +17,6 @@ from penstock.checkpoint.tiers.schemes import DoubleParity
 from penstock.cluster.join import join
 from penstock.environment import process_environment
 from penstock.storage import open_storage
-from penstock.testing.known_engine import BytesEngine
 
 if TYPE_CHECKING:
     from penstock.cluster.carried import ByteComm

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from tests.support.s3.server import BUCKET, S3Server
+
 from penstock.storage import open_storage
-from penstock.testing.servers import BUCKET, S3Server
 
 
 def main(endpoint: str, client: str) -> None:

@@ -6,8 +6,9 @@ import re
 import sys
 from pathlib import Path
 
+from tests.support.s3.server import BUCKET, S3Server
+
 from penstock.storage import open_storage
-from penstock.testing.servers import BUCKET, S3Server
 
 
 def _peak_bytes() -> int:

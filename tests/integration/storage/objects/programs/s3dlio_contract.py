@@ -6,11 +6,11 @@ import itertools
 import os
 
 import pytest
+from tests.support.s3.server import BUCKET, S3Server
 
 from penstock.environment import process_environment
 from penstock.storage import Storage, open_storage
-from penstock.testing.contract import StorageContract
-from penstock.testing.servers import BUCKET, S3Server
+from penstock.testing.storage_contract import StorageContract
 
 _corners = itertools.count()
 

@@ -1,0 +1,147 @@
+"""Run functions in child processes of a fork server, which imports their modules once and starts no thread.
+
+Forking it is therefore safe, unlike forking the test process. A child shares nothing with the test but its
+arguments, and no child outlives its `with` block.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, ForkServerProcess
+    from types import TracebackType
+
+PRELOADED = (
+    "penstock.checkpoint.manager",
+    "penstock.checkpoint.torch_engine",
+)
+"""Imported once by the fork server, for all of its children; modules that cannot be imported are left out."""
+
+LIMIT_S = 240.0
+"""How long a child may take before it counts as hanging."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A function by where it stands, so that a child can load it from a module that has no known name."""
+
+    module: str
+    path: str
+    name: str
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Self:
+        """Where a function at the top of its module stands."""
+        return cls(function.__module__, function.__code__.co_filename, function.__qualname__)
+
+    def load(self) -> Callable[..., Any]:
+        """The function, its module loaded from its file if it is not there yet."""
+        if self.module not in sys.modules:
+            spec = importlib.util.spec_from_file_location(self.module, self.path)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[self.module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[self.module])
+        function: Callable[..., Any] = getattr(sys.modules[self.module], self.name)
+        return function
+
+
+def clean_context() -> ForkServerContext:
+    """The way to start such children; their functions stand at the top of an importable module."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
+@contextmanager
+def ending(children: Sequence[ForkServerProcess]) -> Iterator[None]:
+    """Kill what is left of `children` when the block ends."""
+    try:
+        yield
+    finally:
+        for child in children:
+            if child.is_alive():
+                child.kill()
+            child.join()
+
+
+def exit_code_of(function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> int | None:
+    """How a child that calls `function` ends: 0, or minus the signal that killed it; None where it hung."""
+    child = clean_context().Process(target=_run, args=(Located.of(function), arguments))
+    child.start()
+    with ending([child]):
+        child.join(limit_s)
+        return child.exitcode
+
+
+def run_children(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[Any]:
+    """What each function returns for its arguments, in a child each, all at once.
+
+    A function may stand in a test module. AssertionError tells what every failed child said, and which hung.
+    """
+    context = clean_context()
+    pairs = [context.Pipe(duplex=False) for _ in calls]
+    children = [
+        context.Process(target=_call, args=(theirs, Located.of(function), arguments))
+        for (_, theirs), (function, arguments) in zip(pairs, calls, strict=True)
+    ]
+    for child in children:
+        child.start()
+    for _, theirs in pairs:
+        theirs.close()
+    with ending(children):
+        answers = _answers([mine for mine, _ in pairs], limit_s)
+    failed = [f"child {number}: {told}" for number, (good, told) in enumerate(answers) if not good]
+    assert not failed, "\n".join(failed)
+    return [told for _, told in answers]
+
+
+def _answers(readers: Sequence[Connection], limit_s: float) -> list[tuple[bool, Any]]:
+    answers: list[tuple[bool, Any]] = [(False, f"no answer in {limit_s:g} s")] * len(readers)
+    waiting = {reader: number for number, reader in enumerate(readers)}
+    end_s = time.monotonic() + limit_s
+    while waiting and (left_s := end_s - time.monotonic()) > 0:
+        for reader in wait(list(waiting), left_s):
+            assert isinstance(reader, Connection)
+            number = waiting.pop(reader)
+            try:
+                answers[number] = reader.recv()
+            except EOFError:
+                answers[number] = False, "it died"
+            reader.close()
+    return answers
+
+
+def _run(function: Located, arguments: tuple[Any, ...]) -> None:
+    function.load()(*arguments)
+
+
+def _call(answer: Connection, function: Located, arguments: tuple[Any, ...]) -> None:
+    with _Telling(answer):
+        answer.send((True, function.load()(*arguments)))
+
+
+class _Telling:
+    """Sends the traceback of whatever ends the block, also an exit."""
+
+    def __init__(self, answer: Connection) -> None:
+        self._answer = answer
+
+    def __enter__(self) -> None:
+        """Nothing to do before."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._answer.send((False, "".join(traceback.format_exception(error))))

@@ -1,0 +1,34 @@
+"""Studies of a few handmade events, for tests of tables, findings and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+from tests.support.trace_events import events_table
+
+from penstock.trace.compare.description import Comparison
+from penstock.trace.compare.study import Study
+from penstock.trace.questions.base import through_lens
+
+if TYPE_CHECKING:
+    from penstock.trace.event import FileAccount
+
+
+@contextmanager
+def small_study(
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    runs: Sequence[str] = ("base", "new"),
+    accounts: Mapping[str, Sequence[FileAccount]] | None = None,
+    **asked: Any,
+) -> Iterator[Study]:
+    """A study of `rows`, each with its `run`; tiers are /fast and /slow unless others are asked for."""
+    tiers = asked.pop("tiers", {"fast": "/fast", "slow": "/slow"})
+    wanted = Comparison.model_validate({"runs": {run: f"{run}/*" for run in runs}, "tiers": tiers, **asked})
+    with duckdb.connect() as connection:
+        connection.register("events", events_table(rows))
+        events = through_lens(connection, "events", wanted.lens())
+        yield Study(events=events, accounts=accounts or {}, asked=wanted)
