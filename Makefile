@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Two workers keep two cores busy; on more cores more. `make test PARALLEL=` runs one test after the other.
+PARALLEL ?= --numprocesses auto --dist loadgroup --no-loadscope-reorder
 RECIPE := pyproject.toml constraints.txt tests/peers.txt
 
 .PHONY: help demo test test-slow check format bench clean
@@ -21,7 +23,7 @@ demo: $(VENV)/.holds-demo
 
 test: $(VENV)/.holds-all
 	@bash scripts/components.sh
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-slow: $(VENV)/.holds-all
 	@bash scripts/components.sh

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,6 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 RECORDS = Path(__file__).parent / "records"
 WORST_ACCEPTED = 0.8
 """A ratio below this share of its record is a regression."""
+
+ROUNDS_LIMIT_S = 25.0
+"""No further round begins that would end after so long; the least number of rounds is run in any case."""
+LEAST_ROUNDS = 3
 
 Side = Callable[[], Mapping[str, float]]
 """Runs one side once; gives a figure (higher is better) for each thing measured."""
@@ -46,11 +51,22 @@ class Ratio:
         )
 
 
+def rounds(repetitions: int) -> Iterator[int]:
+    """Numbers of rounds: `repetitions`, or fewer (but three) once they have taken `ROUNDS_LIMIT_S`."""
+    begin_s = time.monotonic()
+    for number in range(repetitions):
+        taken_s = time.monotonic() - begin_s
+        if number >= LEAST_ROUNDS and taken_s * (number + 1) / number > ROUNDS_LIMIT_S:
+            return
+        print(f"    round {number + 1} of {repetitions}, {taken_s:.0f} s", file=sys.stderr, flush=True)
+        yield number
+
+
 def interleave(ours: Side, theirs: Side, *, repetitions: int, unit: str) -> list[Ratio]:
     """Run both sides in turn, swapping who goes first, and compare what they have in common."""
     pairs: list[tuple[Mapping[str, float], Mapping[str, float]]] = []
-    for repetition in range(repetitions):
-        if repetition % 2 == 0:
+    for number in rounds(repetitions):
+        if number % 2 == 0:
             mine, peers = ours(), theirs()
         else:
             peers, mine = theirs(), ours()
@@ -62,20 +78,19 @@ def interleave(ours: Side, theirs: Side, *, repetitions: int, unit: str) -> list
 
 def take_turns(sides: Sequence[Side], *, repetitions: int) -> list[dict[str, float]]:
     """Run all sides once a round, another one first each time; the figures of each round."""
-    rounds: list[dict[str, float]] = []
-    for repetition in range(repetitions):
-        first = repetition % len(sides)
-        seen: dict[str, float] = {}
+    figures: list[dict[str, float]] = []
+    for number in rounds(repetitions):
+        first = number % len(sides)
+        figures.append({})
         for side in (*sides[first:], *sides[:first]):
-            seen.update(side())
-        rounds.append(seen)
-    return rounds
+            figures[-1].update(side())
+    return figures
 
 
-def compare(rounds: Sequence[Mapping[str, float]], name: str, pair: tuple[str, str], unit: str) -> Ratio:
+def compare(figures: Sequence[Mapping[str, float]], name: str, pair: tuple[str, str], unit: str) -> Ratio:
     """Ours over theirs in each of the rounds, by the names of both figures."""
     ours, theirs = pair
-    return ratio_of(name, [(seen[ours], seen[theirs]) for seen in rounds], unit)
+    return ratio_of(name, [(one[ours], one[theirs]) for one in figures], unit)
 
 
 def ratio_of(name: str, pairs: Sequence[tuple[float, float]], unit: str) -> Ratio:
@@ -92,14 +107,27 @@ def ratio_of(name: str, pairs: Sequence[tuple[float, float]], unit: str) -> Rati
     )
 
 
-def read_record(benchmark: str) -> dict[str, float]:
-    """The last accepted medians of a benchmark, by name; empty if it was never recorded."""
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was last accepted of a benchmark: medians and our own figures by name, and the machine."""
+
+    machine: Mapping[str, str]
+    ratios: Mapping[str, float]
+    ours: Mapping[str, float]
+
+
+def read_record(benchmark: str) -> Record:
+    """The record of a benchmark; empty if there is none."""
     path = RECORDS / f"{benchmark}.json"
     if not path.exists():
-        return {}
-    return {
-        entry["name"]: entry["median"] for entry in json.loads(path.read_text(encoding="utf-8"))["ratios"]
-    }
+        return Record({}, {}, {})
+    content = json.loads(path.read_text(encoding="utf-8"))
+    entries = content["ratios"]
+    return Record(
+        machine=content["machine"],
+        ratios={entry["name"]: entry["median"] for entry in entries},
+        ours={entry["name"]: entry["ours"] for entry in entries},
+    )
 
 
 def write_record(benchmark: str, ratios: Sequence[Ratio], machine: Mapping[str, str]) -> Path:
@@ -111,6 +139,13 @@ def write_record(benchmark: str, ratios: Sequence[Ratio], machine: Mapping[str, 
     return path
 
 
-def regressions(ratios: Sequence[Ratio], record: Mapping[str, float]) -> list[str]:
-    """The names whose ratio fell by more than a fifth below its record."""
-    return [ratio.name for ratio in ratios if ratio.median < WORST_ACCEPTED * record.get(ratio.name, 0.0)]
+def fallen(ratios: Sequence[Ratio], record: Record) -> list[Ratio]:
+    """The ratios that fell by more than a fifth below their record."""
+    return [one for one in ratios if one.median < WORST_ACCEPTED * record.ratios.get(one.name, 0.0)]
+
+
+def is_ours(ratio: Ratio, record: Record, machine: Mapping[str, str]) -> bool:
+    """Whether a ratio fell because we got slower; on the recorded machine a peer's good day lowers it too."""
+    if record.machine.get("cores") != machine["cores"] or record.machine.get("kernel") != machine["kernel"]:
+        return True
+    return ratio.ours < WORST_ACCEPTED * record.ours[ratio.name]

@@ -32,7 +32,7 @@ from penstock.trace.table import convert
 
 gunzip: Callable[[bytes], bytes] = igzip.decompress
 NUM_FILES = 8
-EVENTS_PER_FILE = int(os.environ.get("PENSTOCK_BENCH_EVENTS", "4000000")) // NUM_FILES
+EVENTS_PER_FILE = int(os.environ.get("PENSTOCK_BENCH_EVENTS", "1000000")) // NUM_FILES
 
 BY_NAME = "SELECT name, count(*), sum(dur) FROM {} GROUP BY name ORDER BY name"
 SELECTIONS = {
