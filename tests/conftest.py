@@ -23,8 +23,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a file, which share fixtures, on one worker; all on Ceph, too: it starts slowly."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         ceph = "radosgw" in getattr(item, "fixturenames", ())
         item.add_marker(pytest.mark.xdist_group("radosgw" if ceph else str(item.path)))
