@@ -31,7 +31,7 @@ from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.generate import generate
 from penstock.dataset.manifest import Recipe
-from penstock.results.page import Page, Section, render
+from penstock.reports.html_page import Section, render_sections
 from penstock.storage import open_storage
 from penstock.units import format_bytes, format_seconds
 from penstock.workload.loading import load
@@ -125,7 +125,7 @@ def tour(
         checkpoints=checkpoints,
         diagnoses=diagnoses,
     )
-    seen.report.write_text(render(_page(seen)), encoding="utf-8")
+    seen.report.write_text(_render(seen), encoding="utf-8")
     seen.report.with_suffix(".json").write_text(json.dumps(seen.document(), indent=2), encoding="utf-8")
     return seen
 
@@ -219,10 +219,10 @@ def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
     ]
 
 
-def _page(seen: Tour) -> Page:
+def _render(seen: Tour) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     lacks = [diagnosis for diagnosis in seen.diagnoses if diagnosis.state != "ok"]
-    return Page(
+    return render_sections(
         title="Penstock: a tour of this machine",
         subtitle=f"{', '.join(seen.probe.hosts)}, {when}, penstock {__version__}",
         sections=(

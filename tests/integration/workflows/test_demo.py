@@ -6,11 +6,20 @@ import json
 import os
 from typing import TYPE_CHECKING
 
+import pytest
+
 from penstock.progress import Silent
-from penstock.workflows.demo import tour
+from penstock.workflows.demo import Tour, tour
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from tests.support.browser import Browser
+
+FRAME = {
+    "sideways": "document.documentElement.scrollWidth - window.innerWidth",
+    "paper": "getComputedStyle(document.body).backgroundColor",
+    "requests": "performance.getEntriesByType('resource').filter(r => !r.name.startsWith('data:')).length",
+    "bars": "document.querySelectorAll('.bar').length",
+}
 
 
 class _Phases(Silent):
@@ -27,14 +36,27 @@ class _Phases(Silent):
         self.seen[-1][1] += amount
 
 
-def test_the_tour_leaves_its_report_and_nothing_else(tmp_path: Path) -> None:
-    seen = tour(tmp_path / "out", environment=dict(os.environ), progress=Silent(), probe_size_bytes=16 << 20)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+@pytest.fixture(scope="module")
+def phases() -> _Phases:
+    return _Phases()
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, phases: _Phases) -> Tour:
+    """One tour, in a folder that has the report of an earlier one."""
+    out = tmp_path_factory.mktemp("demo")
+    (out / "report.html").write_text("the page of yesterday", encoding="utf-8")
+    return tour(out, environment=dict(os.environ), progress=phases, probe_size_bytes=16 << 20)
+
+
+def test_the_tour_leaves_its_report_and_nothing_else(seen: Tour) -> None:
+    assert sorted(path.name for path in seen.report.parent.iterdir()) == [
         "report.html",
         "report.json",
         "runs",
     ]
     page = seen.report.read_text(encoding="utf-8")
+    assert "yesterday" not in page
     assert "What this storage can do at best" in page
     assert "random read" in page
     document = json.loads(seen.report.with_suffix(".json").read_text(encoding="utf-8"))
@@ -46,14 +68,20 @@ def test_the_tour_leaves_its_report_and_nothing_else(tmp_path: Path) -> None:
     assert {row["mode"] for row in document["probe"]["measurements"]} == {"buffered", "direct"}
 
 
-def test_a_second_tour_replaces_the_report_of_the_first(tmp_path: Path) -> None:
-    (tmp_path / "report.html").write_text("the page of yesterday", encoding="utf-8")
-    seen = tour(tmp_path, environment=dict(os.environ), progress=Silent(), probe_size_bytes=16 << 20)
-    assert "yesterday" not in seen.report.read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("width", "dark", "paper"), [(1280, False, "rgb(251, 251, 249)"), (390, True, "rgb(20, 24, 29)")]
+)
+def test_the_page_fits_its_screen_and_loads_nothing(
+    browser: Browser, seen: Tour, *, width: int, dark: bool, paper: str
+) -> None:
+    shown = browser.open(seen.report, width=width, dark=dark, questions=FRAME)
+    assert shown.errors == []
+    assert shown.answers["sideways"] <= 0
+    assert (shown.answers["paper"], shown.answers["requests"]) == (paper, 0)
+    assert shown.answers["bars"] > 5
 
 
-def test_every_phase_of_the_progress_comes_to_its_end(tmp_path: Path) -> None:
-    phases = _Phases()
-    tour(tmp_path, environment=dict(os.environ), progress=phases, probe_size_bytes=16 << 20)
+def test_every_phase_of_the_progress_comes_to_its_end(seen: Tour, phases: _Phases) -> None:
+    assert seen.report.exists()
     assert len(phases.seen) > 20
     assert all(done == total for total, done in phases.seen)

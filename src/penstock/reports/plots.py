@@ -1,0 +1,127 @@
+"""Plots of pages: interactive ones that plotly.js draws in the browser, and dot plots that are plain SVG.
+
+Neither has colours of its own: both take them from the page's CSS variables, so that they follow the light,
+dark and printed palettes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from penstock.extras import explained_imports
+
+_WIDTH: Final = 420
+_LEFT: Final = 130
+_RIGHT: Final = 18
+_LINE: Final = 22
+_TOP: Final = 8
+_BOTTOM: Final = 34
+_LABEL_LETTERS: Final = 18
+_NUM_TICKS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InteractivePlot:
+    """One plot in Plotly's terms; the macro `plotly` of `parts.html` draws it. Leave colours to the page."""
+
+    title: str
+    traces: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dot:
+    """One value, at its place in the drawing. `label` fits beside it, `run` is the whole name."""
+
+    run: str
+    label: str
+    value: float
+    x: float
+    y: float
+    is_outlier: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DotPlot:
+    """Values as dots, a line each, over their mean and its interval; the macro `dot_plot` draws it.
+
+    The axis spans the values and the interval: it begins where they do, not at zero.
+    """
+
+    title: str
+    unit: str
+    width: float
+    height: float
+    top: float
+    bottom: float
+    label_x: float
+    ticks: tuple[tuple[float, float], ...]
+    """Each tick's value and place."""
+    band: tuple[float, float] | None
+    """Where the interval begins, and how wide it is."""
+    mean_x: float
+    dots: tuple[Dot, ...]
+
+
+def plotly_script() -> str:
+    """The whole of plotly.js, to be included in a page that loads nothing."""
+    with explained_imports():
+        from plotly.offline import get_plotlyjs  # noqa: PLC0415 - comes with an extra
+    return str(get_plotlyjs())
+
+
+def plan_dot_plot(
+    values: Mapping[str, float],
+    *,
+    title: str,
+    unit: str,
+    mean: float,
+    interval: tuple[float, float] | None = None,
+    outliers: Collection[str] = (),
+) -> DotPlot:
+    """Lay out the drawing of `values`, which are by run, in their order."""
+    spanned: list[float] = [*values.values(), *(interval or ())]
+    low, high = min(spanned), max(spanned)
+    margin = (high - low) * 0.05 or abs(low) * 0.05 or 1.0
+    low, high = low - margin, high + margin
+
+    def place(value: float) -> float:
+        return _LEFT + (value - low) / (high - low) * (_WIDTH - _LEFT - _RIGHT)
+
+    height = _TOP + _LINE * len(values) + _BOTTOM
+    return DotPlot(
+        title=title,
+        unit=unit,
+        width=_WIDTH,
+        height=height,
+        top=_TOP,
+        bottom=height - _BOTTOM,
+        label_x=_LEFT - 10,
+        ticks=tuple((tick, place(tick)) for tick in choose_ticks(low, high)),
+        # An interval may be narrower than a pixel; it is drawn all the same.
+        band=(place(interval[0]), max(place(interval[1]) - place(interval[0]), 1.0)) if interval else None,
+        mean_x=place(mean),
+        dots=tuple(
+            Dot(
+                run=run,
+                label=run if len(run) <= _LABEL_LETTERS else f"…{run[1 - _LABEL_LETTERS :]}",
+                value=value,
+                x=place(value),
+                y=_TOP + _LINE * (line + 0.5),
+                is_outlier=run in outliers,
+            )
+            for line, (run, value) in enumerate(values.items())
+        ),
+    )
+
+
+def choose_ticks(low: float, high: float, num: int = _NUM_TICKS) -> list[float]:
+    """Round numbers from `low` to `high`, which is above it: about `num` of them."""
+    exact = (high - low) / num
+    magnitude = 10.0 ** math.floor(math.log10(exact))
+    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= exact)
+    first = math.ceil(low / step)
+    return [number * step for number in range(first, math.floor(high / step) + 1)]
