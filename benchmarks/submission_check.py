@@ -13,12 +13,13 @@ import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.support.submission.numbered_tree import valid_submission
+from tests.support.submission.timed_tree import valid_training
+
 from harness import Ratio, interleave
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity
-from penstock.testing.submission.timed import valid_training
-from penstock.testing.submission.tree import valid_submission
 
 RUNS_OF_A_RESULT = 5
 MOST_GROWTH_MIB = 32

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from penstock.cli.terminal import View
     from penstock.cluster.comm import Comm
-    from penstock.submission.making.leaf import Series
-    from penstock.submission.making.located import Located
-    from penstock.submission.names import Benchmark
+    from penstock.submission.authoring.data_location import Located
+    from penstock.submission.authoring.result_dir import Series
+    from penstock.submission.tree_layout import Benchmark
     from penstock.workflows.submission.session import Session
     from penstock.workload.divisions import SubmissionDivision
     from penstock.workload.spec import Workload
@@ -73,8 +73,8 @@ def series_of(
     """Where leaves go, or what is missing to know that."""
     from pathlib import Path
 
-    from penstock.submission.making.claim import claimed
-    from penstock.submission.making.leaf import Series
+    from penstock.submission.authoring.ownership import claimed
+    from penstock.submission.authoring.result_dir import Series
 
     if division is None:
         raise UsageError(
@@ -93,7 +93,7 @@ def series_of(
 
 def locate(series: Series, workload: Workload, data: str) -> Located:
     """The workload with its data at this place, where the division lets it lie."""
-    from penstock.submission.making.located import locate_data
+    from penstock.submission.authoring.data_location import locate_data
     from penstock.workload.divisions import require_allowed
 
     located = locate_data(workload, data)

@@ -113,7 +113,7 @@ def _options_of(path: Path) -> Mapping[str, tuple[str, ...]]:
 
 
 def _surroundings(environment: Environment) -> Surroundings:
-    from penstock.submission.names import SENTINEL
+    from penstock.submission.tree_layout import SENTINEL
 
     return Surroundings(
         results=environment.get("MLPSTORAGE_RESULTS_DIR"),

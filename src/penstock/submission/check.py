@@ -15,14 +15,14 @@ from typing import Final
 from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
 from penstock.submission.edition import Edition, load_edition
-from penstock.submission.facts import Unknown
+from penstock.submission.find_results import Place, Submitter, edition_of, find_places, find_submitters
 from penstock.submission.finding import Finding, Validity, Verdict, validity
-from penstock.submission.metrics import num_accelerators, recompute
-from penstock.submission.reading import Result, read_results
+from penstock.submission.parsed_file import Unknown
+from penstock.submission.recomputed_metrics import num_accelerators, recompute
+from penstock.submission.result_files import Result, read_results
 from penstock.submission.rules import RULES
-from penstock.submission.rules.base import Rule, not_checked
-from penstock.submission.surroundings import Pool, Surroundings, pool_folder, read_pool, read_surroundings
-from penstock.submission.tree import Place, Submitter, edition_of, find_places, find_submitters
+from penstock.submission.rules.rule import Rule, not_checked
+from penstock.submission.tree_context import Pool, Surroundings, pool_folder, read_pool, read_surroundings
 
 AUTO: Final = "auto"
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import UsageError
-from penstock.submission.facts import Unknown
+from penstock.submission.parsed_file import Unknown
 from penstock.workload.divisions import SubmissionDivision
 from penstock.workload.yamlfile import parse_yaml
 

@@ -6,10 +6,10 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.submission.numbered_tree import valid_submission
+from tests.support.submission.timed_tree import valid_round
 
 from penstock.cli.app import main
-from penstock.testing.submission.timed import valid_round
-from penstock.testing.submission.tree import valid_submission
 
 if TYPE_CHECKING:
     from pathlib import Path

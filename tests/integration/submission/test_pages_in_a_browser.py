@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.support.submission.numbered_tree import valid_submission
+from tests.support.submission.timed_tree import valid_round
 
 from penstock.cli.app import main
-from penstock.testing.submission.timed import valid_round
-from penstock.testing.submission.tree import valid_submission
 
 if TYPE_CHECKING:
     from tests.support.browser import Browser

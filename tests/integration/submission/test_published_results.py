@@ -12,7 +12,7 @@ import pytest
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity
-from penstock.submission.reports.reported import report_all
+from penstock.submission.reports.result_report import report_all
 
 PUBLISHED = os.environ.get("PENSTOCK_MLPERF_RESULTS", "")
 

@@ -6,11 +6,11 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.submission.tampering import WAYS, Lying, Tampering
+from tests.support.submission.timed_tree import valid_training
 
 from penstock.submission.check import check, choose_edition
 from penstock.submission.finding import Validity, Verdict
-from penstock.testing.submission.tampering import WAYS, Lying, Tampering
-from penstock.testing.submission.timed import valid_training
 
 if TYPE_CHECKING:
     from pathlib import Path

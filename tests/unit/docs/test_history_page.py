@@ -10,13 +10,13 @@ from typer.main import get_command
 from penstock.cli.results import app
 from penstock.results.history.file import FILE, FOLDER, TRASH
 from penstock.results.history.selection import INCOMPLETE, outcomes_of
-from penstock.submission.reports.spread import (
+from penstock.submission.reports.findings_export import FINDING_COLUMNS
+from penstock.submission.reports.result_figures import (
     CONFIDENCE,
     MOST_SCORE,
     OF_MEAN_DEVIATION,
     OF_MEDIAN_DEVIATION,
 )
-from penstock.submission.reports.spreadsheet import FINDING_COLUMNS
 
 DOCS = Path(__file__).parents[3] / "docs"
 HISTORY = (DOCS / "results.md").read_text(encoding="utf-8").partition("## History")[2]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.submission.numbered_tree import RESULT, valid_submission
+from tests.support.submission.timed_tree import valid_round
 
 from penstock.errors import UsageError
 from penstock.submission.check import apply, check, choose_edition
 from penstock.submission.edition import load_edition
+from penstock.submission.find_results import find_places
 from penstock.submission.finding import Validity, Verdict
-from penstock.submission.reading import read_results
-from penstock.submission.reports.document import exit_code
-from penstock.submission.rules.base import Rule
-from penstock.submission.surroundings import Surroundings
-from penstock.submission.tree import find_places
-from penstock.testing.submission.timed import valid_round
-from penstock.testing.submission.tree import RESULT, valid_submission
+from penstock.submission.reports.findings_export import exit_code
+from penstock.submission.result_files import read_results
+from penstock.submission.rules.rule import Rule
+from penstock.submission.tree_context import Surroundings
 from penstock.workload.sizing import MEMORY_MULTIPLE, MIN_STEPS
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from penstock.submission.edition import Edition
     from penstock.submission.finding import Finding
-    from penstock.submission.reading import Result
+    from penstock.submission.result_files import Result
 
 EDITION = load_edition("v1.0")
 

@@ -8,14 +8,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 import pytest
-
-from penstock.bench.state import LayoutRequest, plan_layout
-from penstock.submission.check import check
-from penstock.submission.edition import load_edition
-from penstock.submission.finding import Validity, Verdict
-from penstock.submission.rules.base import Rule
-from penstock.testing.submission import changes as do
-from penstock.testing.submission.timed import (
+from tests.support.submission import tree_changes as do
+from tests.support.submission.timed_tree import (
     BATCH,
     NUM_FILES,
     Round,
@@ -23,6 +17,12 @@ from penstock.testing.submission.timed import (
     valid_round,
     valid_training,
 )
+
+from penstock.bench.state import LayoutRequest, plan_layout
+from penstock.submission.check import check
+from penstock.submission.edition import load_edition
+from penstock.submission.finding import Validity, Verdict
+from penstock.submission.rules.rule import Rule
 from penstock.workload.model import load_model
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.submission.check import Judged
     from penstock.submission.edition import Edition
     from penstock.submission.finding import Finding
-    from penstock.submission.reading import Result
+    from penstock.submission.result_files import Result
 
 EDITION: Final = load_edition("v3.0")
 ORDER: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)

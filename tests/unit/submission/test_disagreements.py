@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.submission.numbered_tree import BATCH, NUM_FILES, Submission, valid_submission
 
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
-from penstock.testing.submission.tree import BATCH, NUM_FILES, Submission, valid_submission
 
 if TYPE_CHECKING:
     from collections.abc import Callable

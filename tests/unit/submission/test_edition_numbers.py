@@ -6,12 +6,12 @@ import copy
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from tests.support.submission.edition_boundaries import Boundary, boundaries
 
 from penstock.submission.check import apply, read_all
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.rules import rule_by_id
-from penstock.testing.submission.boundaries import Boundary, boundaries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

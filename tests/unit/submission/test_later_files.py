@@ -6,15 +6,15 @@ import copy
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from tests.support.submission import tree_changes as do
+from tests.support.submission.timed_tree import Round, valid_checkpointing, valid_round, valid_training
 
 from penstock.submission.check import check
-from penstock.submission.documents import read_description, read_document
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
+from penstock.submission.parsed_file import read_description, read_document
 from penstock.submission.rules import rule_by_id
-from penstock.submission.system import problems
-from penstock.testing.submission import changes as do
-from penstock.testing.submission.timed import Round, valid_checkpointing, valid_round, valid_training
+from penstock.submission.system_description import problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

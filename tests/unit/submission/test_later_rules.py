@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import pytest
+from tests.support.submission.tampered import TAMPERED, Tampered
+from tests.support.submission.timed_tree import Round, valid_round
 
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.rules import RULES, rule_by_id
-from penstock.testing.submission.tampered import TAMPERED, Tampered
-from penstock.testing.submission.timed import Round, valid_round
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.bench.order import Division
 from penstock.bench.training.plan import Deal, Lot, RankEpoch, left_out_by_division, lot_of, share_of
-from penstock.submission.rules.order import digest_of_all
+from penstock.submission.rules.sample_order_rules import digest_of_all
 from penstock.workload.choices import Shuffle
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.submission.broken import BROKEN, Change
+from tests.support.submission.numbered_tree import NUM_FILES, Submission, valid_submission
 
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.rules import RULES, rule_by_id
-from penstock.testing.submission.broken import BROKEN, Change
-from penstock.testing.submission.tree import NUM_FILES, Submission, valid_submission
 
 if TYPE_CHECKING:
     from pathlib import Path

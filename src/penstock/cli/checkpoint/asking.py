@@ -198,8 +198,8 @@ def request_of(words: CheckpointWords, *, comm: Comm) -> CheckpointRequest:
 
 def entry_of(words: CheckpointWords, request: CheckpointRequest) -> Entry | None:
     """Where the run's leaf goes, once its division lets it be run; None if it is not handed in."""
-    from penstock.submission.making.located import locate_checkpoints
-    from penstock.submission.names import Benchmark
+    from penstock.submission.authoring.data_location import locate_checkpoints
+    from penstock.submission.tree_layout import Benchmark
 
     if words.submitted is not None:
         _require_allowed(words, request, words.submitted)
@@ -218,8 +218,8 @@ def entry_of(words: CheckpointWords, request: CheckpointRequest) -> Entry | None
 def _require_allowed(
     words: CheckpointWords, request: CheckpointRequest, division: SubmissionDivision
 ) -> None:
+    from penstock.submission.authoring.checkpoint_preflight import AskedCheckpoints, require_allowed
     from penstock.submission.edition import load_edition
-    from penstock.submission.making.checkpoint_rules import AskedCheckpoints, require_allowed
 
     asked, layout = request.model.workload.checkpoint, request.layout
     options = {"checkpoint.fsync": words.fsync, "checkpoint.time_between_checkpoints": words.interval}

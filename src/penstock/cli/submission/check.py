@@ -52,8 +52,8 @@ def check(
     """
     from penstock.submission.check import check as check_tree
     from penstock.submission.check import choose_edition
-    from penstock.submission.reports.document import document, exit_code
-    from penstock.submission.tree import without_results
+    from penstock.submission.find_results import without_results
+    from penstock.submission.reports.findings_export import document, exit_code
 
     terminal = Terminal(as_json=as_json)
     chosen = choose_edition(edition, folder)
@@ -80,9 +80,9 @@ def _write(
     files: _Files, judged: Sequence[Judged], edition: Edition, *, folder: Path, empty: Sequence[str]
 ) -> None:
     from penstock.results.durable import write_json, write_text
+    from penstock.submission.reports.findings_export import findings_csv
     from penstock.submission.reports.sarif import sarif
-    from penstock.submission.reports.spreadsheet import findings_csv
-    from penstock.submission.reports.verdicts import verdicts_page
+    from penstock.submission.reports.verdicts_page import verdicts_page
     from penstock.submission.rules import RULES
 
     if files.sarif is not None:
@@ -97,7 +97,7 @@ def _write(
 
 def _draw(console: Console, judged: Sequence[Judged], edition: Edition) -> None:
     from penstock.submission.finding import Verdict
-    from penstock.submission.reports.document import summary
+    from penstock.submission.reports.findings_export import summary
 
     table(f"Results, by the rules of {edition.edition}", [_row(each) for each in judged])(console)
     shown = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)

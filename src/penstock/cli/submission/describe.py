@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.cluster.facts.model import ClusterFacts
-    from penstock.submission.making.claim import Claim
-    from penstock.submission.system import SchemaProblem
+    from penstock.submission.authoring.ownership import Claim
+    from penstock.submission.system_description import SchemaProblem
     from penstock.workload.divisions import SubmissionDivision
 
 NOT_RIGHT_YET = 1
@@ -46,11 +46,11 @@ def describe(
 
       penstock submission describe --submission ~/results --system fast --closed --cluster cluster.json
     """
-    from penstock.submission.documents import read_description
-    from penstock.submission.making.claim import claimed
-    from penstock.submission.making.description import describe as tell
-    from penstock.submission.making.description import drift, first_text
-    from penstock.submission.system import problems
+    from penstock.submission.authoring.description_draft import describe as tell
+    from penstock.submission.authoring.description_draft import drift, first_text
+    from penstock.submission.authoring.ownership import claimed
+    from penstock.submission.parsed_file import read_description
+    from penstock.submission.system_description import problems
 
     terminal = Terminal(as_json=as_json)
     claim = claimed(Path(submission))
@@ -79,7 +79,7 @@ def describe(
 
 def _path(claim: Claim, system: str, division: SubmissionDivision | None) -> Path:
     from penstock.errors import UsageError
-    from penstock.submission.making.claim import require_plain
+    from penstock.submission.authoring.ownership import require_plain
 
     if division is None:
         raise UsageError(

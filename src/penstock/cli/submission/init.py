@@ -29,8 +29,8 @@ def init(
     from datetime import UTC, datetime
 
     from penstock import __version__
-    from penstock.submission.making.claim import claim
-    from penstock.submission.names import SENTINEL
+    from penstock.submission.authoring.ownership import claim
+    from penstock.submission.tree_layout import SENTINEL
 
     made = claim(folder, organisation, now=datetime.now(UTC), by=f"penstock {__version__}")
     document = {"root": str(made.root), "organisation": made.organisation, "is_new": made.is_new}

@@ -13,7 +13,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.submission.reports.reported import Reported
+    from penstock.submission.reports.result_report import Reported
 
 
 def report(
@@ -48,8 +48,8 @@ def report(
       penstock submission report results --write --json
     """
     from penstock.submission.check import choose_edition
-    from penstock.submission.reports.files import plan_folder, plan_tree, write_files
-    from penstock.submission.reports.reported import documents, report_all
+    from penstock.submission.reports.report_files import plan_folder, plan_tree, write_files
+    from penstock.submission.reports.result_report import documents, report_all
 
     terminal = Terminal(as_json=as_json)
     chosen = choose_edition(edition, folder)
@@ -72,7 +72,7 @@ def report(
 
 
 def _draw(console: Console, reported: Sequence[Reported], written: Sequence[str]) -> None:
-    from penstock.submission.reports.workloads import figure_row, value_text
+    from penstock.submission.reports.figures_page import figure_row, value_text
 
     for each in reported:
         judged = each.judged

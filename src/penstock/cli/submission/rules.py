@@ -11,7 +11,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.submission.rules.base import Rule
+    from penstock.submission.rules.rule import Rule
 
 
 def rules(

@@ -21,7 +21,7 @@ from penstock.cli.training.words import (
     WorkloadName,
 )
 from penstock.cluster.comm import Comm
-from penstock.submission.names import Phase
+from penstock.submission.tree_layout import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from penstock.cli.training.asking import Asked
     from penstock.results.host import HostFacts
-    from penstock.submission.making.cadence import Cadence
-    from penstock.submission.making.leaf import Series
+    from penstock.submission.authoring.result_dir import Series
+    from penstock.submission.authoring.run_sequence import Cadence
     from penstock.workflows.submission.session import Session
 
 app = typer.Typer(no_args_is_help=True, help="Make a whole result: all its leaves, and go on after a break.")
@@ -125,7 +125,7 @@ def _sized(words: RunWords, hosts: Sequence[HostFacts], *, comm: Comm) -> RunWor
     """The words with a data set that is large enough; one that is there already is kept if it is."""
     from dataclasses import replace
 
-    from penstock.submission.names import Benchmark
+    from penstock.submission.tree_layout import Benchmark
     from penstock.workload import sizing
     from penstock.workload.loading import load
     from penstock.workload.overrides import parse_settings
@@ -155,7 +155,7 @@ def _sized(words: RunWords, hosts: Sequence[HostFacts], *, comm: Comm) -> RunWor
 
 def _files_there(series: Series, found: Any) -> int:
     """As many as an earlier datasize asked for, if they are enough; else as many as are needed now."""
-    from penstock.submission.making.standing import read_standing
+    from penstock.submission.authoring.series_state import read_standing
 
     there = [leaf.num_files for leaf in read_standing(series).datasizes]
     enough = [num_files for num_files in there if found.judge(num_files).passed]

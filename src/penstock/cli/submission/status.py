@@ -13,7 +13,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.submission.making.overview import Progressed
+    from penstock.submission.authoring.series_state import Progressed
 
 
 def status(
@@ -33,9 +33,9 @@ def status(
     """
     from datetime import UTC, datetime
 
+    from penstock.submission.authoring.ownership import claimed
+    from penstock.submission.authoring.series_state import progress_of
     from penstock.submission.edition import load_edition
-    from penstock.submission.making.claim import claimed
-    from penstock.submission.making.overview import progress_of
 
     claim = claimed(folder)
     found = progress_of(claim, load_edition("v3.0"), now=datetime.now(UTC))

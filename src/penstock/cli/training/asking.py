@@ -124,7 +124,7 @@ def inspected(
 
 def entry_of(words: RunWords, workload: Workload) -> Entry | None:
     """Where the run's leaf goes; None for a run that is not handed in."""
-    from penstock.submission.names import Benchmark
+    from penstock.submission.tree_layout import Benchmark
 
     if words.tree is None:
         return None

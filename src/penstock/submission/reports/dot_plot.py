@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from penstock.submission.reports.figures import Figure
+    from penstock.submission.reports.result_figures import Figure
 
 _WIDTH: Final = 420
 _LEFT: Final = 130

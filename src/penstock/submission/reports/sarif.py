@@ -18,11 +18,11 @@ from urllib.parse import quote
 
 from penstock import __version__
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.reports.document import exit_code, summary
+from penstock.submission.reports.findings_export import exit_code, summary
 
 if TYPE_CHECKING:
     from penstock.submission.check import Judged
-    from penstock.submission.rules.base import Rule
+    from penstock.submission.rules.rule import Rule
 
 SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"
 TREE: Final = "TREE"

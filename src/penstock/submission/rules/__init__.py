@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import UsageError
-from penstock.submission.rules.checkpoints import (
+from penstock.submission.rules.checkpoint_rules import (
     AcceleratorMemory,
     Counts,
     DataRatio,
@@ -20,27 +20,19 @@ from penstock.submission.rules.checkpoints import (
     SubsetRun,
     TotalTime,
 )
-from penstock.submission.rules.dataset import Generated, GeneratedBytes, Sized
-from penstock.submission.rules.described import SameSystem, Schema, SystemName
-from penstock.submission.rules.hosts import AlikeHosts, EqualAccelerators, FewAccelerators, SingleHost
-from penstock.submission.rules.layout import (
-    BesideDivisions,
-    BesideResults,
-    Categories,
-    ConfigFiles,
-    DatagenFiles,
-    DatagenLeaf,
-    Names,
-    Phases,
-    ResultsFile,
-    SystemFiles,
+from penstock.submission.rules.dataset_rules import FileSystems, Generated, GeneratedBytes, PathsSet, Sized
+from penstock.submission.rules.host_rules import AlikeHosts, EqualAccelerators, FewAccelerators, SingleHost
+from penstock.submission.rules.metric_rules import (
+    CheckpointMeans,
+    EpochsTold,
+    ReportedMeans,
+    ResultsMeans,
+    RunMeans,
+    StatedSuccess,
+    Utilization,
 )
-from penstock.submission.rules.means import CheckpointMeans, EpochsTold, ReportedMeans, ResultsMeans, RunMeans
-from penstock.submission.rules.order import LeftOut, OnlyOnce, Shuffled
-from penstock.submission.rules.parameters import AllowedParameters, Configuration, Odirect
-from penstock.submission.rules.paths import FileSystems, PathsSet
-from penstock.submission.rules.pauses import Pauses
-from penstock.submission.rules.provenance import (
+from penstock.submission.rules.parameter_rules import AllowedParameters, Configuration, Odirect
+from penstock.submission.rules.provenance_rules import (
     ExitStatus,
     Image,
     Manifest,
@@ -51,21 +43,35 @@ from penstock.submission.rules.provenance import (
     StatedDivision,
     StatedEdition,
 )
-from penstock.submission.rules.scope import OtherBenchmarks
-from penstock.submission.rules.sizing import EnoughForMemory, EnoughSteps
-from penstock.submission.rules.structure import (
-    Description,
-    Folders,
+from penstock.submission.rules.run_rules import (
+    ConfigFiles,
+    DatagenFiles,
+    DatagenLeaf,
     KnownWorkload,
     NumRuns,
+    Pauses,
+    ResultsFile,
     RunFiles,
     SameInAllRuns,
-    StrayFiles,
 )
-from penstock.submission.rules.utilization import StatedSuccess, Utilization
+from penstock.submission.rules.sample_order_rules import LeftOut, OnlyOnce, Shuffled
+from penstock.submission.rules.sizing_rules import EnoughForMemory, EnoughSteps
+from penstock.submission.rules.structure_rules import (
+    BesideDivisions,
+    BesideResults,
+    Categories,
+    Description,
+    Folders,
+    Names,
+    OtherBenchmarks,
+    Phases,
+    StrayFiles,
+    SystemFiles,
+)
+from penstock.submission.rules.system_rules import SameSystem, Schema, SystemName
 
 if TYPE_CHECKING:
-    from penstock.submission.rules.base import Rule
+    from penstock.submission.rules.rule import Rule
 
 RULES: Final[tuple[Rule, ...]] = (
     OtherBenchmarks(),

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Final
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.manifest import Recipe
 from penstock.errors import StorageError
-from penstock.submission.making.cadence import Cadence, Wanted, plan_cadence
-from penstock.submission.making.leaf import set_aside
-from penstock.submission.making.manifest import write_manifest
-from penstock.submission.making.results_file import write_report
-from penstock.submission.making.standing import read_standing
-from penstock.submission.names import Phase
+from penstock.submission.authoring.result_dir import set_aside
+from penstock.submission.authoring.run_sequence import Cadence, Wanted, plan_cadence
+from penstock.submission.authoring.series_state import read_standing
+from penstock.submission.authoring.write_result_dir import write_manifest, write_report
+from penstock.submission.tree_layout import Phase
 from penstock.workflows.submission.training import DataSet, Tell, add_datagen, add_datasize, add_run
 
 if TYPE_CHECKING:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from penstock.bench.checkpoint.run import run_checkpoints
 from penstock.errors import DataDamaged
 from penstock.results.record import read_record
-from penstock.submission.making.metadata import LeafFacts
-from penstock.submission.making.results_file import write_report
-from penstock.submission.making.writing import separation_of, write_leaf
-from penstock.submission.names import Phase
+from penstock.submission.authoring.run_metadata import LeafFacts
+from penstock.submission.authoring.write_result_dir import separation_of, write_leaf, write_report
+from penstock.submission.tree_layout import Phase
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.outcome import CheckpointResult

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from penstock import __file__ as package_file
 from penstock import __version__
 from penstock.results.provenance import git_state
-from penstock.submission.making.image import UNKNOWN, Program, capture
-from penstock.submission.making.leaf import reserve
-from penstock.submission.making.writing import Image
+from penstock.submission.authoring.result_dir import reserve
+from penstock.submission.authoring.write_result_dir import Image
+from penstock.submission.code_image import UNKNOWN, Program, capture
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
-    from penstock.submission.making.claim import Claim
-    from penstock.submission.making.leaf import Address, Series
-    from penstock.submission.names import Phase
+    from penstock.submission.authoring.ownership import Claim
+    from penstock.submission.authoring.result_dir import Address, Series
+    from penstock.submission.tree_layout import Phase
 
 Clock = Callable[[], datetime]
 

@@ -19,9 +19,9 @@ from penstock.results.dlio.folder import log_line, write_log
 from penstock.results.durable import write_json
 from penstock.results.record import read_record
 from penstock.storage.whole import read_object, write_object
-from penstock.submission.making.metadata import DataSize, LeafFacts
-from penstock.submission.making.writing import separation_of, write_leaf, write_metadata_leaf
-from penstock.submission.names import DATAGEN_MANIFEST, Phase
+from penstock.submission.authoring.run_metadata import DataSize, LeafFacts
+from penstock.submission.authoring.write_result_dir import separation_of, write_leaf, write_metadata_leaf
+from penstock.submission.tree_layout import DATAGEN_MANIFEST, Phase
 from penstock.units import format_bytes, format_seconds
 from penstock.workflows.submission.session import Said
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.progress import Progress
     from penstock.results.host import HostFacts
     from penstock.storage import Storage
-    from penstock.submission.making.leaf import Address
+    from penstock.submission.authoring.result_dir import Address
     from penstock.workflows.submission.session import Session
     from penstock.workload.spec import Workload
 

@@ -20,13 +20,13 @@ from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.results.host import HostFacts
 from penstock.storage import open_storage
+from penstock.submission.authoring.data_location import locate_data
+from penstock.submission.authoring.ownership import claim
+from penstock.submission.authoring.result_dir import Series
+from penstock.submission.authoring.write_result_dir import Image
+from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
-from penstock.submission.making.claim import claim
-from penstock.submission.making.image import Program, capture
-from penstock.submission.making.leaf import Series
-from penstock.submission.making.located import locate_data
-from penstock.submission.making.writing import Image
-from penstock.submission.names import Benchmark, Phase
+from penstock.submission.tree_layout import Benchmark, Phase
 from penstock.workflows.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
 from penstock.workflows.submission.session import Said, Session
 from penstock.workflows.submission.training import DataSet, add_datagen, add_datasize, add_run
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.outcome import TrainingResult
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
-    from penstock.submission.making.cadence import Cadence
+    from penstock.submission.authoring.run_sequence import Cadence
     from penstock.workload.spec import Workload
 
 COMM = SoloComm()

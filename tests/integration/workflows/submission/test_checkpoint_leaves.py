@@ -18,16 +18,16 @@ from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.storage import open_storage
+from penstock.submission.authoring.data_location import locate_checkpoints
+from penstock.submission.authoring.ownership import claim
+from penstock.submission.authoring.result_dir import Series
+from penstock.submission.authoring.series_state import progress_of
+from penstock.submission.authoring.write_result_dir import Image
 from penstock.submission.check import check
+from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
-from penstock.submission.making.claim import claim
-from penstock.submission.making.image import Program, capture
-from penstock.submission.making.leaf import Series
-from penstock.submission.making.located import locate_checkpoints
-from penstock.submission.making.overview import progress_of
-from penstock.submission.making.writing import Image
-from penstock.submission.names import Benchmark
+from penstock.submission.tree_layout import Benchmark
 from penstock.testing.rank_threads import on_ranks
 from penstock.workflows.submission.checkpointing import CheckpointOnlooker, add_checkpoints
 from penstock.workflows.submission.session import Said, Session

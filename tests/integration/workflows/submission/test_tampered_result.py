@@ -6,10 +6,10 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.integration.workflows.submission.test_training_result import scaled_edition
+from tests.integration.campaign.submission.test_training_result import scaled_edition
+from tests.support.submission.tampering import WAYS, Lying, Tampering
 
 from penstock.submission.check import check
-from penstock.testing.submission.tampering import WAYS, Lying, Tampering
 
 if TYPE_CHECKING:
     from pathlib import Path

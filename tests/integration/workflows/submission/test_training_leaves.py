@@ -11,8 +11,8 @@ from tests.integration.workflows.submission.small import NUM_FILES, SmallResult
 
 from penstock.errors import PenstockError
 from penstock.results.record import Outcome, read_record
+from penstock.submission.authoring.series_state import read_standing
 from penstock.submission.code_image import POINTER, POOL, image_name, parse_pointer, tree_digest
-from penstock.submission.making.standing import read_standing
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ from tests.integration.workflows.submission.small import SCALE, SmallResult
 
 from penstock.errors import UsageError
 from penstock.progress import Silent
+from penstock.submission.authoring.series_state import read_standing
 from penstock.submission.check import check
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Validity, Verdict
-from penstock.submission.making.standing import read_standing
-from penstock.submission.names import MANIFEST, Phase
+from penstock.submission.tree_layout import MANIFEST, Phase
 from penstock.testing.rank_threads import on_ranks
 
 SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.submission.making.cadence import Wanted, keep_runs, plan_cadence
-from penstock.submission.making.standing import Leaf, Standing
-from penstock.submission.names import Phase
+from penstock.submission.authoring.run_sequence import Wanted, keep_runs, plan_cadence
+from penstock.submission.authoring.series_state import Leaf, Standing
+from penstock.submission.tree_layout import Phase
 
 BEGAN = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

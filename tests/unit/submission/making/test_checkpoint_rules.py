@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
+from penstock.submission.authoring.checkpoint_preflight import AskedCheckpoints, breaches, require_allowed
 from penstock.submission.edition import load_edition
-from penstock.submission.making.checkpoint_rules import AskedCheckpoints, breaches, require_allowed
 from penstock.workload.divisions import SubmissionDivision
 
 ASKED = AskedCheckpoints(

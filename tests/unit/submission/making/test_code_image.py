@@ -13,12 +13,13 @@ from penstock.submission.code_image import (
     DIGEST_FILE,
     POOL,
     POOL_MARK,
+    Program,
+    capture,
     image_name,
     parse_pointer,
     pointer_text,
     tree_digest,
 )
-from penstock.submission.making.image import Program, capture
 
 NOW = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 

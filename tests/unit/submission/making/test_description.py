@@ -18,9 +18,9 @@ from penstock.cluster.facts.model import (
     Nic,
     Present,
 )
-from penstock.submission.documents import read_description
-from penstock.submission.making.description import describe, drift, first_text
-from penstock.submission.system import problems
+from penstock.submission.authoring.description_draft import describe, drift, first_text
+from penstock.submission.parsed_file import read_description
+from penstock.submission.system_description import problems
 
 
 def host(name: str, *, cores: int = 64) -> Present:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.results.host import HostFacts
-from penstock.submission.making.claim import Claim
-from penstock.submission.making.image import Program
-from penstock.submission.making.leaf import Address, Series
-from penstock.submission.making.located import locate_checkpoints, locate_data
-from penstock.submission.making.metadata import DataSize, LeafFacts, metadata
-from penstock.submission.making.stamp import CORE_KEYS, core_digest, stamp
-from penstock.submission.names import Benchmark, Phase
+from penstock.submission.authoring.data_location import locate_checkpoints, locate_data
+from penstock.submission.authoring.ownership import Claim
+from penstock.submission.authoring.result_dir import Address, Series
+from penstock.submission.authoring.run_metadata import DataSize, LeafFacts, metadata
+from penstock.submission.authoring.run_provenance import CORE_KEYS, core_digest, stamp
+from penstock.submission.code_image import Program
+from penstock.submission.tree_layout import Benchmark, Phase
 from penstock.workload.divisions import SubmissionDivision
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings

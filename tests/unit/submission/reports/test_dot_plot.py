@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.submission.reports.dot_plot import dot_plot, ticks
-from penstock.submission.reports.figures import Figure
-from penstock.submission.reports.spread import spread
+from penstock.submission.reports.result_figures import Figure, spread
 
 
 def figure(values: dict[str, float], name: str = "throughput") -> Figure:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.submission.numbered_tree import Submission, valid_submission
+from tests.support.submission.timed_tree import valid_checkpointing, valid_round, valid_training
 
 from penstock.submission.edition import load_edition
-from penstock.submission.names import JUDGED
-from penstock.submission.reports.files import plan_folder, plan_tree, write_files
-from penstock.submission.reports.reported import Reported, document, report_all
-from penstock.submission.reports.result_row import RESULT_COLUMNS
-from penstock.testing.submission.timed import valid_checkpointing, valid_round, valid_training
-from penstock.testing.submission.tree import Submission, valid_submission
+from penstock.submission.reports.report_files import plan_folder, plan_tree, write_files
+from penstock.submission.reports.result_report import RESULT_COLUMNS, Reported, document, report_all
+from penstock.submission.tree_layout import JUDGED
 
 V1, V3 = load_edition("v1.0"), load_edition("v3.0")
 RATES = [20.0, 20.1, 20.2, 20.3, 20.4]

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pytest
+from tests.support.submission.numbered_tree import valid_submission
+from tests.support.submission.timed_tree import valid_round
 
 from penstock.submission.check import Judged, check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.reports.sarif import sarif
 from penstock.submission.rules import RULES
-from penstock.testing.submission.timed import valid_round
-from penstock.testing.submission.tree import valid_submission
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

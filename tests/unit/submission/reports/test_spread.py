@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.submission.reports.spread import MOST_SCORE, spread, student_quantile
+from penstock.submission.reports.result_figures import MOST_SCORE, spread, student_quantile
 
 
 @pytest.mark.parametrize(

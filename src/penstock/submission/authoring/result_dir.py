@@ -1,0 +1,151 @@
+"""Where a leaf goes, and how it gets there: made below `.mlps/under-way`, published whole in one step.
+
+Place in the flow: claim -> address -> draft -> (a run writes) -> published leaf. Invariant: a leaf that has
+its name in the tree is whole; a run that failed leaves a draft, which says so in its `run.json`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Final
+
+from penstock.results.history.file import HistoryFile
+from penstock.storage.files.calls import explaining
+from penstock.storage.files.durable import rename_durably, sync_folder
+from penstock.submission.authoring.ownership import Claim, require_plain
+from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, Phase, log_names, metadata_name
+
+if TYPE_CHECKING:
+    from penstock.workload.divisions import SubmissionDivision
+
+HIDDEN: Final = ".mlps"
+UNDER_WAY: Final = "under-way"
+TRASH: Final = "trash"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """All leaves of one workload on one system: whose, in which division, of what."""
+
+    claim: Claim
+    division: SubmissionDivision
+    system: str
+    benchmark: Benchmark
+    model: str
+
+    def __post_init__(self) -> None:
+        require_plain(self.system, what="system's name")
+        require_plain(self.model, what="workload's name")
+
+    @property
+    def submitter(self) -> PurePosixPath:
+        """The submitter's folder, relative to the tree's root."""
+        return PurePosixPath(self.division.value, self.claim.organisation)
+
+    @property
+    def folder(self) -> PurePosixPath:
+        """The workload's folder, relative to the tree's root."""
+        return self.submitter / "results" / self.system / self.benchmark.value / self.model
+
+    def folder_of(self, phase: Phase) -> PurePosixPath:
+        """The folder of a phase's leaves; checkpointing has no level of phases."""
+        return self.folder / phase.value if self.benchmark is Benchmark.TRAINING else self.folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """One leaf: what one phase came to at one time."""
+
+    series: Series
+    phase: Phase
+    began: datetime
+
+    @property
+    def stamp(self) -> str:
+        """The leaf's name: when it began, in UTC."""
+        return self.began.strftime(TIME_FORMAT)
+
+    @property
+    def relative(self) -> PurePosixPath:
+        """The leaf, relative to the tree's root."""
+        return self.series.folder_of(self.phase) / self.stamp
+
+    @property
+    def folder(self) -> Path:
+        """Where the leaf will lie."""
+        return self.series.claim.root / self.relative
+
+    @property
+    def draft(self) -> Path:
+        """Where it is made."""
+        return self.series.claim.root / HIDDEN / UNDER_WAY / self.relative
+
+    @property
+    def metadata_file(self) -> str:
+        """The name of its metadata."""
+        return metadata_name(self.series.benchmark, self.stamp)
+
+    @property
+    def log_files(self) -> tuple[str, str]:
+        """The names of what was said on standard output and standard error."""
+        return log_names(self.series.benchmark, self.phase)
+
+
+def reserve(series: Series, phase: Phase, *, now: datetime) -> Address:
+    """The address of a leaf that begins now, with its draft's folder made; a name that is taken is passed."""
+    address = Address(series=series, phase=phase, began=now.replace(microsecond=0))
+    while address.folder.exists() or not _made(address.draft):
+        address = replace(address, began=address.began + timedelta(seconds=1))
+    return address
+
+
+def _made(draft: Path) -> bool:
+    """Whether this call made the folder; an attempt of the same second may have it."""
+    with explaining("Making the folder of a leaf", str(draft)):
+        draft.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.mkdir()
+        except FileExistsError:
+            return False
+    return True
+
+
+def publish(address: Address) -> Path:
+    """Give a draft its name in the tree; after a power cut it has either name, and all its files."""
+    folder = address.folder
+    with explaining("Publishing a leaf", str(folder)):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        sync_folder(address.draft)
+        rename_durably(address.draft, folder)
+        _prune(address.draft.parent, until=address.series.claim.root / HIDDEN)
+    HistoryFile(address.series.claim.root).publish(address.draft, folder)
+    return folder
+
+
+def set_aside(claim: Claim, folder: Path) -> Path:
+    """Move a folder of the tree to the trash, where it can be taken back from by hand."""
+    target = claim.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(claim.root)
+    with explaining("Moving a leaf to the trash", str(folder)):
+        target.parent.mkdir(parents=True)
+        rename_durably(folder, target)
+    return target
+
+
+def drafts(series: Series) -> list[Path]:
+    """What attempts left that came to nothing, or still go on."""
+    below = series.claim.root / HIDDEN / UNDER_WAY / series.folder
+    depth = "*/*" if series.benchmark is Benchmark.TRAINING else "*"
+    return sorted(path for path in below.glob(depth) if path.is_dir())
+
+
+def _prune(folder: Path, *, until: Path) -> None:
+    """Remove folders that hold nothing, from here up: the next leaf makes them again."""
+    while folder != until:
+        try:
+            folder.rmdir()
+        except OSError:  # it holds another draft
+            return
+        folder = folder.parent

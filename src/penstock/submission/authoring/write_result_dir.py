@@ -1,0 +1,245 @@
+"""Finish a result directory: add the files that checkers want beside the figures, and publish it.
+
+A run has left its figures in the draft; this adds configuration, logs, provenance and metadata, gives the
+directory its name, and lists it in `submission.yaml`. Invariants: the metadata are written last; the manifest
+lists exactly the directories that are there, and says "unknown" for what they do not state.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from penstock.errors import StorageError
+from penstock.results.dlio.folder import HydraFacts, write_configuration
+from penstock.results.durable import write_json, write_text
+from penstock.results.provenance import redacted
+from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.submission.authoring.result_dir import publish
+from penstock.submission.authoring.run_metadata import metadata
+from penstock.submission.authoring.run_provenance import EDITION, LAYOUT_VERSION, stamp
+from penstock.submission.code_image import POINTER, UNKNOWN, pointer_text
+from penstock.submission.find_results import Submitter, leaves_of
+from penstock.submission.reports.report_files import plan_tree, write_files
+from penstock.submission.reports.result_report import report_all
+from penstock.submission.tree_layout import CONFIG_FOLDER, MANIFEST, METADATA_SUFFIX, PROVENANCE, SEPARATION
+
+if TYPE_CHECKING:
+    from penstock.submission.authoring.result_dir import Series
+    from penstock.submission.authoring.run_metadata import LeafFacts
+    from penstock.submission.code_image import Program
+    from penstock.submission.edition import Edition
+
+
+SCHEMA: Final = "mlps-submission-manifest/1"
+
+
+def write_manifest(series: Series, *, by: str, now: datetime) -> None:
+    """Write the manifest of the submitter's folder that a series lies in."""
+    claim = series.claim
+    folder = claim.root / series.submitter
+    submitter = Submitter(organisation=claim.organisation, division=series.division, folder=folder)
+    runs = [_run(leaf, folder) for leaf in leaves_of(submitter)]
+    document = {
+        "schema": SCHEMA,
+        "org": claim.organisation,
+        "division": series.division.value,
+        "rules_edition": EDITION,
+        "layout_version": LAYOUT_VERSION,
+        "generated_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "generated_by": by,
+        "tool_versions": _known(run["tool_version"] for run in runs),
+        "dlio_commits": [],
+        "systems": _systems(folder),
+        "runs": [{key: value for key, value in run.items() if key != "tool_version"} for run in runs],
+        "code_images": _known(run["code_image"] for run in runs),
+        "provenance": {"rules_edition": "tool-constant", "runs": "walked"},
+    }
+    write_text(folder, MANIFEST, yaml.safe_dump(document, sort_keys=False))
+
+
+def _run(leaf: Path, folder: Path) -> dict[str, Any]:
+    metadata = _json(next(iter(sorted(leaf.glob(f"*{METADATA_SUFFIX}"))), leaf / METADATA_SUFFIX))
+    stamp = _json(leaf / PROVENANCE)
+    tool, core = stamp.get("tool", {}), stamp.get("core_config", {})
+    relative = leaf.relative_to(folder).as_posix()
+    return {
+        "leaf": relative,
+        "benchmark": metadata.get("benchmark_type", UNKNOWN),
+        "model": metadata.get("model", UNKNOWN),
+        "command": metadata.get("command", UNKNOWN),
+        "accelerator": metadata.get("accelerator") or UNKNOWN,
+        "system": leaf.relative_to(folder).parts[1],
+        "rules_edition": stamp.get("rules_edition", UNKNOWN),
+        "core_config": core.get("hash", UNKNOWN),
+        "code_image": tool.get("code_image", UNKNOWN),
+        "provenance": f"{relative}/{PROVENANCE}" if stamp else UNKNOWN,
+        "tool_version": tool.get("version", UNKNOWN),
+    }
+
+
+def _systems(folder: Path) -> list[dict[str, str]]:
+    return [
+        {
+            "name": path.stem,
+            "description": f"systems/{path.name}",
+            "pdf": f"systems/{path.stem}.pdf" if path.with_suffix(".pdf").is_file() else "missing",
+        }
+        for path in sorted((folder / "systems").glob("*.yaml"))
+    ]
+
+
+def _known(values: Any) -> list[str]:
+    return sorted({value for value in values if value != UNKNOWN})
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    """A file's values; none of a file that is missing or damaged, which judges will name."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+_CROSS_DEVICE: Final = errno.EXDEV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """The program, and the digest of its image in the pool."""
+
+    program: Program
+    digest: str
+
+
+def write_leaf(
+    facts: LeafFacts,
+    *,
+    image: Image,
+    stdout: str,
+    stderr: str,
+    separation: dict[str, Any] | None,
+    now: datetime,
+) -> Path:
+    """Add to the draft what the run itself does not write, and give the leaf its name."""
+    address = facts.address
+    draft = address.draft
+    write_configuration(draft, facts.workload, hydra_facts(facts))
+    for name, text in zip(address.log_files, (stdout, stderr), strict=True):
+        write_text(draft, name, text)
+    if separation is not None:
+        write_json(draft, SEPARATION, separation)
+    write_text(draft, POINTER, pointer_text(image.digest))
+    benchmark = address.series.benchmark
+    found = stamp(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
+    write_json(draft, PROVENANCE, found)
+    write_json(draft, address.metadata_file, metadata(facts))
+    return _published(facts, image, now)
+
+
+def write_metadata_leaf(facts: LeafFacts, *, image: Image, now: datetime) -> Path:
+    """A leaf of arithmetic alone, such as that of a data set's size."""
+    draft = facts.address.draft
+    write_text(draft, POINTER, pointer_text(image.digest))
+    benchmark = facts.address.series.benchmark
+    found = stamp(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
+    write_json(draft, PROVENANCE, found)
+    write_json(draft, facts.address.metadata_file, metadata(facts))
+    return _published(facts, image, now)
+
+
+def _published(facts: LeafFacts, image: Image, now: datetime) -> Path:
+    """The leaf under its name, and in the submitter's manifest."""
+    folder = publish(facts.address)
+    write_manifest(facts.address.series, by=f"penstock {image.program.version}", now=now)
+    return folder
+
+
+def hydra_facts(facts: LeafFacts) -> HydraFacts:
+    """What the leaf's configuration tells of how it was asked for."""
+    return HydraFacts(
+        subfolder=CONFIG_FOLDER,
+        workload_name=facts.workload.full_name,
+        overrides=redacted(overrides_of(facts)),
+        working_folder=str(Path.cwd()),
+        run_folder=str(facts.address.folder),
+    )
+
+
+def overrides_of(facts: LeafFacts) -> Sequence[str]:
+    """The stages and the changes in DLIO's words."""
+    stages = facts.workload.workflow
+    own = {
+        "workflow.generate_data": stages.generate_data,
+        "workflow.train": stages.train,
+        "workflow.checkpoint": stages.checkpoint,
+    }
+    return tuple(f"++workload.{key}={value}" for key, value in {**own, **facts.changed}.items())
+
+
+def separation_of(place: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
+    """Whether data and results lie on different file systems, as a link between them shows; None for objects.
+
+    A link within one file system succeeds, and one across two is refused: mounts and names cannot deceive it.
+    """
+    location = parse_uri(place)
+    if location.scheme not in FILE_SCHEMES:
+        return None
+    name = f".penstock-separation-{secrets.token_hex(4)}"
+    source, target = results / name, Path(location.root) / name
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)  # checkpoints make their folder with the first write
+        source.touch(exist_ok=False)
+        try:
+            is_separate = _is_refused(source, target)
+        finally:
+            source.unlink()
+            target.unlink(missing_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"Whether data and results share a file system cannot be seen: {error.strerror}",
+            uri=location.root,
+            fix="Both folders must be writable.",
+        ) from error
+    return {
+        "version": 1,
+        "method": "link_exdev",
+        "data_or_chkpt_path": location.root,
+        "results_path": str(results),
+        "data_or_chkpt_realpath": str(Path(location.root).resolve()),
+        "results_realpath": str(results.resolve()),
+        "same_filesystem": not is_separate,
+        "probed_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "probed_by_rank": 0,
+        "probed_by_host": host,
+    }
+
+
+def _is_refused(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno == _CROSS_DEVICE:
+            return True
+        raise
+    return False
+
+
+def write_report(series: Series, edition: Edition) -> None:
+    """Write the report of the series' result."""
+    folder = (series.claim.root / series.folder).resolve()
+    # The report holds the verdict, and a rule asks for the report: the second one is right about itself.
+    for _ in range(2):
+        found = [each for each in report_all(series.claim.root, edition) if folder in each.place.parents]
+        planned, _kept = plan_tree(found)
+        write_files(planned)

@@ -1,0 +1,235 @@
+"""The figures of a result, run by run, with mean, deviation, confidence interval and outliers.
+
+Results -> figures -> files, table, page. Invariant: a figure that cannot be recomputed is named with the
+reason, and no stated mean takes its place; one value has a mean and no interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from penstock.submission.parsed_file import Unknown
+from penstock.submission.recomputed_metrics import (
+    deviation,
+    durations_of,
+    mean,
+    mib_per_second,
+    samples_per_second,
+    utilization_percent,
+)
+from penstock.submission.tree_layout import Benchmark
+
+if TYPE_CHECKING:
+    from penstock.submission.result_files import Job, Result, Run
+
+
+CONFIDENCE: Final = 0.95
+MOST_SCORE: Final = 3.5
+"""A modified z-score beyond this makes an outlier (Iglewicz and Hoaglin, 1993)."""
+OF_MEDIAN_DEVIATION: Final = 1.4826
+OF_MEAN_DEVIATION: Final = 1.2533
+"""What makes either deviation from the median comparable with a standard deviation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlier:
+    """A run that lies apart from the others; `rule` says by which reckoning."""
+
+    run: str
+    value: float
+    rule: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """`deviation` is the population's, as reports state it; the interval is Student's t of the sample.
+
+    The interval is None below two values.
+    """
+
+    num: int
+    mean: float
+    deviation: float
+    interval: tuple[float, float] | None
+    outliers: tuple[Outlier, ...]
+
+
+def spread(values: Mapping[str, float]) -> Spread:
+    """The spread of a figure by run; there is at least one."""
+    numbers = tuple(values.values())
+    return Spread(
+        num=len(numbers),
+        mean=mean(numbers),
+        deviation=deviation(numbers),
+        interval=_interval(numbers),
+        outliers=tuple(_outliers(values)),
+    )
+
+
+def student_quantile(share: float, degrees: int) -> float:
+    """The t that |T| stays below with probability `share`, for a whole number of degrees of freedom."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(200):  # halves the angle's range until no double lies inside
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        if _share_within(middle, degrees) < share:
+            low = middle
+        else:
+            high = middle
+    return math.tan(high) * math.sqrt(degrees)
+
+
+def _share_within(angle: float, degrees: int) -> float:
+    """P(|T| <= t) as a finite sum, where the angle is arctan(t / sqrt(degrees))."""
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = degrees % 2 == 1
+    term = cosine if is_odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for step in range(2 if not is_odd else 3, degrees - 1, 2):
+        term *= cosine * cosine * (step - 1) / step
+        total += term
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+
+
+def _interval(numbers: tuple[float, ...]) -> tuple[float, float] | None:
+    num = len(numbers)
+    if num < 2:
+        return None
+    of_sample = deviation(numbers) * math.sqrt(num / (num - 1))
+    reach = student_quantile(CONFIDENCE, num - 1) * of_sample / math.sqrt(num)
+    return mean(numbers) - reach, mean(numbers) + reach
+
+
+def _outliers(values: Mapping[str, float]) -> list[Outlier]:
+    middle = median(values.values())
+    apart = {run: abs(value - middle) for run, value in values.items()}
+    scale, name = OF_MEDIAN_DEVIATION * median(apart.values()), "median absolute deviation"
+    if scale == 0:  # more than half of the runs are equal to the last digit
+        scale, name = OF_MEAN_DEVIATION * mean(tuple(apart.values())), "mean absolute deviation"
+    if scale == 0:
+        return []
+    return [
+        Outlier(
+            run=run,
+            value=values[run],
+            rule=f"{distance / scale:.1f} > {MOST_SCORE} deviations from the median {middle:,.6g} ({name})",
+        )
+        for run, distance in apart.items()
+        if distance / scale > MOST_SCORE
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One figure: its value in each run, or of each checkpoint, by name."""
+
+    name: str
+    unit: str
+    values: dict[str, float]
+    spread: Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """All figures of a result, and a sentence for each that cannot be recomputed."""
+
+    found: tuple[Figure, ...]
+    missing: tuple[str, ...]
+
+    def mean(self, name: str) -> float | None:
+        """The mean of the figure called `name`; None where there is none."""
+        return next((figure.spread.mean for figure in self.found if figure.name == name), None)
+
+
+_Values = Callable[["Result"], dict[str, float]]
+
+
+def figures_of(result: Result) -> Figures:
+    """The figures that a result of this benchmark has."""
+    found: list[Figure] = []
+    missing: list[str] = []
+    kinds = {Benchmark.TRAINING: _TRAINING, Benchmark.CHECKPOINTING: _CHECKPOINTING}
+    for name, unit, of_result in kinds.get(result.place.benchmark, ()):
+        try:
+            values = of_result(result)
+        except (Unknown, ArithmeticError) as reason:
+            missing.append(f"{name}: {reason}")
+            continue
+        if values:
+            found.append(Figure(name=name, unit=unit, values=values, spread=spread(values)))
+    return Figures(found=tuple(found), missing=tuple(missing))
+
+
+def _by_run(of_run: Callable[[Run], float]) -> _Values:
+    def values(result: Result) -> dict[str, float]:
+        if not result.measured:
+            raise Unknown("there are no runs", where=result.name)
+        return {run.name: _finite(of_run(run), run.name) for run in result.measured}
+
+    return values
+
+
+def _summed(of_job: Callable[[Job], float]) -> Callable[[Run], float]:
+    return lambda run: math.fsum(of_job(job) for job in run.jobs)
+
+
+def _utilization(run: Run) -> float:
+    return mean(tuple(map(utilization_percent, run.jobs)))
+
+
+def _by_checkpoint(prefix: str, of_seconds: Callable[[Job, float], float]) -> _Values:
+    def values(result: Result) -> dict[str, float]:
+        jobs = [job for job in result.jobs() if job.stats]
+        if not jobs:
+            raise Unknown("there is no per_epoch_stats.json of a rank", where=result.name)
+        taken = [(job, name, seconds) for job in jobs for name, seconds in _slowest(job, prefix)]
+        short = len({name for _, name, _ in taken}) == len(taken)
+        return {
+            name if short else f"{job.name.rpartition('/')[2]} {name}": of_seconds(job, seconds)
+            for job, name, seconds in taken
+        }
+
+    return values
+
+
+def _slowest(job: Job, prefix: str) -> Iterator[tuple[str, float]]:
+    """Each checkpoint's name and time on its slowest rank: nobody is done before."""
+    ranks = [durations_of(stats, prefix) for stats in job.stats]
+    for name in ranks[0]:
+        seconds = max(rank.get(name, 0.0) for rank in ranks)
+        if seconds <= 0:
+            raise Unknown(f"{name} took no time", where=job.stats[0].file)
+        yield name, seconds
+
+
+def _rate(job: Job, seconds: float) -> float:
+    return job.summary.number("metric", "checkpoint_size_GB") / seconds
+
+
+def _duration(_: Job, seconds: float) -> float:
+    return seconds
+
+
+def _finite(value: float, where: str) -> float:
+    if not math.isfinite(value):
+        raise Unknown(f"it comes to {value}", where=where)
+    return value
+
+
+_Kind = tuple[str, str, _Values]
+_TRAINING: Final[tuple[_Kind, ...]] = (
+    ("throughput", "samples/s", _by_run(_summed(samples_per_second))),
+    ("read bandwidth", "MiB/s", _by_run(_summed(mib_per_second))),
+    ("utilization", "%", _by_run(_utilization)),
+)
+_CHECKPOINTING: Final[tuple[_Kind, ...]] = (
+    ("write bandwidth", "GiB/s", _by_checkpoint("save", _rate)),
+    ("write duration", "s", _by_checkpoint("save", _duration)),
+    ("read bandwidth", "GiB/s", _by_checkpoint("load", _rate)),
+    ("read duration", "s", _by_checkpoint("load", _duration)),
+)
