@@ -16,14 +16,14 @@ from tests.support.s3.moto_server import running_moto
 from tests.support.s3.server import BUCKET, S3Server
 
 from harness import Ratio, interleave
-from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
-from penstock.bench.checkpoint.run import run_checkpoints
-from penstock.bench.state import LayoutRequest, plan_layout
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
+from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.solo import SoloComm
 from penstock.progress import Silent
 from penstock.storage import open_storage
-from penstock.workload.model import load_model
+from penstock.workload.checkpoint_model import load_model
 
 CLIENTS = ("minio", "s3dlio", "s3torchconnector")
 SCALE = Fraction(1, 1000)

@@ -24,7 +24,7 @@ from PIL import Image
 from harness import Ratio, interleave
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.store import buffer_pool, verify_file, write_file
+from penstock.dataset.formats.data_file import buffer_pool, verify_file, write_file
 from penstock.storage import ObjectInfo, Release
 from penstock.storage.aligned import aligned_buffer, copy_bytes
 from penstock.storage.memory import MemoryStorage

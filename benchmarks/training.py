@@ -27,18 +27,18 @@ from typing import Any, cast
 import numpy as np
 
 from harness import Ratio, interleave
-from penstock.bench.loader.base import BatchRequest, ReadRequest
-from penstock.bench.loader.native import NativeLoader, NativeOptions
-from penstock.bench.loader.ranges import DEFAULT_BUFFER_BYTES
-from penstock.bench.order import Division
-from penstock.bench.training.caches import drop_caches
-from penstock.bench.training.ceiling import EventList, ZeroCostStorage, run_ceiling
-from penstock.bench.training.loop import Loop, phase_works
-from penstock.bench.training.prepare import Prepared, prepare
+from penstock.bench.cache_eviction import drop_caches
+from penstock.bench.epoch_order import Division
+from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
+from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
+from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES
+from penstock.bench.training.harness_limit import EventList, ZeroCostStorage, run_ceiling
+from penstock.bench.training.training_loop import Loop, phase_works
+from penstock.bench.training.training_run import Prepared, prepare
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import Recipe, write_manifest
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import Recipe, write_manifest
 from penstock.progress import Silent
 from penstock.results.events import Phase
 from penstock.storage import Storage, open_storage

@@ -21,8 +21,8 @@ def test_the_name_is_printed_in_the_form_that_is_asked_for() -> None:
 
 
 def test_a_lower_cutoff_lets_less_similar_names_through() -> None:
-    assert nearest("flow", KNOWN) == ""
-    assert nearest("flow", KNOWN, cutoff=0.4) == "cosmoflow"
+    assert nearest("flo", KNOWN) == ""
+    assert nearest("flo", KNOWN, cutoff=0.4) == "cosmoflow"
 
 
 def test_nothing_is_suggested_where_nothing_is_known() -> None:

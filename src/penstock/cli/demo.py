@@ -46,7 +46,7 @@ def demo(
 
 
 def _draw(console: Console, seen: Tour) -> None:
-    from penstock.bench.probe.rows import headline_rows
+    from penstock.bench.probe.measurement import headline_rows
     from penstock.workflows.demo import checkpoint_rows, training_rows
 
     table(f"The limits of {seen.probe.uri}", headline_rows(seen.probe.measurements))(console)

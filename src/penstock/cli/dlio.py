@@ -21,7 +21,7 @@ from penstock.environment import process_environment
 from penstock.errors import StorageError, UsageError
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import LoaderOptions, OpenStorage
+    from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
     from penstock.results.dlio.folder import HydraFacts
@@ -223,8 +223,8 @@ class _Session:
 
     def _generate(self) -> None:
         from penstock.dataset.content import Reduction
+        from penstock.dataset.dataset_manifest import Recipe
         from penstock.dataset.generate import generate
-        from penstock.dataset.manifest import Recipe
         from penstock.workload.choices import Format, StorageKind
 
         if self.workload.dataset.format is Format.SYNTHETIC:
@@ -241,9 +241,9 @@ class _Session:
         self._tell(f"Generation done: {made.written_files} files written, {made.kept_files} were there")
 
     def _train(self) -> None:
-        from penstock.bench.order import Division
-        from penstock.bench.training.request import TrainingRequest
-        from penstock.bench.training.run import train
+        from penstock.bench.epoch_order import Division
+        from penstock.bench.training.training_request import TrainingRequest
+        from penstock.bench.training.training_run import train
         from penstock.cli.dlio_checkpoint import checkpoint_place
         from penstock.cli.training.reading import asks_to_decode, choose_seed
         from penstock.cli.training.saving import checkpoint_wish
@@ -315,8 +315,8 @@ class _Session:
             write_log(self.folder, self.workload, self.log)
 
     def _remove_data(self) -> None:
-        from penstock.bench.training.files import open_files
-        from penstock.dataset.remove import remove
+        from penstock.bench.training.training_files import open_files
+        from penstock.dataset.data_files import remove
 
         files = open_files(self.workload.dataset, self.storage, seed=self.workload.train.seed, evaluates=True)
         self.comm.barrier(awaiting="all ranks to know the files to delete")

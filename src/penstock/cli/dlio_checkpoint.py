@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.bench.checkpoint.outcome import CheckpointResult
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.cli.dlio_place import DataPlace
     from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
@@ -36,11 +36,11 @@ class CheckpointStage:
 
     def run(self, *, comm: Comm, terminal: Terminal, environment: Environment) -> CheckpointResult:
         """All writes, then all reads; results lie in the session's folder."""
-        from penstock.bench.checkpoint.request import CheckpointRequest
-        from penstock.bench.state import LayoutRequest, plan_layout
+        from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
+        from penstock.bench.model_state import LayoutRequest, plan_layout
         from penstock.checkpoint.pipe.base import PipeSettings
         from penstock.cli.checkpoint.run import carry_out
-        from penstock.workload.model import model_of_workload
+        from penstock.workload.checkpoint_model import model_of_workload
 
         model = model_of_workload(self.name, self.workload)
         mode = self.workload.checkpoint.mode

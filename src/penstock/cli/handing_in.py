@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.submission.authoring.result_dir import Series
     from penstock.submission.tree_layout import Benchmark
     from penstock.workflows.submission.session import Session
-    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.division_rules import SubmissionDivision
     from penstock.workload.spec import Workload
 
 Closed = Annotated[
@@ -58,7 +58,7 @@ class Entry:
 
 def division_of(*, closed: bool, open_: bool) -> SubmissionDivision | None:
     """The division that two flags name, if any."""
-    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.division_rules import SubmissionDivision
 
     if closed and open_:
         raise UsageError("A run is of one division", where="--closed --open", fix="Leave one of them out.")
@@ -94,7 +94,7 @@ def series_of(
 def locate(series: Series, workload: Workload, data: str) -> Located:
     """The workload with its data at this place, where the division lets it lie."""
     from penstock.submission.authoring.data_location import locate_data
-    from penstock.workload.divisions import require_allowed
+    from penstock.workload.division_rules import require_allowed
 
     located = locate_data(workload, data)
     paths = [tuple(key.split(".")) for key in located.changes]
@@ -136,9 +136,9 @@ def open_session(entry: Entry, settings: Sequence[str] | None, *, comm: Comm) ->
 
 def changed_by(settings: Iterable[str]) -> Mapping[str, Any]:
     """What `--set` options change, under DLIO's keys."""
-    from penstock.workload.dialect import our_path
+    from penstock.workload.dlio_keys import our_path
+    from penstock.workload.layered_settings import dotted
     from penstock.workload.overrides import parse_settings
-    from penstock.workload.tree import dotted
 
     return {dotted(our_path(each.path)): each.value for each in parse_settings(settings)}
 

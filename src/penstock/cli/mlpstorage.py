@@ -99,7 +99,7 @@ def _with_file(words: Sequence[str]) -> Asked:
 
 def _options_of(path: Path) -> Mapping[str, tuple[str, ...]]:
     from penstock.workload.loading import read_text
-    from penstock.workload.yamlfile import parse_yaml
+    from penstock.workload.strict_yaml import parse_yaml
 
     options: dict[str, tuple[str, ...]] = {}
     for key, value in parse_yaml(read_text(path), source=str(path)).items():

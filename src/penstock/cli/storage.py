@@ -71,7 +71,7 @@ def probe(
 
     from penstock.bench.probe import ProbeRequest
     from penstock.bench.probe import probe as run_probe
-    from penstock.bench.probe.rows import measurement_rows
+    from penstock.bench.probe.measurement import measurement_rows
     from penstock.environment import process_environment
 
     request = ProbeRequest(

@@ -9,8 +9,8 @@ from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.decoding import ContentCheck
-    from penstock.bench.order import Division
+    from penstock.bench.epoch_order import Division
+    from penstock.bench.loader.sample_decoder import ContentCheck
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def assignments(option: str, texts: Iterable[str]) -> dict[str, str]:
 
 def division(option: str, text: str) -> Division:
     """What happens to a remainder: `rotate`, `drop`, `pad` or `error`."""
-    from penstock.bench.order import Division
+    from penstock.bench.epoch_order import Division
 
     words = ", ".join(each.value for each in Division)
     if text not in set(Division):
@@ -57,7 +57,7 @@ def division(option: str, text: str) -> Division:
 
 def content_check(option: str, text: str) -> ContentCheck:
     """How much of what is read is checked: `off`, `sample` or `full`."""
-    from penstock.bench.loader.decoding import ContentCheck
+    from penstock.bench.loader.sample_decoder import ContentCheck
 
     words = ", ".join(each.value for each in ContentCheck)
     if text not in set(ContentCheck):

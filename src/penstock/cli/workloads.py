@@ -54,7 +54,7 @@ def _list(terminal: Terminal) -> None:
 
 def _draw_families(console: Console, found: list[Workload]) -> None:
     """Each family once with what it is, and a line for each accelerator with what decides its load."""
-    from penstock.workload.shipped import families
+    from penstock.workload.shipped_catalog import families
 
     for name, members in groupby(found, key=lambda workload: workload.name):
         console.print(f"[bold]{name}[/bold]")
@@ -76,10 +76,10 @@ def _load_text(found: dict[str, Any]) -> str:
 
 
 def _show(terminal: Terminal, name: str, accelerator: str, settings: list[str]) -> None:
-    from penstock.workload.document import write_workload
+    from penstock.workload.layered_settings import dotted, flatten
     from penstock.workload.loading import load
     from penstock.workload.overrides import format_value, parse_settings
-    from penstock.workload.tree import dotted, flatten
+    from penstock.workload.workload_schema import write_workload
 
     loaded = load(name, accelerator=accelerator, overrides=parse_settings(settings))
     for remark in loaded.remarks:
@@ -105,7 +105,7 @@ def _shortened(value: object, text: str) -> str:
 
 def _summary(workload: Workload) -> dict[str, Any]:
     """The values by which people choose a workload; sizes are means."""
-    from penstock.workload.records import read_bytes_per_sample, record_bytes
+    from penstock.workload.dataset_size import read_bytes_per_sample, record_bytes
 
     dataset = workload.dataset
     return {

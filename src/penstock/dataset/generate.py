@@ -12,17 +12,17 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from penstock.dataset.content import Content
+from penstock.dataset.data_files import DataFiles, each_file
+from penstock.dataset.dataset_manifest import Recipe, claim, write_manifest
+from penstock.dataset.file_naming import evaluation_files, training_files
+from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.dataset.formats.registry import open_format
-from penstock.dataset.formats.store import buffer_pool, write_file
-from penstock.dataset.manifest import Recipe, claim, write_manifest
-from penstock.dataset.namespace import evaluation_files, training_files
-from penstock.dataset.walk import DataFiles, each_file
 from penstock.errors import ObjectNotFound
 from penstock.storage.space import require_free_space
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.dataset.formats.base import Plan
+    from penstock.dataset.formats.format_protocol import Plan
     from penstock.progress import Progress
     from penstock.storage import Storage
     from penstock.storage.aligned import BufferPool

@@ -14,7 +14,7 @@ from penstock.results.events import Phase
 from penstock.results.times import Times, measure_times
 from penstock.results.utilization import EpochRate, Rule, epoch_rates, rule_for
 from penstock.results.verdict import Verdict, judge
-from penstock.workload.records import record_bytes
+from penstock.workload.dataset_size import record_bytes
 
 if TYPE_CHECKING:
     from penstock.results.events import RankEvents

@@ -16,7 +16,7 @@ from penstock.results.checkpoints import read_checkpoints
 from penstock.results.dlio.reading import read_dlio_result
 from penstock.results.layout import RUN_FILE, run_folders
 from penstock.results.record import read_record
-from penstock.workload.tree import dotted, flatten
+from penstock.workload.layered_settings import dotted, flatten
 
 if TYPE_CHECKING:
     from penstock.results.checkpoints import CheckpointFigures

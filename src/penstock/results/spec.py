@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import StorageError
-from penstock.workload.document import read_workload, write_workload
-from penstock.workload.tree import dotted
+from penstock.workload.layered_settings import dotted
+from penstock.workload.workload_schema import read_workload, write_workload
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload

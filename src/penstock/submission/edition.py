@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import UsageError
 from penstock.submission.parsed_file import Unknown
-from penstock.workload.divisions import SubmissionDivision
-from penstock.workload.yamlfile import parse_yaml
+from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.strict_yaml import parse_yaml
 
 
 class _Strict(BaseModel):

@@ -16,7 +16,7 @@ from typing import Final
 from penstock.errors import Unavailable, UsageError
 from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK
 from penstock.submission.tree_layout import MANIFEST, PROVENANCE, SENTINEL, Benchmark, Phase, is_time
-from penstock.workload.divisions import SubmissionDivision
+from penstock.workload.division_rules import SubmissionDivision
 
 REPORT: Final = "mlperf_storage_report.json"
 _RUN: Final = re.compile(r"run[_-]?(\d+)", re.IGNORECASE)

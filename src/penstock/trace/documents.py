@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import UsageError
 from penstock.suggest import nearest
-from penstock.workload.yamlfile import parse_yaml
+from penstock.workload.strict_yaml import parse_yaml
 
 
 class Document(BaseModel):

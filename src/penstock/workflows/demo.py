@@ -17,30 +17,30 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
-from penstock.bench.checkpoint.run import run_checkpoints
-from penstock.bench.loader.native import NativeOptions
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
+from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe
-from penstock.bench.probe.rows import headline_rows, measurement_rows
-from penstock.bench.state import LayoutRequest, plan_layout
-from penstock.bench.training.request import TrainingRequest
-from penstock.bench.training.run import train
+from penstock.bench.probe.measurement import headline_rows, measurement_rows
+from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_run import train
 from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.doctor import Diagnosis, examine
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import Recipe
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import Recipe
 from penstock.reports.html_page import Section, render_sections
 from penstock.storage import open_storage
 from penstock.units import format_bytes, format_seconds
+from penstock.workload.checkpoint_model import load_model
 from penstock.workload.loading import load
-from penstock.workload.model import load_model
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.outcome import CheckpointResult
-    from penstock.bench.training.outcome import TrainingResult
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
+    from penstock.bench.training.training_result import TrainingResult
     from penstock.environment import Environment
     from penstock.progress import Progress
 

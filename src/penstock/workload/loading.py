@@ -1,31 +1,70 @@
-"""From a name, a file and overrides to one `Workload`, and what a user of DLIO should know about it.
+"""Loads a `Workload` from a name, a YAML file and overrides, with remarks on keys that DLIO treats otherwise.
 
-Place in the flow: the one way in. Catalog or file, then overrides, become layers of a stack; the stack is
-settled (`dialect`), parsed (`document`) and checked. All that is wrong is said at once.
+The only way in: catalog or file, then overrides, become layers of settings, which are normalized
+(`dlio_keys`), parsed (`workload_schema`) and checked. All problems are reported in one error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UsageError
-from penstock.suggest import did_you_mean
+from penstock.suggest import did_you_mean, nearest
 from penstock.workload.choices import CheckpointMode
-from penstock.workload.dialect import Remark, layer_of, settle
-from penstock.workload.document import read_workload
-from penstock.workload.nearest import advice
-from penstock.workload.records import parquet_row_bytes
-from penstock.workload.shipped import Family, families
-from penstock.workload.shipped_models import shipped_card
-from penstock.workload.tree import Problem, Stack, dotted
-from penstock.workload.yamlfile import parse_yaml
+from penstock.workload.dataset_size import parquet_row_bytes
+from penstock.workload.dlio_keys import ALIASES, EXPLAINED, SECTION_ALIASES, Remark, layer_of, settle
+from penstock.workload.layered_settings import Path, Problem, Stack, dotted
+from penstock.workload.shipped_catalog import Family, families, shipped_card
+from penstock.workload.strict_yaml import parse_yaml
+from penstock.workload.workload_schema import known_paths, read_workload
 
 if TYPE_CHECKING:
     from penstock.workload.overrides import Override
     from penstock.workload.spec import Workload
+
+
+def advice(path: Path) -> str:
+    """What to write instead of `path`, or which keys there are beside it."""
+    steps = tuple(step for step in path if not step.isdecimal())  # elements of a list share their keys
+    meant = _namesake(steps) or _sibling(steps) or _lookalike(steps)
+    if meant:
+        return f"did you mean {meant}?"
+    beside = sorted(_children(steps[:-1])) or sorted(_children(()))
+    return f"known here: {', '.join(beside)}"
+
+
+@cache
+def _all_paths() -> tuple[Path, ...]:
+    return (*known_paths(), *ALIASES, *EXPLAINED, *((section,) for section in SECTION_ALIASES))
+
+
+def _children(section: Path) -> set[str]:
+    depth = len(section)
+    return {path[depth] for path in _all_paths() if path[:depth] == section and len(path) > depth}
+
+
+def _sibling(path: Path) -> str:
+    meant = nearest(path[-1], sorted(_children(path[:-1])))
+    return _ours((*path[:-1], meant)) if meant else ""
+
+
+def _namesake(path: Path) -> str:
+    return next((_ours(known) for known in _all_paths() if known[-1] == path[-1]), "")
+
+
+def _lookalike(path: Path) -> str:
+    meant = nearest(dotted(path), sorted(map(dotted, _all_paths())), cutoff=0.8)
+    return _ours(tuple(meant.split("."))) if meant else ""
+
+
+def _ours(path: Path) -> str:
+    """An old spelling is understood, but not recommended."""
+    return dotted(ALIASES.get(path, path))
+
 
 _SUFFIXES = (".yaml", ".yml")
 

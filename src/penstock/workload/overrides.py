@@ -13,8 +13,8 @@ from pathlib import Path as FilePath
 from typing import Any, Final
 
 from penstock.errors import UsageError
+from penstock.workload.layered_settings import Path, dotted
 from penstock.workload.spec import SECRET_NAMES
-from penstock.workload.tree import Path, dotted
 
 _KEY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _INTEGER: Final = re.compile(r"[+-]?\d+(_\d+)*")

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 from tests.unit.cluster.counters.test_reading_counters import host
 
-from penstock.bench.loader.native import NativeOptions
-from penstock.bench.observing import Observer
-from penstock.bench.training.request import TrainingRequest
-from penstock.bench.training.run import train
+from penstock.bench.device_counters import Observer
+from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_run import train
 from penstock.cli import main
 from penstock.cluster.counters.sight import sight_of
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import Recipe
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import Recipe
 from penstock.progress import Silent
 from penstock.results.counters import read_counters
 from penstock.results.delivery import Delivery, DeliveryVerdict

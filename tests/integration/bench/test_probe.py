@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench.probe import ProbeRequest, ProbeResult, measure, probe
-from penstock.bench.probe.place import Place
-from penstock.bench.probe.plan import Step
+from penstock.bench.probe import ProbeRequest, ProbeResult, measurement, probe
+from penstock.bench.probe.probe_folder import Place
+from penstock.bench.probe.probe_plan import Step
 from penstock.cluster.solo import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
@@ -133,7 +133,7 @@ def test_a_stream_that_fails_ends_all_of_them_with_its_own_error_and_nothing_sta
     def run() -> None:
         with _place(tmp_path) as place:
             place.storage = _Breaking(place.storage)
-            measure.measure(step, place, comm=SoloComm(), progress=Silent())
+            measurement.measure(step, place, comm=SoloComm(), progress=Silent())
 
     with pytest.raises(StorageError, match="The cable is out"):
         run()

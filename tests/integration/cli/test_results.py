@@ -51,7 +51,7 @@ def finished_run(parent: Path, *settings: str, wait: float = 0.5) -> str:
 KILLED_RUN = """
 import sys, time
 from pathlib import Path
-from penstock.bench.steps import StepRecorder, read_clocks
+from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
 from penstock.results.record import OpenRun, RunRequest
 from penstock.results.spool import SpoolWriter, spool_path

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cluster.solo import SoloComm
-from penstock.dataset.foreign import list_foreign, together
+from penstock.dataset.external import list_foreign, together
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import ObjectInfo, open_storage
@@ -20,7 +20,7 @@ from penstock.workload.choices import Format
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
-    from penstock.dataset.foreign import ForeignFiles
+    from penstock.dataset.external import ForeignFiles
 
 
 def put(folder: Path, *names: str) -> None:

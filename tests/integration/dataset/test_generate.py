@@ -20,9 +20,9 @@ from tests.support.s3.server import BUCKET
 
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import KEY, Recipe, read_manifest, require_same
 from penstock.dataset.generate import Generated, generate
-from penstock.dataset.manifest import KEY, Recipe, read_manifest, require_same
-from penstock.dataset.verify import Verified, verify
+from penstock.dataset.verify_dataset import Verified, verify
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.dataset.list_files import list_files
-from penstock.dataset.listing import HEAD, MAGIC, RECORD, Listing
+from penstock.dataset.file_listing import HEAD, MAGIC, RECORD, Listing, list_files
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, StorageError
 from penstock.storage.base import ObjectInfo
 from penstock.storage.memory import MemoryStorage
@@ -224,7 +223,7 @@ def test_threads_and_other_processes_read_one_file(path: Path) -> None:
 AT_SCALE = """
 import sys
 from pathlib import Path
-from penstock.dataset.list_files import list_files
+from penstock.dataset.file_listing import list_files
 from penstock.storage.base import ObjectInfo
 
 count = 300_000

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import Reduction
+from penstock.dataset.data_files import remove
+from penstock.dataset.dataset_manifest import KEY, Recipe, read_manifest
 from penstock.dataset.generate import data_files, generate
-from penstock.dataset.manifest import KEY, Recipe, read_manifest
-from penstock.dataset.remove import remove
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.whole import write_object

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.checkpoint.cold import WARM_SHARE
-from penstock.bench.checkpoint.marker import KEY
-from penstock.bench.state import LayoutRequest, plan_layout
+from penstock.bench.cache_eviction import WARM_SHARE
+from penstock.bench.checkpoint.checkpoint_folder import KEY
+from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.results.layout import CHECKPOINTS_FILE
-from penstock.workload.model import load_model
-from penstock.workload.shipped_models import cards
+from penstock.workload.checkpoint_model import load_model
+from penstock.workload.shipped_catalog import cards
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpointing.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)

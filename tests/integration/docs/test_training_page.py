@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.order import Division
-from penstock.bench.training.batches import TRANSFER_BYTES
-from penstock.bench.training.ceiling import FEWEST_STEPS, LONGEST_S, MOST_STEPS
-from penstock.bench.training.outcome import STAGES_FILE
+from penstock.bench.epoch_order import Division
+from penstock.bench.training.batch_requests import TRANSFER_BYTES
+from penstock.bench.training.harness_limit import FEWEST_STEPS, LONGEST_S, MOST_STEPS
+from penstock.bench.training.training_result import STAGES_FILE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)

@@ -17,7 +17,7 @@ from penstock.results.spool import read_spool, spool_path
 RECORDER = """
 import sys, time
 from pathlib import Path
-from penstock.bench.steps import StepRecorder, read_clocks
+from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.results.events import StepEvent
 from penstock.results.record import OpenRun, RunRequest
 from penstock.results.spool import SpoolWriter, spool_path

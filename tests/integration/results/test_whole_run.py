@@ -26,7 +26,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
-from penstock.bench.steps import StepRecorder, read_clocks
+from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
 from penstock.results.spool import SpoolWriter, spool_path
 from penstock.workload.duration import Duration

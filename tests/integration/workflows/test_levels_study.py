@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.gloo_ranks import on_gloo_ranks
 
-from penstock.bench.state import LayoutRequest, StateLayout, plan_layout
+from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
 from penstock.cluster.solo import SoloComm
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.workflows.study.configurations import configurations
 from penstock.workflows.study.request import Saving, StudyRequest
 from penstock.workflows.study.run import require_memory, require_torch
-from penstock.workload.model import load_model
+from penstock.workload.checkpoint_model import load_model
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm

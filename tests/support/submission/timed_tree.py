@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tests.support.submission.run_records import run_record
 
 from penstock.submission.recomputed_metrics import MIB, mean
-from penstock.workload.shipped import families
-from penstock.workload.shipped_models import cards
+from penstock.workload.shipped_catalog import cards, families
 
 if TYPE_CHECKING:
     from pathlib import Path

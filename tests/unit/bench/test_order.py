@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.order import Division, EpochOrder, RankOrder, Shard
+from penstock.bench.epoch_order import Division, EpochOrder, RankOrder, Shard
 from penstock.errors import UsageError
 from penstock.workload.choices import Shuffle
 
@@ -198,7 +198,7 @@ def test_an_order_is_the_same_in_another_process() -> None:
     order = RankOrder(shard, seed=5, epoch=6, shuffle=Shuffle.SEED)
     program = (
         "import pickle, sys\n"
-        "from penstock.bench.order import RankOrder\n"
+        "from penstock.bench.epoch_order import RankOrder\n"
         "from penstock.workload.choices import Shuffle\n"
         f"shard = pickle.loads({pickle.dumps(shard)!r})\n"
         "order = RankOrder(shard, seed=5, epoch=6, shuffle=Shuffle.SEED)\n"
@@ -212,7 +212,7 @@ def test_an_order_is_the_same_in_another_process() -> None:
 
 AT_SCALE = """
 import sys
-from penstock.bench.order import RankOrder, Shard
+from penstock.bench.epoch_order import RankOrder, Shard
 from penstock.workload.choices import Shuffle
 order = RankOrder(Shard(50_000_000 + 7, 1024, 1023), seed=1, epoch=4, shuffle=Shuffle.SEED)
 picked = [order.item(position) for position in range(0, len(order), 7)]

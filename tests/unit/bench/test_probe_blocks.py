@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 
-from penstock.bench.probe.blocks import Blocks
+from penstock.bench.probe.timed_streams import Blocks
 
 
 def _pages(content: bytes) -> list[bytes]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.probe.plan import (
+from penstock.bench.probe.probe_plan import (
     MODES,
     NUM_SMALL_OBJECTS,
     Group,

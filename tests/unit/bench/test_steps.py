@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.bench.steps import FLUSH_INTERVAL_NS, StepRecorder, read_clocks
+from penstock.bench.step_recorder import FLUSH_INTERVAL_NS, StepRecorder, read_clocks
 from penstock.results.events import Phase, RankClock, SpanEvent, SpanKind, StepEvent
 from penstock.results.spool import SpoolWriter, read_spool
 

@@ -140,7 +140,7 @@ def test_torchs_loader_is_used_where_the_workload_asks_for_it() -> None:
 
 
 def test_without_torch_the_loader_that_replaces_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch", raising=False)
+    monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch_loader", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     options, (said,) = chosen_loader(unet3d())
     assert options.document()["name"] == "native"

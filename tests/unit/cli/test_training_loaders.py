@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.bench.loader.native import NativeOptions
-from penstock.bench.order import Division
+from penstock.bench.epoch_order import Division
+from penstock.bench.loader.native_loader import NativeOptions
 from penstock.cli.training.reading import closed_rules, loader_options, open_rules
 from penstock.errors import Unavailable, UsageError
 from penstock.workload.loading import load
@@ -51,7 +51,7 @@ def test_samples_that_are_not_resized_arrive_as_they_are() -> None:
 
 
 def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch", raising=False)
+    monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch_loader", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(Unavailable, match=r"penstock\[torch\]"):
         loader_options("pytorch", _workload(), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.steps import CAPACITY, FLUSH_INTERVAL_NS
+from penstock.bench.step_recorder import CAPACITY, FLUSH_INTERVAL_NS
 from penstock.results import layout, tables
 from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
 from penstock.results.record import LONGEST_SILENCE_S, Outcome

@@ -17,10 +17,10 @@ from penstock.results.record import OpenRun, RunRequest, read_record
 from penstock.results.review import review
 from penstock.results.spool import SpoolWriter, spool_path
 from penstock.testing.events import RankScript, even_run
-from penstock.workload.document import known_paths
+from penstock.workload.layered_settings import dotted
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
-from penstock.workload.tree import dotted
+from penstock.workload.workload_schema import known_paths
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload

@@ -17,7 +17,7 @@ from penstock.submission.reports.findings_export import exit_code
 from penstock.submission.result_files import read_results
 from penstock.submission.rules.rule import Rule
 from penstock.submission.tree_context import Surroundings
-from penstock.workload.sizing import MEMORY_MULTIPLE, MIN_STEPS
+from penstock.workload.dataset_size import MEMORY_MULTIPLE, MIN_STEPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

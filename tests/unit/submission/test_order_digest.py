@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.order import Division
-from penstock.bench.training.plan import Deal, Lot, RankEpoch, left_out_by_division, lot_of, share_of
+from penstock.bench.epoch_order import Division
+from penstock.bench.training.sample_sharding import Deal, RankEpoch
+from penstock.bench.training.training_plan import Lot, left_out_by_division, lot_of, share_of
 from penstock.submission.rules.sample_order_rules import digest_of_all
 from penstock.workload.choices import Shuffle
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.state import LayoutRequest, StateLayout, plan_layout
+from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
 from penstock.checkpoint.tiers.schemes import check_schemes, scheme_for
 from penstock.environment import TRACE
 from penstock.errors import StorageError, UsageError
@@ -35,7 +35,7 @@ from penstock.workflows.study.request import (
     check,
     default_scale,
 )
-from penstock.workload.model import load_model
+from penstock.workload.checkpoint_model import load_model
 
 
 def layout_for(ranks: int) -> StateLayout:

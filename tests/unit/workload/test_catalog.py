@@ -7,10 +7,10 @@ from fractions import Fraction
 import pytest
 
 from penstock.workload.choices import Format, Framework, LoaderKind, Shuffle
+from penstock.workload.dataset_size import column_bytes, read_bytes_per_sample, record_bytes
 from penstock.workload.duration import Duration
 from penstock.workload.loading import load, shipped
-from penstock.workload.records import column_bytes, read_bytes_per_sample, record_bytes
-from penstock.workload.shipped import families
+from penstock.workload.shipped_catalog import families
 
 # name, framework: format, files, samples a file, record, stdev, resize, batch, seconds, epochs, threads,
 # files and samples shuffled, AU

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.dialect import ALIASES, EXPLAINED, REFUSED, layer_of, settle
-from penstock.workload.document import known_paths, read_workload
+from penstock.workload.dlio_keys import ALIASES, EXPLAINED, REFUSED, layer_of, settle
+from penstock.workload.layered_settings import Stack
 from penstock.workload.spec import Workload
-from penstock.workload.tree import Stack
+from penstock.workload.workload_schema import known_paths, read_workload
 
 TABLE: dict[str, Any] = {
     "framework": "pytorch",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.dialect import our_path
-from penstock.workload.divisions import (
+from penstock.workload.division_rules import (
     CLOSED_KEYS,
     OPEN_KEYS,
     PLACE_KEYS,
@@ -14,8 +13,9 @@ from penstock.workload.divisions import (
     breaches,
     require_allowed,
 )
-from penstock.workload.document import known_paths
-from penstock.workload.tree import Path, dotted
+from penstock.workload.dlio_keys import our_path
+from penstock.workload.layered_settings import Path, dotted
+from penstock.workload.workload_schema import known_paths
 
 CLOSED, OPEN = SubmissionDivision.CLOSED, SubmissionDivision.OPEN
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workload.choices import Format, Shuffle
-from penstock.workload.document import known_paths, read_workload, write_workload
 from penstock.workload.duration import Duration, Law
 from penstock.workload.loading import shipped
 from penstock.workload.spec import Column, Parquet, StorageOptions, Transformer, Workload
+from penstock.workload.workload_schema import known_paths, read_workload, write_workload
 
 if TYPE_CHECKING:
-    from penstock.workload.tree import Problem
+    from penstock.workload.layered_settings import Problem
 
 
 def read(tree: dict[str, Any]) -> Workload:

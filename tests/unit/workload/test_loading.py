@@ -11,10 +11,10 @@ import yaml
 
 from penstock.errors import UsageError
 from penstock.workload.choices import Format, LoaderKind, Shuffle
-from penstock.workload.document import write_workload
 from penstock.workload.duration import Duration, Law
 from penstock.workload.loading import load, load_data_set
 from penstock.workload.overrides import parse_settings
+from penstock.workload.workload_schema import write_workload
 
 DLIO_FILE = """
 model:

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import UsageError
+from penstock.workload.checkpoint_model import load_model
 from penstock.workload.loading import load
-from penstock.workload.model import load_model
 from penstock.workload.overrides import parse_settings
-from penstock.workload.shipped import families
-from penstock.workload.shipped_models import cards, shipped_card
+from penstock.workload.shipped_catalog import cards, families, shipped_card
 
 # hidden, FFN, heads, kv heads, layers, vocabulary, tensor, pipeline, data, ZeRO
 NUMBERS = """

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workload.choices import Format
-from penstock.workload.records import (
+from penstock.workload.dataset_size import (
     column_bytes,
     parquet_row_bytes,
     read_bytes_per_sample,

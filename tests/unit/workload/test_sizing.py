@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.workload.loading import load
-from penstock.workload.sizing import (
+from penstock.workload.dataset_size import (
     FILES_PER_FOLDER,
     SizingRequest,
     bytes_text,
@@ -21,6 +20,7 @@ from penstock.workload.sizing import (
     size,
     sizing_request,
 )
+from penstock.workload.loading import load
 
 GIB = 1 << 30
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.tree import Stack, dotted, flatten
+from penstock.workload.layered_settings import Stack, dotted, flatten
 
 
 def stack_of(*layers: dict[tuple[str, ...], object]) -> Stack:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
+from penstock.workload.accelerator_forecast import MODEL, forecast
 from penstock.workload.duration import Duration
 from penstock.workload.loading import load, shipped
-from penstock.workload.whatif import MODEL, forecast
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workload.dialect import DEPARTURES, EXPLAINED, REFUSED
+from penstock.workload.dlio_keys import DEPARTURES, EXPLAINED, REFUSED
 from penstock.workload.duration import Law
-from penstock.workload.tree import dotted
+from penstock.workload.layered_settings import dotted
 
 PAGE = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text(encoding="utf-8")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.yamlfile import parse_yaml
+from penstock.workload.strict_yaml import parse_yaml
 
 
 def test_plain_values_come_out() -> None:

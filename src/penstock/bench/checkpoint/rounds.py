@@ -1,39 +1,56 @@
-"""One round on this rank: a checkpoint through the pipe, together with all other ranks.
+"""One round: all ranks write or read one checkpoint through the engine's pipeline.
 
-Place in the flow: called by `run`, round after round. Collective. Invariant: a round that fails on any rank
-fails on all of them, and leaves none of its checkpoint's files behind.
+Collective. A round that fails on any rank fails on all of them and leaves none of its files behind. Content
+follows from the seed and the object's key, so nothing is stored to verify against.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from penstock.bench.checkpoint.cold import make_cold
-from penstock.bench.checkpoint.content import StateContent
-from penstock.bench.checkpoint.figures import MOST_TOLD, RoundFigures
-from penstock.bench.checkpoint.plan import objects_of, reader_of
+from penstock.bench.cache_eviction import make_cold
+from penstock.bench.checkpoint.checkpoint_result import MOST_TOLD, RoundFigures
+from penstock.bench.checkpoint.round_plan import objects_of, reader_of
 from penstock.checkpoint.pipe.base import MIN_BUFFERS_PER_STREAM
 from penstock.checkpoint.pipe.ranks import common_origin_ns, figures_of
 from penstock.checkpoint.pipe.read import read_objects
 from penstock.checkpoint.pipe.write import write_objects
 from penstock.cluster.collectives import all_gather_results
+from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results.events import Phase, SpanEvent, SpanKind
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.plan import Round
-    from penstock.bench.checkpoint.watch import Watch
-    from penstock.bench.state import StateLayout
-    from penstock.bench.steps import StepRecorder
+    from penstock.bench.checkpoint.progress_board import Watch
+    from penstock.bench.checkpoint.round_plan import Round
+    from penstock.bench.model_state import StateLayout
+    from penstock.bench.step_recorder import StepRecorder
     from penstock.checkpoint.pipe.base import Measurement, PipeSettings, PlannedObject
     from penstock.checkpoint.pipe.memory import WarmMemory
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
+
+
+class StateContent:
+    """The bytes of some planned objects; made before the clock starts, used by any thread."""
+
+    def __init__(self, seed: int, planned: Iterable[PlannedObject]) -> None:
+        # A key names checkpoint, rank and file, so that no two of a run have a block in common.
+        self._contents = {each.key: Content(seed, each.key) for each in planned}
+
+    def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+        """Overwrite `buffer` with the object's bytes from `offset` on."""
+        self._contents[planned.key].fill(buffer, offset)
+
+    def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
+        """Where in `buffer` the first wrong byte is; None if all are right."""
+        return self._contents[planned.key].verify(buffer, offset)
+
 
 logger = logging.getLogger(__name__)
 

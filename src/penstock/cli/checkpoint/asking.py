@@ -40,10 +40,10 @@ from penstock.cluster.comm import Comm
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.bench.checkpoint.request import CheckpointRequest
+    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
     from penstock.checkpoint.pipe.base import PipeSettings
-    from penstock.workload.divisions import SubmissionDivision
-    from penstock.workload.model import CheckpointModel
+    from penstock.workload.checkpoint_model import CheckpointModel
+    from penstock.workload.division_rules import SubmissionDivision
 
 Target = Annotated[
     str, typer.Option("--to", metavar="URI", help="Where they go: a folder, direct:///folder, s3://bucket/x.")
@@ -168,7 +168,7 @@ def of_words(verb: Verb) -> Callable[..., int]:
 
 def request_of(words: CheckpointWords, *, comm: Comm) -> CheckpointRequest:
     """The run that the words ask for."""
-    from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
+    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
 
     share = parse_scale(words.scale)
     asked = asked_of(

@@ -19,7 +19,7 @@ def models(*, as_json: JsonFlag = False) -> None:
 
       penstock checkpoint models --json
     """
-    from penstock.workload.shipped_models import cards
+    from penstock.workload.shipped_catalog import cards
 
     found = [_facts(name) for name in cards()]
     Terminal(as_json=as_json).result({"models": found}, lambda console: _draw(console, found))
@@ -29,8 +29,8 @@ def _facts(name: str) -> dict[str, Any]:
     from fractions import Fraction
 
     from penstock.cli.checkpoint.words import layout_of
-    from penstock.workload.model import load_model
-    from penstock.workload.shipped_models import cards
+    from penstock.workload.checkpoint_model import load_model
+    from penstock.workload.shipped_catalog import cards
 
     model = load_model(name)
     layout = layout_of(model, ranks=None, scale=Fraction(1), subset=False)

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from penstock.bench.checkpoint.figures import DirectionFigures
-    from penstock.bench.checkpoint.outcome import CheckpointResult
-    from penstock.bench.checkpoint.request import CheckpointRequest
+    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, DirectionFigures
     from penstock.workflows.submission.session import Said
 
 WRONG_BYTES = 1
@@ -122,7 +121,7 @@ def carry_out(
     """Run it on the storage at `uri`, saying on the way what people should know."""
     from functools import partial
 
-    from penstock.bench.checkpoint.run import run_checkpoints
+    from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
     from penstock.storage import open_storage
 
     told = {**durability(uri, fsync=request.model.workload.checkpoint.fsync), **options}
@@ -168,7 +167,7 @@ def shortcomings(result: CheckpointResult) -> list[str]:
 
 def draw(console: Console, result: CheckpointResult) -> None:
     """For people: what each direction reached, and what held it up."""
-    from penstock.bench.checkpoint.figures import job_bottleneck
+    from penstock.bench.checkpoint.checkpoint_result import job_bottleneck
     from penstock.units import format_bytes
 
     rows = [

@@ -21,8 +21,8 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.bench.state import StateLayout
-    from penstock.workload.model import CheckpointModel
+    from penstock.bench.model_state import StateLayout
+    from penstock.workload.checkpoint_model import CheckpointModel
 
 GIB = 2**30
 GB = 10**9
@@ -94,7 +94,7 @@ def _document(model: CheckpointModel, layout: StateLayout, *, kept: int) -> dict
 
 def _proof(model: CheckpointModel, layout: StateLayout, *, scale: str, kept: int) -> list[str]:
     """How the total follows, a sentence a step."""
-    from penstock.bench.state.plan import DATATYPE_BYTES, OPTIMIZER_STATES
+    from penstock.bench.model_state.layout_planner import DATATYPE_BYTES, OPTIMIZER_STATES
 
     spec, total = model.workload.model, layout.total_bytes
     lines = []

@@ -19,10 +19,10 @@ from penstock.cluster.comm import Comm
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.bench.state import StateLayout
+    from penstock.bench.model_state import StateLayout
     from penstock.workflows.study.records import RowRecord
     from penstock.workflows.study.run import StudyResult
-    from penstock.workload.model import CheckpointModel
+    from penstock.workload.checkpoint_model import CheckpointModel
 
 UNSAID_RANKS = 4
 

@@ -10,8 +10,8 @@ import typer
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.bench.state import StateLayout
-    from penstock.workload.model import CheckpointModel
+    from penstock.bench.model_state import StateLayout
+    from penstock.workload.checkpoint_model import CheckpointModel
 
 ModelName = Annotated[
     str,
@@ -31,7 +31,7 @@ Settings = Annotated[
 
 def model_of(name: str, settings: list[str] | None) -> CheckpointModel:
     """The model that a command line names, with its `--set` values."""
-    from penstock.workload.model import load_model
+    from penstock.workload.checkpoint_model import load_model
     from penstock.workload.overrides import parse_settings
 
     return load_model(name, overrides=parse_settings(settings or ()))
@@ -39,7 +39,7 @@ def model_of(name: str, settings: list[str] | None) -> CheckpointModel:
 
 def layout_of(model: CheckpointModel, *, ranks: int | None, scale: Fraction, subset: bool) -> StateLayout:
     """The model's files on so many ranks."""
-    from penstock.bench.state import LayoutRequest, plan_layout
+    from penstock.bench.model_state import LayoutRequest, plan_layout
     from penstock.workload.choices import CheckpointMode
 
     mode = CheckpointMode.SUBSET if subset else model.workload.checkpoint.mode

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.cluster.facts.model import ClusterFacts
     from penstock.submission.authoring.ownership import Claim
     from penstock.submission.system_description import SchemaProblem
-    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.division_rules import SubmissionDivision
 
 NOT_RIGHT_YET = 1
 

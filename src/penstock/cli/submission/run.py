@@ -126,7 +126,7 @@ def _sized(words: RunWords, hosts: Sequence[HostFacts], *, comm: Comm) -> RunWor
     from dataclasses import replace
 
     from penstock.submission.tree_layout import Benchmark
-    from penstock.workload import sizing
+    from penstock.workload import dataset_size
     from penstock.workload.loading import load
     from penstock.workload.overrides import parse_settings
 
@@ -139,8 +139,8 @@ def _sized(words: RunWords, hosts: Sequence[HostFacts], *, comm: Comm) -> RunWor
         benchmark=Benchmark.TRAINING,
         model=workload.name,
     )
-    found = sizing.size(
-        sizing.sizing_request(
+    found = dataset_size.size(
+        dataset_size.sizing_request(
             workload, num_accelerators=comm.size, host_memory_bytes=[host.memory_bytes for host in hosts]
         )
     )

@@ -23,12 +23,12 @@ from penstock.cli.training.words import data_at, load_workload
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import OpenStorage
-    from penstock.bench.training.request import TrainingRequest
+    from penstock.bench.loader.loader_protocol import OpenStorage
+    from penstock.bench.training.training_request import TrainingRequest
     from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
     from penstock.workflows.submission.session import Session
-    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.division_rules import SubmissionDivision
     from penstock.workload.spec import Workload
 
 
@@ -72,7 +72,7 @@ class Asked:
 
 def asked_of(words: RunWords, *, comm: Comm, terminal: Terminal) -> Asked:
     """The run that the words ask for; what people should know of it is said."""
-    from penstock.bench.training.request import TrainingRequest
+    from penstock.bench.training.training_request import TrainingRequest
 
     loaded = load_workload(terminal, words.workload, words.accelerator, words.settings)
     rules = rules_of(words.submitted, words.workload, words.settings, words.loader, words.division)

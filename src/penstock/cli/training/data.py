@@ -26,8 +26,8 @@ from penstock.cluster.comm import Comm
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.dataset.manifest import Recipe
-    from penstock.dataset.verify import Verified
+    from penstock.dataset.dataset_manifest import Recipe
+    from penstock.dataset.verify_dataset import Verified
     from penstock.storage import Storage
 
 _Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Else the workload's train.seed.")]
@@ -67,7 +67,7 @@ def _asked(
 ) -> _Asked:
     """The options of both verbs, understood: a data set's bytes follow from these words alone."""
     from penstock.dataset.content import Reduction
-    from penstock.dataset.manifest import Recipe
+    from penstock.dataset.dataset_manifest import Recipe
 
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
     asked = load_workload(terminal, workload, accelerator, settings, is_data_set=True).workload
@@ -137,8 +137,8 @@ def verify(comm: Comm, asked: _Asked) -> int:
     """
     from dataclasses import asdict
 
-    from penstock.dataset.manifest import require_same
-    from penstock.dataset.verify import verify as look
+    from penstock.dataset.dataset_manifest import require_same
+    from penstock.dataset.verify_dataset import verify as look
 
     require_same(asked.storage, asked.recipe)
     with asked.terminal.progress() as progress:

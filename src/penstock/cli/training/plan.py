@@ -43,7 +43,7 @@ def plan(
     """
     from dataclasses import asdict
 
-    from penstock.bench.training.preview import preview
+    from penstock.bench.training.order_preview import preview
 
     terminal = Terminal(as_json=as_json)
     loaded = load_workload(terminal, workload, accelerator, settings, is_data_set=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from penstock.cli import values
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import LoaderOptions
-    from penstock.bench.loader.pytorch import PytorchOptions
-    from penstock.bench.order import Division
-    from penstock.bench.training.files import OpenFormat
+    from penstock.bench.epoch_order import Division
+    from penstock.bench.loader.loader_protocol import LoaderOptions
+    from penstock.bench.loader.pytorch_loader import PytorchOptions
+    from penstock.bench.training.training_files import OpenFormat
     from penstock.cluster.comm import Comm
-    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.division_rules import SubmissionDivision
     from penstock.workload.spec import Reader, Workload
 
 
@@ -40,7 +40,7 @@ def rules_of(
     division: str | None,
 ) -> ReadingRules:
     """How a run of this division of MLPerf Storage reads; of none, as it was asked for."""
-    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.division_rules import SubmissionDivision
 
     if submitted is SubmissionDivision.CLOSED:
         return closed_rules(name, settings, loader, division)
@@ -54,7 +54,7 @@ def closed_rules(
 ) -> ReadingRules:
     """What the closed division prescribes; `UsageError` where something else was asked for."""
     from penstock.errors import UsageError
-    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.division_rules import SubmissionDivision
 
     _require_changes(SubmissionDivision.CLOSED, name, settings)
     for option, given, prescribed in (("--loader", loader, "pytorch"), ("--division", division, "drop")):
@@ -70,7 +70,7 @@ def closed_rules(
 def _require_changes(submitted: SubmissionDivision, name: str, settings: list[str] | None) -> None:
     """`UsageError` unless the division lets this workload be changed so."""
     from penstock.errors import UsageError
-    from penstock.workload.divisions import RULES, require_allowed
+    from penstock.workload.division_rules import RULES, require_allowed
     from penstock.workload.loading import shipped
     from penstock.workload.overrides import parse_settings
 
@@ -89,7 +89,7 @@ def _require_changes(submitted: SubmissionDivision, name: str, settings: list[st
 
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
     """The loader of this name as the workload and `--threads` ask for it."""
-    from penstock.bench.loader.native import NativeOptions
+    from penstock.bench.loader.native_loader import NativeOptions
     from penstock.workload.choices import LoaderKind
     from penstock.workload.extensions import Extension, load_extension
 
@@ -111,11 +111,11 @@ def loader_options(name: str, workload: Workload, threads: int | None) -> Loader
 
 def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
     """One worker for each read in flight; none where the workload says `read_threads: 0`."""
-    from penstock.bench.loader.native import NativeOptions
+    from penstock.bench.loader.native_loader import NativeOptions
     from penstock.errors import Unavailable
 
     try:
-        from penstock.bench.loader.pytorch import PytorchOptions
+        from penstock.bench.loader.pytorch_loader import PytorchOptions
     except ImportError as error:
         raise Unavailable(
             "The pytorch loader needs torch", where="--loader", fix="pip install 'penstock[torch]'"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from penstock.bench.training.outcome import TrainingResult
+    from penstock.bench.training.training_result import TrainingResult
     from penstock.results.utilization import EpochRate
     from penstock.workflows.submission.session import Said
 
@@ -132,7 +132,7 @@ def run(
 
 
 def _carry_out(words: RunWords, skips: list[str] | None, *, comm: Comm, terminal: Terminal) -> int:
-    from penstock.bench.training.run import train
+    from penstock.bench.training.training_run import train
     from penstock.workflows.submission.training import add_run
 
     asked = asked_of(words, comm=comm, terminal=terminal)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from penstock.environment import Environment
 
 if TYPE_CHECKING:
-    from penstock.bench.training.checkpoints import CheckpointWish
+    from penstock.bench.training.training_checkpoints import CheckpointWish
     from penstock.cluster.comm import Comm
     from penstock.workload.spec import Workload
 
@@ -24,11 +24,11 @@ def checkpoint_wish(
     """What the workload wants saved, to `uri` or its own folder; None if it takes no checkpoints."""
     from functools import partial
 
-    from penstock.bench.state import LayoutRequest, plan_layout
-    from penstock.bench.training.checkpoints import CheckpointWish
+    from penstock.bench.model_state import LayoutRequest, plan_layout
+    from penstock.bench.training.training_checkpoints import CheckpointWish
     from penstock.cli.checkpoint.run import durability
     from penstock.storage import open_storage
-    from penstock.workload.model import model_of_workload
+    from penstock.workload.checkpoint_model import model_of_workload
 
     if not workload.workflow.checkpoint:
         return None

@@ -14,10 +14,10 @@ from penstock.cli.training.words import Accelerator, Settings, WorkloadName, loa
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from penstock.workload.accelerator_forecast import Forecast
+    from penstock.workload.dataset_size import Sizing, Verdict
     from penstock.workload.loading import Loaded
-    from penstock.workload.sizing import Sizing, Verdict
     from penstock.workload.spec import Workload
-    from penstock.workload.whatif import Forecast
 
 
 def size(
@@ -45,14 +45,14 @@ def size(
 
       penstock training size retinanet_b200 --accelerators 4 --host-memory 256GiB,512GiB --json
     """
-    from penstock.workload import sizing
+    from penstock.workload import dataset_size
 
     terminal = Terminal(as_json=as_json)
     loaded = load_workload(terminal, workload, accelerator, settings)
-    request = sizing.sizing_request(
+    request = dataset_size.sizing_request(
         loaded.workload, num_accelerators=accelerators, host_memory_bytes=_memories(host_memory, hosts)
     )
-    found = sizing.size(request)
+    found = dataset_size.size(request)
     verdict = found.judge(loaded.workload.dataset.num_files_train)
     command = _next_command(workload, accelerator, settings or [], found)
     terminal.result(
@@ -79,7 +79,7 @@ def whatif(
 
       penstock training whatif dlrm_b200 --bandwidth 100GB/s --json
     """
-    from penstock.workload.whatif import forecast
+    from penstock.workload.accelerator_forecast import forecast
 
     terminal = Terminal(as_json=as_json)
     loaded = load_workload(terminal, workload, accelerator, settings)
@@ -156,7 +156,7 @@ def _draw_sizing(console: Console, workload: Workload, found: Sizing, verdict: V
     from rich.markup import escape
 
     from penstock.units import format_rate
-    from penstock.workload.sizing import describe_size
+    from penstock.workload.dataset_size import describe_size
 
     folders = f" in {found.num_subfolders:,} subfolders" if found.num_subfolders else ""
     console.print(f"[bold]{escape(workload.full_name)}[/bold]")

@@ -9,7 +9,7 @@ import typer
 from penstock.cli import values
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import OpenStorage
+    from penstock.bench.loader.loader_protocol import OpenStorage
     from penstock.cli.terminal import Terminal
     from penstock.workload.loading import Loaded
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.dataset.formats.base import Content, Extent, FileMap, Part, Pen, Plan, Sample
-from penstock.dataset.formats.raw import ReadWhole, bytes_at, damaged, made, refuse_compression
-from penstock.dataset.formats.sizes import draw_shape
+from penstock.dataset.formats.format_base import ReadWhole, bytes_at, damaged, made, refuse_compression
+from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Sample
+from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:

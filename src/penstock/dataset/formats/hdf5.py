@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 import h5py  # type: ignore[import-untyped]  # it brings no types
 import numpy as np
 
-from penstock.dataset.formats.base import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
-from penstock.dataset.formats.partial import PiecesFile, RecordingFile
-from penstock.dataset.formats.raw import as_array, damaged, made, merged, refuse_compression
-from penstock.dataset.formats.sizes import draw_shape
+from penstock.dataset.formats.file_objects import PiecesFile, RecordingFile
+from penstock.dataset.formats.format_base import as_array, damaged, made, merged, refuse_compression
+from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 from penstock.workload.choices import Compression
 

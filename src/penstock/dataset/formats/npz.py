@@ -1,14 +1,16 @@
-"""NumPy's archive of two arrays, as DLIO has them: `x` (rows, columns, samples) and the labels `y`, int64.
+"""NumPy archives of two arrays, as DLIO writes them: `x` (rows, columns, samples) and the labels `y`, int64.
 
-One of the formats behind `FileFormat`. Invariant: uncompressed, both arrays' bytes are content at their place
-in the file; each is followed by its CRC-32, so that a file is written front to back in one pass. Labels are
-content, too: thousands of zeros would be the same blocks in every file.
+Uncompressed, the bytes of both arrays are content at their offset in the file, and the CRC-32 follows each
+array (a ZIP "data descriptor"), so a file is written in one pass. The length of every ZIP record depends on
+sizes and offsets only, so the file's size is known beforehand. Members of 4 GiB and more use ZIP64. Labels
+are content, too: thousands of zeros would deduplicate across files.
 """
 
 from __future__ import annotations
 
 import io
 import lzma
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,17 +18,108 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from penstock.dataset.formats.base import Checksum, Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.file_objects import Outbox
+from penstock.dataset.formats.format_base import ReadWhole, bytes_at, damaged, made, refuse_compression
+from penstock.dataset.formats.format_protocol import (
+    Checksum,
+    Content,
+    Extent,
+    FileMap,
+    Part,
+    Pen,
+    Plan,
+    Read,
+    Sample,
+)
 from penstock.dataset.formats.npy import array_header, stacked_header, unstack
-from penstock.dataset.formats.outbox import Outbox
-from penstock.dataset.formats.raw import ReadWhole, bytes_at, damaged, made, refuse_compression
-from penstock.dataset.formats.sizes import draw_shape
-from penstock.dataset.formats.zipped import Member, central_directory, end_of_archive, local_header, trailer
+from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.workload.choices import Compression
 
 if TYPE_CHECKING:
     from penstock.storage import Source
     from penstock.workload.spec import Dataset
+
+
+_STREAMED: Final = 0x08
+_LARGE: Final = 0xFFFFFFFF
+_DATE_1980: Final = 0x21
+_PLAIN_VERSION: Final = 20
+_ZIP64_VERSION: Final = 45
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One stored member: where its local header begins, and how many bytes follow the header."""
+
+    name: str
+    offset: int
+    size_bytes: int
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its size needs 64 bits."""
+        return self.size_bytes >= _LARGE
+
+    @property
+    def version(self) -> int:
+        """The ZIP version that a reader must know."""
+        return _ZIP64_VERSION if self.is_large or self.offset >= _LARGE else _PLAIN_VERSION
+
+
+def local_header(member: Member) -> bytes:
+    """What stands before a member: neither sum nor sizes, they follow."""
+    sizes = (_LARGE, _LARGE) if member.is_large else (0, 0)
+    extra = struct.pack("<HHQQ", 1, 16, 0, 0) if member.is_large else b""
+    version = _ZIP64_VERSION if member.is_large else _PLAIN_VERSION
+    fixed = struct.pack(
+        "<4sHHHHHIIIHH",
+        *(b"PK\x03\x04", version, _STREAMED, 0, 0, _DATE_1980),
+        *(0, *sizes, len(member.name), len(extra)),
+    )
+    return fixed + member.name.encode("ascii") + extra
+
+
+def trailer(member: Member, crc: int) -> bytes:
+    """What stands behind a member: its sum and sizes."""
+    layout = "<4sIQQ" if member.is_large else "<4sIII"
+    return struct.pack(layout, b"PK\x07\x08", crc, member.size_bytes, member.size_bytes)
+
+
+def central_directory(entries: Sequence[tuple[Member, int]]) -> bytes:
+    """The directory of members and their sums."""
+    return b"".join(_directory_entry(member, crc) for member, crc in entries)
+
+
+def _directory_entry(member: Member, crc: int) -> bytes:
+    wide = [member.size_bytes] * 2 * member.is_large + [member.offset] * (member.offset >= _LARGE)
+    extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    size_bytes = min(member.size_bytes, _LARGE)
+    fixed = struct.pack(
+        "<4sHHHHHHIIIHHHHHII",
+        *(b"PK\x01\x02", member.version, member.version, _STREAMED, 0, 0, _DATE_1980),
+        *(crc, size_bytes, size_bytes, len(member.name), len(extra)),
+        *(0, 0, 0, 0, min(member.offset, _LARGE)),
+    )
+    return fixed + member.name.encode("ascii") + extra
+
+
+def end_of_archive(num_members: int, directory_bytes: int, directory_offset: int) -> bytes:
+    """What closes an archive and tells where its directory is."""
+    wide = b""
+    if directory_offset >= _LARGE:
+        record = struct.pack(
+            "<4sQHHIIQQQQ",
+            *(b"PK\x06\x06", 44, _ZIP64_VERSION, _ZIP64_VERSION, 0, 0),
+            *(num_members, num_members, directory_bytes, directory_offset),
+        )
+        locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, directory_offset + directory_bytes, 1)
+        wide = record + locator
+    return wide + struct.pack(
+        "<4sHHHHIIH",
+        *(b"PK\x05\x06", 0, 0, num_members, num_members, directory_bytes),
+        *(min(directory_offset, _LARGE), 0),
+    )
+
 
 LABEL_BYTES: Final = 8
 _METHODS: Final[Mapping[Compression, int]] = MappingProxyType(

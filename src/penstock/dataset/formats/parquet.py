@@ -17,12 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.dataset.formats.base import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
-from penstock.dataset.formats.columns import ColumnType, column_type
-from penstock.dataset.formats.outbox import Outbox
-from penstock.dataset.formats.partial import PiecesFile, RecordingFile
-from penstock.dataset.formats.raw import damaged, made, merged, refuse_compression
-from penstock.dataset.formats.sizes import draw_shape
+from penstock.dataset.formats.file_objects import Outbox, PiecesFile, RecordingFile
+from penstock.dataset.formats.format_base import damaged, made, merged, refuse_compression
+from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.parquet_columns import ColumnType, column_type
+from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 from penstock.workload.choices import Compression
 from penstock.workload.spec import Column

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.dataset.formats.picture import PictureFormat
+from penstock.dataset.formats.image_format import PictureFormat
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.base import Content
+    from penstock.dataset.formats.format_protocol import Content
 
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHUNK_BYTES: Final = 12

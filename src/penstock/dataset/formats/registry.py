@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, cast
 from penstock.workload.choices import Compression, Format
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.base import FileFormat
+    from penstock.dataset.formats.format_protocol import FileFormat
     from penstock.workload.spec import Dataset
 
 _HOME: Final[Mapping[Format, tuple[str, str]]] = MappingProxyType(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.dataset.formats.base import Content, Extent, FileMap, Pen, Plan, Read, Sample
-from penstock.dataset.formats.raw import ComputedLayout
-from penstock.dataset.formats.sizes import draw_shape
+from penstock.dataset.formats.format_base import ComputedLayout
+from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Pen, Plan, Read, Sample
+from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:

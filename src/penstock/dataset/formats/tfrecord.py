@@ -14,10 +14,27 @@ from typing import TYPE_CHECKING, Final
 import google_crc32c
 import numpy as np
 
-from penstock.dataset.formats.base import Checksum, Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
-from penstock.dataset.formats.partial import Gathered
-from penstock.dataset.formats.raw import ComputedLayout, as_array, damaged, made, range_of, refuse_compression
-from penstock.dataset.formats.sizes import draw_shape
+from penstock.dataset.formats.file_objects import Gathered
+from penstock.dataset.formats.format_base import (
+    ComputedLayout,
+    as_array,
+    damaged,
+    made,
+    range_of,
+    refuse_compression,
+)
+from penstock.dataset.formats.format_protocol import (
+    Checksum,
+    Content,
+    Extent,
+    FileMap,
+    Part,
+    Pen,
+    Plan,
+    Read,
+    Sample,
+)
+from penstock.dataset.formats.sample_shape import draw_shape
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Dataset

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from penstock.results.events import Phase, SpanKind
-from penstock.workload.records import record_bytes
+from penstock.workload.dataset_size import record_bytes
 
 if TYPE_CHECKING:
     from penstock.results.events import RankEvents, SpanEvent

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
-from penstock.workload.divisions import Breach, SubmissionDivision
+from penstock.workload.division_rules import Breach, SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition, Model

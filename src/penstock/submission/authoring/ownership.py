@@ -21,7 +21,7 @@ from penstock.results.durable import write_text
 from penstock.storage.files.calls import explaining
 from penstock.storage.files.sink import is_unfinished
 from penstock.submission.tree_layout import SENTINEL
-from penstock.workload.yamlfile import parse_yaml
+from penstock.workload.strict_yaml import parse_yaml
 
 VERSION: Final = 2
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9._-]+")

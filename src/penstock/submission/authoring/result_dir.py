@@ -19,7 +19,7 @@ from penstock.submission.authoring.ownership import Claim, require_plain
 from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, Phase, log_names, metadata_name
 
 if TYPE_CHECKING:
-    from penstock.workload.divisions import SubmissionDivision
+    from penstock.workload.division_rules import SubmissionDivision
 
 HIDDEN: Final = ".mlps"
 UNDER_WAY: Final = "under-way"

@@ -19,7 +19,7 @@ from penstock.results.spec import spec_values
 from penstock.submission.code_image import UNKNOWN, Program, pointer_text
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.choices import StorageKind
-from penstock.workload.tree import dotted, flatten
+from penstock.workload.layered_settings import dotted, flatten
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload

@@ -23,7 +23,7 @@ from penstock.submission.authoring.run_sequence import Wanted, keep_runs
 from penstock.submission.parsed_file import read_description
 from penstock.submission.system_description import problems
 from penstock.submission.tree_layout import JUDGED, METADATA_SUFFIX, Benchmark, Phase, is_time
-from penstock.workload.divisions import SubmissionDivision
+from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.submission.authoring.ownership import Claim

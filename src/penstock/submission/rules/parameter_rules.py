@@ -10,14 +10,13 @@ from penstock.submission.finding import Finding
 from penstock.submission.parsed_file import Unknown
 from penstock.submission.rules.rule import ALL, BOTH, LATER, JobRule, division_of, judged, verdict_of
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.dialect import our_path
-from penstock.workload.shipped import families
-from penstock.workload.shipped_models import shipped_card
+from penstock.workload.dlio_keys import our_path
+from penstock.workload.shipped_catalog import families, shipped_card
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition, Parameters
     from penstock.submission.result_files import Job, Result
-    from penstock.workload.tree import Path
+    from penstock.workload.layered_settings import Path
 
 _ABSENT: Final = object()
 

@@ -20,7 +20,7 @@ from penstock.submission.rules.rule import (
     not_applicable,
     not_checked,
 )
-from penstock.workload.divisions import SubmissionDivision
+from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition

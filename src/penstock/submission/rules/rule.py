@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.parsed_file import Unknown
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.divisions import SubmissionDivision
+from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition

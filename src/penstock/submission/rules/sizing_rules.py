@@ -13,7 +13,7 @@ from penstock.submission.finding import Finding, Verdict
 from penstock.submission.parsed_file import Document, Unknown
 from penstock.submission.recomputed_metrics import num_accelerators, record_bytes
 from penstock.submission.rules.rule import ALL, Rule, not_checked, require_all_hosts, verdict_of
-from penstock.workload.sizing import bytes_text, quotient_text
+from penstock.workload.dataset_size import bytes_text, quotient_text
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition

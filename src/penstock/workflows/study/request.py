@@ -17,7 +17,7 @@ from penstock.errors import UsageError
 from penstock.workflows.study.configurations import chosen, configurations
 
 if TYPE_CHECKING:
-    from penstock.bench.state import StateLayout
+    from penstock.bench.model_state import StateLayout
     from penstock.environment import Environment
     from penstock.workflows.study.configurations import Configuration
 

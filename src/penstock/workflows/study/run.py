@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from penstock import __version__
-from penstock.bench.checkpoint.space import require_room, volume_of
+from penstock.bench.checkpoint.checkpoint_folder import require_room, volume_of
 from penstock.cluster.collectives import all_gather_results
 from penstock.environment import TRACE
 from penstock.errors import Unavailable, UsageError

@@ -22,7 +22,7 @@ from penstock.bench.compute import SystemClock, compute_until
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.bench.state import StateLayout
+    from penstock.bench.model_state import StateLayout
     from penstock.cluster.comm import Comm
 
 _WORK_BYTES: Final = 8 << 20

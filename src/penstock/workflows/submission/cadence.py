@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.manifest import Recipe
+from penstock.dataset.dataset_manifest import Recipe
 from penstock.errors import StorageError
 from penstock.submission.authoring.result_dir import set_aside
 from penstock.submission.authoring.run_sequence import Cadence, Wanted, plan_cadence
@@ -22,7 +22,7 @@ from penstock.submission.tree_layout import Phase
 from penstock.workflows.submission.training import DataSet, Tell, add_datagen, add_datasize, add_run
 
 if TYPE_CHECKING:
-    from penstock.bench.training.request import TrainingRequest
+    from penstock.bench.training.training_request import TrainingRequest
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.results.host import HostFacts

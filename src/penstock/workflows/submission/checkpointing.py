@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from penstock.bench.checkpoint.run import run_checkpoints
+from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.errors import DataDamaged
 from penstock.results.record import read_record
 from penstock.submission.authoring.run_metadata import LeafFacts
@@ -18,8 +18,8 @@ from penstock.submission.authoring.write_result_dir import separation_of, write_
 from penstock.submission.tree_layout import Phase
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.outcome import CheckpointResult
-    from penstock.bench.checkpoint.request import CheckpointRequest, OpenStorage
+    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, OpenStorage
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.submission.edition import Edition

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.bench.training.run import train
+from penstock.bench.training.training_run import train
 from penstock.dataset.generate import expected_bytes, generate
 from penstock.errors import ObjectNotFound
 from penstock.results.dlio.folder import log_line, write_log
@@ -26,10 +26,10 @@ from penstock.units import format_bytes, format_seconds
 from penstock.workflows.submission.session import Said
 
 if TYPE_CHECKING:
-    from penstock.bench.training.outcome import TrainingResult
-    from penstock.bench.training.request import TrainingRequest
+    from penstock.bench.training.training_request import TrainingRequest
+    from penstock.bench.training.training_result import TrainingResult
     from penstock.cluster.comm import Comm
-    from penstock.dataset.manifest import Recipe
+    from penstock.dataset.dataset_manifest import Recipe
     from penstock.progress import Progress
     from penstock.results.host import HostFacts
     from penstock.storage import Storage

@@ -14,9 +14,9 @@ from tests.support.s3.fake_server import FakeServer
 from tests.support.s3.fault_plan import ALWAYS, Fault
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
-from penstock.bench.checkpoint.run import run_checkpoints
-from penstock.bench.state import LayoutRequest, plan_layout
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
+from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.solo import SoloComm
 from penstock.errors import RankFailed
@@ -24,10 +24,10 @@ from penstock.progress import Silent
 from penstock.results.layout import run_folders
 from penstock.results.record import Outcome, read_record
 from penstock.storage import open_storage
-from penstock.workload.model import load_model
+from penstock.workload.checkpoint_model import load_model
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.outcome import CheckpointResult
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 
 StartFaulty = Callable[..., FakeServer]
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench.checkpoint import cold
-from penstock.bench.checkpoint.marker import KEY, read_marker
-from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
-from penstock.bench.checkpoint.run import run_checkpoints
-from penstock.bench.state import LayoutRequest, plan_layout
+from penstock.bench import cache_eviction
+from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
+from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import Content
@@ -38,11 +38,11 @@ from penstock.storage.wrapping import WrappedSink, WrappedStorage
 from penstock.testing.faults import FailAtCall, Full, Late
 from penstock.testing.file_faults import FailFileCall, faulty_calls
 from penstock.testing.rank_threads import on_ranks
-from penstock.workload.model import load_model
+from penstock.workload.checkpoint_model import load_model
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.outcome import CheckpointResult
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.cluster.comm import Comm
     from penstock.storage import ObjectInfo, Sink, Storage
 
@@ -205,7 +205,7 @@ def test_where_the_kernel_does_not_tell_a_read_is_not_called_cold(
     def silent(_: str) -> None:
         raise Unavailable("This kernel does not tell which pages are resident")
 
-    monkeypatch.setattr(cold, "drop_file", silent)
+    monkeypatch.setattr(cache_eviction, "drop_file", silent)
     result = ground.run(writes=1, reads=1)
     assert result.is_right
     assert result.is_from_memory

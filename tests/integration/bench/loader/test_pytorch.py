@@ -16,7 +16,7 @@ import psutil
 import pytest
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.loader.base import BatchRequest, OpenStorage, ReadRequest
+from penstock.bench.loader.loader_protocol import BatchRequest, OpenStorage, ReadRequest
 from penstock.errors import ObjectNotFound, ShortTransfer, Unavailable, UsageError
 from penstock.storage import open_storage
 from penstock.storage.whole import write_object
@@ -24,7 +24,7 @@ from penstock.workload.choices import ProcessStart
 
 pytest.importorskip("torch")
 
-from penstock.bench.loader.pytorch import PytorchLoader, PytorchOptions
+from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions
 
 if TYPE_CHECKING:
     from tests.support.s3.server import S3Server

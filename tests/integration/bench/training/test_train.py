@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.loader.native import NativeOptions
-from penstock.bench.order import Division
-from penstock.bench.training.caches import drop_caches, keeps_page_cache
-from penstock.bench.training.files import open_files
-from penstock.bench.training.request import TrainingRequest
-from penstock.bench.training.run import train
-from penstock.bench.training.validate import checked_places, validate
+from penstock.bench.cache_eviction import drop_caches, keeps_page_cache
+from penstock.bench.epoch_order import Division
+from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.training.training_files import checked_places, open_files, validate
+from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_run import train
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import KEY, Recipe
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import KEY, Recipe
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
 from penstock.results.events import Phase, RankEvents, SpanKind
@@ -41,7 +40,7 @@ from penstock.workload.spec import Dataset, Evaluation, Metric, Reader, Train, W
 if TYPE_CHECKING:
     from tests.support.s3.server import S3Server
 
-    from penstock.bench.training.outcome import TrainingResult
+    from penstock.bench.training.training_result import TrainingResult
     from penstock.storage import Source, Storage
 
 COMM = SoloComm()

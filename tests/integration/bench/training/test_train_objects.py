@@ -11,20 +11,20 @@ import pytest
 from tests.support.s3.fake_server import running_fake
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.loader.native import NativeOptions
-from penstock.bench.training.request import TrainingRequest
-from penstock.bench.training.run import train
+from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_run import train
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import Recipe
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import Recipe
 from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.workload.choices import Format, Shuffle
 from penstock.workload.spec import Dataset, Reader, Train, Workload
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.base import LoaderOptions
+    from penstock.bench.loader.loader_protocol import LoaderOptions
 
 FILES = Dataset(format=Format.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
 
@@ -33,7 +33,7 @@ def loader(name: str) -> LoaderOptions:
     if name == "native":
         return NativeOptions(threads=2)
     pytest.importorskip("torch")
-    from penstock.bench.loader.pytorch import PytorchOptions
+    from penstock.bench.loader.pytorch_loader import PytorchOptions
 
     return PytorchOptions(workers=0, sample_bytes=64)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.loader.native import NativeOptions
+from penstock.bench.loader.native_loader import NativeOptions
 from penstock.errors import UsageError
 from penstock.storage.memory import MemoryStorage
 
 pytest.importorskip("torch")
 
-from penstock.bench.loader.pytorch import PytorchOptions
+from penstock.bench.loader.pytorch_loader import PytorchOptions
 
 DATASET = ("dataset.num_files_train=12", "dataset.record_length_bytes=20KiB")
 SETTINGS = (

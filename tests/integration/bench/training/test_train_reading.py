@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench.loader.decoding import ContentCheck
-from penstock.bench.loader.native import NativeOptions
-from penstock.bench.training.outcome import STAGES_FILE
-from penstock.bench.training.request import TrainingRequest
-from penstock.bench.training.run import train
+from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.loader.sample_decoder import ContentCheck
+from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_result import STAGES_FILE
+from penstock.bench.training.training_run import train
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.formats.base import FileMap, Plan, Read
+from penstock.dataset.dataset_manifest import KEY, Recipe
+from penstock.dataset.formats.format_protocol import FileMap, Plan, Read
 from penstock.dataset.formats.npz import NpzFormat
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import KEY, Recipe
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.results.record import read_record
@@ -34,8 +34,8 @@ from penstock.workload.spec import Dataset, Reader, Train, Workload
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.bench.loader.base import LoaderOptions
-    from penstock.bench.training.outcome import TrainingResult
+    from penstock.bench.loader.loader_protocol import LoaderOptions
+    from penstock.bench.training.training_result import TrainingResult
 
 FILES = Dataset(format=Format.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
 READER = Reader(batch_size=3, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED)
@@ -99,7 +99,7 @@ def test_decoding_is_timed_apart_from_reading(tmp_path: Path, name: str) -> None
     loader: LoaderOptions = NATIVE
     if name == "pytorch":
         pytest.importorskip("torch")
-        from penstock.bench.loader.pytorch import PytorchOptions
+        from penstock.bench.loader.pytorch_loader import PytorchOptions
 
         loader = PytorchOptions(workers=1, sample_bytes=64, context=ProcessStart.FORK)
     result = Ground(tmp_path).run(decodes=True, check=ContentCheck.FULL, loader=loader)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from fractions import Fraction
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.store import buffer_pool, write_file
+from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.errors import StorageError
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import read_object, write_object

@@ -24,7 +24,7 @@ from PIL import Image
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.store import buffer_pool, verify_file, write_file
+from penstock.dataset.formats.data_file import buffer_pool, verify_file, write_file
 from penstock.storage.registry import open_storage
 from penstock.workload.choices import Compression, Format
 from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
@@ -32,7 +32,7 @@ from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.dataset.formats.base import Plan
+    from penstock.dataset.formats.format_protocol import Plan
 
 SEED = 11
 POOL = buffer_pool()
@@ -319,13 +319,7 @@ def test_no_block_of_4_kib_comes_twice_and_files_do_not_compress(tmp_path: Path,
 
 
 def test_gigabytes_in_a_zip_use_its_64_bit_records(tmp_path: Path) -> None:
-    from penstock.dataset.formats.zipped import (
-        Member,
-        central_directory,
-        end_of_archive,
-        local_header,
-        trailer,
-    )
+    from penstock.dataset.formats.npz import Member, central_directory, end_of_archive, local_header, trailer
 
     size_bytes = (4 << 30) + 17
     large = Member("large.bin", 0, size_bytes)

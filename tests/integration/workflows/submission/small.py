@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from penstock.bench.loader.native import NativeOptions
-from penstock.bench.order import Division
-from penstock.bench.training.request import TrainingRequest
+from penstock.bench.epoch_order import Division
+from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.training.training_request import TrainingRequest
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.manifest import Recipe
+from penstock.dataset.dataset_manifest import Recipe
 from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.results.host import HostFacts
@@ -30,12 +30,12 @@ from penstock.submission.tree_layout import Benchmark, Phase
 from penstock.workflows.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
 from penstock.workflows.submission.session import Said, Session
 from penstock.workflows.submission.training import DataSet, add_datagen, add_datasize, add_run
-from penstock.workload.divisions import SubmissionDivision
+from penstock.workload.division_rules import SubmissionDivision
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
-    from penstock.bench.training.outcome import TrainingResult
+    from penstock.bench.training.training_result import TrainingResult
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
     from penstock.submission.authoring.run_sequence import Cadence

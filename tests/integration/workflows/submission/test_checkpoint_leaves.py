@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from penstock.bench.checkpoint.request import CheckpointRequest, asked_of
-from penstock.bench.state import LayoutRequest, plan_layout
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.pipe.base import PipeSettings
 from penstock.environment import process_environment
 from penstock.progress import Silent
@@ -31,8 +31,8 @@ from penstock.submission.tree_layout import Benchmark
 from penstock.testing.rank_threads import on_ranks
 from penstock.workflows.submission.checkpointing import CheckpointOnlooker, add_checkpoints
 from penstock.workflows.submission.session import Said, Session
-from penstock.workload.divisions import SubmissionDivision
-from penstock.workload.model import load_model
+from penstock.workload.checkpoint_model import load_model
+from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm

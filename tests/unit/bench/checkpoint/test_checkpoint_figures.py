@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.checkpoint.cold import Coldness
-from penstock.bench.checkpoint.figures import RoundFigures, direction_figures, job_bottleneck, plain_counters
-from penstock.bench.checkpoint.plan import Direction, Round
+from penstock.bench.cache_eviction import Coldness
+from penstock.bench.checkpoint.checkpoint_result import (
+    RoundFigures,
+    direction_figures,
+    job_bottleneck,
+    plain_counters,
+)
+from penstock.bench.checkpoint.round_plan import Direction, Round
 from penstock.checkpoint.pipe.base import StreamRecord
 from penstock.checkpoint.pipe.ranks import PhaseFigures
 from penstock.storage import Counters

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.checkpoint.cold import Coldness
-from penstock.bench.checkpoint.content import StateContent
-from penstock.bench.checkpoint.plan import (
+from penstock.bench.cache_eviction import Coldness
+from penstock.bench.checkpoint.progress_board import Board, how_far
+from penstock.bench.checkpoint.round_plan import (
     Round,
     objects_of,
     plan_rounds,
@@ -19,11 +19,11 @@ from penstock.bench.checkpoint.plan import (
     reader_of,
     seconds_between,
 )
-from penstock.bench.checkpoint.watch import Board, how_far
-from penstock.bench.state import LayoutRequest, plan_layout
+from penstock.bench.checkpoint.rounds import StateContent
+from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.pipe.base import PlannedObject
 from penstock.errors import UsageError
-from penstock.workload.model import load_model
+from penstock.workload.checkpoint_model import load_model
 
 
 @given(st.integers(0, 12), st.sets(st.integers(1, 12)), st.data())

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.checkpoint import watch as watching
-from penstock.bench.checkpoint.watch import Board, Onlookers, Watch
+from penstock.bench.checkpoint import progress_board as watching
+from penstock.bench.checkpoint.progress_board import Board, Onlookers, Watch
 from penstock.progress import Silent
 
 

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.bench.compute import PreprocessTimes
-from penstock.bench.loader.base import BatchRequest, BlockRequest
-from penstock.bench.loader.decoding import SAMPLED, ContentCheck, FormatDecoder
-from penstock.bench.loader.native import NativeLoader, NativeOptions
-from penstock.bench.loader.ranges import RangeReader
-from penstock.bench.order import Division
-from penstock.bench.training.batches import Batches, Handling
-from penstock.bench.training.files import TrainingFiles, open_files
-from penstock.bench.training.plan import RankEpoch, training_deal
+from penstock.bench.epoch_order import Division
+from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest
+from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
+from penstock.bench.loader.range_reader import RangeReader
+from penstock.bench.loader.sample_decoder import SAMPLED, ContentCheck, FormatDecoder
+from penstock.bench.training.batch_requests import Batches, Handling
+from penstock.bench.training.sample_sharding import RankEpoch, training_deal
+from penstock.bench.training.training_files import TrainingFiles, open_files
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import KEY, Recipe
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import KEY, Recipe
 from penstock.errors import StorageError
 from penstock.progress import Silent
 from penstock.results.events import Phase
@@ -36,7 +36,7 @@ from penstock.workload.spec import Dataset, Hdf5, Parquet, Reader, Workload
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from penstock.dataset.formats.base import Extent
+    from penstock.dataset.formats.format_protocol import Extent
 
 EVERY = [kind for kind in Format if kind is not Format.SYNTHETIC]
 FULL = Handling(decodes=True, check=ContentCheck.FULL)

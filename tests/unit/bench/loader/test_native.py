@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.loader.base import BatchRequest, ReadRequest
-from penstock.bench.loader.native import NativeLoader, NativeOptions
+from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
+from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import write_object

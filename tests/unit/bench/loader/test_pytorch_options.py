@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.loader.base import BatchRequest, ReadRequest
+from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import write_object
@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from penstock.bench.loader.pytorch import PytorchLoader, PytorchOptions, _Arrival, _Reads
+from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions, _Arrival, _Reads
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.state import LayoutRequest, StateLayout, plan_layout
-from penstock.bench.state.layout import checkpoint_folder
-from penstock.bench.state.mesh import Mesh, share, stage_of_layer
-from penstock.bench.state.plan import count_parameters
+from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
+from penstock.bench.model_state.layout_planner import count_parameters
+from penstock.bench.model_state.state_layout import Mesh, checkpoint_folder, share, stage_of_layer
 from penstock.errors import UsageError
+from penstock.workload.checkpoint_model import CheckpointModel, load_model
 from penstock.workload.choices import CheckpointMode, CheckpointWriters, Datatype
-from penstock.workload.model import CheckpointModel, load_model
-from penstock.workload.shipped_models import cards
+from penstock.workload.shipped_catalog import cards
 from penstock.workload.spec import Checkpoint, Model, Parallelism, Transformer, Workload
 
 GIB = 2**30

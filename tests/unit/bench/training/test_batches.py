@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench.loader.base import BatchRequest, ReadRequest
-from penstock.bench.loader.native import NativeLoader, NativeOptions
-from penstock.bench.order import Division
-from penstock.bench.training.batches import TRANSFER_BYTES, Batches, ahead
-from penstock.bench.training.ceiling import ZeroCostStorage, ceiling_steps, sizes_of
-from penstock.bench.training.files import TrainingFiles, open_files
-from penstock.bench.training.plan import RankEpoch, training_deal
+from penstock.bench.epoch_order import Division
+from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
+from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
+from penstock.bench.training.batch_requests import TRANSFER_BYTES, Batches, ahead
+from penstock.bench.training.harness_limit import ZeroCostStorage, ceiling_steps, sizes_of
+from penstock.bench.training.sample_sharding import RankEpoch, training_deal
+from penstock.bench.training.training_files import TrainingFiles, open_files
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import KEY, Recipe
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import KEY, Recipe
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
 from penstock.results.events import Phase

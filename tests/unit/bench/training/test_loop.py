@@ -10,15 +10,15 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.bench.loader.native import NativeLoader, NativeOptions
-from penstock.bench.order import Division
-from penstock.bench.training.ceiling import EventList, run_ceiling
-from penstock.bench.training.loop import Loop, PhaseWork, phase_works
-from penstock.bench.training.prepare import Prepared, prepare
+from penstock.bench.epoch_order import Division
+from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
+from penstock.bench.training.harness_limit import EventList, run_ceiling
+from penstock.bench.training.training_loop import Loop, PhaseWork, phase_works
+from penstock.bench.training.training_run import Prepared, prepare
 from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import Recipe
 from penstock.dataset.generate import generate
-from penstock.dataset.manifest import Recipe
 from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
 from penstock.results.events import Phase, RankEvents, SpanKind

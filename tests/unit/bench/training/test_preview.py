@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.order import Division
-from penstock.bench.training.preview import Preview, preview
+from penstock.bench.epoch_order import Division
+from penstock.bench.training.order_preview import Preview, preview
 from penstock.errors import UsageError
 from penstock.workload.choices import Format, Shuffle
 from penstock.workload.spec import Dataset, Reader, Workload

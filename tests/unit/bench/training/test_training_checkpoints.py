@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.training.checkpoints import count_due, is_due
+from penstock.bench.training.training_checkpoints import count_due, is_due
 from penstock.workload.spec import Checkpoint
 
 

@@ -12,21 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.order import Division
-from penstock.bench.training.plan import (
+from penstock.bench.epoch_order import Division
+from penstock.bench.training.sample_sharding import (
     Deal,
-    Lot,
     RankEpoch,
-    eval_epochs,
     evaluation_deal,
-    left_out_by_division,
-    lot_of,
     require_steps,
-    share_of,
-    step_counts,
     training_deal,
 )
-from penstock.bench.training.prepare import plan_training
+from penstock.bench.training.training_plan import (
+    Lot,
+    eval_epochs,
+    left_out_by_division,
+    lot_of,
+    plan_training,
+    share_of,
+    step_counts,
+)
 from penstock.cluster.solo import SoloComm
 from penstock.errors import UsageError
 from penstock.workload.choices import FileAccess, Shuffle

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.columns import column_type
 from penstock.dataset.formats.parquet import ParquetFormat
+from penstock.dataset.formats.parquet_columns import column_type
 from penstock.workload.choices import Format
-from penstock.workload.records import column_bytes
+from penstock.workload.dataset_size import column_bytes
 from penstock.workload.spec import Column, Dataset, Parquet
 
 TYPES = [

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.store import buffer_pool, read_samples, verify_file, write_file
+from penstock.dataset.formats.data_file import buffer_pool, read_samples, verify_file, write_file
 from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import read_object, write_object
@@ -23,7 +23,7 @@ from penstock.workload.choices import Compression, Format
 from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.base import FileFormat, Plan, Sample
+    from penstock.dataset.formats.format_protocol import FileFormat, Plan, Sample
 
 POOL = buffer_pool()
 

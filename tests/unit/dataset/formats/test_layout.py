@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.base import COMPUTED
+from penstock.dataset.formats.format_protocol import COMPUTED
 from penstock.workload.choices import Format
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.base import Checksum
-    from penstock.dataset.formats.base import Content as Bytes
+    from penstock.dataset.formats.format_protocol import Checksum
+    from penstock.dataset.formats.format_protocol import Content as Bytes
 
 RAW = [Format.NPY, Format.NPZ, Format.TFRECORD, Format.INDEXED_BINARY, Format.MMAP_INDEXED_BINARY]
 

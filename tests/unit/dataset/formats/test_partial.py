@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.base import Extent
-from penstock.dataset.formats.partial import Gathered, PiecesFile, RecordingFile
+from penstock.dataset.formats.file_objects import Gathered, PiecesFile, RecordingFile
+from penstock.dataset.formats.format_protocol import Extent
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import write_object
 

@@ -12,15 +12,15 @@ import pytest
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.base import COMPUTED, Extent, FileMap, Read
-from penstock.dataset.formats.store import buffer_pool, write_file
+from penstock.dataset.formats.data_file import buffer_pool, write_file
+from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FileMap, Read
 from penstock.errors import StorageError, UsageError
 from penstock.storage.memory import MemoryStorage
 from penstock.workload.choices import Compression, Format
 from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.base import FileFormat, Plan
+    from penstock.dataset.formats.format_protocol import FileFormat, Plan
 
 POOL = buffer_pool()
 

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.store import buffer_pool, write_file
+from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import read_object
 from penstock.workload.choices import Format

@@ -12,9 +12,15 @@ import pytest
 
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
-from penstock.dataset.formats.base import Checksum
-from penstock.dataset.formats.pens import BUFFER_BYTES, CheckingPen, Differs, WritingPen, first_difference
-from penstock.dataset.formats.store import buffer_pool, read_samples, verify_file, write_file
+from penstock.dataset.formats.data_file import buffer_pool, read_samples, verify_file, write_file
+from penstock.dataset.formats.file_writer import (
+    BUFFER_BYTES,
+    CheckingPen,
+    Differs,
+    WritingPen,
+    first_difference,
+)
+from penstock.dataset.formats.format_protocol import Checksum
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
 from penstock.storage.memory import MemorySink, MemoryStorage
@@ -23,7 +29,7 @@ from penstock.workload.choices import Compression, Format
 from penstock.workload.spec import Column, Dataset, Parquet
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.base import FileFormat, Pen, Plan
+    from penstock.dataset.formats.format_protocol import FileFormat, Pen, Plan
     from penstock.storage import Release
 
 POOL = buffer_pool()

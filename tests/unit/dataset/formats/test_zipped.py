@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.outbox import Outbox
-from penstock.dataset.formats.zipped import Member, central_directory, end_of_archive, local_header, trailer
+from penstock.dataset.formats.file_objects import Outbox
+from penstock.dataset.formats.npz import Member, central_directory, end_of_archive, local_header, trailer
 
 LIMIT = 0xFFFFFFFF
 

@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import UsageError
 from penstock.submission.authoring.checkpoint_preflight import AskedCheckpoints, breaches, require_allowed
 from penstock.submission.edition import load_edition
-from penstock.workload.divisions import SubmissionDivision
+from penstock.workload.division_rules import SubmissionDivision
 
 ASKED = AskedCheckpoints(
     model="llama3-8b",

@@ -11,7 +11,7 @@ import pytest
 from penstock.errors import DataDamaged, UsageError
 from penstock.submission.authoring.ownership import Claim, claim, claimed
 from penstock.submission.tree_layout import SENTINEL
-from penstock.workload.yamlfile import parse_yaml
+from penstock.workload.strict_yaml import parse_yaml
 
 NOW = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 

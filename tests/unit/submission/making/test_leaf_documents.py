@@ -16,7 +16,7 @@ from penstock.submission.authoring.run_metadata import DataSize, LeafFacts, meta
 from penstock.submission.authoring.run_provenance import CORE_KEYS, core_digest, stamp
 from penstock.submission.code_image import Program
 from penstock.submission.tree_layout import Benchmark, Phase
-from penstock.workload.divisions import SubmissionDivision
+from penstock.workload.division_rules import SubmissionDivision
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
 

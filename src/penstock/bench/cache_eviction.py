@@ -1,0 +1,168 @@
+"""Evicts files from the page cache before they are read, and measures what stayed in memory.
+
+Outside of all timed sections. A read counts as a read from storage only if the kernel reports, after the
+eviction, that the data cannot come from memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from penstock.cluster.collectives import all_gather_results
+from penstock.errors import Unavailable
+from penstock.storage.residency import SupportsLocalPaths, drop_file
+
+if TYPE_CHECKING:
+    from penstock.bench.training.training_files import TrainingFiles
+    from penstock.checkpoint.pipe.base import PlannedObject
+    from penstock.cluster.comm import Comm
+    from penstock.storage import Storage
+
+
+logger = logging.getLogger(__name__)
+
+LONGEST_DROP_S: Final = 24 * 3600.0
+"""Dropping writes back first: what was written without fsync takes as long as it takes."""
+
+WARM_SHARE: Final = 0.01
+"""A read of which more than this share lies in memory is no measurement of storage."""
+
+Path = Literal["page cache dropped", "past the page cache", "no page cache", "not known"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coldness:
+    """How a read came to its bytes. `resident_bytes` of `total_bytes` were in memory, over all nodes.
+
+    Where a kernel does not tell, the path is "not known", and all bytes count as resident: nothing is proven.
+    """
+
+    path: Path
+    before_bytes: int = 0
+    resident_bytes: int = 0
+    total_bytes: int = 0
+    elapsed_s: float = 0.0
+
+    @property
+    def resident_share(self) -> float:
+        """The part that the read may have taken from memory."""
+        return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    @property
+    def is_cold(self) -> bool:
+        """Whether the read's figures are storage's."""
+        return self.resident_share <= WARM_SHARE
+
+
+def make_cold(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm) -> Coldness:
+    """Get what this rank is about to read out of its node's memory. Collective; the same on all ranks.
+
+    Whoever wrote a file on this node may be another rank: each drops what it reads itself, on the node on
+    which it will read it, and that is what counts.
+    """
+    if storage.uri.startswith("direct://"):
+        return Coldness(path="past the page cache")
+    if not (storage.uri.startswith("file://") and isinstance(storage, SupportsLocalPaths)):
+        return Coldness(path="no page cache")
+    began_s = time.monotonic()
+    paths = [storage.local_path(each.key) for each in planned]
+    counts = all_gather_results(
+        comm,
+        lambda: _drop_or_doubt(paths, sum(each.size_bytes for each in planned)),
+        awaiting="all nodes to drop a checkpoint from memory",
+        timeout_s=max(LONGEST_DROP_S, comm.timeout_s),
+    )
+    is_known = all(known for known, *_ in counts)
+    before, resident, total = (sum(column) for column in list(zip(*counts, strict=True))[1:])
+    return Coldness(
+        path="page cache dropped" if is_known else "not known",
+        before_bytes=before,
+        resident_bytes=resident,
+        total_bytes=total,
+        elapsed_s=time.monotonic() - began_s,
+    )
+
+
+def _drop_or_doubt(paths: Sequence[str], size_bytes: int) -> tuple[bool, int, int, int]:
+    try:
+        return (True, *_drop_objects(paths))
+    except Unavailable as error:
+        logger.warning("Reads cannot be proven to be cold: %s", error)
+        return False, size_bytes, size_bytes, size_bytes
+
+
+def _drop_objects(paths: Sequence[str]) -> tuple[int, int, int]:
+    before = resident = total = 0
+    for path in paths:
+        drop = drop_file(path)
+        before += drop.before.resident_bytes
+        resident += drop.after.resident_bytes
+        total += drop.after.total_bytes
+    return before, resident, total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheDrop:
+    """Over all nodes: how much of the data set was in memory before and after, of how much."""
+
+    before_bytes: int
+    resident_bytes: int
+    total_bytes: int
+    elapsed_s: float
+
+    @property
+    def resident_share(self) -> float:
+        """The part that an epoch may read from memory instead of storage; 0 is a cold start."""
+        return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "before_bytes": self.before_bytes,
+            "resident_bytes": self.resident_bytes,
+            "total_bytes": self.total_bytes,
+            "resident_share": self.resident_share,
+            "elapsed_s": self.elapsed_s,
+        }
+
+
+def keeps_page_cache(storage: Storage) -> bool:
+    """Whether reads of this storage may come out of this node's memory: only files that are read buffered."""
+    return storage.uri.startswith("file://") and isinstance(storage, SupportsLocalPaths)
+
+
+def drop_caches(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheDrop:
+    """Drop the files' pages on every node; the ranks of a node share its files. Collective."""
+    assert isinstance(storage, SupportsLocalPaths)
+    began_s = time.monotonic()
+    hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
+    neighbours = [rank for rank, host in enumerate(hosts) if host == comm.host]
+    first, step = neighbours.index(comm.rank), len(neighbours)
+    counts = all_gather_results(
+        comm,
+        lambda: _drop_own(files, storage, first=first, step=step),
+        awaiting="all nodes to drop the data set from memory",
+    )
+    before, resident, total = (sum(column) for column in zip(*counts, strict=True))
+    return CacheDrop(
+        before_bytes=before,
+        resident_bytes=resident,
+        total_bytes=total,
+        elapsed_s=time.monotonic() - began_s,
+    )
+
+
+def _drop_own(
+    files: TrainingFiles, storage: SupportsLocalPaths, *, first: int, step: int
+) -> tuple[int, int, int]:
+    before = resident = total = 0
+    for key in files.keys(first=first, step=step):
+        drop = drop_file(storage.local_path(key))
+        before += drop.before.resident_bytes
+        resident += drop.after.resident_bytes
+        total += drop.after.total_bytes
+    return before, resident, total

@@ -1,0 +1,108 @@
+"""What a run of checkpoints is asked for, and what all of it derives from: frozen, before anything happens.
+
+Place in the flow: made by the command line, read by `run`. Invariant: the workload in it says what is really
+done, so that the record of the run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.bench.checkpoint.checkpoint_folder import Shape
+from penstock.results.dlio.folder import HYDRA_FOLDER
+from penstock.results.host import read_host
+from penstock.workload.choices import CheckpointMode
+
+if TYPE_CHECKING:
+    from penstock.bench.model_state import StateLayout
+    from penstock.checkpoint.pipe.base import PipeSettings
+    from penstock.cluster.gates.inspect import Inspection
+    from penstock.environment import Environment
+    from penstock.results.host import FactsOf
+    from penstock.storage import Storage
+    from penstock.workload.checkpoint_model import CheckpointModel
+
+OpenStorage = Callable[[], "Storage"]
+"""Opens one more storage at the same place, with counters of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRequest:
+    """One run. `model.workload.checkpoint` says how many writes and reads, and how.
+
+    `results` is the folder in which the run's own is made, unless `run_folder` names that itself. A `seed` of
+    None is drawn anew for writing, and taken from what lies there for reading. With `resumes`, checkpoints
+    that an interrupted run left whole are kept; with `removes`, all are deleted at the end. `facts_of` reads
+    what a rank's machine is; `inspection` is what gates found beforehand, None if nobody looked.
+    """
+
+    model: CheckpointModel
+    layout: StateLayout
+    scale: Fraction
+    pipe: PipeSettings
+    results: Path
+    seed: int | None = None
+    resumes: bool = False
+    removes: bool = False
+    command: Sequence[str] = ()
+    environment: Environment = field(default_factory=dict)
+    overrides: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    run_folder: Path | None = None
+    hydra_subfolder: str = HYDRA_FOLDER
+    log_before: Sequence[str] = ()
+    facts_of: FactsOf = read_host
+    inspection: Inspection | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """What others must ask for to read these checkpoints."""
+        layout, mode = self.layout, "subset" if self.layout.is_subset else "default"
+        return Shape(
+            model=self.model.name,
+            processes=layout.num_processes,
+            mode=mode,
+            scale=str(self.scale),
+            total_bytes=layout.total_bytes,
+            num_files=layout.num_files,
+        )
+
+    def plan_document(self) -> dict[str, Any]:
+        """The plan for the run's record, as plain values."""
+        mesh = self.layout.mesh
+        return {
+            "kind": "checkpoint",
+            "model": self.model.name,
+            "parameters": self.layout.num_parameters,
+            "parallelism": {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "data": mesh.data},
+            "is_subset": self.layout.is_subset,
+            "is_folded": self.layout.is_folded,
+            "scale": str(self.scale),
+            "total_bytes": self.layout.total_bytes,
+            "num_files": self.layout.num_files,
+            "pipe": pipe_document(self.pipe),
+        }
+
+
+def pipe_document(pipe: PipeSettings) -> Mapping[str, Any]:
+    """How bytes are moved, as plain values."""
+    return {
+        "streams": pipe.streams,
+        "chunk_bytes": pipe.chunk_bytes,
+        "buffer_memory_bytes": pipe.buffer_memory_bytes,
+        "verify": pipe.verify,
+        "silence_s": pipe.silence_s,
+    }
+
+
+def asked_of(model: CheckpointModel, **changes: object) -> CheckpointModel:
+    """The model with values of its workload's section `checkpoint` changed; None leaves one as it is."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    if "mode" in given:
+        given["mode"] = CheckpointMode(str(given["mode"]))
+    checkpoint = replace(model.workload.checkpoint, **given)  # type: ignore[arg-type]  # callers name fields
+    return replace(model, workload=replace(model.workload, checkpoint=checkpoint))

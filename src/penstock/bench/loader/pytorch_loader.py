@@ -1,0 +1,306 @@
+"""The pytorch loader: torch's own `DataLoader` and its worker processes, fed with the batches of our plan.
+
+A `BatchRequest` travels to a worker as torch's index, so persistent workers read what each epoch asks for.
+Invariant: a worker opens a storage of its own and holds no socket of the rank that it came from.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import stat
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+
+from penstock.bench.loader.loader_protocol import Batch, BatchRequest
+from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, Served
+from penstock.errors import PenstockError, Unavailable, UsageError
+from penstock.storage import Counters
+from penstock.workload.choices import ProcessStart
+
+if TYPE_CHECKING:
+    from penstock.bench.loader.loader_protocol import Decoder, OpenStorage
+    from penstock.storage import Storage
+
+_KILL_S: Final = 5.0
+"""How long a worker may take to be gone once its end has begun."""
+_PURE_PYTHON_CLIENT: Final = "minio"
+_NOTHING: Final = BatchRequest((), 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PytorchOptions:
+    """`workers` of 0 reads in the rank itself, as torch does. A worker reads one request at a time.
+
+    `sample_bytes` is a sample's size when it arrives at the trainer. `prefetch_batches` is divided over the
+    workers and rounded up, at least one each: torch knows no fewer. Memory is pinned where there is CUDA.
+    """
+
+    workers: int
+    sample_bytes: int
+    prefetch_batches: int = 2
+    context: ProcessStart = ProcessStart.SPAWN
+    pin_memory: bool = True
+    buffer_bytes: int = DEFAULT_BUFFER_BYTES
+
+    def __post_init__(self) -> None:
+        if min(self.workers, self.prefetch_batches) < 0 or min(self.sample_bytes, self.buffer_bytes) < 1:
+            raise UsageError(
+                "A pytorch loader needs workers and a prefetch of 0 or more, a size of samples and a buffer",
+                fix="Look at reader.read_threads, reader.prefetch_size and dataset.record_length_bytes.",
+            )
+
+    @property
+    def prefetch_factor(self) -> int | None:
+        """Batches that each worker has in hand, in torch's terms."""
+        return max(1, -(-self.prefetch_batches // self.workers)) if self.workers else None
+
+    def start(
+        self, _storage: Storage, reopen: OpenStorage | None, decoder: Decoder | None = None
+    ) -> PytorchLoader:
+        """Start the workers, each with a storage of its own; `UsageError` where none tells them how."""
+        if reopen is None:
+            raise UsageError(
+                "Nothing tells the pytorch loader's workers how to open storage",
+                fix="Give the request's `reopen`: a picklable call that opens the storage again.",
+            )
+        return PytorchLoader(reopen, self, decoder)
+
+    def document(self) -> dict[str, Any]:
+        """As plain data, with the loader's name."""
+        return {"name": "pytorch", **asdict(self)}
+
+
+class PytorchLoader:
+    """A `Loader` on torch's. Its workers have started when it is made, and serve all epochs."""
+
+    def __init__(
+        self, open_storage: OpenStorage, options: PytorchOptions, decoder: Decoder | None = None
+    ) -> None:
+        self._requests = _Requests()
+        self._reads = _Reads(open_storage, options, decoder)
+        self._torch = _torch_loader(self._reads, self._requests, options)
+        self._workers: list[BaseProcess] = []
+        self._arrivals: Any = None
+        self._counted: dict[int, Counters] = {}
+        if options.workers:
+            self._start_workers(options.workers)
+
+    @property
+    def counters(self) -> Counters:
+        """What the storages of all workers counted, up to the last batch that arrived."""
+        return sum(self._counted.values(), Counters())
+
+    def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
+        """The batches of one epoch, in order; `Unavailable` where a worker has died."""
+        self._requests.of_epoch = requests
+        with self._deaths_told():
+            self._arrivals = iter(self._torch)
+        yield from self._batches(self._arrivals)
+
+    def close(self) -> None:
+        """End all workers, and see that they have ended."""
+        if self._workers:
+            # Tracebacks may still refer to torch's iterator, so it cannot be left to end with its last user.
+            self._arrivals._shutdown_workers()  # noqa: SLF001 - torch has no public way
+        for worker in self._workers:
+            if worker.is_alive():
+                worker.kill()
+            worker.join(_KILL_S)
+        self._workers = []
+        self._reads.close()
+
+    def _start_workers(self, num_workers: int) -> None:
+        """Start all of them and wait until each has opened its storage; no sample is read."""
+        others = set(multiprocessing.active_children())
+        self._requests.of_epoch = [_NOTHING] * num_workers
+        with _deaths_awaited():
+            self._arrivals = iter(self._torch)
+        self._workers = [child for child in multiprocessing.active_children() if child not in others]
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            deque(self._batches(self._arrivals), maxlen=0)
+            undo.pop_all()
+
+    def _batches(self, arrivals: Iterator[_Arrival]) -> Iterator[Batch]:
+        while True:
+            with self._deaths_told():
+                arrival = next(arrivals, None)
+            if arrival is None:
+                return
+            self._counted[arrival.worker] = arrival.counters
+            if isinstance(arrival.outcome, PenstockError):
+                raise arrival.outcome
+            yield arrival.outcome
+
+    @contextmanager
+    def _deaths_told(self) -> Iterator[None]:
+        """Say which worker died, where torch met the remains: as its own error, or as a broken pipe's."""
+        try:
+            yield
+        except (RuntimeError, OSError, EOFError) as error:
+            ended = wait([worker.sentinel for worker in self._workers], timeout=1.0)
+            dead = [worker for worker in self._workers if worker.sentinel in ended]
+            if not dead:
+                raise
+            for worker in dead:
+                worker.join(_KILL_S)  # its descriptors close before its exit code can be had
+            raise Unavailable(
+                "A worker of the pytorch loader died: " + ", ".join(map(_describe_death, dead)),
+                fix="The system's log tells why. Most are killed for want of memory, or by SIGBUS where "
+                "/dev/shm is too small: use fewer workers (reader.read_threads) or a smaller prefetch.",
+            ) from error
+
+
+class _Requests:
+    """The sampler of torch's loader, which asks it anew each epoch."""
+
+    of_epoch: Iterable[BatchRequest] = ()
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return iter(self.of_epoch)
+
+
+class _Arrival(NamedTuple):
+    """What a worker sends. An error is sent as it is: torch would raise its type with another text."""
+
+    worker: int
+    outcome: Batch | PenstockError
+    samples: torch.Tensor | None
+    counters: Counters
+
+
+class _Reads(Dataset[_Arrival]):
+    """The data set of torch's loader, whose items are whole batches. It is used where they are read."""
+
+    def __init__(
+        self, open_storage: OpenStorage, options: PytorchOptions, decoder: Decoder | None = None
+    ) -> None:
+        self._open_storage = open_storage
+        self._options = options
+        self._decoder = decoder
+        self._storage: Storage | None = None
+        self._reader: RangeReader | None = None
+        self._sample: torch.Tensor | None = None
+
+    def __getitem__(self, request: BatchRequest) -> _Arrival:
+        info = get_worker_info()
+        outcome: Batch | PenstockError
+        samples = None
+        try:
+            outcome = self._read(request)
+            samples = self._collate(request.num_samples)
+        except PenstockError as error:
+            outcome = error
+        counters = self._storage.counters.snapshot() if self._storage else Counters()
+        return _Arrival(info.id if info else 0, outcome, samples, counters)
+
+    def close(self) -> None:
+        """Let go of the file that was read last."""
+        if self._reader is not None:
+            self._reader.close()
+
+    def _read(self, request: BatchRequest) -> Batch:
+        if self._reader is None:
+            self._storage = self._open_storage()
+            if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
+                _require_forkable(self._storage)
+            self._reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
+        served = Served()
+        for one in request.requests:
+            served = served.plus(self._reader.serve(one))
+        if request.preprocess_ns:
+            began_ns = time.monotonic_ns()
+            time.sleep(sum(request.preprocess_ns) / 1e9)
+            served = served.plus(Served(decode_ns=time.monotonic_ns() - began_ns))
+        return Batch(request.num_samples, *served)
+
+    def _collate(self, num_samples: int) -> torch.Tensor | None:
+        """A batch as large as the samples after decoding; in a worker, torch makes it in shared memory."""
+        if not num_samples:
+            return None
+        if self._sample is None:
+            self._sample = torch.ones(self._options.sample_bytes, dtype=torch.uint8)
+        batch: torch.Tensor = default_collate([self._sample] * num_samples)
+        return batch
+
+
+def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -> DataLoader[_Arrival]:
+    context = multiprocessing.get_context(options.context.value) if options.workers else None
+    if options.context is ProcessStart.FORKSERVER and context is not None:
+        # The server imports torch once, and each worker is forked with it in memory.
+        context.set_forkserver_preload([__name__])
+    return DataLoader(
+        reads,
+        batch_size=None,
+        sampler=requests,
+        collate_fn=_as_it_is,
+        num_workers=options.workers,
+        prefetch_factor=options.prefetch_factor,
+        persistent_workers=options.workers > 0,
+        multiprocessing_context=context,
+        worker_init_fn=_leave_the_rank if options.context is ProcessStart.FORK else None,
+        pin_memory=options.pin_memory and torch.cuda.is_available(),
+    )
+
+
+def _as_it_is(arrival: Any) -> Any:
+    """Collate nothing: an item is a batch."""
+    return arrival
+
+
+def _leave_the_rank(_worker: int) -> None:
+    """In a forked worker: give up the rank's sockets and its way to end.
+
+    Other ranks and the guard see a rank's end by its sockets, so a worker must not hold them open. Their
+    numbers stay taken: an object of the rank that closes its own later must not close a file of ours.
+    """
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        number = int(entry.name)
+        with suppress(FileNotFoundError):  # the descriptor of this very listing
+            if number > 2 and stat.S_ISSOCK(entry.stat().st_mode):
+                os.dup2(nowhere, number, inheritable=False)
+    os.close(nowhere)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _require_forkable(storage: Storage) -> None:
+    """Refuse what would hang: a client's threads run in the rank, and fork copies only the one that calls."""
+    client = storage.options.get("client", _PURE_PYTHON_CLIENT)
+    if client != _PURE_PYTHON_CLIENT:
+        raise UsageError(
+            f"A forked worker cannot use {client}, whose threads stay behind in the rank",
+            where=storage.uri,
+            fix="Set reader.multiprocessing_context=forkserver or spawn.",
+        )
+
+
+@contextmanager
+def _deaths_awaited() -> Iterator[None]:
+    """Undo that torch raises a worker's death at whatever the rank is doing: it comes out of `epoch`."""
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread() and before is not None:
+            signal.signal(signal.SIGCHLD, before)
+
+
+def _describe_death(worker: BaseProcess) -> str:
+    code = worker.exitcode
+    if code is not None and code < 0:
+        return f"process {worker.pid} by {signal.Signals(-code).name}"
+    return f"process {worker.pid} with exit code {code}"

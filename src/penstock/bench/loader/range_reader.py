@@ -1,0 +1,123 @@
+"""Serves requests, one after the other: what a thread or a worker process of a loader does all day.
+
+Invariant: memory is one buffer, whatever the size of the range, and what was read is dropped; only a block
+that is to be decoded is held whole, until the next one.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.bench.loader.loader_protocol import BlockRequest
+from penstock.dataset.formats.format_protocol import Extent
+from penstock.errors import ShortTransfer
+from penstock.storage.aligned import aligned_buffer, round_up
+
+if TYPE_CHECKING:
+    from penstock.bench.loader.loader_protocol import Decoder, ReadRequest
+    from penstock.storage import Source, Storage
+
+DEFAULT_BUFFER_BYTES: Final = 8 << 20
+
+
+class Served(NamedTuple):
+    """What requests came to: bytes and ranges read, and the time for reading and for work on it."""
+
+    read_bytes: int = 0
+    num_reads: int = 0
+    read_ns: int = 0
+    decode_ns: int = 0
+
+    def plus(self, other: Served) -> Served:
+        """Both together."""
+        return Served(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class RangeReader:
+    """One buffer, and the object that was read last, still open: ranges of one file come in runs."""
+
+    def __init__(self, storage: Storage, buffer_bytes: int, decoder: Decoder | None = None) -> None:
+        self._storage = storage
+        self._buffer = aligned_buffer(buffer_bytes)
+        self._block = self._buffer
+        self._decoder = decoder
+        self._key: str | None = None
+        self._source: Source | None = None
+
+    def serve(self, request: ReadRequest | BlockRequest) -> Served:
+        """Read what a request asks for; decode a block."""
+        began_ns = time.monotonic_ns()
+        if not isinstance(request, BlockRequest):
+            read_bytes = self.read(request)
+            return Served(read_bytes, 1, time.monotonic_ns() - began_ns)
+        pieces = self._read_block(request)
+        read_ns = time.monotonic_ns()
+        assert self._decoder is not None
+        self._decoder.decode(request, pieces)
+        return Served(
+            sum(len(piece.content) for piece in pieces),
+            len(pieces),
+            read_ns - began_ns,
+            time.monotonic_ns() - read_ns,
+        )
+
+    def read(self, request: ReadRequest) -> int:
+        """Read one range, piece by piece; its length."""
+        source = self._open(request)
+        size_bytes = _length(request, source)
+        done = 0
+        while done < size_bytes:
+            piece = self._buffer[: min(len(self._buffer), size_bytes - done)]
+            source.read_into(request.offset + done, piece)
+            done += len(piece)
+        self._leave(request)
+        return done
+
+    def close(self) -> None:
+        """Let go of the open object."""
+        if self._source is not None:
+            self._source.close()
+            self._source = self._key = None
+
+    def _read_block(self, block: BlockRequest) -> list[Extent]:
+        """All ranges of a block, beside each other in memory that the next block uses again."""
+        lengths = [_length(read, self._open(read)) for read in block.reads]
+        places = [round_up(length, self._alignment) for length in lengths]
+        if sum(places) > len(self._block):
+            self._block = aligned_buffer(sum(places))
+        pieces, begin = [], 0
+        for read, length, place in zip(block.reads, lengths, places, strict=True):
+            piece = self._block[begin : begin + length]
+            self._open(read).read_into(read.offset, piece)
+            pieces.append(Extent(read.offset, piece))
+            begin += place
+        for read in block.reads:
+            self._leave(read)
+        return pieces
+
+    def _open(self, request: ReadRequest) -> Source:
+        if self._source is None or request.key != self._key:
+            self.close()
+            self._source = self._storage.open(request.key)
+            self._key = request.key
+        expected_bytes, actual_bytes = request.expected_bytes, self._source.size_bytes
+        if expected_bytes not in (None, actual_bytes):
+            raise ShortTransfer(
+                f"This file has {actual_bytes} bytes instead of {expected_bytes}",
+                uri=f"{self._storage.uri}/{request.key}",
+                expected_bytes=expected_bytes,
+                actual_bytes=actual_bytes,
+                fix="Generate or copy it again; `penstock training verify` finds all such files.",
+            )
+        return self._source
+
+    def _leave(self, request: ReadRequest) -> None:
+        if request.size_bytes is None:
+            self.close()  # read whole: it is not asked for again in this epoch
+
+    _alignment: Final = 4096
+
+
+def _length(request: ReadRequest, source: Source) -> int:
+    return source.size_bytes - request.offset if request.size_bytes is None else request.size_bytes

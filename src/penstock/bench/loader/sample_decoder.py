@@ -1,0 +1,65 @@
+"""What a loader does with the bytes of a block: decode them, and hold some against their generator.
+
+Place in the flow: made by a run that decodes or checks, used wherever a loader reads. Invariant: samples are
+copied out of the loader's memory, as a trainer must have them; then they are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from penstock.dataset.content import Content
+from penstock.errors import StorageError
+
+if TYPE_CHECKING:
+    from penstock.bench.loader.loader_protocol import BlockRequest
+    from penstock.dataset.dataset_manifest import Recipe
+    from penstock.dataset.formats.format_protocol import Extent, FileFormat, Sample
+
+SAMPLED: Final = 16
+"""Of so many blocks one is checked, where not all are."""
+
+
+class ContentCheck(StrEnum):
+    """How many of the blocks that are read are held against what was generated."""
+
+    OFF = "off"
+    SAMPLE = "sample"
+    FULL = "full"
+
+    def includes(self, block: int) -> bool:
+        """Whether the block of this number, in a rank's order, is one of them."""
+        return self is ContentCheck.FULL or (self is ContentCheck.SAMPLE and block % SAMPLED == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FormatDecoder:
+    """A `Decoder` by the data set's own format and recipe."""
+
+    kind: FileFormat
+    recipe: Recipe
+
+    def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
+        """Decode, and check a block that is to be; `StorageError` names the first wrong sample."""
+        decoded = np.array(self.kind.decode(block.plan, block.found, pieces, block.samples))
+        if not block.is_checked:
+            return
+        content = Content(self.recipe.seed, block.plan.index, self.recipe.reduction)
+        expected = self.kind.expected(block.plan, content, block.samples)
+        for sample, stored, right in zip(block.samples, decoded, expected, strict=True):
+            if not _same_bytes(stored, right):
+                raise StorageError(
+                    f"Sample {sample} of {block.plan.name} is not what was generated",
+                    uri=block.plan.name,
+                    fix="`penstock training verify` names all wrong files; delete them and generate again.",
+                )
+
+
+def _same_bytes(one: Sample, other: Sample) -> bool:
+    """Whether two arrays hold the same bytes: content has NaNs, which equal nothing."""
+    return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()

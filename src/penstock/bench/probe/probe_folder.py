@@ -1,0 +1,117 @@
+"""The folder of its own in which a probe works, and its removal, whatever happens.
+
+Invariant: nothing outside this folder is touched, and folders that the probe did not make stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from penstock.bench.probe.probe_plan import MODES, Mode
+from penstock.errors import ObjectNotFound, StorageError
+from penstock.storage import open_storage
+from penstock.storage.space import nearest_folder, require_free_space
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.environment import Environment
+    from penstock.storage import Storage
+    from penstock.storage.uri import Location
+
+logger = logging.getLogger(__name__)
+
+FOLDER_PREFIX: Final = "penstock-probe-"
+
+
+class Place:
+    """One rank's view of the probe's folder at one location. Leaving it is collective when all went well."""
+
+    def __init__(
+        self,
+        location: Location,
+        folder_name: str,
+        *,
+        comm: Comm,
+        environment: Environment,
+        options: Mapping[str, str],
+    ) -> None:
+        self.mode: Mode = MODES.get(location.scheme, "objects")
+        self.folder = Path(location.root, folder_name) if location.scheme in ("file", "direct") else None
+        self._missing_folders = _missing_folders(self.folder)
+        self._comm = comm
+        self._keys: set[str] = set()
+        self.storage: Storage = open_storage(
+            f"{location.uri}/{folder_name}",
+            environment,
+            options={**location.options, **options},
+            rank=comm.rank,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.remove_objects()
+            self._comm.barrier(awaiting="all ranks to remove what they wrote")
+        else:
+            self._remove_everything()
+        if self._comm.rank == 0 or kind is not None:
+            self._remove_folders()
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The objects that this rank has written and not yet removed."""
+        return frozenset(self._keys)
+
+    def expect_objects(self, keys: Iterable[str]) -> None:
+        """Note objects before they are written, so that even half of them will be removed."""
+        self._keys.update(keys)
+
+    def remove_objects(self) -> None:
+        """Remove what this rank wrote."""
+        for key in sorted(self._keys):
+            with suppress(ObjectNotFound):  # a step that failed early did not write all of its objects
+                self.storage.delete(key)
+        self._keys.clear()
+
+    def _remove_everything(self) -> None:
+        """After a failure: also what ranks left that were killed. Every survivor tries, whoever is first.
+
+        A failure to remove is told, but never hides the failure that led here.
+        """
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        try:
+            for seen in self.storage.list():
+                with suppress(ObjectNotFound):
+                    self.storage.delete(seen.key)
+        except StorageError as error:
+            logger.warning("What the probe wrote may still be at %s: %s", self.storage.uri, error)
+
+    def _remove_folders(self) -> None:
+        for folder in self._missing_folders:
+            with suppress(OSError):  # somebody else's files are in it, or another rank was faster
+                folder.rmdir()
+
+    def check_free_space(self, size_bytes: int) -> None:
+        """Fail before the first byte if the file system can't hold one measurement and a little more."""
+        require_free_space(
+            self.storage.uri,
+            size_bytes,
+            what="Each measurement of this probe",
+            fix="give a smaller --size",
+        )
+
+
+def _missing_folders(folder: Path | None) -> list[Path]:
+    """The folders that a probe will make, innermost first: these it removes again, and no others."""
+    if folder is None:
+        return []
+    return [folder, *(parent for parent in folder.parents if nearest_folder(parent) != parent)]

@@ -1,0 +1,256 @@
+"""The timed loops of the probe, one function per operation, and the blocks of data that they write.
+
+Each loop runs on one thread and owns its blocks. Blocks are page-aligned and incompressible; stamping one
+anew before each write keeps content generation out of the timed section.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from penstock.errors import PenstockError, StorageTimeout
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.bench.probe.probe_plan import Step
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+
+
+_SILENCE_S = 300
+"""How long a storage may take no block at all before it counts as dead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTask:
+    """What one thread is to do. It passes `gate` twice before its clock starts: all threads, all ranks."""
+
+    storage: Storage
+    step: Step
+    key: str
+    blocks: Blocks
+    gate: threading.Barrier
+    stop: threading.Event
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamTimes:
+    """What one thread saw, on the monotonic clock. `drain_ns` is the wait for durability at the end."""
+
+    start_ns: int
+    end_ns: int
+    drain_ns: int
+    latencies_ns: NDArray[np.int64]
+
+
+class StreamStopped(PenstockError):
+    """Another stream failed or the user interrupted: this one gives up, and is not the cause."""
+
+    def __init__(self) -> None:
+        super().__init__("Stopped because the measurement as a whole stopped")
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Start, end and each block's latency."""
+
+    latencies_ns: NDArray[np.int64]
+    stop_asked: threading.Event
+    start_ns: int = 0
+    _began_ns: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, operation: int) -> None:
+        if self.stop_asked.is_set():
+            raise StreamStopped
+        self._began_ns[operation] = time.monotonic_ns()
+
+    def done(self, operation: int) -> None:
+        self.latencies_ns[operation] = time.monotonic_ns() - self._began_ns.pop(operation)
+
+    def stop(self, drain_from_ns: int | None = None) -> StreamTimes:
+        end_ns = time.monotonic_ns()
+        return StreamTimes(
+            start_ns=self.start_ns,
+            end_ns=end_ns,
+            drain_ns=end_ns - drain_from_ns if drain_from_ns else 0,
+            latencies_ns=self.latencies_ns,
+        )
+
+
+def _watch(task: StreamTask) -> _Watch:
+    """Wait until everybody is ready, then start the clock."""
+    watch = _Watch(np.zeros(task.step.blocks_per_stream, dtype=np.int64), task.stop)
+    task.gate.wait()
+    task.gate.wait()
+    watch.start_ns = time.monotonic_ns()
+    return watch
+
+
+def write(task: StreamTask) -> StreamTimes:
+    """One object, front to back, durable at the end; a block is taken again once the storage let go of it."""
+    step, blocks = task.step, task.blocks
+    free: SimpleQueue[int] = SimpleQueue()
+    for index in range(len(blocks)):
+        free.put(index)
+    with ExitStack() as undo:
+        watch = _watch(task)
+        sink = task.storage.create(task.key, step.blocks_per_stream * step.block_bytes)
+        undo.callback(sink.abort)
+        for operation in range(step.blocks_per_stream):
+            index = _next_free(free, task)
+            buffer = blocks.renew(index)
+            watch.begin(operation)
+            sink.submit(buffer, _released(watch, operation, free, index))
+            task.progress.advance(step.block_bytes)
+        submitted_ns = time.monotonic_ns()
+        sink.finish()
+        times = watch.stop(drain_from_ns=submitted_ns)
+        undo.pop_all()
+    return times
+
+
+def _next_free(free: SimpleQueue[int], task: StreamTask) -> int:
+    try:
+        return free.get(timeout=_SILENCE_S)
+    except Empty:
+        raise StorageTimeout(
+            f"Storage has kept all {len(task.blocks)} blocks for {_SILENCE_S} s without taking one",
+            uri=f"{task.storage.uri}/{task.key}",
+            fix="Look at the server's load; on object stores lower parts_in_flight.",
+        ) from None
+
+
+def _released(watch: _Watch, operation: int, free: SimpleQueue[int], index: int) -> Callable[[], None]:
+    def release() -> None:
+        watch.done(operation)
+        free.put(index)
+
+    return release
+
+
+def read(task: StreamTask) -> StreamTimes:
+    """One object, front to back."""
+    return _read_at(task, range(task.step.blocks_per_stream))
+
+
+def random_read(task: StreamTask) -> StreamTimes:
+    """Blocks of one object, each at most once, in an order that no read-ahead guesses."""
+    with closing(task.storage.open(task.key)) as source:
+        num_blocks = source.size_bytes // task.step.block_bytes
+    order = np.random.Generator(np.random.SFC64(num_blocks)).permutation(num_blocks)
+    return _read_at(task, order[: task.step.blocks_per_stream].tolist())
+
+
+def _read_at(task: StreamTask, positions: range | list[int]) -> StreamTimes:
+    size_bytes = task.step.block_bytes
+    buffer = task.blocks.view(0)
+    with closing(task.storage.open(task.key)) as source:
+        watch = _watch(task)
+        for operation, position in enumerate(positions):
+            watch.begin(operation)
+            source.read_into(position * size_bytes, buffer)
+            watch.done(operation)
+            task.progress.advance(size_bytes)
+        return watch.stop()
+
+
+def small_key(key: str, number: int) -> str:
+    """The name of one of a stream's many small objects."""
+    return f"{key}-{number}"
+
+
+def small_write(task: StreamTask) -> StreamTimes:
+    """Many objects of one block, each durable before the next begins."""
+    watch = _watch(task)
+    for operation in range(task.step.blocks_per_stream):
+        buffer = task.blocks.renew(0)
+        watch.begin(operation)
+        with ExitStack() as undo:
+            sink = task.storage.create(small_key(task.key, operation), len(buffer))
+            undo.callback(sink.abort)
+            sink.submit(buffer)
+            sink.finish()
+            undo.pop_all()
+        watch.done(operation)
+        task.progress.advance(len(buffer))
+    return watch.stop()
+
+
+def small_read(task: StreamTask) -> StreamTimes:
+    """Many objects of one block: open, read, close."""
+    buffer = task.blocks.view(0)
+    watch = _watch(task)
+    for operation in range(task.step.blocks_per_stream):
+        watch.begin(operation)
+        with closing(task.storage.open(small_key(task.key, operation))) as source:
+            source.read_into(0, buffer)
+        watch.done(operation)
+        task.progress.advance(len(buffer))
+    return watch.stop()
+
+
+def fsync(task: StreamTask, folder: str) -> StreamTimes:
+    """One block appended and fsynced at a time, as a journal does; the waist has no such verb."""
+    path = os.path.join(folder, task.key)  # noqa: PTH118 - a path for os.open on the next line
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with ExitStack() as undo:
+        undo.callback(os.unlink, path)
+        undo.callback(os.close, descriptor)
+        watch = _watch(task)
+        for operation in range(task.step.blocks_per_stream):
+            buffer = task.blocks.renew(0)
+            watch.begin(operation)
+            os.write(descriptor, buffer)
+            os.fsync(descriptor)
+            watch.done(operation)
+            task.progress.advance(len(buffer))
+        return watch.stop()
+
+
+_STAMPED_BYTES: Final = 4096
+"""The smallest unit that storage systems compare when they look for duplicates."""
+
+
+class Blocks:
+    """`num_blocks` blocks of `block_bytes` each, for one stream on one thread."""
+
+    def __init__(self, num_blocks: int, block_bytes: int, *, stream_id: int) -> None:
+        self._memory = mmap.mmap(-1, num_blocks * _whole_pages(block_bytes))
+        random = np.random.Generator(np.random.SFC64(stream_id))
+        words = np.frombuffer(self._memory, dtype=np.uint64)
+        words[:] = random.integers(0, 2**64, size=words.size, dtype=np.uint64)
+        self._words = words.reshape(num_blocks, -1)
+        self._views = [memoryview(row).cast("B")[:block_bytes] for row in self._words]  # type: ignore[arg-type]
+        self._stamps = (np.uint64(stream_id + 1) << np.uint64(48)) + np.arange(
+            self._words.shape[1] // (_STAMPED_BYTES // 8), dtype=np.uint64
+        )
+        self._next_stamp = count(0, self._stamps.size)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def view(self, index: int) -> memoryview:
+        """Block `index` as it is: the buffer to read into."""
+        return self._views[index]
+
+    def renew(self, index: int) -> memoryview:
+        """Block `index` with content that was never written before by this stream."""
+        self._words[index, :: _STAMPED_BYTES // 8] = self._stamps + np.uint64(next(self._next_stamp))
+        return self._views[index]
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // _STAMPED_BYTES) * _STAMPED_BYTES

@@ -1,0 +1,243 @@
+"""From a rank's order to what its loader reads: `BatchRequest`s in the pattern of the files' format.
+
+Pure but for formats that must look into a file to know its ranges. One-sample files are read whole, others
+block by block, TFRecords front to back in pieces. Invariant: O(1) memory; every byte range of an epoch is
+asked for once, by the first batch that needs it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest, ReadRequest
+from penstock.bench.loader.sample_decoder import ContentCheck
+from penstock.dataset.formats.format_protocol import COMPUTED
+from penstock.storage.aligned import round_up
+from penstock.storage.wrapping import WrappedSource
+
+if TYPE_CHECKING:
+    from penstock.bench.compute import PreprocessTimes
+    from penstock.bench.training.sample_sharding import RankEpoch
+    from penstock.bench.training.training_files import TrainingFiles
+    from penstock.dataset.formats.format_protocol import FileMap, Plan
+    from penstock.results.events import Phase
+    from penstock.storage import Storage
+
+TRANSFER_BYTES: Final = 256 << 10
+"""One sequential read where the workload does not say: what TensorFlow reads of a TFRecord file."""
+KNOWN_FILES: Final = 64
+"""Files that have been looked into and may come again soon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handling:
+    """What becomes of samples once they are read; by default they are dropped as they came."""
+
+    decodes: bool = False
+    check: ContentCheck = ContentCheck.OFF
+    preprocess: PreprocessTimes | None = None
+
+
+class _Block(NamedTuple):
+    """Samples of one file that are read together; `position` is that of the first in the rank's stream."""
+
+    position: int
+    number: int
+    samples: range
+
+
+class Batches:
+    """Makes the requests of one rank and phase. One thread at a time uses it.
+
+    `survey_bytes` counts what was read to find ranges: footers, above all.
+    """
+
+    def __init__(
+        self,
+        files: TrainingFiles,
+        storage: Storage,
+        phase: Phase,
+        *,
+        transfer_bytes: int | None = None,
+        known_files: int = KNOWN_FILES,
+        handling: Handling | None = None,
+    ) -> None:
+        self._files = files
+        self._storage = storage
+        self._phase = phase
+        self._handling = handling or Handling()
+        self._transfer_bytes = transfer_bytes or TRANSFER_BYTES
+        self._max_known = known_files
+        self._known: OrderedDict[int, tuple[Plan, FileMap]] = OrderedDict()
+        self.survey_bytes = 0
+
+    def of_epoch(self, order: RankEpoch, num_steps: int) -> Iterator[BatchRequest]:
+        """The requests of the first `num_steps` steps of an epoch."""
+        deal = order.deal
+        num_samples = num_steps * deal.batch_size
+        reads = self._reads(order, num_samples)
+        waiting = next(reads, None)
+        for step in range(1, num_steps + 1):
+            reach = step * deal.batch_size
+            if deal.window_samples:
+                reach = min(round_up(reach, deal.window_samples), num_samples)
+            requests = []
+            while waiting is not None and waiting[0] < reach:
+                requests.append(waiting[1])
+                waiting = next(reads, None)
+            times = self._handling.preprocess
+            preprocess_ns = times.of_batch(order.epoch, step, deal.batch_size) if times else ()
+            yield BatchRequest(tuple(requests), deal.batch_size, preprocess_ns)
+
+    def _reads(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
+        """Every read of an epoch, with the position of the first sample that needs it."""
+        if self._handling.decodes:
+            yield from self._blocks_to_decode(order, num_samples)
+            return
+        indexed: set[int] = set()
+        for block in _blocks(order, num_samples):
+            plan, found = self._look_into(block.number)
+            if self._files.streams:
+                yield from self._front_to_back(plan, block)
+            else:
+                for read in self._reads_of(plan, found, block, indexed):
+                    yield block.position, read
+
+    def _reads_of(
+        self, plan: Plan, found: FileMap, block: _Block, indexed: set[int]
+    ) -> Iterator[ReadRequest]:
+        for read in self._files.kind.reads(plan, found, block.samples):
+            # An index beside a file is loaded when the file is opened, not for every sample.
+            if read.part == 0 or block.number not in indexed:
+                yield self._request(plan, read.part, read.offset, read.size_bytes)
+        if len(plan.parts) > 1:
+            indexed.add(block.number)
+
+    def _blocks_to_decode(
+        self, order: RankEpoch, num_samples: int
+    ) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
+        """Each block with all that its samples decode from; indexes beside files are read, not decoded."""
+        indexed: set[int] = set()
+        for count, block in enumerate(self._pieces_of_streams(_blocks(order, num_samples))):
+            plan, found = self._look_into(block.number)
+            own = plan.parts[0].key(plan.name)
+            reads = (
+                self._records(plan, block.samples)
+                if self._files.streams
+                else self._reads_of(plan, found, block, indexed)
+            )
+            together = []
+            for read in reads:
+                if read.key == own:
+                    together.append(read)
+                else:
+                    yield block.position, read
+            is_checked = self._handling.check.includes(count)
+            yield block.position, BlockRequest(tuple(together), plan, found, block.samples, is_checked)
+
+    def _pieces_of_streams(self, blocks: Iterator[_Block]) -> Iterator[_Block]:
+        """Of a file that is read front to back as many records at a time as one sequential read holds."""
+        for block in blocks:
+            if not self._files.streams:
+                yield block
+                continue
+            plan, _ = self._look_into(block.number)
+            step = max(1, self._transfer_bytes // _record_bytes(plan))
+            for first in range(block.samples.start, block.samples.stop, step):
+                samples = range(first, min(first + step, block.samples.stop))
+                yield _Block(block.position + first - block.samples.start, block.number, samples)
+
+    def _records(self, plan: Plan, samples: range) -> Iterator[ReadRequest]:
+        each = _record_bytes(plan)
+        end = samples.stop * each
+        for offset in range(samples.start * each, end, self._transfer_bytes):
+            size_bytes = min(self._transfer_bytes, end - offset)
+            yield ReadRequest(plan.parts[0].key(plan.name), offset, size_bytes, self._expected(plan, 0))
+
+    def _front_to_back(self, plan: Plan, block: _Block) -> Iterator[tuple[int, ReadRequest]]:
+        """A whole file in pieces, each needed by the first sample that has a byte in it."""
+        key, expected_bytes = plan.parts[0].key(plan.name), self._expected(plan, 0)
+        size_bytes = self._storage.stat(key).size_bytes if expected_bytes is None else expected_bytes
+        for offset in range(0, size_bytes, self._transfer_bytes):
+            length = min(self._transfer_bytes, size_bytes - offset)
+            first = block.position + offset * len(block.samples) // size_bytes
+            yield first, ReadRequest(key, offset, length, expected_bytes)
+
+    def _request(self, plan: Plan, part: int, offset: int, size_bytes: int) -> ReadRequest:
+        key, expected_bytes = plan.parts[part].key(plan.name), self._expected(plan, part)
+        is_whole = offset == 0 and size_bytes == plan.parts[part].size_bytes
+        return ReadRequest(key, offset, None if is_whole else size_bytes, expected_bytes)
+
+    def _expected(self, plan: Plan, part: int) -> int | None:
+        return plan.parts[part].size_bytes if self._files.are_ours else None
+
+    def _look_into(self, number: int) -> tuple[Plan, FileMap]:
+        if number in self._known:
+            self._known.move_to_end(number)
+            return self._known[number]
+        plan = self._files.plan(self._phase, number)
+        known = plan, self._survey(plan) if self._files.needs_survey else COMPUTED
+        self._known[number] = known
+        if len(self._known) > self._max_known:
+            self._known.popitem(last=False)
+        return known
+
+    def _survey(self, plan: Plan) -> FileMap:
+        with closing(_CountedSource(self._storage.open(plan.parts[0].key(plan.name)))) as source:
+            found = self._files.kind.survey(plan, source)
+        self.survey_bytes += source.read_bytes
+        return found
+
+
+class _CountedSource(WrappedSource):
+    """Counts what is read of it."""
+
+    read_bytes = 0
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Read inside, and count."""
+        super().read_into(offset, buffer)
+        self.read_bytes += buffer.nbytes
+
+
+def _record_bytes(plan: Plan) -> int:
+    """One record of a file whose records are all alike."""
+    size_bytes = plan.parts[0].size_bytes
+    assert size_bytes is not None
+    return size_bytes // plan.num_samples
+
+
+def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
+    """The rank's blocks in order, up to that many samples."""
+    position = 0
+    step = order.deal.block_samples
+    for number, item in order.samples():
+        for first in range(item.start, item.stop, step):
+            if position >= num_samples:
+                return
+            samples = range(first, min(first + step, item.stop))
+            yield _Block(position, number, samples)
+            position += len(samples)
+
+
+def ahead(requests: Iterator[BatchRequest], depth: int) -> Generator[BatchRequest, None, None]:
+    """The same requests, made on a thread of its own up to `depth` before they are wanted.
+
+    Planning then falls into the time in which the rank computes, as with the workers of other loaders.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="penstock-planner") as planner:
+        waiting: deque[Future[BatchRequest | None]] = deque(
+            planner.submit(next, requests, None) for _ in range(depth)
+        )
+        try:
+            while (request := waiting.popleft().result()) is not None:
+                waiting.append(planner.submit(next, requests, None))
+                yield request
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,157 @@
+"""The ceiling run: the same plan, loader, threads and barriers on storage that costs nothing.
+
+Place in the flow: before the real run, for a few seconds. What it reaches is what this client can deliver at
+most; a result near it says nothing about storage. Invariant: only reading is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from penstock.bench.loader.loader_protocol import ReadRequest
+from penstock.bench.step_recorder import read_clocks
+from penstock.bench.training.sample_sharding import RankEpoch
+from penstock.bench.training.training_loop import Loop, phase_works
+from penstock.bench.training.training_result import Ceiling
+from penstock.errors import ObjectNotFound
+from penstock.results.events import SPAN_TYPE, STEP_TYPE, Phase, RankEvents, SpanEvent, StepEvent
+from penstock.results.figures import phase_figures
+from penstock.storage.memory import MemoryStorage
+from penstock.storage.wrapping import WrappedStorage
+
+if TYPE_CHECKING:
+    from penstock.bench.loader.loader_protocol import BatchRequest, LoaderOptions
+    from penstock.bench.training.training_run import Prepared
+    from penstock.cluster.comm import Comm
+    from penstock.progress import Progress
+    from penstock.storage import Source, Storage
+    from penstock.workload.spec import Workload
+
+LONGEST_S: Final = 3.0
+FEWEST_STEPS: Final = 8
+MOST_STEPS: Final = 200
+_KNOWN_FILES: Final = 1 << 16
+"""Files that are looked into before the run, so that it looks into none while it is timed."""
+
+
+def ceiling_steps(compute_s: float, num_steps: int) -> int:
+    """How many steps the ceiling run takes: about `LONGEST_S` of computation, never more than an epoch."""
+    affordable = int(LONGEST_S / compute_s) if compute_s > 0 else MOST_STEPS
+    return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
+
+
+def run_ceiling(
+    workload: Workload,
+    prepared: Prepared,
+    storage: Storage,
+    *,
+    options: LoaderOptions,
+    comm: Comm,
+    progress: Progress,
+) -> Ceiling | None:
+    """Run the first steps of the first epoch; None where they are too few to count. Collective."""
+    plan = prepared.plan
+    num_steps = ceiling_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
+    work = phase_works(workload, prepared, storage, rank=comm.rank, known_files=_KNOWN_FILES)[Phase.TRAIN]
+    order = RankEpoch(plan.deal, rank=comm.rank, epoch=1)
+    sizes = sizes_of(work.batches.of_epoch(order, num_steps), storage)
+    recorder = EventList()
+    progress.begin("ceiling run, steps", num_steps)
+    with closing(options.start(ZeroCostStorage(storage, sizes), partial(_free_elsewhere, sizes))) as loader:
+        loop = Loop(
+            comm=comm,
+            loader=loader,
+            recorder=recorder,
+            progress=progress,
+            planned_ahead=options.prefetch_batches + 2,
+        )
+        comm.barrier(awaiting="all ranks to begin the ceiling run")
+        loop.train(work, 1, num_steps)
+    mine = recorder.events(rank=comm.rank, host=comm.host)
+    figures = phase_figures(comm.gather(mine, awaiting="the ceiling run of all ranks"), workload)
+    if figures is None or figures.times is None:
+        return None
+    strict = figures.au_strict_percent
+    return Ceiling(
+        num_steps=num_steps,
+        au_compat_percent=figures.au_compat_percent.mean,
+        au_strict_percent=strict.mean if strict else None,
+        samples_per_s=figures.samples_per_s_strict,
+        compute_share=figures.times.shares.compute,
+    )
+
+
+class ZeroCostStorage(WrappedStorage):
+    """Objects of the sizes told, whose bytes are there at once; buffers stay as they are."""
+
+    def __init__(self, inside: Storage, sizes: Mapping[str, int]) -> None:
+        super().__init__(inside, cost="none")
+        self._sizes = sizes
+
+    def open(self, key: str) -> Source:
+        """An object that is read in no time."""
+        if key not in self._sizes:
+            raise ObjectNotFound("No size was told for this object", uri=f"{self.uri}/{key}")
+        return _ZeroCostSource(self._sizes[key])
+
+
+def _free_elsewhere(sizes: Mapping[str, int]) -> Storage:
+    """The same in another process, where the storage around which it would be is not open."""
+    return ZeroCostStorage(MemoryStorage(), sizes)
+
+
+class _ZeroCostSource:
+    """Knows its size, and nothing else."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Leave `buffer` as it is."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def sizes_of(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, int]:
+    """How big the objects are that these requests read; `storage` is asked where they do not say."""
+    sizes: dict[str, int] = {}
+    for request in requests:
+        for read in request.requests:
+            assert isinstance(read, ReadRequest), "the ceiling run decodes nothing"
+            if read.expected_bytes is not None:
+                sizes[read.key] = read.expected_bytes
+            elif read.size_bytes is not None:
+                sizes[read.key] = max(sizes.get(read.key, 0), read.offset + read.size_bytes)
+            elif read.key not in sizes:
+                sizes[read.key] = storage.stat(read.key).size_bytes
+    return sizes
+
+
+class EventList:
+    """A `Recorder` in memory, for runs that leave no record."""
+
+    def __init__(self) -> None:
+        self._steps: list[StepEvent] = []
+        self._spans: list[SpanEvent] = []
+
+    def add_step(self, step: StepEvent) -> None:
+        """Keep one step."""
+        self._steps.append(step)
+
+    def add_span(self, span: SpanEvent) -> None:
+        """Keep one span."""
+        self._spans.append(span)
+
+    def events(self, *, rank: int, host: str) -> RankEvents:
+        """All that was kept, as one rank's events."""
+        return RankEvents(
+            clock=read_clocks(rank, host),
+            steps=np.array(self._steps, STEP_TYPE),
+            spans=np.array(self._spans, SPAN_TYPE),
+        )

@@ -1,0 +1,208 @@
+"""Which samples each rank reads in each epoch, in which order: a pure function of the workload and a seed.
+
+Samples are handed to ranks in items: single samples, blocks that a format reads together, or whole files.
+Where an item is a sample, a whole batch goes to a rank at a time, so that `rotate` is exact to the sample.
+Of larger items each rank leaves out the end of its order that fills no batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.bench.epoch_order import DealtItems, Division, EpochOrder, Shard
+from penstock.errors import UsageError
+from penstock.results.events import Phase
+from penstock.workload.choices import FileAccess, Shuffle
+
+if TYPE_CHECKING:
+    from penstock.workload.spec import Workload
+
+Items = NDArray[np.int64]
+
+_STEP_ITEMS: Final = 1 << 14
+"""Items looked at together, so that memory stays small whatever their number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deal:
+    """How the samples of one phase are dealt out. `group` items go to a rank at a time."""
+
+    num_files: int
+    samples_per_file: int
+    block_samples: int
+    item_samples: int
+    group: int
+    batch_size: int
+    num_ranks: int
+    division: Division
+    seed: int
+    shuffle: Shuffle
+    window_samples: int
+    """The stream of samples is shuffled in pieces of this many; 0 takes them in turn."""
+    new_order_each_epoch: bool = True
+    run_items: int = 1
+    """So many items in a row are shuffled as a whole, and stay in turn."""
+
+    @property
+    def items_per_file(self) -> int:
+        """The last one of a file may be shorter."""
+        return -(-self.samples_per_file // self.item_samples)
+
+    @property
+    def num_items(self) -> int:
+        """Over all files."""
+        return self.num_files * self.items_per_file
+
+    @property
+    def num_samples(self) -> int:
+        """Over all files."""
+        return self.num_files * self.samples_per_file
+
+    def shard(self) -> Shard:
+        """The division of items among places: `group` places a rank."""
+        return Shard(self.num_items, self.num_ranks * self.group, 0, self.division)
+
+    def sizes(self, items: Items) -> Items:
+        """How many samples each of these items has."""
+        per_file = self.items_per_file
+        last = self.samples_per_file - (per_file - 1) * self.item_samples
+        return np.where(items % per_file == per_file - 1, last, self.item_samples)
+
+
+def training_deal(
+    workload: Workload, *, block_samples: int, num_ranks: int, division: Division, seed: int
+) -> Deal:
+    """The deal of the training files. `seed` counts, whatever the workload says."""
+    reader, dataset = workload.reader, workload.dataset
+    shuffles = Shuffle.SEED if _is_on(reader.file_shuffle) or _is_on(reader.sample_shuffle) else Shuffle.OFF
+    return _deal(
+        workload,
+        phase=Phase.TRAIN,
+        num_files=dataset.num_files_train,
+        block_samples=block_samples,
+        num_ranks=num_ranks,
+        division=division,
+        seed=seed,
+        shuffle=shuffles,
+    )
+
+
+def evaluation_deal(workload: Workload, *, block_samples: int, num_ranks: int, seed: int) -> Deal:
+    """The deal of the evaluation files: in turn; the end that fills no batch is left out."""
+    return _deal(
+        workload,
+        phase=Phase.EVAL,
+        num_files=workload.dataset.num_files_eval,
+        block_samples=block_samples,
+        num_ranks=num_ranks,
+        division=Division.DROP,
+        seed=seed,
+        shuffle=Shuffle.OFF,
+    )
+
+
+def _deal(
+    workload: Workload,
+    *,
+    phase: Phase,
+    num_files: int,
+    block_samples: int,
+    num_ranks: int,
+    division: Division,
+    seed: int,
+    shuffle: Shuffle,
+) -> Deal:
+    reader, samples_per_file = workload.reader, workload.dataset.num_samples_per_file
+    is_training = phase is Phase.TRAIN
+    mixes_samples = is_training and _is_on(reader.sample_shuffle)
+    # Samples that stay in turn are read file by file, unless ranks shall share files or there are too few.
+    is_shared = reader.file_access is not FileAccess.MULTI
+    is_split = mixes_samples or is_shared or num_files < num_ranks
+    item_samples = block_samples if is_split else samples_per_file
+    batch_size = reader.batch_size if is_training else reader.batch_size_eval
+    return Deal(
+        num_files=num_files,
+        samples_per_file=samples_per_file,
+        block_samples=block_samples,
+        item_samples=item_samples,
+        group=batch_size if item_samples == 1 else 1,
+        batch_size=batch_size,
+        num_ranks=num_ranks,
+        division=division,
+        seed=seed,
+        shuffle=shuffle,
+        window_samples=reader.shuffle_size if mixes_samples and block_samples > 1 else 0,
+        new_order_each_epoch=workload.train.seed_change_epoch,
+        run_items=-(-samples_per_file // item_samples) if is_shared and not mixes_samples else 1,
+    )
+
+
+def _is_on(shuffle: Shuffle) -> bool:
+    return shuffle is not Shuffle.OFF
+
+
+class RankEpoch:
+    """The items of one rank in one epoch, in their order; O(1) memory."""
+
+    def __init__(self, deal: Deal, *, rank: int, epoch: int) -> None:
+        shard = deal.shard()
+        self.deal = deal
+        self.epoch = epoch
+        self._rank = rank
+        self._num_places = shard.num_ranks
+        order = EpochOrder(
+            deal.num_items - shard.num_left_out,
+            deal.seed,
+            epoch if deal.new_order_each_epoch else 1,
+            deal.shuffle,
+            run_items=deal.run_items,
+        )
+        self._dealt = DealtItems(order, shard.left_out(epoch))
+        self.num_items = shard.num_per_rank * deal.group
+
+    def items(self, start: int, stop: int) -> Items:
+        """The items at this rank's positions from `start` up to `stop`."""
+        turns, slots = np.divmod(np.arange(start, stop, dtype=np.int64), self.deal.group)
+        return self._dealt.items(turns * self._num_places + self._rank * self.deal.group + slots)
+
+    def pieces(self) -> Iterator[Items]:
+        """All items, in arrays of bounded length."""
+        for start in range(0, self.num_items, _STEP_ITEMS):
+            yield self.items(start, min(start + _STEP_ITEMS, self.num_items))
+
+    def samples(self) -> Iterator[tuple[int, range]]:
+        """For each item its file, and its samples therein."""
+        deal = self.deal
+        for items in self.pieces():
+            for item in items.tolist():
+                number, place = divmod(item, deal.items_per_file)
+                begin = place * deal.item_samples
+                yield number, range(begin, min(begin + deal.item_samples, deal.samples_per_file))
+
+    def count_samples(self) -> int:
+        """How many samples they hold."""
+        if self.deal.samples_per_file % self.deal.item_samples == 0:
+            return self.num_items * self.deal.item_samples
+        return sum(int(self.deal.sizes(items).sum()) for items in self.pieces())
+
+
+def require_steps(deal: Deal, *, what: str) -> None:
+    """Refuse what cannot be dealt out: no batch for some rank, or a remainder that shall be an error."""
+    together = deal.num_ranks * deal.group
+    if deal.num_items < together and deal.division is not Division.PAD:
+        raise UsageError(
+            f"{deal.num_samples:,} samples are too few for {deal.num_ranks} ranks with batches of "
+            f"{deal.batch_size}: {what} would have no step",
+            fix="Use more files, fewer ranks or smaller batches.",
+        )
+    if deal.division is Division.ERROR and deal.num_items % together:
+        raise UsageError(
+            f"{deal.num_items:,} items do not divide evenly: {together} go to {deal.num_ranks} ranks at a "
+            f"time, {deal.num_items % together} are left over",
+            fix="Change either number, or choose to rotate, drop or pad the remainder.",
+        )

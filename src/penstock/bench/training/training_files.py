@@ -1,0 +1,262 @@
+"""The files of a training run: their names and sizes, and a check that they are there.
+
+Opened once a run, before the plan. File sizes are expected only where a manifest of ours says them; of
+external data sets only the names are known. One missing file fails the run on all ranks before its first
+step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.cluster.collectives import all_gather_results
+from penstock.dataset.content import Reduction
+from penstock.dataset.data_files import DataFiles
+from penstock.dataset.dataset_manifest import Recipe, read_manifest, require_same
+from penstock.dataset.file_naming import evaluation_files, training_files
+from penstock.dataset.formats import open_format
+from penstock.dataset.formats.format_base import ComputedLayout
+from penstock.errors import ObjectNotFound, UsageError
+from penstock.results.events import Phase
+from penstock.workload.choices import Format
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.dataset.external import ForeignFiles
+    from penstock.dataset.formats.format_protocol import FileFormat, Plan
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+    from penstock.workload.spec import Dataset
+
+
+OpenFormat = Callable[["Dataset", int], "FileFormat"]
+"""From a data set and the seed of its sizes to what knows its files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingFiles:
+    """The files that a run reads: the first `num_train` and `num_eval` of those that lie there."""
+
+    dataset: Dataset
+    lie: DataFiles
+    num_train: int
+    num_eval: int
+    recipe: Recipe | None
+    """All that the files' bytes follow from; None of files from elsewhere."""
+    num_found: int | None = None
+    """How many files a listing found, over both phases; None where names are a formula."""
+
+    @property
+    def are_to_be_listed(self) -> bool:
+        """Whether names are still presumed, and shall not be."""
+        has_files = self.dataset.format is not Format.SYNTHETIC
+        return has_files and self.recipe is None and self.num_found is None and not self.dataset.skip_listing
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know about the files."""
+        num_used = self.num_train + self.num_eval
+        if self.num_found is None or self.num_found <= num_used:
+            return ()
+        return (f"{self.num_found:,} files lie there, and the first {num_used:,} of them are read",)
+
+    def listed(self, found: ForeignFiles) -> TrainingFiles:
+        """The same by the names that were found."""
+        evaluation = self.lie.evaluation if found.evaluation is None else found.evaluation
+        return replace(
+            self,
+            lie=replace(self.lie, train=found.train, evaluation=evaluation),
+            num_found=len(found.train) + (len(found.evaluation) if found.evaluation else 0),
+        )
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether sizes and content of the files are known."""
+        return self.recipe is not None
+
+    @property
+    def kind(self) -> FileFormat:
+        """The format of all of them."""
+        return self.lie.kind
+
+    @property
+    def needs_survey(self) -> bool:
+        """Whether ranges are known only from a look into each file."""
+        kind = self.lie.kind
+        if not isinstance(kind, ComputedLayout):
+            return True
+        # A format may share all of a computed layout but this, as compressed files do.
+        return type(kind).survey is not ComputedLayout.survey  # type: ignore[comparison-overlap]  # self differs
+
+    @property
+    def streams(self) -> bool:
+        """Whether a file is read front to back while its samples are used, rather than block by block."""
+        return self.dataset.format is Format.TFRECORD
+
+    def plan(self, phase: Phase, number: int) -> Plan:
+        """File `number` of a phase, counting from 0."""
+        return self.lie.plan(number if phase is Phase.TRAIN else len(self.lie.train) + number)
+
+    def block_samples(self) -> int:
+        """How many samples are read together; 1 where the data set has no file."""
+        return self.lie.plan(0).block_samples if len(self.lie) else 1
+
+    def keys(self, *, first: int, step: int) -> Iterator[str]:
+        """The keys of every `step`-th file of both phases, with all parts."""
+        for place in range(first, self.num_train + self.num_eval, step):
+            yield from self.keys_at(place)
+
+    def keys_at(self, place: int) -> Iterator[str]:
+        """The keys of one file: training files are at the first places, then those of evaluation."""
+        is_training = place < self.num_train
+        plan = self.plan(Phase.TRAIN, place) if is_training else self.plan(Phase.EVAL, place - self.num_train)
+        for part in plan.parts:
+            yield part.key(plan.name)
+
+
+def open_files(
+    dataset: Dataset,
+    storage: Storage,
+    *,
+    seed: int,
+    evaluates: bool,
+    reader: OpenFormat = open_format,
+) -> TrainingFiles:
+    """The files at `storage` for a run of `dataset`; `UsageError` where fewer or other ones lie there.
+
+    Reads the manifest that generation left, if there is one. `seed` draws sizes where there is none.
+    """
+    held = None if dataset.format is Format.SYNTHETIC else read_manifest(storage)
+    recipe = None if held is None else _as_generated(dataset, storage, held)
+    lying = dataset if recipe is None else recipe.dataset
+    return TrainingFiles(
+        dataset=dataset,
+        lie=DataFiles(
+            kind=reader(dataset, seed if recipe is None else recipe.seed),
+            train=training_files(lying),
+            evaluation=evaluation_files(lying),
+        ),
+        num_train=dataset.num_files_train,
+        num_eval=dataset.num_files_eval if evaluates else 0,
+        recipe=recipe,
+    )
+
+
+def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> Recipe:
+    """The recipe with the numbers of files that lie there, which their names contain."""
+    recipe = held["recipe"]
+    there = recipe["dataset"]
+    asked = {"num_files_train": dataset.num_files_train, "num_files_eval": dataset.num_files_eval}
+    for name, num_files in asked.items():
+        if there[name] < num_files:
+            raise UsageError(
+                f"The data set has {there[name]:,} files where dataset.{name} asks for {num_files:,}",
+                where=storage.uri,
+                fix=f"Generate all of them into an empty place, or set dataset.{name}={there[name]}.",
+            )
+    lying = replace(
+        dataset,
+        num_files_train=int(there["num_files_train"]),
+        num_files_eval=int(there["num_files_eval"]),
+        num_subfolders_train=int(there["num_subfolders_train"]),
+        num_subfolders_eval=int(there["num_subfolders_eval"]),
+    )
+    whole = Recipe(dataset=lying, seed=int(recipe["seed"]), reduction=Reduction(**recipe["reduction"]))
+    require_same(storage, whole)
+    return whole
+
+
+_NAMED: Final = 3
+_LOOKED_UP_TOGETHER: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """How many files were looked up, over all ranks."""
+
+    num_files: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    num_files: int
+    num_missing: int
+    missing: tuple[tuple[int, str], ...]
+
+
+def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Progress) -> Validation:
+    """Look up the files that `listing_validation_interval` asks for; `ObjectNotFound` if any is missing.
+
+    Collective. An interval of 0 looks up nothing, nor is looked up what was just listed; a file whose index
+    is missing is missing.
+    """
+    interval = 0 if files.num_found is not None else files.dataset.listing_validation_interval
+    places = checked_places(files, interval)[comm.rank :: comm.size]
+    began_s = time.monotonic()
+    progress.begin("validating files", len(places))
+    seen = all_gather_results(
+        comm,
+        lambda: _look_up(files, storage, places, progress),
+        awaiting="all ranks to validate their files",
+    )
+    elapsed_s = time.monotonic() - began_s
+    num_missing = sum(each.num_missing for each in seen)
+    num_files = sum(each.num_files for each in seen)
+    if num_missing:
+        named = sorted(pair for each in seen for pair in each.missing)[:_NAMED]
+        names = ", ".join(key for _, key in named)
+        raise ObjectNotFound(
+            f"{num_missing:,} of {num_files:,} files looked up in {elapsed_s:.1f} s are missing: {names}",
+            uri=f"{storage.uri}/{named[0][1]}",
+            fix="Generate the data set (`penstock training generate`) or correct --data and "
+            "dataset.num_files_train; dataset.listing_validation_interval=0 looks up none, "
+            "dataset.listing_threads sets how many are looked up at once.",
+        )
+    return Validation(num_files=num_files, elapsed_s=elapsed_s)
+
+
+def checked_places(files: TrainingFiles, interval: int) -> list[int]:
+    """Of both phases the first file, every `interval`-th after it, and the last."""
+    if interval == 0:
+        return []
+    train, total = files.num_train, files.num_train + files.num_eval
+    places = {*range(0, train, interval), *range(train, total, interval)}
+    places.update(end - 1 for end in (train, total) if end)
+    return sorted(places)
+
+
+def _look_up(files: TrainingFiles, storage: Storage, places: list[int], progress: Progress) -> _Seen:
+    missing: list[tuple[int, str]] = []
+    num_missing = 0
+
+    def missing_key(place: int) -> str | None:
+        key = _first_missing(files, storage, place)
+        progress.advance(1)
+        return key
+
+    with ThreadPoolExecutor(files.dataset.listing_threads, thread_name_prefix="penstock-validate") as pool:
+        for start in range(0, len(places), _LOOKED_UP_TOGETHER):
+            some = places[start : start + _LOOKED_UP_TOGETHER]
+            for place, key in zip(some, pool.map(missing_key, some), strict=True):
+                if key is not None:
+                    num_missing += 1
+                    missing.append((place, key))
+            del missing[_NAMED:]
+            if num_missing:
+                left = len(places) - start - len(some)
+                progress.begin(f"validating files, {num_missing:,} missing so far", left)
+    return _Seen(len(places), num_missing, tuple(missing))
+
+
+def _first_missing(files: TrainingFiles, storage: Storage, place: int) -> str | None:
+    for key in files.keys_at(place):
+        try:
+            storage.stat(key)
+        except ObjectNotFound:
+            return key
+    return None

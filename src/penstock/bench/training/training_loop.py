@@ -1,0 +1,227 @@
+"""The timed loop of one rank: wait for a batch, compute, meet the others, note it; epoch after epoch.
+
+Place in the flow: between a loader and a record of steps. The real run and the ceiling run are this same one.
+Invariant: nothing happens between a step's four moments but what their names say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.bench.compute import ComputeTimes, PreprocessTimes, SystemClock, compute_until
+from penstock.bench.loader.loader_protocol import Batch
+from penstock.bench.training.batch_requests import KNOWN_FILES, Batches, Handling, ahead
+from penstock.bench.training.sample_sharding import Deal, RankEpoch
+from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
+from penstock.workload.choices import ReadType
+
+if TYPE_CHECKING:
+    from penstock.bench.loader.loader_protocol import Loader
+    from penstock.bench.training.training_run import Prepared
+    from penstock.cluster.comm import Comm
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+    from penstock.workload.spec import Workload
+
+
+class Saver(Protocol):
+    """Takes the checkpoints of a training run."""
+
+    def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
+        """Whether one follows this step."""
+
+    def take(self, epoch: int, block: int, step: int) -> None:
+        """Take it, and record its span; collective. It ends the block, and the next one begins after it."""
+
+
+class Recorder(Protocol):
+    """Keeps what happened, in its order."""
+
+    def add_step(self, step: StepEvent) -> None:
+        """One step is over."""
+
+    def add_span(self, span: SpanEvent) -> None:
+        """An epoch or a block is over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseWork:
+    """What one rank needs to run a phase: how samples are dealt out, requested, and computed on."""
+
+    phase: Phase
+    deal: Deal
+    batches: Batches
+    compute: ComputeTimes
+    reads_first: bool = False
+    """Whether an epoch's samples are all read before its first step, which then finds them in memory."""
+
+
+def phase_works(
+    workload: Workload,
+    prepared: Prepared,
+    storage: Storage,
+    *,
+    rank: int,
+    known_files: int = KNOWN_FILES,
+    handling: Handling | None = None,
+) -> dict[Phase, PhaseWork]:
+    """The work of training, and of evaluation where the plan has one."""
+    plan, seed = prepared.plan, workload.train.seed
+    deals = {Phase.TRAIN: plan.deal}
+    if plan.evaluation is not None:
+        deals[Phase.EVAL] = plan.evaluation
+    durations = {
+        Phase.TRAIN: workload.train.computation_time,
+        Phase.EVAL: workload.evaluation.eval_time,
+    }
+    return {
+        phase: PhaseWork(
+            phase=phase,
+            deal=deal,
+            batches=Batches(
+                prepared.files,
+                storage,
+                phase,
+                transfer_bytes=workload.reader.transfer_bytes,
+                known_files=known_files,
+                handling=replace(
+                    handling or Handling(),
+                    preprocess=PreprocessTimes(
+                        duration=workload.reader.preprocess_time, seed=seed, phase=phase, rank=rank
+                    ),
+                ),
+            ),
+            reads_first=workload.reader.read_type is ReadType.MEMORY,
+            compute=ComputeTimes(duration=durations[phase], seed=seed, phase=phase, rank=rank),
+        )
+        for phase, deal in deals.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preload:
+    """What one rank read before the first step of an epoch."""
+
+    read_bytes: int
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """Runs epochs and evaluations of one rank. `planned_ahead` batches are planned before they are read."""
+
+    comm: Comm
+    loader: Loader
+    recorder: Recorder
+    progress: Progress
+    planned_ahead: int
+    saver: Saver | None = None
+
+    def train(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
+        """One epoch of training; collective: all ranks meet after each step."""
+        return self._run(work, epoch, num_steps, self._meet_all)
+
+    def evaluate(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
+        """One evaluation, in which ranks do not wait for each other, as with DLIO."""
+        return self._run(work, epoch, num_steps, _meet_nobody)
+
+    def note_epoch(self, epoch: int, began_ns: int) -> None:
+        """Record that an epoch, its evaluation included, is over."""
+        self._note(SpanKind.EPOCH, Phase.TRAIN, epoch, began_ns)
+
+    def _run(
+        self, work: PhaseWork, epoch: int, num_steps: int, meet: Callable[[int], None]
+    ) -> Preload | None:
+        durations_ns = work.compute.of_epoch(epoch, num_steps).tolist()
+        order = RankEpoch(work.deal, rank=self.comm.rank, epoch=epoch)
+        requests = ahead(work.batches.of_epoch(order, num_steps), self.planned_ahead)
+        with closing(requests):
+            preload = None
+            began_ns = time.monotonic_ns()
+            batches = iter(self.loader.epoch(requests))
+            if work.reads_first:
+                preload, batches = self._preload(batches)
+                began_ns = time.monotonic_ns()
+            self._steps(work, epoch, batches, durations_ns, meet, began_ns=began_ns)
+        return preload
+
+    def _steps(
+        self,
+        work: PhaseWork,
+        epoch: int,
+        batches: Iterator[Batch],
+        durations_ns: list[int],
+        meet: Callable[[int], None],
+        *,
+        began_ns: int,
+    ) -> None:
+        clock = SystemClock()
+        saver = self.saver if work.phase is Phase.TRAIN else None
+        block, num_steps = 1, len(durations_ns)
+        for step, duration_ns in enumerate(durations_ns, start=1):
+            start_ns = time.monotonic_ns()
+            batch = next(batches)
+            loaded_ns = time.monotonic_ns()
+            computed_ns = compute_until(loaded_ns + duration_ns, clock)
+            meet(step)
+            self.recorder.add_step(
+                StepEvent(
+                    phase=work.phase,
+                    epoch=epoch,
+                    block=block,
+                    step=step,
+                    start_ns=start_ns,
+                    loaded_ns=loaded_ns,
+                    computed_ns=computed_ns,
+                    barrier_ns=time.monotonic_ns(),
+                    samples=batch.num_samples,
+                    read_bytes=batch.read_bytes,
+                    reads=batch.num_reads,
+                    read_ns=batch.read_ns,
+                    decode_ns=batch.decode_ns,
+                )
+            )
+            self.progress.advance(1)
+            saves = saver is not None and saver.is_due(epoch, step, num_steps)
+            if saves or step == num_steps:
+                self._note(SpanKind.BLOCK, work.phase, epoch, began_ns, step=step, block=block)
+            if saver is not None and saves:
+                saver.take(epoch, block, step)
+                block, began_ns = block + 1, time.monotonic_ns()
+
+    def _preload(self, batches: Iterator[Batch]) -> tuple[Preload, Iterator[Batch]]:
+        """Read a whole epoch, and wait for all ranks; its batches as memory gives them, without a read."""
+        began_s = time.monotonic()
+        arrived = list(batches)
+        self.comm.barrier(awaiting="all ranks to read their samples before the first step")
+        preload = Preload(
+            read_bytes=sum(batch.read_bytes for batch in arrived), elapsed_s=time.monotonic() - began_s
+        )
+        return preload, (Batch(batch.num_samples, 0, 0, 0) for batch in arrived)
+
+    def _meet_all(self, step: int) -> None:
+        self.comm.barrier(awaiting=f"all ranks to finish step {step}")
+
+    def _note(
+        self, kind: SpanKind, phase: Phase, epoch: int, began_ns: int, *, step: int = 0, block: int = 1
+    ) -> None:
+        self.recorder.add_span(
+            SpanEvent(
+                kind=kind,
+                phase=phase,
+                epoch=epoch,
+                block=block,
+                step=step,
+                start_ns=began_ns,
+                end_ns=time.monotonic_ns(),
+                size_bytes=0,
+            )
+        )
+
+
+def _meet_nobody(_step: int) -> None:
+    """The barrier of a phase that has none."""

@@ -1,0 +1,177 @@
+"""What a run ends with: the figures for its caller, and `stages.json`, the times outside of the score.
+
+Place in the flow: made from figures on rank 0, shown by the command line. Utilization is in percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from penstock.bench.cache_eviction import CacheDrop
+    from penstock.bench.loader.loader_protocol import LoaderOptions
+    from penstock.bench.training.training_files import Validation
+    from penstock.bench.training.training_loop import Preload
+    from penstock.results.delivery import Delivery
+    from penstock.results.figures import PhaseFigures
+    from penstock.results.utilization import EpochRate
+    from penstock.storage import Counters
+    from penstock.storage.base import OptionValue
+
+STAGES_FILE: Final = "stages.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochStage:
+    """What came before an epoch. `change_s` is the rest of the time since the epoch before it ended.
+
+    `preload` is what was read before its first step, where `reader.read_type` is memory.
+    """
+
+    epoch: int
+    cache: CacheDrop | None
+    change_s: float
+    preload: Preload | None = None
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "epoch": self.epoch,
+            "cache": self.cache.document() if self.cache else None,
+            "change_s": self.change_s,
+            "preload": asdict(self.preload) if self.preload else None,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """What the same run reached on storage that costs nothing."""
+
+    num_steps: int
+    au_compat_percent: float
+    au_strict_percent: float | None
+    samples_per_s: float
+    compute_share: float
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "steps": self.num_steps,
+            "au_compat": self.au_compat_percent,
+            "au_strict": self.au_strict_percent,
+            "samples_per_s": self.samples_per_s,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsTaken:
+    """What a run saved on its way, and how fast; each lasts until all ranks' files are durable."""
+
+    checkpoints: int
+    bytes_each: int
+    duration_s: float
+    gib_per_s: float | None
+    target: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """All that a run did outside of its score, over all ranks where it was done by all.
+
+    `files_found` is None where no listing was needed; `remarks` are about the files.
+    """
+
+    opening_s: float
+    files_found: int | None = None
+    remarks: tuple[str, ...] = ()
+    validation: Validation
+    planning_s: float
+    loader: LoaderOptions
+    loader_start_s: float
+    ceiling: Ceiling | None
+    ceiling_s: float
+    epochs: tuple[EpochStage, ...]
+    checkpoints: CheckpointsTaken | None = None
+    survey_bytes: int
+    storage_uri: str
+    storage_options: Mapping[str, OptionValue]
+    counters: Counters
+    deliveries: tuple[Delivery, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """What `stages.json` holds. `survey_bytes` found out where samples lie; no step counts them."""
+        return {
+            "opening_s": self.opening_s,
+            "files_found": self.files_found,
+            "validation": asdict(self.validation),
+            "planning_s": self.planning_s,
+            "loader": self.loader.document(),
+            "loader_start_s": self.loader_start_s,
+            "ceiling": self.ceiling.document() if self.ceiling else None,
+            "ceiling_s": self.ceiling_s,
+            "epochs": [epoch.document() for epoch in self.epochs],
+            "checkpoints": asdict(self.checkpoints) if self.checkpoints else None,
+            "survey_bytes": self.survey_bytes,
+            "deliveries": [asdict(each) for each in self.deliveries],
+            "storage": {
+                "uri": self.storage_uri,
+                "options": dict(self.storage_options),
+                "counters": self.counters.record(),
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """A finished run."""
+
+    workload: str
+    ranks: int
+    results_dir: str
+    train: PhaseFigures
+    evaluation: PhaseFigures | None
+    stages: Stages
+
+    def document(self) -> dict[str, Any]:
+        """What `--json` prints. AU is in percent, `read_bytes` is that of the training epochs."""
+        verdict, ceiling = self.train.verdict, self.stages.ceiling
+        return {
+            "workload": self.workload,
+            "accelerators": self.ranks,
+            **_phase(self.train),
+            "meets_threshold": self.train.meets_threshold,
+            "notes": list(self.train.notes),
+            "bottleneck": verdict.bottleneck.value if verdict else None,
+            "evidence": list(verdict.evidence) if verdict else [],
+            "ceiling": ceiling.document() if ceiling else None,
+            "epochs": [_epoch(rate) for rate in self.train.epochs],
+            "evaluation": _phase(self.evaluation) if self.evaluation else None,
+            "outside_of_score": self.stages.document(),
+            "results_dir": self.results_dir,
+        }
+
+
+def _phase(figures: PhaseFigures) -> dict[str, Any]:
+    strict = figures.au_strict_percent
+    return {
+        "au_compat": figures.au_compat_percent.mean,
+        "au_strict": strict.mean if strict else None,
+        "samples_per_s": figures.samples_per_s_strict,
+        "samples_per_s_compat": figures.samples_per_s_compat.mean,
+        "read_bytes": figures.read_bytes,
+        "read_bytes_per_s": figures.read_bytes_per_s,
+    }
+
+
+def _epoch(rate: EpochRate) -> dict[str, Any]:
+    return {
+        "epoch": rate.epoch,
+        "au_compat": rate.au_compat_percent,
+        "au_strict": rate.au_strict_percent,
+        "samples": rate.samples,
+        "samples_per_s": rate.samples_per_s_strict,
+        "read_bytes": rate.read_bytes,
+        "elapsed_s": rate.elapsed_s,
+    }

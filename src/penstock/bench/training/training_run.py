@@ -1,0 +1,337 @@
+"""A training run from start to finish: prepare, harness limit, epochs, results folder.
+
+Collective: every rank calls `train` and gets the same result. Only the steps of the loop count; everything
+else is timed separately. The run's folder records how the run ended in every case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.bench.cache_eviction import drop_caches, keeps_page_cache
+from penstock.bench.checkpoint.progress_board import FILE
+from penstock.bench.device_counters import Observer
+from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
+from penstock.bench.step_recorder import StepRecorder, read_clocks
+from penstock.bench.training.batch_requests import Handling
+from penstock.bench.training.harness_limit import run_ceiling
+from penstock.bench.training.training_checkpoints import TrainingCheckpoints
+from penstock.bench.training.training_files import TrainingFiles, Validation, open_files, validate
+from penstock.bench.training.training_loop import Loop, Preload, phase_works
+from penstock.bench.training.training_plan import (
+    TrainingPlan,
+    eval_epochs,
+    plan_training,
+)
+from penstock.bench.training.training_result import STAGES_FILE, EpochStage, Stages, TrainingResult
+from penstock.cluster.collectives import all_gather_results
+from penstock.dataset.external import list_foreign
+from penstock.dataset.formats import open_format
+from penstock.errors import StorageError, UsageError
+from penstock.results.counters import gather_counters
+from penstock.results.dlio.folder import HydraFacts, write_dlio_files
+from penstock.results.dlio.run import DlioRun
+from penstock.results.durable import write_json
+from penstock.results.events import Phase
+from penstock.results.figures import phase_figures
+from penstock.results.host import one_per_host
+from penstock.results.provenance import redacted
+from penstock.results.record import OpenRun, RunRequest
+from penstock.results.spool import SpoolWriter, spool_path
+from penstock.results.tables import gather, read_events
+from penstock.storage import Counters
+from penstock.workload.choices import Format
+
+if TYPE_CHECKING:
+    from penstock.bench.epoch_order import Division
+    from penstock.bench.training.training_files import OpenFormat
+    from penstock.bench.training.training_loop import PhaseWork
+    from penstock.bench.training.training_request import TrainingRequest
+    from penstock.bench.training.training_result import Ceiling
+    from penstock.cluster.comm import Comm
+    from penstock.progress import Progress
+    from penstock.results.host import HostFacts
+    from penstock.storage import Storage
+    from penstock.workload.spec import Workload
+
+
+def _write_results(
+    run: OpenRun, stages: Stages, *, request: TrainingRequest, hosts: Sequence[HostFacts]
+) -> TrainingResult:
+    """Close the run, whose ranks have all written their last event."""
+    workload = request.workload
+    num_ranks = run.record.ranks
+    gather(run.folder, num_ranks)
+    gather_counters(run.folder)
+    events = read_events(run.folder)
+    # Without computation every ceiling is near 0, and says nothing about this client.
+    is_computing = not workload.train.computation_time.is_zero
+    share = stages.ceiling.compute_share if stages.ceiling and is_computing else None
+    train = phase_figures(events, workload, ceiling=share)
+    if train is None:
+        raise StorageError("The run left no completed epoch", uri=str(run.folder))
+    evaluation = phase_figures(events, workload, phase=Phase.EVAL)
+    write_json(run.folder, STAGES_FILE, stages.document())
+    write_dlio_files(
+        run.folder,
+        DlioRun(
+            workload=workload,
+            ranks=events,
+            hosts=hosts,
+            started=datetime.fromisoformat(run.record.started_at),
+            ended=datetime.now(UTC),
+            train=train,
+            evaluation=evaluation,
+        ),
+        HydraFacts(
+            workload_name=workload.full_name,
+            overrides=redacted(request.overrides),
+            subfolder=request.hydra_subfolder,
+            working_folder=str(Path.cwd()),
+            run_folder=str(run.folder),
+        ),
+        log_before=request.log_before,
+    )
+    run.finish(train=train, evaluation=evaluation, deliveries=stages.deliveries)
+    return TrainingResult(
+        workload=workload.full_name,
+        ranks=num_ranks,
+        results_dir=str(run.folder),
+        train=train,
+        evaluation=evaluation,
+        stages=stages,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the loop needs, and how long its preparation took."""
+
+    files: TrainingFiles
+    plan: TrainingPlan
+    validation: Validation
+    opening_s: float
+    planning_s: float
+
+
+def prepare(
+    workload: Workload,
+    storage: Storage,
+    *,
+    seed: int,
+    division: Division,
+    comm: Comm,
+    progress: Progress,
+    reader: OpenFormat | None = None,
+) -> Prepared:
+    """Open, validate and plan."""
+    began_s = time.monotonic()
+    after = eval_epochs(workload, workload.train.epochs)
+    files = all_gather_results(
+        comm,
+        lambda: open_files(
+            workload.dataset,
+            storage,
+            seed=workload.train.seed,
+            evaluates=bool(after),
+            reader=reader or open_format,
+        ),
+        awaiting="all ranks to open the data set",
+    )[comm.rank]
+    if files.are_to_be_listed:
+        found = list_foreign(workload.dataset, storage, evaluates=bool(after), comm=comm, progress=progress)
+        files = files.listed(found)
+    opened_s = time.monotonic()
+    validation = validate(files, storage, comm=comm, progress=progress)
+    validated_s = time.monotonic()
+    plan = plan_training(
+        workload, block_samples=files.block_samples(), seed=seed, division=division, comm=comm
+    )
+    return Prepared(
+        files=files,
+        plan=plan,
+        validation=validation,
+        opening_s=opened_s - began_s,
+        planning_s=time.monotonic() - validated_s,
+    )
+
+
+def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress) -> TrainingResult:
+    """Run the workload on the files at `storage`; the same result on every rank."""
+    prepared = prepare(
+        request.workload,
+        storage,
+        seed=request.seed,
+        division=request.division,
+        comm=comm,
+        progress=progress,
+        reader=request.reader,
+    )
+    hosts = one_per_host(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
+    with ExitStack() as open_things:
+        run = None
+        if comm.rank == 0:
+            asked = RunRequest(
+                workload=request.workload,
+                ranks=comm.size,
+                hosts=hosts,
+                command=request.command,
+                environment=request.environment,
+                seeds={"order": request.seed},
+                preflight=request.inspection.preflight if request.inspection else None,
+                cluster=request.inspection.cluster if request.inspection else None,
+                plan=prepared.plan.document(),
+                remarks=(*request.remarks, *prepared.files.remarks),
+            )
+            run = open_things.enter_context(_open_run(request, asked))
+        folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
+        session = _Session(request, storage, comm, progress, prepared)
+        stages = session.run(folder, run)
+        result = None
+        if run is not None:
+            result = _write_results(run, stages, request=request, hosts=hosts)
+        return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
+
+
+def _open_run(request: TrainingRequest, asked: RunRequest) -> OpenRun:
+    if request.run_folder is not None:
+        return OpenRun.start_in(request.run_folder, asked, results=request.results)
+    return OpenRun.start(request.results, asked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """One rank's part of a run between its plan and its figures."""
+
+    request: TrainingRequest
+    storage: Storage
+    comm: Comm
+    progress: Progress
+    prepared: Prepared
+
+    def run(self, folder: Path, run: OpenRun | None) -> Stages:
+        """Ceiling, then all epochs; their steps lie in the folder's spools afterwards."""
+        workload = self.request.workload
+        handling, decoder = handling_of(self.request, self.prepared.files, uri=self.storage.uri)
+        began_s = time.monotonic()
+        # Nothing can be decoded of storage that costs nothing, because it holds nothing.
+        ceiling = None if handling.decodes else self._ceiling()
+        ceiling_s = time.monotonic() - began_s
+        works = phase_works(workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling)
+        spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
+        sign = run.sign_of_life if run else _nobody_asks
+        observer = Observer(self.comm, folder, self.storage.uri)
+        with observer, StepRecorder(spool, on_flush=sign) as recorder:
+            saver = self._saver(folder, recorder, sign)
+            began_s = time.monotonic()
+            with closing(self.request.loader.start(self.storage, self.request.reopen, decoder)) as loader:
+                loader_start_s = time.monotonic() - began_s
+                loop = Loop(
+                    comm=self.comm,
+                    loader=loader,
+                    recorder=recorder,
+                    progress=self.progress,
+                    planned_ahead=self.request.loader.prefetch_batches + 2,
+                    saver=saver,
+                )
+                before_bytes = self.storage.counters.snapshot().read_bytes
+                with observer.during("read"):
+                    epochs = tuple(self._epochs(loop, works))
+        counted = self.storage.counters.snapshot() + loader.counters
+        counters = self.comm.gather(counted, awaiting="what the storages of all ranks counted")
+        survey_bytes = sum(work.batches.survey_bytes for work in works.values())
+        return Stages(
+            opening_s=self.prepared.opening_s,
+            files_found=self.prepared.files.num_found,
+            remarks=self.prepared.files.remarks,
+            validation=self.prepared.validation,
+            planning_s=self.prepared.planning_s,
+            loader=self.request.loader,
+            loader_start_s=self.comm.reduce(loader_start_s, "max", awaiting="all ranks' loaders"),
+            ceiling=ceiling,
+            ceiling_s=ceiling_s,
+            epochs=epochs,
+            checkpoints=saver.taken() if saver else None,
+            survey_bytes=self.comm.reduce(survey_bytes, "sum", awaiting="all ranks' surveys"),
+            storage_uri=self.storage.uri,
+            storage_options=self.storage.options,
+            counters=sum(counters, Counters()),
+            deliveries=(observer.deliver("read", counted.read_bytes - before_bytes),),
+        )
+
+    def _saver(
+        self, folder: Path, recorder: StepRecorder, sign: Callable[[], None]
+    ) -> TrainingCheckpoints | None:
+        """What takes checkpoints on the way, warmed up; None where none are asked for. Collective."""
+        wish = self.request.checkpoints
+        if wish is None:
+            return None
+        epochs = [(epoch.epoch, epoch.num_steps) for epoch in self.prepared.plan.epochs]
+        return TrainingCheckpoints.begin(
+            wish, epochs, comm=self.comm, board=folder / FILE, recorder=recorder, sign_of_life=sign
+        )
+
+    def _ceiling(self) -> Ceiling | None:
+        return run_ceiling(
+            self.request.workload,
+            self.prepared,
+            self.storage,
+            options=self.request.loader,
+            comm=self.comm,
+            progress=self.progress,
+        )
+
+    def _epochs(self, loop: Loop, works: Mapping[Phase, PhaseWork]) -> Iterator[EpochStage]:
+        """Run every epoch; what came before each of them, as its epoch is over."""
+        plan = self.prepared.plan
+        ended_s = time.monotonic()
+        for epoch in plan.epochs:
+            cache = None
+            if keeps_page_cache(self.storage):
+                cache = drop_caches(self.prepared.files, self.storage, comm=self.comm)
+            self.comm.barrier(awaiting=f"all ranks to begin epoch {epoch.epoch}")
+            self.progress.begin(f"epoch {epoch.epoch} of {len(plan.epochs)}, steps", epoch.num_steps)
+            began_ns = time.monotonic_ns()
+            change_s = began_ns / 1e9 - ended_s - (cache.elapsed_s if cache else 0.0)
+            preload = loop.train(works[Phase.TRAIN], epoch.epoch, epoch.num_steps)
+            if epoch.epoch in plan.eval_epochs:
+                self.progress.begin(f"evaluation after epoch {epoch.epoch}, steps", plan.eval_steps)
+                loop.evaluate(works[Phase.EVAL], epoch.epoch, plan.eval_steps)
+            loop.note_epoch(epoch.epoch, began_ns)
+            ended_s = time.monotonic()
+            yield EpochStage(epoch=epoch.epoch, cache=cache, change_s=change_s, preload=self._sum(preload))
+
+    def _sum(self, preload: Preload | None) -> Preload | None:
+        """What all ranks read before the first step, and how long the last one took. Collective."""
+        if preload is None:
+            return None
+        return Preload(
+            read_bytes=self.comm.reduce(preload.read_bytes, "sum", awaiting="what all ranks read first"),
+            elapsed_s=self.comm.reduce(preload.elapsed_s, "max", awaiting="the rank that read longest"),
+        )
+
+
+def handling_of(
+    request: TrainingRequest, files: TrainingFiles, *, uri: str
+) -> tuple[Handling, FormatDecoder | None]:
+    """What becomes of samples, and who does it; `UsageError` where nothing tells what files hold."""
+    decodes = request.decodes or request.check is not ContentCheck.OFF
+    if not decodes or files.dataset.format is Format.SYNTHETIC:
+        return Handling(), None
+    if files.recipe is None:
+        raise UsageError(
+            "Samples can be decoded and checked only where penstock's manifest says how files are laid out",
+            where=uri,
+            fix="Run without --decode and --check, or make the data set with `penstock training generate`.",
+        )
+    return Handling(decodes=True, check=request.check), FormatDecoder(files.kind, files.recipe)
+
+
+def _nobody_asks() -> None:
+    """Only rank 0 gives signs of life."""

@@ -1,0 +1,197 @@
+"""The files of a data set that others made: listed once a node, in parallel, into one file that ranks share.
+
+Place in the flow: opening a run's files where no manifest of ours lies. Collective. Invariant: all ranks of
+all nodes see the same files, or all fail; the listing's file is gone once every rank has it in memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from queue import Empty, Full, Queue
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+from penstock.cluster.collectives import all_gather_results
+from penstock.dataset.file_listing import Listing, list_files
+from penstock.dataset.file_naming import evaluation_files, training_files
+from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.workload.choices import Format
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.progress import Progress
+    from penstock.storage import ObjectInfo, Storage
+    from penstock.workload.spec import Dataset
+
+ENDINGS: Final = MappingProxyType(
+    {
+        Format.JPEG: (".jpeg", ".jpg"),
+        Format.HDF5: (".hdf5", ".h5"),
+        Format.HDF5_OPT: (".hdf5_opt", ".hdf5", ".h5"),
+        Format.TFRECORD: (".tfrecord", ".tfrecords"),
+    }
+)
+"""What names of a format end with, in any case, where that is not just the format's word."""
+
+_PAGE: Final = 1000
+_LOOK_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignFiles:
+    """What was found: `evaluation` is None where none is asked for."""
+
+    train: Listing
+    evaluation: Listing | None
+    elapsed_s: float
+
+
+def list_foreign(
+    dataset: Dataset, storage: Storage, *, evaluates: bool, comm: Comm, progress: Progress
+) -> ForeignFiles:
+    """List the files of `dataset`; `UsageError` where fewer lie there than it asks for. Collective."""
+    began_s = time.monotonic()
+    hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
+    first_here = hosts.index(comm.host)
+    folder = Path(tempfile.mkdtemp(prefix="penstock-listing-")) if comm.rank == first_here else None
+    try:
+        if comm.rank == first_here:
+            progress.begin("listing files", dataset.num_files_train + evaluates * dataset.num_files_eval)
+        folders = all_gather_results(
+            comm,
+            lambda: _list_both(dataset, storage, folder, evaluates=evaluates, progress=progress),
+            awaiting="one rank of each node to list the data set",
+        )
+        found = all_gather_results(
+            comm, lambda: _open_both(folders[first_here]), awaiting="all ranks to open the listing"
+        )[comm.rank]
+        _require_same(comm, found, storage)
+        train, evaluation = found
+        _require_enough(len(train), dataset.num_files_train, f"{storage.uri}/train", key="num_files_train")
+        if evaluation is not None:
+            num_asked = dataset.num_files_eval
+            _require_enough(len(evaluation), num_asked, f"{storage.uri}/valid", key="num_files_eval")
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder)
+    return ForeignFiles(train=train, evaluation=evaluation, elapsed_s=time.monotonic() - began_s)
+
+
+def _list_both(
+    dataset: Dataset, storage: Storage, folder: Path | None, *, evaluates: bool, progress: Progress
+) -> Path | None:
+    if folder is None:
+        return None
+    asked = [("train", training_files(dataset).folders())]
+    if evaluates and dataset.num_files_eval:
+        asked.append(("valid", evaluation_files(dataset).folders()))
+    for name, folders in asked:
+        _list_one(dataset, storage, folder / name, folders=folders, progress=progress).close()
+    return folder
+
+
+def _list_one(
+    dataset: Dataset, storage: Storage, path: Path, *, folders: Sequence[str], progress: Progress
+) -> Listing:
+    endings = ENDINGS.get(dataset.format, (f".{dataset.format.value}",))
+
+    def files(prefix: str) -> Iterator[ObjectInfo]:
+        with suppress(ObjectNotFound):  # a root that is not there has no files either
+            for found in storage.list(prefix):
+                if found.key.lower().endswith(endings):
+                    progress.advance(1)
+                    yield found
+
+    listing = list_files(together(files, folders, threads=dataset.listing_threads), path)
+    if len(listing) or len(folders) == 1:
+        return listing
+    listing.close()  # subfolders of other names than DLIO's
+    return list_files(files(path.name), path)
+
+
+def _require_enough(num_found: int, num_asked: int, where: str, *, key: str) -> None:
+    ways = "Check --data, or make the data set with `penstock training generate`"
+    if not num_found:
+        raise ObjectNotFound(
+            f"No files of this format lie here; dataset.{key} asks for {num_asked:,}",
+            uri=where,
+            fix=f"{ways}.",
+        )
+    if num_found < num_asked:
+        raise UsageError(
+            f"{num_found:,} files lie here where dataset.{key} asks for {num_asked:,}",
+            where=where,
+            fix=f"{ways}; or set dataset.{key}={num_found}.",
+        )
+
+
+def _open_both(folder: Path | None) -> tuple[Listing, Listing | None]:
+    assert folder is not None
+    valid = folder / "valid"
+    return Listing(folder / "train"), Listing(valid) if valid.exists() else None
+
+
+def _require_same(comm: Comm, found: tuple[Listing, Listing | None], storage: Storage) -> None:
+    mine = tuple(listing.fingerprint if listing else "" for listing in found)
+    prints = comm.gather((comm.host, mine), awaiting="all ranks to compare their listings")
+    others = sorted({host for host, seen in prints if seen != prints[0][1]})
+    if others:
+        raise StorageError(
+            f"Hosts see different files: {', '.join(others)} and {prints[0][0]}",
+            uri=storage.uri,
+            fix="Mount the same storage everywhere, and let nothing write to it while a run begins.",
+        )
+
+
+def together(
+    files: Callable[[str], Iterator[ObjectInfo]], folders: Sequence[str], *, threads: int
+) -> Iterator[ObjectInfo]:
+    """What `files` gives of each folder, in any order, `threads` folders at a time and in bounded memory."""
+    if len(folders) == 1:
+        yield from files(folders[0])
+        return
+    pages: Queue[list[ObjectInfo]] = Queue(2 * threads)
+    stopped = threading.Event()
+    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-list") as pool:
+        waiting = [pool.submit(_put_pages, files, folder, pages, stopped) for folder in folders]
+        try:
+            while not (all(one.done() for one in waiting) and pages.empty()):
+                yield from _next_page(pages)
+                for one in waiting:
+                    if one.done():
+                        one.result()
+        finally:
+            stopped.set()
+            for one in waiting:
+                one.cancel()
+
+
+def _put_pages(
+    files: Callable[[str], Iterator[ObjectInfo]],
+    folder: str,
+    pages: Queue[list[ObjectInfo]],
+    stopped: threading.Event,
+) -> None:
+    found = files(folder)
+    page = list(islice(found, _PAGE))
+    while page and not stopped.is_set():
+        with suppress(Full):  # then look whether anybody still wants it
+            pages.put(page, timeout=_LOOK_S)
+            page = list(islice(found, _PAGE))
+
+
+def _next_page(pages: Queue[list[ObjectInfo]]) -> list[ObjectInfo]:
+    """What comes next, or nothing for now."""
+    try:
+        return pages.get(timeout=_LOOK_S)
+    except Empty:
+        return []

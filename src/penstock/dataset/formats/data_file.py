@@ -1,0 +1,164 @@
+"""Writes, verifies and reads back one data file, of any format, on any storage.
+
+Between generation or verification, which walk over files, and a format. Invariant: a part that fails half-way
+is aborted, and an index beside the file is stored before the file that needs it.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
+
+from penstock.dataset.formats.file_writer import BUFFER_BYTES, CheckingPen, Differs, WritingPen, too_short
+from penstock.dataset.formats.format_protocol import (
+    Content,
+    Encoded,
+    Extent,
+    FileFormat,
+    FileMap,
+    Mismatch,
+    Plan,
+    Read,
+    Sample,
+)
+from penstock.errors import ShortTransfer, StorageError
+from penstock.storage.aligned import BufferPool
+from penstock.storage.memory import MemoryStorage
+
+if TYPE_CHECKING:
+    from penstock.storage import ObjectInfo, Source, Storage
+
+KEPT_BUFFERS = 8
+
+
+def buffer_pool() -> BufferPool:
+    """Buffers as `write_file` uses them; one pool serves any number of files and threads."""
+    return BufferPool(BUFFER_BYTES, KEPT_BUFFERS)
+
+
+def write_file(
+    kind: FileFormat, plan: Plan, storage: Storage, content: Content, pool: BufferPool
+) -> tuple[ObjectInfo, ...]:
+    """Write all parts of one file, the file itself last; what is stored, in the order of `plan.parts`."""
+    stored: list[ObjectInfo] = []
+    for part in reversed(range(len(plan.parts))):
+        size_bytes = plan.parts[part].size_bytes
+        with ExitStack() as undo:
+            sink = storage.create(plan.parts[part].key(plan.name), size_bytes)
+            undo.callback(sink.abort)
+            pen = WritingPen(content, sink, pool)
+            kind.lay(plan, part, pen)
+            pen.flush()
+            stored.append(sink.finish())
+            undo.pop_all()
+    return tuple(reversed(stored))
+
+
+def verify_file(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> Mismatch | None:
+    """Hold every byte of every part against the generator; None if the file is as it was written.
+
+    Raises `ShortTransfer` for a part that is truncated or too long, `ObjectNotFound` for one that is missing.
+    """
+    for part in range(len(plan.parts)):
+        with closing(storage.open(plan.parts[part].key(plan.name))) as source:
+            offset = _first_wrong_byte(kind, plan, part, source, content)
+        if offset is None:
+            continue
+        if part == 0:
+            return _describe(kind, plan, storage, content, offset)
+        name = plan.parts[part].key(plan.name)
+        return Mismatch(
+            name=name, offset=offset, sample=None, samples_intact=False, what="the index is wrong"
+        )
+    return None
+
+
+def _first_wrong_byte(
+    kind: FileFormat, plan: Plan, part: int, source: Source, content: Content
+) -> int | None:
+    check_size(plan, part, source)
+    pen = CheckingPen(content, source, too_short(plan, part, source.size_bytes))
+    try:
+        kind.lay(plan, part, pen)
+        pen.finish()
+    except Differs as difference:
+        return difference.offset
+    return None
+
+
+def check_size(plan: Plan, part: int, source: Source) -> None:
+    """Raise `ShortTransfer`, naming the part, unless its size is the planned one, where that is known."""
+    planned, actual = plan.parts[part].size_bytes, source.size_bytes
+    if planned in (None, actual):
+        return
+    assert planned is not None
+    if actual < planned:
+        raise too_short(plan, part, actual)(planned)
+    name = plan.parts[part].key(plan.name)
+    raise ShortTransfer(
+        f"{name} has {actual} bytes, and {planned} belong there",
+        uri=name,
+        expected_bytes=planned,
+        actual_bytes=actual,
+        fix="It belongs to a data set of another size or seed: generate into an empty folder.",
+    )
+
+
+def _describe(kind: FileFormat, plan: Plan, storage: Storage, content: Content, offset: int) -> Mismatch:
+    """Which sample the wrong byte at `offset` of the file belongs to."""
+    find = _first_wrong_block if isinstance(kind, Encoded) else _first_wrong_sample
+    try:
+        wrong = find(kind, plan, storage, content)
+    except StorageError as error:
+        return Mismatch(name=plan.name, offset=offset, sample=None, samples_intact=False, what=error.what)
+    what = f"sample {wrong} differs"
+    if wrong is None:
+        what = (
+            "all samples are right, but bytes of the format around them differ: damage, or a file that "
+            "another version of its encoder wrote"
+        )
+    return Mismatch(name=plan.name, offset=offset, sample=wrong, samples_intact=wrong is None, what=what)
+
+
+def _first_wrong_sample(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> int | None:
+    """The first sample that decodes to something else."""
+    with closing(storage.open(plan.name)) as source:
+        found = kind.survey(plan, source)
+        for start in range(0, plan.num_samples, plan.block_samples):
+            block = range(start, min(start + plan.block_samples, plan.num_samples))
+            decoded = read_samples(kind, plan, found, source, block)
+            expected = kind.expected(plan, content, block)
+            for sample, stored, right in zip(block, decoded, expected, strict=True):
+                if stored.tobytes() != right.tobytes():
+                    return sample
+    return None
+
+
+def _first_wrong_block(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> int | None:
+    """The first sample of the first block with other bytes than in a file made for comparison, in memory."""
+    assert isinstance(kind, Encoded)
+    whole = kind.complete()
+    plan = whole.plan(plan.index, plan.name)
+    right = MemoryStorage()
+    write_file(whole, plan, right, content, buffer_pool())
+    with closing(storage.open(plan.name)) as stored, closing(right.open(plan.name)) as made:
+        found = whole.survey(plan, made)
+        for start in range(0, plan.num_samples, plan.block_samples):
+            for read in whole.reads(plan, found, range(start, start + 1)):
+                if read.offset + read.size_bytes > stored.size_bytes:
+                    return start
+                if _read(stored, read) != _read(made, read):
+                    return start
+    return None
+
+
+def read_samples(kind: FileFormat, plan: Plan, found: FileMap, source: Source, samples: range) -> Sample:
+    """Read and decode `samples` of an open file, one range after the other: for verification and tests."""
+    pieces = [_read(source, read) for read in kind.reads(plan, found, samples) if read.part == 0]
+    return kind.decode(plan, found, pieces, samples)
+
+
+def _read(source: Source, read: Read) -> Extent:
+    buffer = memoryview(bytearray(read.size_bytes))
+    source.read_into(read.offset, buffer)
+    return Extent(read.offset, buffer)

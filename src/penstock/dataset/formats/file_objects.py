@@ -1,0 +1,128 @@
+"""File objects for h5py, pyarrow and zipfile: over a stored file, over the ranges read of it, or in memory.
+
+Reading a byte that was never fetched is an error, not a zero: what decodes was all read.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from penstock.dataset.formats.format_protocol import Extent
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+    from penstock.dataset.formats.format_protocol import Pen
+    from penstock.storage import Source
+
+
+class Gathered:
+    """Pieces of a file that were read, in any order, to be asked for what is where."""
+
+    def __init__(self, pieces: Iterable[Extent]) -> None:
+        self._pieces = sorted(pieces, key=lambda one: one.offset)
+        self._starts = [piece.offset for piece in self._pieces]
+
+    def run_at(self, offset: int) -> memoryview:
+        """A run of bytes that begins at `offset`; empty where nothing was read."""
+        for number in range(bisect_right(self._starts, offset) - 1, -1, -1):
+            run = memoryview(self._pieces[number].content)[offset - self._starts[number] :]
+            if run.nbytes:
+                return run
+        return memoryview(b"")
+
+
+class _SeekableFile(io.RawIOBase):
+    """Position and size; how bytes are found is up to its kinds."""
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__()
+        self._size_bytes = size_bytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        target = memoryview(buffer).cast("B")
+        wanted = max(0, min(target.nbytes, self._size_bytes - self._position))
+        if wanted:
+            self._fetch(self._position, target[:wanted])
+        self._position += wanted
+        return wanted
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        raise NotImplementedError
+
+
+class RecordingFile(_SeekableFile):
+    """A source as a file; `extents` keeps all that was read of it, in order."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source.size_bytes)
+        self.extents: list[Extent] = []
+        self._source = source
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        self._source.read_into(offset, target)
+        self.extents.append(Extent(offset, bytes(target)))
+
+
+class PiecesFile(_SeekableFile):
+    """A file of which some pieces are here. Reading others is an `OSError`."""
+
+    def __init__(self, size_bytes: int, pieces: Iterable[Extent]) -> None:
+        super().__init__(size_bytes)
+        self._gathered = Gathered(pieces)
+
+    def _fetch(self, offset: int, target: memoryview) -> None:
+        done = 0
+        while done < target.nbytes:
+            found = self._gathered.run_at(offset + done)[: target.nbytes - done]
+            if not found.nbytes:
+                raise OSError(f"byte {offset + done} was not read")
+            target[done : done + found.nbytes] = found
+            done += found.nbytes
+
+
+class Outbox(io.RawIOBase):
+    """A file that only grows; `drain` empties it into a pen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting = bytearray()
+        self._drained_bytes = 0
+
+    def writable(self) -> bool:
+        """Encoders ask first."""
+        return True
+
+    def write(self, text: ReadableBuffer, /) -> int:
+        """Keep a copy until the next `drain`."""
+        view = memoryview(text)
+        self._waiting += view
+        return view.nbytes
+
+    def tell(self) -> int:
+        """Everything that was ever written."""
+        return self._drained_bytes + len(self._waiting)
+
+    def drain(self, pen: Pen) -> None:
+        """Hand over what waits."""
+        waiting, self._waiting = self._waiting, bytearray()
+        self._drained_bytes += len(waiting)
+        pen.literal(memoryview(waiting))

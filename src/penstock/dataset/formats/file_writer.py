@@ -1,0 +1,202 @@
+"""The two pens: one writes a file's bytes through warm buffers, the other holds them against a stored part.
+
+Between the formats, which say what a file is made of, and storage. Invariant: neither ever holds more of a
+file than a few buffers of `BUFFER_BYTES`, whatever its size.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import google_crc32c
+import numpy as np
+
+from penstock.dataset.formats.format_protocol import Checksum, Content, Plan
+from penstock.errors import ShortTransfer
+from penstock.storage.aligned import BufferPool, aligned_buffer, copy_bytes
+
+if TYPE_CHECKING:
+    from penstock.storage import Sink, Source
+
+BUFFER_BYTES: Final = 4 << 20
+_SHORT_BYTES: Final = 4096
+"""Up to here a slice is copied faster than arrays are set up for it: records begin with a few bytes."""
+_STEP_BYTES: Final = 128 << 10
+"""Content is made and summed in steps that stay in a core's own cache between the two."""
+_COPIED_BYTES: Final = 64 << 10
+
+
+class _Sum:
+    """A running checksum, or none."""
+
+    def __init__(self) -> None:
+        self._kind: Checksum | None = None
+        self._value = 0
+
+    def start(self, kind: Checksum) -> None:
+        self._kind, self._value = kind, 0
+
+    def add(self, buffer: memoryview) -> None:
+        if self._kind is Checksum.CRC32:
+            self._value = zlib.crc32(buffer, self._value)
+        elif self._kind is Checksum.CRC32C:
+            # The library takes nothing but `bytes`; in steps that fit the cache the copy costs little.
+            for start in range(0, buffer.nbytes, _COPIED_BYTES):
+                self._value = google_crc32c.extend(self._value, bytes(buffer[start : start + _COPIED_BYTES]))
+
+    def end(self) -> int:
+        self._kind = None
+        return self._value
+
+
+class WritingPen:
+    """Fills buffers of `pool` and submits them to `sink` as they get full; the last one at `flush`."""
+
+    def __init__(self, content: Content, sink: Sink, pool: BufferPool) -> None:
+        self.content = content
+        self.offset = 0
+        self._sink = sink
+        self._pool = pool
+        self._buffer = pool.take()
+        self._used = 0
+        self._sum = _Sum()
+
+    def literal(self, text: bytes | memoryview) -> None:
+        """Copy `text` into the buffers."""
+        view = memoryview(text)
+        while view.nbytes:
+            room = self._room(view.nbytes)
+            if room.nbytes <= _SHORT_BYTES:
+                room[:] = view[: room.nbytes]
+            else:
+                copy_bytes(room, view[: room.nbytes])
+            self._took(room)
+            view = view[room.nbytes :]
+
+    def fill(self, size_bytes: int) -> None:
+        """Let content be made in the buffers."""
+        end = self.offset + size_bytes
+        while self.offset < end:
+            room = self._room(min(end - self.offset, _STEP_BYTES))
+            self.content.fill(room, self.offset)
+            self._took(room)
+
+    def start_sum(self, kind: Checksum) -> None:
+        """Sum up what comes from here on."""
+        self._sum.start(kind)
+
+    def end_sum(self) -> int:
+        """The sum since `start_sum`."""
+        return self._sum.end()
+
+    def flush(self) -> None:
+        """Submit what is left; the pen is not used again."""
+        self._submit()
+
+    def _room(self, wanted: int) -> memoryview:
+        """Free space in a buffer: at least a byte, at most `wanted`."""
+        if self._used == self._buffer.nbytes:
+            self._submit()
+            self._buffer, self._used = self._pool.take(), 0
+        return self._buffer[self._used : self._used + wanted]
+
+    def _took(self, room: memoryview) -> None:
+        self._sum.add(room)
+        self._used += room.nbytes
+        self.offset += room.nbytes
+
+    def _submit(self) -> None:
+        self._sink.submit(self._buffer[: self._used], partial(self._pool.give_back, self._buffer))
+
+
+class Differs(Exception):
+    """No error: stops a format that lays a file at the first `offset` where the stored part differs."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__(offset)
+        self.offset = offset
+
+
+class CheckingPen:
+    """Reads the stored part in big steps beside the format; raises `Differs` at the first wrong byte."""
+
+    def __init__(self, content: Content, source: Source, on_short: Callable[[int], ShortTransfer]) -> None:
+        self.content = content
+        self.offset = 0
+        self._source = source
+        self._on_short = on_short
+        self._buffer = aligned_buffer(min(BUFFER_BYTES, max(source.size_bytes, 1)))
+        self._window = self._buffer[:0]
+        self._sum = _Sum()
+
+    def literal(self, text: bytes | memoryview) -> None:
+        """Compare `text` with what is stored."""
+        view = memoryview(text)
+        while view.nbytes:
+            stored = self._stored(view.nbytes)
+            wrong = first_difference(stored, view[: stored.nbytes])
+            self._took(stored, wrong)
+            view = view[stored.nbytes :]
+
+    def fill(self, size_bytes: int) -> None:
+        """Let content verify what is stored."""
+        end = self.offset + size_bytes
+        while self.offset < end:
+            stored = self._stored(min(end - self.offset, _STEP_BYTES))
+            self._took(stored, self.content.verify(stored, self.offset))
+
+    def start_sum(self, kind: Checksum) -> None:
+        """Sum up what comes from here on: it equals what was written, or `Differs` is raised before."""
+        self._sum.start(kind)
+
+    def end_sum(self) -> int:
+        """The sum since `start_sum`."""
+        return self._sum.end()
+
+    def finish(self) -> None:
+        """Nothing may follow what was laid."""
+        if self.offset < self._source.size_bytes:
+            raise Differs(self.offset)
+
+    def _stored(self, wanted: int) -> memoryview:
+        """The next stored bytes: at least one, at most `wanted`."""
+        if not self._window.nbytes:
+            left = self._source.size_bytes - self.offset
+            if left <= 0:
+                raise self._on_short(self.offset + wanted)
+            self._window = self._buffer[: min(left, self._buffer.nbytes)]
+            self._source.read_into(self.offset, self._window)
+        return self._window[:wanted]
+
+    def _took(self, stored: memoryview, wrong: int | None) -> None:
+        if wrong is not None:
+            raise Differs(self.offset + wrong)
+        self._sum.add(stored)
+        self._window = self._window[stored.nbytes :]
+        self.offset += stored.nbytes
+
+
+def first_difference(one: memoryview, other: memoryview) -> int | None:
+    """Where two buffers of the same length differ first; None if they are equal."""
+    unequal = np.frombuffer(one, dtype=np.uint8) != np.frombuffer(other, dtype=np.uint8)
+    first = int(unequal.argmax()) if unequal.size else 0
+    return first if unequal.size and unequal[first] else None
+
+
+def too_short(plan: Plan, part: int, actual_bytes: int) -> Callable[[int], ShortTransfer]:
+    """Makes the error of a stored part that ends before the bytes which it must have."""
+    name = plan.parts[part].key(plan.name)
+
+    def error(needed_bytes: int) -> ShortTransfer:
+        return ShortTransfer(
+            f"{name} is truncated: {actual_bytes} bytes, and at least {needed_bytes} belong there",
+            uri=name,
+            expected_bytes=needed_bytes,
+            actual_bytes=actual_bytes,
+            fix="Generate the data set again: files that are whole are kept.",
+        )
+
+    return error

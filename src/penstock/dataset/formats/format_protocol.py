@@ -1,0 +1,161 @@
+"""The narrow waist of data files: what a file is, what of it is read, and the six things a format can do.
+
+Between a data set's specification and whoever writes, reads or verifies files. Invariant: a `Plan` is a pure
+function of (data set, seed, index), so any file is known alone; only `survey` looks at a stored file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from penstock.storage import Source
+
+Sample = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One object of a data file: itself, or an index beside it. A size only an encoder knows is None."""
+
+    pattern: str = "{}"
+    size_bytes: int | None
+
+    def key(self, name: str) -> str:
+        """The key of this part of the file `name`."""
+        return self.pattern.replace("{}", name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One data file before it exists. Its samples have `sample_bytes` each, and decode to `dims` of `dtype`.
+
+    `block_samples` in a row are read together: an order shuffles blocks, then samples within reach.
+    """
+
+    name: str
+    index: int
+    num_samples: int
+    dims: tuple[int, ...]
+    dtype: str
+    sample_bytes: int
+    block_samples: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """One range of one part that training asks storage for."""
+
+    part: int = 0
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of a stored file that are already here, and where they lie in it."""
+
+    offset: int
+    content: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileMap:
+    """What only the stored file tells: size, `known` bytes of it, blocks' ranges, a library's own view."""
+
+    size_bytes: int = 0
+    known: tuple[Extent, ...] = ()
+    blocks: tuple[tuple[Read, ...], ...] = ()
+    opened: object = None
+
+
+COMPUTED = FileMap()  # of formats whose layout is computed: nothing to find out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """The first wrong byte of a stored part, and the first wrong sample, None if none can be named.
+
+    `samples_intact`: all decode to what they should; only the format around them differs.
+    """
+
+    name: str
+    offset: int
+    sample: int | None
+    samples_intact: bool
+    what: str
+
+
+class Checksum(Enum):
+    """The sums that formats keep of their bytes."""
+
+    CRC32 = "crc32"
+    CRC32C = "crc32c"
+
+
+class Content(Protocol):
+    """The bytes of one file as a function of their offset: see `penstock.dataset.content`."""
+
+    def fill(self, buffer: memoryview, offset: int) -> None:
+        """Write the bytes that belong at `offset`."""
+
+    def verify(self, buffer: memoryview, offset: int) -> int | None:
+        """Where in `buffer` the first byte is that does not belong at `offset`; None if all do."""
+
+
+class Pen(Protocol):
+    """Takes a file front to back: one pen writes it, another holds it against what is stored."""
+
+    content: Content
+    offset: int  # how many bytes were taken so far
+
+    def literal(self, text: bytes | memoryview) -> None:
+        """Bytes of the format itself, or of an encoder; `text` may be changed after the call."""
+
+    def fill(self, size_bytes: int) -> None:
+        """That much content, from the file's own offset on."""
+
+    def start_sum(self, kind: Checksum) -> None:
+        """Sum up what comes from here on."""
+
+    def end_sum(self) -> int:
+        """The sum since `start_sum`."""
+
+
+class FileFormat(Protocol):
+    """A kind of data file for one data set and seed. Pure but for `survey`; any thread may call anything."""
+
+    def plan(self, index: int, name: str) -> Plan:
+        """File `index`, unique over training and evaluation, as it will be stored under `name`."""
+
+    def lay(self, plan: Plan, part: int, pen: Pen) -> None:
+        """Give the bytes of one part to `pen`, front to back."""
+
+    def survey(self, plan: Plan, source: Source) -> FileMap:
+        """Read of the stored file what `reads` and `decode` must know; once for each opened file."""
+
+    def reads(self, plan: Plan, found: FileMap, samples: range) -> Iterator[Read]:
+        """The ranges to read for these samples, in order; the survey's own came before."""
+
+    def decode(self, plan: Plan, found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+        """These samples, first axis, from the pieces that `reads` asked for of part 0."""
+
+    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+        """What `decode` must give for these samples."""
+
+
+@runtime_checkable
+class Encoded(Protocol):
+    """A format whose files only a library takes apart, and which ends the process over some damaged ones.
+
+    So verification never hands it a file that differs from what it would write itself.
+    """
+
+    def complete(self) -> FileFormat:
+        """The same files, with everything of each sample read."""

@@ -1,0 +1,78 @@
+"""Read a data set again and hold every byte against the generator: nothing was stored for it but the recipe.
+
+Invariant: a file that is missing or cut off counts as wrong and does not end the walk; failing storage does.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from penstock.dataset.content import Content
+from penstock.dataset.data_files import each_file
+from penstock.dataset.formats.data_file import verify_file
+from penstock.dataset.generate import data_files
+from penstock.errors import ObjectNotFound, ShortTransfer
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.dataset.dataset_manifest import Recipe
+    from penstock.dataset.formats.format_protocol import Plan
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+
+MOST_TOLD: Final = 100
+"""So many wrong files are told one by one; all are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrongFile:
+    """One file that is not what it should be, and how."""
+
+    name: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What was seen, over all ranks; `wrong` holds the first `MOST_TOLD` of `num_wrong` files."""
+
+    num_files: int
+    num_wrong: int
+    wrong: tuple[WrongFile, ...]
+    read_bytes: int
+    elapsed_s: float
+
+
+def verify(recipe: Recipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress) -> Verified:
+    """Hold every file against the recipe; collective, with the same result on every rank."""
+    files = data_files(recipe)
+    progress.begin("verifying files", -(-len(files) // comm.size))
+    began_s = time.monotonic()
+    read_before = storage.counters.snapshot().read_bytes
+
+    def look(plan: Plan) -> WrongFile | None:
+        content = Content(recipe.seed, plan.index, recipe.reduction)
+        try:
+            found = verify_file(files.kind, plan, storage, content)
+        except (ObjectNotFound, ShortTransfer) as error:
+            return WrongFile(plan.name, str(error))
+        return None if found is None else WrongFile(found.name, f"byte {found.offset}: {found.what}")
+
+    wrong: list[WrongFile] = []
+    num_wrong = 0
+    for seen in each_file(files, look, rank=comm.rank, num_ranks=comm.size, threads=threads):
+        progress.advance(1)
+        if seen is not None:
+            num_wrong += 1
+            wrong = [*wrong, seen][:MOST_TOLD]
+    read_bytes = storage.counters.snapshot().read_bytes - read_before
+    told = comm.gather(wrong, awaiting="all ranks to verify their files")
+    return Verified(
+        num_files=len(files),
+        num_wrong=comm.reduce(num_wrong, "sum", awaiting="the count of wrong files"),
+        wrong=tuple(sorted((one for rank in told for one in rank), key=lambda one: one.name)[:MOST_TOLD]),
+        read_bytes=comm.reduce(read_bytes, "sum", awaiting="the bytes that all ranks read"),
+        elapsed_s=comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time"),
+    )

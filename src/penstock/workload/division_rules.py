@@ -1,0 +1,117 @@
+"""What the divisions of MLPerf Storage let a training run change, as data; the same for runs and for judges.
+
+Pure: keys in, breaches with their rule's id out. Invariant: a key that no set names is forbidden, so a key
+that a later edition adds is refused until somebody has read the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from penstock.errors import UsageError
+from penstock.workload.dlio_keys import our_path
+from penstock.workload.layered_settings import Path, dotted
+
+
+class SubmissionDivision(StrEnum):
+    """Where a result is to be set beside others': `closed` fixes the workload, `open` lets it be adapted."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+
+
+CLOSED_KEYS: Final = frozenset(
+    {
+        "dataset.num_files_train",
+        "dataset.num_subfolders_train",
+        "dataset.data_folder",
+        "reader.read_threads",
+        "reader.computation_threads",
+        "reader.transfer_size",
+        "reader.prefetch_size",
+        "reader.odirect",
+        "storage.storage_root",
+        "storage.storage_type",
+        "storage.storage_options.prefetch_window",
+        "checkpoint.checkpoint_folder",
+    }
+)
+"""Rule 3.6.2."""
+
+OPEN_KEYS: Final = CLOSED_KEYS | {
+    "framework",
+    "dataset.format",
+    "dataset.num_samples_per_file",
+    "reader.data_loader",
+}
+"""Rule 3.6.3."""
+
+PLACE_KEYS: Final = frozenset(
+    {
+        "dataset.skip_listing",
+        "dataset.listing_validation_interval",
+        "dataset.num_files_generated",
+        "dataset.total_disk_bytes",
+        "storage.storage_library",
+        "storage.storage_options.endpoint_url",
+        "storage.storage_options.access_key_id",
+        "storage.storage_options.secret_access_key",
+        "storage.storage_options.region",
+        "storage.storage_options.uri_scheme",
+        "storage.storage_options.s3_force_path_style",
+    }
+)
+"""What says where data lies and how it is found, which tools set by themselves: never counted as a change."""
+
+ODIRECT_WORKLOADS: Final = frozenset({"unet3d"})
+"""Whose reader has a way past the page cache in the reference implementation."""
+
+RULES: Final[Mapping[SubmissionDivision, str]] = MappingProxyType(
+    {SubmissionDivision.CLOSED: "3.6.2", SubmissionDivision.OPEN: "3.6.3"}
+)
+_ALLOWED: Final[Mapping[SubmissionDivision, frozenset[str]]] = MappingProxyType(
+    {SubmissionDivision.CLOSED: CLOSED_KEYS, SubmissionDivision.OPEN: OPEN_KEYS}
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breach:
+    """A change that a rule forbids."""
+
+    rule: str
+    key: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.why} (rule {self.rule})"
+
+
+def breaches(division: SubmissionDivision, changed: Iterable[Path], *, workload: str) -> tuple[Breach, ...]:
+    """What a division forbids of these changed keys, of a workload of the family `workload`."""
+    allowed = _ALLOWED[division] | PLACE_KEYS
+    rule = RULES[division]
+    found = []
+    for key in dict.fromkeys(dotted(our_path(path)) for path in changed):
+        if key not in allowed:
+            found.append(
+                Breach(rule=rule, key=key, why=f"must stay as it is in the {division.value} division")
+            )
+        elif key == "reader.odirect" and workload not in ODIRECT_WORKLOADS:
+            found.append(Breach(rule=rule, key=key, why=f"is for {', '.join(ODIRECT_WORKLOADS)} alone"))
+    return tuple(found)
+
+
+def require_allowed(division: SubmissionDivision, changed: Iterable[Path], *, workload: str) -> None:
+    """`UsageError` that names every forbidden key with its rule."""
+    found = breaches(division, changed, workload=workload)
+    if found:
+        free = ", ".join(sorted(_ALLOWED[division]))
+        raise UsageError(
+            "; ".join(map(str, found)),
+            where=f"--{division.value}",
+            fix=f"Leave these out, or run without --{division.value}. Free to choose are: {free}.",
+        )

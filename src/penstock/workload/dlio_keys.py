@@ -1,0 +1,246 @@
+"""What DLIO's files say in other words, what DLIO ignores or misreads, and what means nothing here.
+
+Place in the flow: between reading a layer and `document`. One invariant: no key is dropped in silence; it
+becomes a value of the spec, a remark, or an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from penstock.errors import UsageError
+from penstock.workload.extensions import Extension
+from penstock.workload.layered_settings import Path, Problem, Stack, dotted, flatten
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """Something a user of DLIO should know about the value at `path`, said once."""
+
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}"
+
+
+def _path(text: str) -> Path:
+    return tuple(text.split("."))
+
+
+def _paths(texts: Mapping[str, str]) -> dict[Path, Path]:
+    return {_path(other): _path(ours) for other, ours in texts.items()}
+
+
+SECTION_ALIASES: Final = {"data_reader": "reader"}
+
+ALIASES: Final = _paths(
+    {
+        "dataset.record_length": "dataset.record_length_bytes",
+        "dataset.record_length_stdev": "dataset.record_length_bytes_stdev",
+        "dataset.record_length_resize": "dataset.record_length_bytes_resize",
+        "model.model_size": "model.model_size_bytes",
+        "checkpoint.model_size": "model.model_size_bytes",
+        "train.computation_time_stdev": "train.computation_time.stdev",
+        "evaluation.eval_time_stdev": "evaluation.eval_time.stdev",
+        "reader.preprocess_time_stdev": "reader.preprocess_time.stdev",
+        "storage.storage_options.storage_library": "storage.storage_library",
+        "storage.s3_force_path_style": "storage.storage_options.s3_force_path_style",
+    }
+)
+"""Other words of DLIO's files, old or misplaced, for keys that we know."""
+
+_RECORD_LENGTH = "DLIO reads only the key with _bytes and ignores this one; here both mean the same"
+_MODEL_SIZE = "DLIO ignores model_size and writes 10 KiB checkpoints; here it is model.model_size_bytes"
+
+_ALIAS_REMARKS: Final = {
+    _path("dataset.record_length"): _RECORD_LENGTH,
+    _path("dataset.record_length_stdev"): _RECORD_LENGTH,
+    _path("dataset.record_length_resize"): _RECORD_LENGTH,
+    _path("model.model_size"): _MODEL_SIZE,
+    _path("checkpoint.model_size"): _MODEL_SIZE,
+}
+
+UNSET_BY_MINUS_ONE: Final = frozenset(
+    _path(text)
+    for text in (
+        "train.total_training_steps",
+        "checkpoint.steps_between_checkpoints",
+        "checkpoint.time_between_checkpoints",
+        "checkpoint.num_checkpoints_write",
+        "checkpoint.num_checkpoints_read",
+        "model.num_layers",
+        "model.parallelism.data",
+    )
+)
+"""Where DLIO writes -1 for "not asked for"."""
+
+_S3DLIO = "this tunes the inside of another reader; penstock's own takes prefetch_window and max_outstanding"
+
+EXPLAINED: Final = {
+    _path("workflow.query"): "it prints one value and stops; `penstock workloads NAME` prints them all",
+    _path("workflow.debug"): "it selects a log level; give --debug to the command",
+    _path("logging"): "it selects a log level; give --debug to the command",
+    _path("dataset.data_gen_method"): "there is one generator, at memory speed; nothing is left to choose",
+    _path("dataset.record_element_bytes"): "it follows from record_element_type",
+    _path("dataset.files_pre_sharded"): "no rank holds a list of files that could have been sharded before",
+    _path("dataset.generation_buffer_size"): "files are made front to back, in buffers of one size",
+    _path("reader.data_loader_sampler"): "samples are always found by number, in the order of the plan",
+    _path("dataset.num_files_generated"): "the data set's own manifest says how many files there are",
+    _path("dataset.total_disk_bytes"): "it is computed (penstock training size), never taken on trust",
+    _path("dataset.parquet.use_s3dlio_gen"): "there is one generator, at memory speed",
+    _path("dataset.parquet.read_mode"): "Parquet is always read by row group",
+    _path("reader.dont_use_mmap"): "files are never mapped, only read",
+    _path("checkpoint.randomize_tensor"): "content is always unique, and nobody could deduplicate it",
+    _path("checkpoint.ksm"): "content is unique, so the kernel has no equal pages to merge",
+    _path("storage.storage_options.use_full_object_uri"): "keys are always relative to the storage's root",
+    _path("storage.storage_options.coalesce_rgs"): _S3DLIO,
+    _path("storage.storage_options.footer_cap"): _S3DLIO,
+    _path("storage.storage_options.footer_batch_size"): _S3DLIO,
+    _path("storage.storage_options.decode_output"): _S3DLIO,
+    _path("storage.storage_options.stagger_workers"): _S3DLIO,
+    _path("storage.storage_options.simulate_io"): "a ceiling run with zero-cost storage is part of every run",
+    _path(
+        "storage.storage_options.sim_log_secs"
+    ): "a ceiling run with zero-cost storage is part of every run",
+}
+"""Keys that are accepted, mean nothing here, and why; a whole section where its path is short."""
+
+_CLASSES = (
+    "classes are not loaded by name: install a package that offers yours as an entry point of the group "
+)
+
+REFUSED: Final = {
+    _path("reader.data_loader_classname"): (
+        f"{_CLASSES}{Extension.LOADER}, and name it with `penstock training run --loader`"
+    ),
+    _path("reader.reader_classname"): (
+        f"{_CLASSES}{Extension.READER}, and name it with `penstock training run --reader`"
+    ),
+    _path("checkpoint.checkpoint_mechanism_classname"): f"{_CLASSES}{Extension.CHECKPOINT_MECHANISM}",
+}
+"""Keys that only null is accepted for, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """What DLIO does otherwise, for the values `shown_for`, or for all but those it is `hidden_for`."""
+
+    text: str
+    shown_for: tuple[object, ...] = ()
+    hidden_for: tuple[object, ...] = ()
+
+    def shows(self, value: object) -> bool:
+        """Whether DLIO does otherwise for this value."""
+        return value in self.shown_for if self.shown_for else value not in self.hidden_for
+
+
+DEPARTURES: Final = {
+    _path("dataset.compression"): Departure(
+        hidden_for=("none",), text="DLIO never compresses npz; here it compresses"
+    ),
+    _path("dataset.enable_chunking"): Departure(
+        shown_for=(True,), text="DLIO ignores it; here HDF5 is chunked"
+    ),
+    _path("dataset.chunk_size"): Departure(
+        hidden_for=(0,), text="DLIO ignores it; here it is the size of HDF5's chunks"
+    ),
+    _path("dataset.listing_threads"): Departure(
+        hidden_for=(4,), text="DLIO always takes 4; here as many as asked for"
+    ),
+    _path("reader.file_shuffle"): Departure(
+        shown_for=("off", False), text="DLIO shuffles files whatever is written here; here off is off"
+    ),
+    _path("reader.sample_shuffle"): Departure(
+        shown_for=("seed", "random"),
+        text="DLIO's PyTorch loader leaves samples in order; here they are shuffled",
+    ),
+    _path("reader.read_type"): Departure(
+        shown_for=("on_demand",),
+        text="DLIO takes an explicit on_demand for memory; here samples are read on demand",
+    ),
+    _path("reader.file_access"): Departure(
+        hidden_for=("multi",), text="DLIO ignores it; here it is honoured"
+    ),
+    _path("reader.read_threads"): Departure(
+        shown_for=(1,), text="DLIO takes 1 for automatic; here it is one thread"
+    ),
+    _path("reader.write_threads"): Departure(
+        shown_for=(1,), text="DLIO takes 1 for automatic; here it is one thread"
+    ),
+    _path("checkpoint.type"): Departure(
+        hidden_for=("rank_zero",), text="DLIO ignores it; here it is honoured"
+    ),
+    _path("checkpoint.fsync"): Departure(
+        shown_for=(True,), text="DLIO never syncs, whatever is asked; here every file is synced"
+    ),
+    _path("checkpoint.recovery_rank_shift"): Departure(
+        shown_for=(True,), text="DLIO ignores it; here ranks read what another node wrote"
+    ),
+    _path("storage.storage_type"): Departure(
+        shown_for=("parallel_fs",), text="DLIO refuses it; here it is files"
+    ),
+}
+"""Keys that DLIO ignores or misreads: for which values that shows, and what is done here."""
+
+
+def layer_of(tree: Mapping[str, Any], source: str) -> tuple[dict[Path, Any], list[Remark]]:
+    """One layer under the names that we use. A wrapping `workload:` is taken off, as in a resolved file."""
+    inner = tree["workload"] if set(tree) == {"workload"} else tree
+    values: dict[Path, Any] = {}
+    remarks = []
+    for given, value in flatten(inner):
+        path = our_path(given)
+        if path in values:
+            raise UsageError(
+                f"{dotted(path)} is given twice, the second time as {dotted(given)}", where=source
+            )
+        if given in _ALIAS_REMARKS:
+            remarks.append(Remark(dotted(given), _ALIAS_REMARKS[given]))
+        values[path] = value
+    return values, remarks
+
+
+def our_path(given: Path) -> Path:
+    """The key that we know by the one that was given."""
+    if given == ("model",):  # a bare `model: resnet50`
+        return ("model", "name")
+    section = (SECTION_ALIASES.get(given[0], given[0]), *given[1:])
+    return ALIASES.get(section, section)
+
+
+def settle(stack: Stack) -> tuple[list[Remark], list[Problem]]:
+    """Take out of `stack` what means nothing here or asks for nothing; say so, and what is refused.
+
+    Also said: where DLIO would have done otherwise with a value that stays.
+    """
+    remarks: list[Remark] = []
+    problems: list[Problem] = []
+    for path, setting in list(stack.settings.items()):
+        if setting.value is None or (path in UNSET_BY_MINUS_ONE and setting.value == -1):
+            del stack.settings[path]
+        elif reason := explanation(path):
+            del stack.settings[path]
+            remarks.append(Remark(dotted(path), f"accepted, without effect here: {reason}"))
+        elif refusal := _refusal(path, setting.value):
+            del stack.settings[path]
+            problems.append(Problem(path=path, kind="refused", text=refusal))
+        elif not setting.is_ours and path in DEPARTURES and DEPARTURES[path].shows(setting.value):
+            remarks.append(Remark(dotted(path), DEPARTURES[path].text))
+    return remarks, problems
+
+
+def explanation(path: Path) -> str:
+    """Why the key at `path`, or its section, means nothing here; "" if it does mean something."""
+    sections = (path[:length] for length in range(len(path), 0, -1))
+    return next((EXPLAINED[section] for section in sections if section in EXPLAINED), "")
+
+
+def _refusal(path: Path, value: object) -> str:
+    if path in REFUSED:
+        return f"is {value!r}: {REFUSED[path]}"
+    if isinstance(value, str) and "${" in value:
+        return f"is {value!r}: interpolations are not resolved; write the value itself"
+    return ""
