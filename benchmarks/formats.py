@@ -28,7 +28,7 @@ from penstock.dataset.formats.data_file import buffer_pool, verify_file, write_f
 from penstock.storage import ObjectInfo, Release
 from penstock.storage.aligned import aligned_buffer, copy_bytes
 from penstock.storage.memory import MemoryStorage
-from penstock.workload.choices import Compression, Format
+from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Parquet
 
 SIZE_BYTES = 64 << 20
@@ -41,29 +41,31 @@ CONTENT = Content(1, "benchmark")
 POOL = buffer_pool()
 
 RAW = {
-    "npy": Dataset(format=Format.NPY, record_length_bytes=Fraction(SIZE_BYTES)),
-    "npz": Dataset(format=Format.NPZ, record_length_bytes=Fraction(SIZE_BYTES)),
+    "npy": Dataset(format=DataFormat.NPY, record_length_bytes=Fraction(SIZE_BYTES)),
+    "npz": Dataset(format=DataFormat.NPZ, record_length_bytes=Fraction(SIZE_BYTES)),
     "tfrecord": Dataset(
-        format=Format.TFRECORD, num_samples_per_file=585, record_length_bytes=Fraction("114660.07")
+        format=DataFormat.TFRECORD, num_samples_per_file=585, record_length_bytes=Fraction("114660.07")
     ),
     "indexed_binary": Dataset(
-        format=Format.INDEXED_BINARY, num_samples_per_file=16384, record_length_bytes=Fraction(4096)
+        format=DataFormat.INDEXED_BINARY, num_samples_per_file=16384, record_length_bytes=Fraction(4096)
     ),
 }
 IMAGES = {
-    "jpeg": Dataset(format=Format.JPEG, record_length_bytes=Fraction(IMAGE_BYTES)),
-    "png": Dataset(format=Format.PNG, record_length_bytes=Fraction(IMAGE_BYTES)),
+    "jpeg": Dataset(format=DataFormat.JPEG, record_length_bytes=Fraction(IMAGE_BYTES)),
+    "png": Dataset(format=DataFormat.PNG, record_length_bytes=Fraction(IMAGE_BYTES)),
 }
 COLUMNS = tuple(Column(name=f"c{number}", dtype="float32", size=512) for number in range(8))
 ENCODED = {
-    "hdf5": Dataset(format=Format.HDF5, num_samples_per_file=64, record_length_bytes=Fraction(1 << 20)),
+    "hdf5": Dataset(format=DataFormat.HDF5, num_samples_per_file=64, record_length_bytes=Fraction(1 << 20)),
     "parquet": Dataset(
-        format=Format.PARQUET, num_samples_per_file=4096, parquet=Parquet(columns=COLUMNS, row_group_size=512)
+        format=DataFormat.PARQUET,
+        num_samples_per_file=4096,
+        parquet=Parquet(columns=COLUMNS, row_group_size=512),
     ),
     "npz deflated": Dataset(
-        format=Format.NPZ, record_length_bytes=Fraction(8 << 20), compression=Compression.ZIP
+        format=DataFormat.NPZ, record_length_bytes=Fraction(8 << 20), compression=Compression.ZIP
     ),
-    "csv": Dataset(format=Format.CSV, num_samples_per_file=16, record_length_bytes=Fraction(1 << 17)),
+    "csv": Dataset(format=DataFormat.CSV, num_samples_per_file=16, record_length_bytes=Fraction(1 << 17)),
 }
 
 

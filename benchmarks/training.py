@@ -43,7 +43,7 @@ from penstock.progress import Silent
 from penstock.results.events import Phase
 from penstock.storage import Storage, open_storage
 from penstock.storage.memory import MemoryStorage
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.duration import Duration
 from penstock.workload.loading import load
 from penstock.workload.spec import Dataset, Reader, Train, Workload
@@ -53,7 +53,7 @@ WORKERS = 4
 COMPUTE_S = 0.020
 WORKLOAD = Workload(
     name="side-by-side",
-    dataset=Dataset(format=Format.NPZ, num_files_train=64, record_length_bytes=Fraction(4 << 20)),
+    dataset=Dataset(format=DataFormat.NPZ, num_files_train=64, record_length_bytes=Fraction(4 << 20)),
     reader=Reader(batch_size=4),
     train=Train(computation_time=Duration.fixed(COMPUTE_S)),
 )

@@ -225,9 +225,9 @@ class _Session:
         from penstock.dataset.content import Reduction
         from penstock.dataset.dataset_manifest import Recipe
         from penstock.dataset.generate import generate
-        from penstock.workload.choices import Format, StorageKind
+        from penstock.workload.choices import DataFormat, StorageKind
 
-        if self.workload.dataset.format is Format.SYNTHETIC:
+        if self.workload.dataset.format is DataFormat.SYNTHETIC:
             self._tell("Synthetic samples need no files: nothing is generated")
             return
         self._tell("Starting data generation")

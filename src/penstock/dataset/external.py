@@ -17,30 +17,18 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from queue import Empty, Full, Queue
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.file_listing import Listing, list_files
 from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.workload.choices import Format
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import ObjectInfo, Storage
     from penstock.workload.spec import Dataset
-
-ENDINGS: Final = MappingProxyType(
-    {
-        Format.JPEG: (".jpeg", ".jpg"),
-        Format.HDF5: (".hdf5", ".h5"),
-        Format.HDF5_OPT: (".hdf5_opt", ".hdf5", ".h5"),
-        Format.TFRECORD: (".tfrecord", ".tfrecords"),
-    }
-)
-"""What names of a format end with, in any case, where that is not just the format's word."""
 
 _PAGE: Final = 1000
 _LOOK_S: Final = 0.2
@@ -102,7 +90,7 @@ def _list_both(
 def _list_one(
     dataset: Dataset, storage: Storage, path: Path, *, folders: Sequence[str], progress: Progress
 ) -> Listing:
-    endings = ENDINGS.get(dataset.format, (f".{dataset.format.value}",))
+    endings = dataset.format.endings
 
     def files(prefix: str) -> Iterator[ObjectInfo]:
         with suppress(ObjectNotFound):  # a root that is not there has no files either

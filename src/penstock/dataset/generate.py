@@ -15,8 +15,8 @@ from penstock.dataset.content import Content
 from penstock.dataset.data_files import DataFiles, each_file
 from penstock.dataset.dataset_manifest import Recipe, claim, write_manifest
 from penstock.dataset.file_naming import evaluation_files, training_files
+from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
-from penstock.dataset.formats.registry import open_format
 from penstock.errors import ObjectNotFound
 from penstock.storage.space import require_free_space
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Self
 
 
 class Framework(StrEnum):
@@ -12,21 +13,39 @@ class Framework(StrEnum):
     PYTORCH = "pytorch"
 
 
-class Format(StrEnum):
-    """What a file of samples is."""
+class DataFormat(StrEnum):
+    """What a file of samples is. One line declares a format.
 
-    TFRECORD = "tfrecord"
-    HDF5 = "hdf5"
-    HDF5_OPT = "hdf5_opt"
-    CSV = "csv"
-    NPZ = "npz"
-    NPY = "npy"
-    JPEG = "jpeg"
-    PNG = "png"
-    INDEXED_BINARY = "indexed_binary"
-    MMAP_INDEXED_BINARY = "mmap_indexed_binary"
-    SYNTHETIC = "synthetic"
-    PARQUET = "parquet"
+    The line holds its name in workloads, what opens it (`module:callable` of `penstock.dataset.formats`,
+    called with the data set and the seed of its sample sizes), the endings of file names in external data
+    sets where they are others than the name, and whether files are streams, read front to back.
+    """
+
+    opener: str
+    endings: tuple[str, ...]
+    is_stream: bool
+
+    def __new__(cls, name: str, opener: str, endings: tuple[str, ...] = (), is_stream: bool = False) -> Self:  # noqa: FBT001, FBT002 - read as columns of the table below
+        """Keep the columns of the table beside the name, which is the member's value."""
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.opener = opener
+        member.endings = endings or (f".{name}",)
+        member.is_stream = is_stream
+        return member
+
+    TFRECORD = "tfrecord", "tfrecord:TFRecordFormat", (".tfrecord", ".tfrecords"), True
+    HDF5 = "hdf5", "hdf5:Hdf5Format", (".hdf5", ".h5")
+    HDF5_OPT = "hdf5_opt", "hdf5:Hdf5Format", (".hdf5_opt", ".hdf5", ".h5")
+    CSV = "csv", "csvtext:CsvFormat"
+    NPZ = "npz", "npz:open_npz"
+    NPY = "npy", "npy:NpyFormat"
+    JPEG = "jpeg", "jpeg:JpegFormat", (".jpeg", ".jpg")
+    PNG = "png", "png:PngFormat"
+    INDEXED_BINARY = "indexed_binary", "indexed_binary:IndexedFormat"
+    MMAP_INDEXED_BINARY = "mmap_indexed_binary", "indexed_binary:IndexedFormat"
+    SYNTHETIC = "synthetic", "synthetic:SyntheticFormat"
+    PARQUET = "parquet", "parquet:ParquetFormat"
 
 
 class Compression(StrEnum):

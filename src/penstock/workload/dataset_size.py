@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.errors import UsageError
 from penstock.units import format_bytes
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.values import element_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def read_bytes_per_sample(dataset: Dataset) -> Fraction:
 
 def parquet_row_bytes(dataset: Dataset) -> int | None:
     """The size of a row by its columns; None where the data set has none."""
-    if dataset.format is not Format.PARQUET or not dataset.parquet.columns:
+    if dataset.format is not DataFormat.PARQUET or not dataset.parquet.columns:
         return None
     return sum(column_bytes(column) for column in dataset.parquet.columns)
 

@@ -17,10 +17,10 @@ from penstock.workload.choices import (
     CheckpointMode,
     CheckpointWriters,
     Compression,
+    DataFormat,
     Datatype,
     Decode,
     FileAccess,
-    Format,
     Framework,
     LoaderKind,
     ObjectClient,
@@ -98,7 +98,7 @@ class Dataset:
     preprocessing, 0 for its size as read; `listing_validation_interval` of 0 validates nothing.
     """
 
-    format: Format = Format.TFRECORD
+    format: DataFormat = DataFormat.TFRECORD
     data_folder: str = "./data/"
     num_files_train: Count = 8
     num_files_eval: Count = 0

@@ -29,7 +29,7 @@ from penstock.results.delivery import Delivery, DeliveryVerdict
 from penstock.results.record import read_record
 from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.duration import Duration
 from penstock.workload.spec import Dataset, Reader, Train, Workload
 
@@ -39,7 +39,7 @@ ATTEMPTS = 6
 
 WORKLOAD = Workload(
     name="small",
-    dataset=Dataset(format=Format.NPZ, num_files_train=16, record_length_bytes=Fraction(4 * MIB)),
+    dataset=Dataset(format=DataFormat.NPZ, num_files_train=16, record_length_bytes=Fraction(4 * MIB)),
     reader=Reader(batch_size=4),
     train=Train(epochs=1, computation_time=Duration.fixed(0.001)),
 )

@@ -16,7 +16,7 @@ from penstock.dataset.external import list_foreign, together
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import ObjectInfo, open_storage
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_files_of_any_name_are_found_and_others_are_not(tmp_path: Path, scratch: Path) -> None:
     place = tmp_path / "data"
     put(place, "train/b.jpg", "train/deep/a.JPEG", "train/readme.txt", "valid/v.jpeg", "elsewhere.jpg")
-    dataset = Dataset(format=Format.JPEG, num_files_train=2, num_files_eval=1)
+    dataset = Dataset(format=DataFormat.JPEG, num_files_train=2, num_files_eval=1)
     seen = found(place, dataset, evaluates=True)
     assert [seen.train.name(index) for index in range(len(seen.train))] == [
         "train/b.jpg",
@@ -62,21 +62,21 @@ def test_subfolders_are_found_by_dlios_names_and_by_any_other(tmp_path: Path, fo
     place = tmp_path / "data"
     names = [f"{number:02}" if folders == "dlio" else f"class-{number}" for number in range(10)]
     put(place, *(f"train/{name}/img_{index}.npz" for name in names for index in range(3)))
-    seen = found(place, Dataset(format=Format.NPZ, num_files_train=30, num_subfolders_train=10))
+    seen = found(place, Dataset(format=DataFormat.NPZ, num_files_train=30, num_subfolders_train=10))
     assert len(seen.train) == 30
 
 
 def test_fewer_files_than_asked_for_are_an_error_that_says_how_many(tmp_path: Path, scratch: Path) -> None:
     put(tmp_path / "data", "train/a.npz", "train/b.npz")
     with pytest.raises(UsageError, match=r"2 files lie here.*num_files_train asks for 3.*num_files_train=2"):
-        found(tmp_path / "data", Dataset(format=Format.NPZ, num_files_train=3))
+        found(tmp_path / "data", Dataset(format=DataFormat.NPZ, num_files_train=3))
     assert not list(scratch.iterdir())
 
 
 @pytest.mark.parametrize("folder", [".", "missing"])
 def test_no_files_at_all_say_how_to_make_some(tmp_path: Path, folder: str) -> None:
     with pytest.raises(ObjectNotFound, match="training generate"):
-        found(tmp_path / folder, Dataset(format=Format.NPZ, num_files_train=3))
+        found(tmp_path / folder, Dataset(format=DataFormat.NPZ, num_files_train=3))
 
 
 def info(key: str) -> ObjectInfo:

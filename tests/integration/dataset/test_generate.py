@@ -28,14 +28,14 @@ from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.memory import MemoryStorage
 from penstock.testing.faults import FailAfter
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
     from tests.support.s3.server import S3Server
 
 SMALL = Dataset(
-    format=Format.NPZ,
+    format=DataFormat.NPZ,
     num_files_train=12,
     num_files_eval=3,
     record_length_bytes=Fraction(50_000),
@@ -83,7 +83,9 @@ def test_the_same_recipe_makes_the_same_bytes_and_another_seed_others(tmp_path: 
 
 
 def test_no_block_of_4_kib_occurs_twice(tmp_path: Path) -> None:
-    recipe = replace(RECIPE, dataset=replace(SMALL, format=Format.NPY, record_length_bytes_stdev=Fraction(0)))
+    recipe = replace(
+        RECIPE, dataset=replace(SMALL, format=DataFormat.NPY, record_length_bytes_stdev=Fraction(0))
+    )
     _generate(_at(tmp_path), recipe)
     content = b"".join(path.read_bytes()[128:] for path in sorted(tmp_path.rglob("*.npy")))
     blocks = [content[start : start + 4096] for start in range(0, len(content) - 4096, 4096)]

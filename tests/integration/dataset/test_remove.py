@@ -15,7 +15,7 @@ from penstock.dataset.generate import data_files, generate
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
 from penstock.storage.whole import write_object
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 
 
@@ -26,14 +26,14 @@ def made(folder: Path, dataset: Dataset) -> tuple[Recipe, Storage]:
     return recipe, storage
 
 
-def small(kind: Format) -> Dataset:
+def small(kind: DataFormat) -> Dataset:
     return replace(
         Dataset(), format=kind, num_files_train=5, num_files_eval=2, num_subfolders_train=2, file_prefix="x"
     )
 
 
-@pytest.mark.parametrize("kind", [Format.NPZ, Format.INDEXED_BINARY])
-def test_all_files_and_the_manifest_go_and_others_stay(kind: Format, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [DataFormat.NPZ, DataFormat.INDEXED_BINARY])
+def test_all_files_and_the_manifest_go_and_others_stay(kind: DataFormat, tmp_path: Path) -> None:
     recipe, storage = made(tmp_path, small(kind))
     write_object(storage, "train/notes.txt", [b"mine"])
     removed = remove(data_files(recipe), storage, comm=SoloComm("here"), threads=3)
@@ -43,7 +43,7 @@ def test_all_files_and_the_manifest_go_and_others_stay(kind: Format, tmp_path: P
 
 
 def test_files_that_are_gone_already_are_not_missed(tmp_path: Path) -> None:
-    recipe, storage = made(tmp_path, small(Format.NPY))
+    recipe, storage = made(tmp_path, small(DataFormat.NPY))
     files = data_files(recipe)
     storage.delete(files.plan(3).name)
     storage.delete(KEY)
@@ -52,6 +52,6 @@ def test_files_that_are_gone_already_are_not_missed(tmp_path: Path) -> None:
 
 
 def test_synthetic_samples_have_nothing_to_delete(tmp_path: Path) -> None:
-    recipe = Recipe(dataset=small(Format.SYNTHETIC), seed=1, reduction=Reduction())
+    recipe = Recipe(dataset=small(DataFormat.SYNTHETIC), seed=1, reduction=Reduction())
     storage = open_storage(str(tmp_path), {})
     assert remove(data_files(recipe), storage, comm=SoloComm("here"), threads=1) == 0

@@ -14,7 +14,7 @@ import pytest
 import typer.main
 
 from penstock.cli.app import app
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "cli"
 WRITTEN_DOWN = json.loads((GOLDEN / "verbs.json").read_text())
@@ -59,4 +59,4 @@ def test_renamed_options_are_on_the_list() -> None:
 
 
 def test_no_data_format_is_lost() -> None:
-    assert set(WRITTEN_DOWN["data formats"]) <= {one.value for one in Format}
+    assert set(WRITTEN_DOWN["data formats"]) <= {one.value for one in DataFormat}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.file_naming import NumberedFiles, evaluation_files, training_files
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 
 sets = st.builds(
@@ -99,7 +99,7 @@ def test_an_empty_set_has_neither_names_nor_numbers() -> None:
 
 def test_a_workload_names_its_training_and_its_evaluation_files() -> None:
     dataset = Dataset(
-        format=Format.NPZ,
+        format=DataFormat.NPZ,
         num_files_train=100,
         num_files_eval=7,
         num_subfolders_train=3,

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.workload.choices import Format, Framework, LoaderKind, Shuffle
+from penstock.workload.choices import DataFormat, Framework, LoaderKind, Shuffle
 from penstock.workload.dataset_size import column_bytes, read_bytes_per_sample, record_bytes
 from penstock.workload.duration import Duration
 from penstock.workload.loading import load, shipped
@@ -62,7 +62,7 @@ def test_a_shipped_workload_has_exactly_these_numbers(row: list[str]) -> None:
         workload.framework,
     ]
     assert found == [
-        Format(row[2]),
+        DataFormat(row[2]),
         *(int(text) for text in row[3:5]),
         Fraction(row[5]),
         Fraction(row[6]),

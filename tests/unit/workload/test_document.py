@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workload.choices import Format, Shuffle
+from penstock.workload.choices import DataFormat, Shuffle
 from penstock.workload.duration import Duration, Law
 from penstock.workload.loading import shipped
 from penstock.workload.spec import Column, Parquet, StorageOptions, Transformer, Workload
@@ -66,7 +66,7 @@ def test_every_shipped_workload_survives_being_written_and_read(workload: Worklo
     stdev=st.integers(0, 10**9).map(Fraction),
     threads=st.none() | st.integers(0, 64),
     shuffle=st.sampled_from(Shuffle),
-    kind=st.sampled_from(Format),
+    kind=st.sampled_from(DataFormat),
     columns=st.lists(st.builds(Column, name=st.text(min_size=1), size=st.integers(1, 9), read=st.booleans())),
     time=st.floats(0, 10).map(Duration.fixed) | st.just(Duration(law=Law.GAMMA, shape=2.0, scale_s=0.5)),
 )

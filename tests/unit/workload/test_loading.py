@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from penstock.errors import UsageError
-from penstock.workload.choices import Format, LoaderKind, Shuffle
+from penstock.workload.choices import DataFormat, LoaderKind, Shuffle
 from penstock.workload.duration import Duration, Law
 from penstock.workload.loading import load, load_data_set
 from penstock.workload.overrides import parse_settings
@@ -99,7 +99,7 @@ def test_a_file_of_dlio_loads_as_it_is(tmp_path: Path) -> None:
     workload = loaded.workload
     assert (workload.name, workload.accelerator) == ("mine", "")
     assert workload.model.model_size_bytes == 499153191
-    assert workload.dataset.format is Format.NPZ
+    assert workload.dataset.format is DataFormat.NPZ
     assert workload.dataset.record_length_bytes_stdev == 68341808
     assert workload.reader.data_loader is LoaderKind.PYTORCH
     assert workload.reader.sample_shuffle is Shuffle.OFF
@@ -248,7 +248,7 @@ def test_a_data_set_needs_no_accelerator_and_what_differs_is_said() -> None:
 
 def test_a_data_set_that_is_the_same_for_all_needs_no_words() -> None:
     assert load_data_set("resnet50").remarks == ()
-    assert load_data_set("megatron_deepspeed_LLNL").workload.dataset.format is Format.MMAP_INDEXED_BINARY
+    assert load_data_set("megatron_deepspeed_LLNL").workload.dataset.format is DataFormat.MMAP_INDEXED_BINARY
 
 
 def test_a_data_set_with_an_accelerator_is_that_ones(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.dataset_size import (
     column_bytes,
     parquet_row_bytes,
@@ -41,20 +41,20 @@ def test_dimensions_count_before_the_length() -> None:
 
 def test_columns_count_in_parquet_alone() -> None:
     parquet = Parquet(columns=(Column(name="a", dtype="float64", size=5), Column(name="b", read=False)))
-    assert record_bytes(Dataset(format=Format.PARQUET, parquet=parquet, record_dims=(9,))) == 44
-    assert read_bytes_per_sample(Dataset(format=Format.PARQUET, parquet=parquet)) == 40
-    assert parquet_row_bytes(Dataset(format=Format.NPZ, parquet=parquet)) is None
-    assert record_bytes(Dataset(format=Format.NPZ, parquet=parquet)) == 65536
+    assert record_bytes(Dataset(format=DataFormat.PARQUET, parquet=parquet, record_dims=(9,))) == 44
+    assert read_bytes_per_sample(Dataset(format=DataFormat.PARQUET, parquet=parquet)) == 40
+    assert parquet_row_bytes(Dataset(format=DataFormat.NPZ, parquet=parquet)) is None
+    assert record_bytes(Dataset(format=DataFormat.NPZ, parquet=parquet)) == 65536
 
 
 def test_parquet_without_columns_has_one_of_the_record_length() -> None:
-    dataset = Dataset(format=Format.PARQUET, record_length_bytes=Fraction(512))
+    dataset = Dataset(format=DataFormat.PARQUET, record_length_bytes=Fraction(512))
     assert parquet_row_bytes(dataset) is None
     assert read_bytes_per_sample(dataset) == 512
 
 
 @given(COLUMNS)
 def test_what_is_read_and_what_is_not_make_the_row(columns: tuple[Column, ...]) -> None:
-    dataset = Dataset(format=Format.PARQUET, parquet=Parquet(columns=columns))
+    dataset = Dataset(format=DataFormat.PARQUET, parquet=Parquet(columns=columns))
     unread = sum(column_bytes(column) for column in columns if not column.read)
     assert read_bytes_per_sample(dataset) + unread == record_bytes(dataset) == parquet_row_bytes(dataset)

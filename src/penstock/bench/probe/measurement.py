@@ -44,7 +44,7 @@ class Measurement:
     op: str
     mode: str
     ranks: int
-    timed_streams: int
+    streams: int
     block_bytes: int
     moved_bytes: int
     elapsed_s: float

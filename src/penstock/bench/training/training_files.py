@@ -22,7 +22,7 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.format_base import ComputedLayout
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.results.events import Phase
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
@@ -53,7 +53,7 @@ class TrainingFiles:
     @property
     def are_to_be_listed(self) -> bool:
         """Whether names are still presumed, and shall not be."""
-        has_files = self.dataset.format is not Format.SYNTHETIC
+        has_files = self.dataset.format is not DataFormat.SYNTHETIC
         return has_files and self.recipe is None and self.num_found is None and not self.dataset.skip_listing
 
     @property
@@ -95,7 +95,7 @@ class TrainingFiles:
     @property
     def streams(self) -> bool:
         """Whether a file is read front to back while its samples are used, rather than block by block."""
-        return self.dataset.format is Format.TFRECORD
+        return self.dataset.format.is_stream
 
     def plan(self, phase: Phase, number: int) -> Plan:
         """File `number` of a phase, counting from 0."""
@@ -130,7 +130,7 @@ def open_files(
 
     Reads the manifest that generation left, if there is one. `seed` draws sizes where there is none.
     """
-    held = None if dataset.format is Format.SYNTHETIC else read_manifest(storage)
+    held = None if dataset.format is DataFormat.SYNTHETIC else read_manifest(storage)
     recipe = None if held is None else _as_generated(dataset, storage, held)
     lying = dataset if recipe is None else recipe.dataset
     return TrainingFiles(

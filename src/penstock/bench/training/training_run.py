@@ -46,7 +46,7 @@ from penstock.results.record import OpenRun, RunRequest
 from penstock.results.spool import SpoolWriter, spool_path
 from penstock.results.tables import gather, read_events
 from penstock.storage import Counters
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Division
@@ -322,7 +322,7 @@ def handling_of(
 ) -> tuple[Handling, FormatDecoder | None]:
     """What becomes of samples, and who does it; `UsageError` where nothing tells what files hold."""
     decodes = request.decodes or request.check is not ContentCheck.OFF
-    if not decodes or files.dataset.format is Format.SYNTHETIC:
+    if not decodes or files.dataset.format is DataFormat.SYNTHETIC:
         return Handling(), None
     if files.recipe is None:
         raise UsageError(

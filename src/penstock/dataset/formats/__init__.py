@@ -1,5 +1,27 @@
-"""Files of samples, format by format: what they are made of, how they are read. Start at `open_format`."""
+"""The formats of data files, one module each: what a file consists of, and how it is read.
 
-from penstock.dataset.formats.registry import open_format
+`DataFormat` in `penstock.workload.choices` declares them. A format is imported when a data set asks for it,
+and with it the library that it needs. What a data set asks for and its format cannot do is a `UsageError`
+here, before the first byte.
+"""
 
-__all__ = ["open_format"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.dataset.formats.format_protocol import FileFormat
+    from penstock.workload.spec import Dataset
+
+
+def open_format(dataset: Dataset, seed: int, *, transfer_bytes: int | None = None) -> FileFormat:
+    """The format of `dataset`, whose sample sizes are drawn by `seed`.
+
+    `transfer_bytes` is the workload's `transfer_size`; only formats that are read as streams use it.
+    """
+    module, _, name = dataset.format.opener.partition(":")
+    opener = getattr(import_module(f"{__name__}.{module}"), name)
+    is_sized = dataset.format.is_stream and transfer_bytes is not None
+    file_format: FileFormat = opener(dataset, seed, transfer_bytes) if is_sized else opener(dataset, seed)
+    return file_format

@@ -284,3 +284,9 @@ def _steps(content: Content, offset: int, size_bytes: int) -> Iterator[memoryvie
         piece = buffer[: min(_STEP_BYTES, size_bytes - start)]
         content.fill(piece, offset + start)
         yield piece
+
+
+def open_npz(dataset: Dataset, seed: int) -> NpzFormat:
+    """Stored or compressed archives, as the data set asks for."""
+    is_stored = dataset.compression is Compression.NONE
+    return NpzFormat(dataset, seed) if is_stored else CompressedNpzFormat(dataset, seed)

@@ -33,7 +33,7 @@ from penstock.results.tables import read_events
 from penstock.storage import open_storage
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
-from penstock.workload.choices import Format, Shuffle
+from penstock.workload.choices import DataFormat, Shuffle
 from penstock.workload.duration import Duration
 from penstock.workload.spec import Dataset, Evaluation, Metric, Reader, Train, Workflow, Workload
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 COMM = SoloComm()
 FILES = Dataset(
-    format=Format.NPZ,
+    format=DataFormat.NPZ,
     num_files_train=24,
     record_length_bytes=Fraction(5000),
     record_length_bytes_stdev=Fraction(500),
@@ -322,7 +322,7 @@ def test_the_first_three_missing_files_are_named_and_all_counted(ground: Ground)
 
 
 def test_a_missing_index_is_a_missing_file(ground: Ground) -> None:
-    dataset = replace(FILES, format=Format.INDEXED_BINARY, num_samples_per_file=4)
+    dataset = replace(FILES, format=DataFormat.INDEXED_BINARY, num_samples_per_file=4)
     ground.make(dataset)
     ground.storage.delete("train/img_00_of_24.indexed_binary.sz.idx")
     files = open_files(dataset, ground.storage, seed=1, evaluates=False)
@@ -400,7 +400,7 @@ def test_too_few_evaluation_files_are_an_error(ground: Ground) -> None:
 
 
 def test_synthetic_samples_need_no_data_set(tmp_path: Path) -> None:
-    dataset = replace(FILES, format=Format.SYNTHETIC)
+    dataset = replace(FILES, format=DataFormat.SYNTHETIC)
     document = Ground(MemoryStorage(), tmp_path).run(workload(dataset)).document()
     assert document["read_bytes"] == 0
     assert document["au_strict"] > 0

@@ -20,13 +20,13 @@ from penstock.dataset.dataset_manifest import Recipe
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
 from penstock.storage import open_storage
-from penstock.workload.choices import Format, Shuffle
+from penstock.workload.choices import DataFormat, Shuffle
 from penstock.workload.spec import Dataset, Reader, Train, Workload
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions
 
-FILES = Dataset(format=Format.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
+FILES = Dataset(format=DataFormat.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
 
 
 def loader(name: str) -> LoaderOptions:

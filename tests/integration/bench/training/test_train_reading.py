@@ -27,7 +27,7 @@ from penstock.progress import Silent
 from penstock.results.record import read_record
 from penstock.results.tables import read_events
 from penstock.storage import open_storage
-from penstock.workload.choices import Format, ProcessStart, ReadType, Shuffle
+from penstock.workload.choices import DataFormat, ProcessStart, ReadType, Shuffle
 from penstock.workload.duration import Duration
 from penstock.workload.spec import Dataset, Reader, Train, Workload
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions
     from penstock.bench.training.training_result import TrainingResult
 
-FILES = Dataset(format=Format.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
+FILES = Dataset(format=DataFormat.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
 READER = Reader(batch_size=3, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED)
 NATIVE = NativeOptions(threads=2, buffer_bytes=1 << 16)
 

@@ -26,7 +26,7 @@ from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, verify_file, write_file
 from penstock.storage.registry import open_storage
-from penstock.workload.choices import Compression, Format
+from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _write(folder: Path, dataset: Dataset, index: int = 0) -> tuple[Path, Plan, 
     return folder / plan.name, plan, content
 
 
-def _dataset(kind: Format, samples: int = 1, size: int = 40_000) -> Dataset:
+def _dataset(kind: DataFormat, samples: int = 1, size: int = 40_000) -> Dataset:
     return Dataset(format=kind, num_samples_per_file=samples, record_length_bytes=Fraction(size))
 
 
@@ -58,7 +58,7 @@ def _content(content: Content, offset: int, size_bytes: int) -> bytes:
 
 
 def test_numpy_loads_npy_with_samples_last(tmp_path: Path) -> None:
-    path, plan, content = _write(tmp_path, replace(_dataset(Format.NPY, 6), record_element_type="int32"))
+    path, plan, content = _write(tmp_path, replace(_dataset(DataFormat.NPY, 6), record_element_type="int32"))
     array = np.load(path)
     assert array.shape == (*plan.dims, 6)
     assert array.dtype == np.int32
@@ -71,7 +71,7 @@ def test_numpy_loads_npy_with_samples_last(tmp_path: Path) -> None:
     "compression", [Compression.NONE, Compression.ZIP, Compression.GZIP, Compression.BZ2, Compression.XZ]
 )
 def test_numpy_loads_npz_with_x_and_labels_y(tmp_path: Path, compression: Compression) -> None:
-    path, plan, _ = _write(tmp_path, replace(_dataset(Format.NPZ, 3), compression=compression))
+    path, plan, _ = _write(tmp_path, replace(_dataset(DataFormat.NPZ, 3), compression=compression))
     with np.load(path) as archive:
         assert set(archive.files) == {"x", "y"}
         assert archive["x"].shape == (*plan.dims, 3)
@@ -85,7 +85,7 @@ def test_numpy_loads_npz_with_x_and_labels_y(tmp_path: Path, compression: Compre
 
 
 def test_a_stored_npz_holds_its_array_as_raw_content(tmp_path: Path) -> None:
-    path, plan, content = _write(tmp_path, _dataset(Format.NPZ))
+    path, plan, content = _write(tmp_path, _dataset(DataFormat.NPZ))
     with np.load(path) as archive:
         raw = archive["x"].tobytes()
     offset = path.read_bytes().index(raw[:64])
@@ -95,7 +95,7 @@ def test_a_stored_npz_holds_its_array_as_raw_content(tmp_path: Path) -> None:
 def test_the_unzip_program_accepts_an_npz(tmp_path: Path) -> None:
     if shutil.which("unzip") is None:
         pytest.skip("unzip is not installed")
-    path, _, _ = _write(tmp_path, _dataset(Format.NPZ, 2))
+    path, _, _ = _write(tmp_path, _dataset(DataFormat.NPZ, 2))
     done = subprocess.run(["unzip", "-t", path], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No errors detected" in done.stdout
@@ -172,7 +172,7 @@ def _example(message: bytes) -> dict[str, bytes | int]:
 
 @pytest.mark.parametrize("size", [1, 100, 127, 128, 5000, 20_000])
 def test_tfrecords_have_right_sums_and_hold_examples_of_image_and_size(tmp_path: Path, size: int) -> None:
-    path, plan, content = _write(tmp_path, _dataset(Format.TFRECORD, 3, size))
+    path, plan, content = _write(tmp_path, _dataset(DataFormat.TFRECORD, 3, size))
     records = list(_tfrecords(io.BytesIO(path.read_bytes())))
     assert len(records) == 3
     for number, record in enumerate(records):
@@ -185,8 +185,8 @@ def test_tfrecords_have_right_sums_and_hold_examples_of_image_and_size(tmp_path:
         assert image == _content(content, offset, plan.sample_bytes)
 
 
-@pytest.mark.parametrize("kind", [Format.INDEXED_BINARY, Format.MMAP_INDEXED_BINARY])
-def test_the_indexes_of_a_binary_give_every_record(tmp_path: Path, kind: Format) -> None:
+@pytest.mark.parametrize("kind", [DataFormat.INDEXED_BINARY, DataFormat.MMAP_INDEXED_BINARY])
+def test_the_indexes_of_a_binary_give_every_record(tmp_path: Path, kind: DataFormat) -> None:
     path, plan, content = _write(tmp_path, _dataset(kind, 200_000, 5))
     offsets = np.fromfile(f"{path}.off.idx", dtype="<u8")
     sizes = np.fromfile(f"{path}.sz.idx", dtype="<u8")
@@ -203,7 +203,7 @@ def test_the_indexes_of_a_binary_give_every_record(tmp_path: Path, kind: Format)
     ("kind", "low", "high"), [("uint8", 0, 256), ("int16", 0, 2**15), ("float32", 0, 1), ("float64", 0, 1)]
 )
 def test_csv_readers_take_the_numbers(tmp_path: Path, kind: str, low: int, high: int) -> None:
-    path, plan, _ = _write(tmp_path, replace(_dataset(Format.CSV, 5, 800), record_element_type=kind))
+    path, plan, _ = _write(tmp_path, replace(_dataset(DataFormat.CSV, 5, 800), record_element_type=kind))
     with path.open(newline="") as lines:
         rows = [[float(entry) for entry in row] for row in csv.reader(lines)]
     assert np.shape(rows) == (5, *plan.dims)
@@ -217,16 +217,18 @@ def test_csv_readers_take_the_numbers(tmp_path: Path, kind: str, low: int, high:
 
 
 @pytest.mark.parametrize("size", [*range(400, 700, 7), 999, 12_345, 65_536, 153_600, 322_957, 1_000_003])
-@pytest.mark.parametrize("kind", [Format.JPEG, Format.PNG])
-def test_an_image_has_exactly_the_size_asked_for_and_decodes(tmp_path: Path, kind: Format, size: int) -> None:
-    if kind is Format.JPEG and size < 450:
+@pytest.mark.parametrize("kind", [DataFormat.JPEG, DataFormat.PNG])
+def test_an_image_has_exactly_the_size_asked_for_and_decodes(
+    tmp_path: Path, kind: DataFormat, size: int
+) -> None:
+    if kind is DataFormat.JPEG and size < 450:
         size += 200
     path, plan, _ = _write(tmp_path, _dataset(kind, 1, size))
     assert path.stat().st_size == size
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with Image.open(path) as image:
-            assert image.format == ("JPEG" if kind is Format.JPEG else "PNG")
+            assert image.format == ("JPEG" if kind is DataFormat.JPEG else "PNG")
             image.load()
             pixels = np.asarray(image)
     assert pixels.shape == plan.dims
@@ -239,7 +241,7 @@ def test_a_jpeg_is_accepted_by_the_strictest_reader_there_is(tmp_path: Path) -> 
     djpeg = shutil.which("djpeg")
     if djpeg is None:
         pytest.skip("djpeg is not installed")
-    path, plan, _ = _write(tmp_path, _dataset(Format.JPEG, 1, 200_001))
+    path, plan, _ = _write(tmp_path, _dataset(DataFormat.JPEG, 1, 200_001))
     done = subprocess.run([djpeg, "-ppm", path], capture_output=True, timeout=60, check=False)
     assert done.returncode == 0
     assert done.stderr == b""
@@ -250,7 +252,7 @@ def test_h5py_opens_records_in_datasets_and_labels(tmp_path: Path) -> None:
     import h5py  # type: ignore[import-untyped]  # it brings no types
 
     dataset = replace(
-        _dataset(Format.HDF5, 4),
+        _dataset(DataFormat.HDF5, 4),
         record_dims=(6, 50, 2),
         compression=Compression.GZIP,
         compression_level=7,
@@ -276,7 +278,7 @@ def test_pyarrow_opens_columns_in_row_groups(tmp_path: Path) -> None:
         Column(name="text", dtype="string", size=6),
     )
     dataset = replace(
-        _dataset(Format.PARQUET, 1000),
+        _dataset(DataFormat.PARQUET, 1000),
         compression=Compression.SNAPPY,
         parquet=Parquet(columns=columns, row_group_size=300),
     )
@@ -296,15 +298,23 @@ def test_parquet_rows_take_about_the_bytes_they_hold(tmp_path: Path) -> None:
         Column(name=f"feature_{number:03}", dtype=("float16", "float32", "float64", "int8")[number % 4])
         for number in range(40)
     )
-    dataset = replace(_dataset(Format.PARQUET, 6144), parquet=Parquet(columns=columns, row_group_size=6144))
+    dataset = replace(
+        _dataset(DataFormat.PARQUET, 6144), parquet=Parquet(columns=columns, row_group_size=6144)
+    )
     path, plan, _ = _write(tmp_path, dataset)
     assert path.stat().st_size / (plan.num_samples * plan.sample_bytes) < 1.06
 
 
 UNIQUE = {
-    **{kind: _dataset(kind, 1, 70_000) for kind in (Format.NPY, Format.NPZ, Format.JPEG, Format.PNG)},
-    **{kind: _dataset(kind, 5, 20_000) for kind in (Format.TFRECORD, Format.HDF5, Format.INDEXED_BINARY)},
-    Format.PARQUET: replace(_dataset(Format.PARQUET, 20, 5000), parquet=Parquet(row_group_size=8)),
+    **{
+        kind: _dataset(kind, 1, 70_000)
+        for kind in (DataFormat.NPY, DataFormat.NPZ, DataFormat.JPEG, DataFormat.PNG)
+    },
+    **{
+        kind: _dataset(kind, 5, 20_000)
+        for kind in (DataFormat.TFRECORD, DataFormat.HDF5, DataFormat.INDEXED_BINARY)
+    },
+    DataFormat.PARQUET: replace(_dataset(DataFormat.PARQUET, 20, 5000), parquet=Parquet(row_group_size=8)),
 }
 
 

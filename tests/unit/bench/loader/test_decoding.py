@@ -29,7 +29,7 @@ from penstock.progress import Silent
 from penstock.results.events import Phase
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import read_object, write_object
-from penstock.workload.choices import Compression, Format, Shuffle
+from penstock.workload.choices import Compression, DataFormat, Shuffle
 from penstock.workload.duration import Duration, Law
 from penstock.workload.spec import Dataset, Hdf5, Parquet, Reader, Workload
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from penstock.dataset.formats.format_protocol import Extent
 
-EVERY = [kind for kind in Format if kind is not Format.SYNTHETIC]
+EVERY = [kind for kind in DataFormat if kind is not DataFormat.SYNTHETIC]
 FULL = Handling(decodes=True, check=ContentCheck.FULL)
 
 
@@ -80,7 +80,7 @@ class Stage:
         write_object(self.storage, key, [bytes(content)])
 
 
-def small(kind: Format, **fields: Any) -> Dataset:
+def small(kind: DataFormat, **fields: Any) -> Dataset:
     base = Dataset(format=kind, num_files_train=3, num_samples_per_file=1, record_length_bytes=Fraction(3000))
     return replace(base, **fields)
 
@@ -93,8 +93,8 @@ def blocks_of(requests: Sequence[BatchRequest]) -> Iterator[BlockRequest]:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_every_format_decodes_to_what_was_generated_and_reads_every_sample_once(kind: Format) -> None:
-    num_samples = 1 if kind in (Format.JPEG, Format.PNG) else 6
+def test_every_format_decodes_to_what_was_generated_and_reads_every_sample_once(kind: DataFormat) -> None:
+    num_samples = 1 if kind in (DataFormat.JPEG, DataFormat.PNG) else 6
     stage = Stage(small(kind, num_samples_per_file=num_samples, parquet=Parquet(row_group_size=2)))
     requests = stage.requests()
     seen = Counter((one.plan.name, sample) for one in blocks_of(requests) for sample in one.samples)
@@ -110,8 +110,8 @@ def test_every_format_decodes_to_what_was_generated_and_reads_every_sample_once(
 @pytest.mark.parametrize(
     "dataset",
     [
-        small(Format.NPZ, compression=Compression.ZIP),
-        small(Format.HDF5, num_samples_per_file=4, hdf5=Hdf5(chunk_dims=(20, 20))),
+        small(DataFormat.NPZ, compression=Compression.ZIP),
+        small(DataFormat.HDF5, num_samples_per_file=4, hdf5=Hdf5(chunk_dims=(20, 20))),
     ],
 )
 def test_compressed_and_chunked_files_decode_too(dataset: Dataset) -> None:
@@ -124,7 +124,7 @@ def test_compressed_and_chunked_files_decode_too(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_blocks_travel_to_other_processes(kind: Format) -> None:
+def test_blocks_travel_to_other_processes(kind: DataFormat) -> None:
     stage = Stage(small(kind))
     (first, *_) = blocks_of(stage.requests())
     decoder, block = pickle.loads(pickle.dumps((stage.decoder(), first)))
@@ -134,7 +134,7 @@ def test_blocks_travel_to_other_processes(kind: Format) -> None:
 
 
 def test_a_flipped_byte_is_named_with_its_file_and_sample() -> None:
-    stage = Stage(small(Format.INDEXED_BINARY, num_samples_per_file=6))
+    stage = Stage(small(DataFormat.INDEXED_BINARY, num_samples_per_file=6))
     key = next(one.key for one in stage.storage.list() if one.key.endswith("_1_of_3.indexed_binary"))
     stage.damage(key, 2 * 3000 + 17)
     loader = NativeLoader(stage.storage, NativeOptions(threads=1), stage.decoder())
@@ -144,7 +144,7 @@ def test_a_flipped_byte_is_named_with_its_file_and_sample() -> None:
 
 @pytest.mark.parametrize(("check", "share"), [("off", 0), ("sample", 1 / SAMPLED), ("full", 1)])
 def test_as_many_blocks_are_checked_as_asked_for(check: str, share: float) -> None:
-    stage = Stage(small(Format.INDEXED_BINARY, num_files_train=4, num_samples_per_file=12))
+    stage = Stage(small(DataFormat.INDEXED_BINARY, num_files_train=4, num_samples_per_file=12))
     requests = stage.requests(Handling(decodes=True, check=ContentCheck(check)))
     checked = [one.is_checked for one in blocks_of(requests)]
     assert len(checked) == 48
@@ -152,7 +152,7 @@ def test_as_many_blocks_are_checked_as_asked_for(check: str, share: float) -> No
 
 
 def test_tfrecords_are_still_read_front_to_back_in_pieces_of_whole_records() -> None:
-    stage = Stage(small(Format.TFRECORD, num_samples_per_file=10))
+    stage = Stage(small(DataFormat.TFRECORD, num_samples_per_file=10))
     for transfer_bytes, records in ((1000, 1), (7000, 2)):
         requests = stage.requests(transfer_bytes=transfer_bytes, sample_shuffle=Shuffle.OFF)
         blocks = list(blocks_of(requests))
@@ -167,7 +167,7 @@ def test_tfrecords_are_still_read_front_to_back_in_pieces_of_whole_records() -> 
 
 
 def test_the_memory_of_a_block_serves_the_next_one() -> None:
-    stage = Stage(small(Format.NPY))
+    stage = Stage(small(DataFormat.NPY))
     kept: list[Sequence[Extent]] = []
 
     class Keeping:

@@ -29,7 +29,7 @@ from penstock.results.events import Phase
 from penstock.storage.memory import MemoryStorage
 from penstock.storage.whole import write_object
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
-from penstock.workload.choices import Compression, Format, Shuffle
+from penstock.workload.choices import Compression, DataFormat, Shuffle
 from penstock.workload.spec import Column, Dataset, Parquet, Reader, Train, Workload
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.storage = RecordingStorage(MemoryStorage())
         recipe = Recipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
-        if self.dataset.format is not Format.SYNTHETIC:
+        if self.dataset.format is not DataFormat.SYNTHETIC:
             generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
         self.sizes = {info.key: info.size_bytes for info in self.storage.list() if info.key != KEY}
 
@@ -121,7 +121,7 @@ class Stage:
         return Counter(Seen(key, 0, size) for key, size in self.sizes.items())
 
 
-def dataset(kind: Format, **fields: Any) -> Dataset:
+def dataset(kind: DataFormat, **fields: Any) -> Dataset:
     base = Dataset(format=kind, num_files_train=8, record_length_bytes=Fraction(6000))
     return replace(base, **fields)
 
@@ -130,11 +130,18 @@ def reads_of(request: BatchRequest) -> list[ReadRequest]:
     return [read for read in request.requests if isinstance(read, ReadRequest)]
 
 
-ONE_SAMPLE = (Format.NPZ, Format.NPY, Format.JPEG, Format.PNG, Format.CSV, Format.TFRECORD)
+ONE_SAMPLE = (
+    DataFormat.NPZ,
+    DataFormat.NPY,
+    DataFormat.JPEG,
+    DataFormat.PNG,
+    DataFormat.CSV,
+    DataFormat.TFRECORD,
+)
 
 
 @pytest.mark.parametrize("kind", ONE_SAMPLE)
-def test_files_of_one_sample_are_read_whole_each_once_in_another_order_each_epoch(kind: Format) -> None:
+def test_files_of_one_sample_are_read_whole_each_once_in_another_order_each_epoch(kind: DataFormat) -> None:
     stage = Stage(dataset(kind, num_files_train=16))
     first, second = list(stage.read(1)), list(stage.read(2))
     assert Counter(first) == Counter(second) == stage.whole_files()
@@ -142,22 +149,22 @@ def test_files_of_one_sample_are_read_whole_each_once_in_another_order_each_epoc
     assert [read.key for read in first] != sorted(stage.sizes)
 
 
-@pytest.mark.parametrize("kind", [Format.NPZ, Format.NPY])
-def test_archives_of_many_samples_are_read_whole_each_once(kind: Format) -> None:
+@pytest.mark.parametrize("kind", [DataFormat.NPZ, DataFormat.NPY])
+def test_archives_of_many_samples_are_read_whole_each_once(kind: DataFormat) -> None:
     stage = Stage(dataset(kind, num_samples_per_file=6))
     assert Counter(stage.read()) == stage.whole_files()
 
 
 def test_a_batch_asks_for_a_file_only_when_it_begins_with_it() -> None:
     stage = Stage(
-        dataset(Format.NPZ, num_samples_per_file=6), Reader(batch_size=4, file_shuffle=Shuffle.SEED)
+        dataset(DataFormat.NPZ, num_samples_per_file=6), Reader(batch_size=4, file_shuffle=Shuffle.SEED)
     )
     assert [len(request.requests) for request in stage.requests()][:6] == [1, 1, 0, 1, 1, 0]
 
 
 def test_shuffled_samples_have_their_whole_window_read_first() -> None:
     stage = Stage(
-        dataset(Format.NPZ, num_samples_per_file=6), Reader(batch_size=4, shuffle_size=12, **SHUFFLED)
+        dataset(DataFormat.NPZ, num_samples_per_file=6), Reader(batch_size=4, shuffle_size=12, **SHUFFLED)
     )
     assert [len(request.requests) for request in stage.requests()][:6] == [2, 0, 0, 2, 0, 0]
 
@@ -167,7 +174,10 @@ def test_tfrecords_are_read_front_to_back_file_by_file(transfer_bytes: int | Non
     large = 3 * TRANSFER_BYTES // 10 if transfer_bytes is None else 6000
     stage = Stage(
         dataset(
-            Format.TFRECORD, num_samples_per_file=10, record_length_bytes=Fraction(large), num_files_train=4
+            DataFormat.TFRECORD,
+            num_samples_per_file=10,
+            record_length_bytes=Fraction(large),
+            num_files_train=4,
         ),
         Reader(batch_size=4, transfer_bytes=transfer_bytes, **SHUFFLED),
     )
@@ -184,7 +194,7 @@ def test_tfrecords_are_read_front_to_back_file_by_file(transfer_bytes: int | Non
 
 def test_tfrecord_pieces_come_with_the_first_batch_that_needs_them() -> None:
     stage = Stage(
-        dataset(Format.TFRECORD, num_samples_per_file=8, num_files_train=1),
+        dataset(DataFormat.TFRECORD, num_samples_per_file=8, num_files_train=1),
         Reader(batch_size=2, transfer_bytes=1024, file_shuffle=Shuffle.SEED),
     )
     (size_bytes,) = stage.sizes.values()
@@ -195,7 +205,7 @@ def test_tfrecord_pieces_come_with_the_first_batch_that_needs_them() -> None:
 
 
 def test_indexed_records_are_read_alone_and_their_indexes_once_a_file() -> None:
-    stage = Stage(dataset(Format.INDEXED_BINARY, num_samples_per_file=10, num_files_train=2))
+    stage = Stage(dataset(DataFormat.INDEXED_BINARY, num_samples_per_file=10, num_files_train=2))
     seen = stage.read()
     records = [read for read in seen if read.key.endswith("indexed_binary")]
     indexes = [read for read in seen if not read.key.endswith("indexed_binary")]
@@ -212,7 +222,7 @@ def test_indexed_records_are_read_alone_and_their_indexes_once_a_file() -> None:
 
 def test_indexed_records_that_stay_in_turn_are_read_file_by_file() -> None:
     stage = Stage(
-        dataset(Format.MMAP_INDEXED_BINARY, num_samples_per_file=8, num_files_train=6),
+        dataset(DataFormat.MMAP_INDEXED_BINARY, num_samples_per_file=8, num_files_train=6),
         Reader(batch_size=4, file_shuffle=Shuffle.SEED),
     )
     records = [read for read in stage.read() if read.key.endswith("binary")]
@@ -227,7 +237,7 @@ def test_parquet_is_read_by_row_group_and_only_in_the_columns_marked() -> None:
         Column(name="unwanted", dtype="int32", size=500, read=False),
     )
     parquet = Parquet(columns=columns, row_group_size=10)
-    stage = Stage(dataset(Format.PARQUET, num_samples_per_file=40, num_files_train=3, parquet=parquet))
+    stage = Stage(dataset(DataFormat.PARQUET, num_samples_per_file=40, num_files_train=3, parquet=parquet))
     seen = stage.read()
     assert len(seen) == 12
     assert {read.key for read in seen} == set(stage.sizes)
@@ -237,14 +247,14 @@ def test_parquet_is_read_by_row_group_and_only_in_the_columns_marked() -> None:
 
 
 def test_hdf5_samples_are_read_where_they_lie() -> None:
-    stage = Stage(dataset(Format.HDF5, num_samples_per_file=8, num_files_train=3))
+    stage = Stage(dataset(DataFormat.HDF5, num_samples_per_file=8, num_files_train=3))
     seen = stage.read()
     assert sum(read.size_bytes for read in seen) == 3 * 8 * 6000
     assert {read.key for read in seen} == set(stage.sizes)
 
 
 def test_what_surveys_read_is_counted() -> None:
-    stage = Stage(dataset(Format.HDF5, num_samples_per_file=8, num_files_train=3))
+    stage = Stage(dataset(DataFormat.HDF5, num_samples_per_file=8, num_files_train=3))
     order, batches = stage.order(), Batches(stage.files(), stage.storage, Phase.TRAIN)
     stage.storage.seen.clear()
     for _ in batches.of_epoch(order, 6):
@@ -253,7 +263,7 @@ def test_what_surveys_read_is_counted() -> None:
 
 
 def test_few_files_are_remembered() -> None:
-    stage = Stage(dataset(Format.HDF5, num_samples_per_file=8, num_files_train=3))
+    stage = Stage(dataset(DataFormat.HDF5, num_samples_per_file=8, num_files_train=3))
     order = stage.order()
     forgetful = Batches(stage.files(), stage.storage, Phase.TRAIN, known_files=1)
     mindful = Batches(stage.files(), stage.storage, Phase.TRAIN, known_files=3)
@@ -264,18 +274,18 @@ def test_few_files_are_remembered() -> None:
 
 
 def test_synthetic_samples_touch_no_storage() -> None:
-    stage = Stage(dataset(Format.SYNTHETIC, num_files_train=16))
+    stage = Stage(dataset(DataFormat.SYNTHETIC, num_files_train=16))
     assert [request.requests for request in stage.requests()] == [()] * 4
     assert stage.read() == []
 
 
 def test_compressed_files_are_read_whole_though_their_size_is_not_known() -> None:
-    stage = Stage(dataset(Format.NPZ, compression=Compression.ZIP))
+    stage = Stage(dataset(DataFormat.NPZ, compression=Compression.ZIP))
     assert Counter(stage.read()) == stage.whole_files()
 
 
 def test_ranks_read_different_files_and_together_all_of_them() -> None:
-    stage = Stage(dataset(Format.NPZ, num_files_train=24), num_ranks=3)
+    stage = Stage(dataset(DataFormat.NPZ, num_files_train=24), num_ranks=3)
     keys = [
         {read.key for request in stage.requests(rank=rank) for read in reads_of(request)} for rank in range(3)
     ]
@@ -284,7 +294,7 @@ def test_ranks_read_different_files_and_together_all_of_them() -> None:
 
 
 def test_a_file_of_another_size_is_an_error_that_names_it() -> None:
-    stage = Stage(dataset(Format.NPZ))
+    stage = Stage(dataset(DataFormat.NPZ))
     key = min(stage.sizes)
     write_object(stage.storage, key, [b"x" * 100])
     with pytest.raises(ShortTransfer, match=f"{key}.*Generate or copy it again"):
@@ -292,7 +302,7 @@ def test_a_file_of_another_size_is_an_error_that_names_it() -> None:
 
 
 def test_of_files_from_elsewhere_nothing_is_presumed_but_their_names() -> None:
-    stage = Stage(dataset(Format.NPZ))
+    stage = Stage(dataset(DataFormat.NPZ))
     stage.storage.delete(KEY)
     key = min(stage.sizes)
     write_object(stage.storage, key, [b"x" * 100])
@@ -302,7 +312,7 @@ def test_of_files_from_elsewhere_nothing_is_presumed_but_their_names() -> None:
 
 
 def test_tfrecords_from_elsewhere_are_read_to_their_end() -> None:
-    stage = Stage(dataset(Format.TFRECORD, num_samples_per_file=4, num_files_train=2))
+    stage = Stage(dataset(DataFormat.TFRECORD, num_samples_per_file=4, num_files_train=2))
     stage.storage.delete(KEY)
     key = min(stage.sizes)
     write_object(stage.storage, key, [b"x" * 100])
@@ -311,7 +321,7 @@ def test_tfrecords_from_elsewhere_are_read_to_their_end() -> None:
 
 
 def test_fewer_files_than_lie_there_may_be_asked_for_and_no_more() -> None:
-    stage = Stage(dataset(Format.NPZ))
+    stage = Stage(dataset(DataFormat.NPZ))
     asked = replace(stage.dataset, num_files_train=5)
     files = open_files(asked, stage.storage, seed=9, evaluates=False)
     assert list(files.keys(first=0, step=2)) == [f"train/img_{number}_of_8.npz" for number in (0, 2, 4)]
@@ -320,14 +330,14 @@ def test_fewer_files_than_lie_there_may_be_asked_for_and_no_more() -> None:
 
 
 def test_a_data_set_that_was_made_otherwise_is_refused() -> None:
-    stage = Stage(dataset(Format.NPZ))
+    stage = Stage(dataset(DataFormat.NPZ))
     asked = replace(stage.dataset, record_length_bytes=Fraction(7000))
     with pytest.raises(UsageError, match="record_length_bytes"):
         open_files(asked, stage.storage, seed=9, evaluates=False)
 
 
 def test_evaluation_files_come_after_those_of_training() -> None:
-    stage = Stage(dataset(Format.NPZ, num_files_train=2, num_files_eval=3))
+    stage = Stage(dataset(DataFormat.NPZ, num_files_train=2, num_files_eval=3))
     files = stage.files()
     assert files.plan(Phase.EVAL, 0).name == "valid/img_0_of_3.npz"
     assert files.plan(Phase.EVAL, 0).index == 2
@@ -366,8 +376,10 @@ def test_leaving_early_ends_the_planning() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-planner")]
 
 
-@pytest.mark.parametrize("kind", [*ONE_SAMPLE, Format.INDEXED_BINARY, Format.PARQUET, Format.HDF5])
-def test_on_storage_without_cost_the_same_is_asked_for_and_nothing_read(kind: Format) -> None:
+@pytest.mark.parametrize(
+    "kind", [*ONE_SAMPLE, DataFormat.INDEXED_BINARY, DataFormat.PARQUET, DataFormat.HDF5]
+)
+def test_on_storage_without_cost_the_same_is_asked_for_and_nothing_read(kind: DataFormat) -> None:
     stage = Stage(dataset(kind, num_files_train=16))
     requests = stage.requests()
     free = ZeroCostStorage(stage.storage, sizes_of(requests, stage.storage))
@@ -381,7 +393,7 @@ def test_on_storage_without_cost_the_same_is_asked_for_and_nothing_read(kind: Fo
 
 
 def test_sizes_of_files_from_elsewhere_are_looked_up() -> None:
-    stage = Stage(dataset(Format.NPZ))
+    stage = Stage(dataset(DataFormat.NPZ))
     stage.storage.delete(KEY)
     assert sizes_of(stage.requests(), stage.storage) == stage.sizes
 

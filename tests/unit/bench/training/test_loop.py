@@ -23,7 +23,7 @@ from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
 from penstock.results.events import Phase, RankEvents, SpanKind
 from penstock.storage.memory import MemoryStorage
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.duration import Duration, Law
 from penstock.workload.spec import Dataset, Evaluation, Reader, Train, Workflow, Workload
 
@@ -31,7 +31,7 @@ WORKLOAD = Workload(
     name="w",
     workflow=Workflow(evaluation=True),
     dataset=Dataset(
-        format=Format.NPY, num_files_train=12, num_files_eval=4, record_length_bytes=Fraction(2000)
+        format=DataFormat.NPY, num_files_train=12, num_files_eval=4, record_length_bytes=Fraction(2000)
     ),
     reader=Reader(batch_size=3, batch_size_eval=2),
     train=Train(epochs=2, computation_time=Duration.fixed(0.002)),

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from penstock.bench.epoch_order import Division
 from penstock.bench.training.order_preview import Preview, preview
 from penstock.errors import UsageError
-from penstock.workload.choices import Format, Shuffle
+from penstock.workload.choices import DataFormat, Shuffle
 from penstock.workload.spec import Dataset, Reader, Workload
 
 WORKLOAD = Workload(
     name="small",
-    dataset=Dataset(format=Format.NPZ, num_files_train=48, record_length_bytes=Fraction(1000)),
+    dataset=Dataset(format=DataFormat.NPZ, num_files_train=48, record_length_bytes=Fraction(1000)),
     reader=Reader(batch_size=2, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED),
 )
 
@@ -46,7 +46,9 @@ def test_each_epoch_has_an_order_of_its_own_and_each_seed_too() -> None:
 
 
 def test_samples_of_one_file_share_its_name() -> None:
-    dataset = replace(WORKLOAD.dataset, format=Format.TFRECORD, num_samples_per_file=10, num_files_train=4)
+    dataset = replace(
+        WORKLOAD.dataset, format=DataFormat.TFRECORD, num_samples_per_file=10, num_files_train=4
+    )
     workload = replace(WORKLOAD, dataset=dataset, reader=Reader(batch_size=2))
     samples = _preview(workload).samples
     assert [sample.index for sample in samples] == list(range(40))

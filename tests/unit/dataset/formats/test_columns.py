@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.dataset.formats.parquet import ParquetFormat
 from penstock.dataset.formats.parquet_columns import column_type
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.dataset_size import column_bytes
 from penstock.workload.spec import Column, Dataset, Parquet
 
@@ -75,7 +75,7 @@ def test_texts_of_other_lengths_are_no_rows() -> None:
 
 def test_a_format_that_travels_to_another_process_still_knows_its_columns() -> None:
     columns = (Column(name="latents", dtype="float32", size=5), Column(name="label", dtype="int64", size=1))
-    dataset = Dataset(format=Format.PARQUET, num_samples_per_file=4, parquet=Parquet(columns=columns))
+    dataset = Dataset(format=DataFormat.PARQUET, num_samples_per_file=4, parquet=Parquet(columns=columns))
     there = ParquetFormat(dataset, 7)
     travelled = pickle.loads(pickle.dumps(there))
     plan = there.plan(0, "train/img_0_of_1.parquet")

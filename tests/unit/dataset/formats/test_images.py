@@ -16,11 +16,11 @@ from penstock.dataset.content import Content, Reduction
 from penstock.dataset.formats import jpeg, png
 from penstock.dataset.formats.jpeg import JpegFormat
 from penstock.dataset.formats.png import PngFormat
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 
-JPEG = JpegFormat(Dataset(format=Format.JPEG), 1)
-PNG = PngFormat(Dataset(format=Format.PNG), 1)
+JPEG = JpegFormat(Dataset(format=DataFormat.JPEG), 1)
+PNG = PngFormat(Dataset(format=DataFormat.PNG), 1)
 CONTENT = Content(3, 4)
 
 png_sizes = st.integers(PngFormat.smallest_bytes, 40_000)

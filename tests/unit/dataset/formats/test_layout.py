@@ -13,14 +13,20 @@ from hypothesis import strategies as st
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.format_protocol import COMPUTED
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
     from penstock.dataset.formats.format_protocol import Checksum
     from penstock.dataset.formats.format_protocol import Content as Bytes
 
-RAW = [Format.NPY, Format.NPZ, Format.TFRECORD, Format.INDEXED_BINARY, Format.MMAP_INDEXED_BINARY]
+RAW = [
+    DataFormat.NPY,
+    DataFormat.NPZ,
+    DataFormat.TFRECORD,
+    DataFormat.INDEXED_BINARY,
+    DataFormat.MMAP_INDEXED_BINARY,
+]
 
 
 class Ruler:
@@ -54,7 +60,7 @@ class Ruler:
     element=st.sampled_from(["uint8", "int32", "float64"]),
 )
 def test_a_file_of_any_size_is_laid_as_large_as_planned(
-    kind_name: Format, size: int, stdev: int, samples: int, element: str
+    kind_name: DataFormat, size: int, stdev: int, samples: int, element: str
 ) -> None:
     dataset = Dataset(
         format=kind_name,
@@ -75,7 +81,7 @@ def test_a_file_of_any_size_is_laid_as_large_as_planned(
 
 @pytest.mark.parametrize("gibibytes", [3, 4, 5, 300])
 def test_a_zip_beyond_4_gib_is_measured_with_its_wide_records(gibibytes: int) -> None:
-    dataset = Dataset(format=Format.NPZ, record_length_bytes=Fraction(gibibytes << 30))
+    dataset = Dataset(format=DataFormat.NPZ, record_length_bytes=Fraction(gibibytes << 30))
     kind, ruler = open_format(dataset, 5), Ruler()
     plan = kind.plan(0, "file")
     kind.lay(plan, 0, ruler)
@@ -97,7 +103,7 @@ def test_rows_of_text_have_the_size_planned_and_end_with_lines(element: str, sam
             self.text += bytes(text)
 
     dataset = Dataset(
-        format=Format.CSV,
+        format=DataFormat.CSV,
         num_samples_per_file=samples,
         record_length_bytes=Fraction(size),
         record_element_type=element,
@@ -116,8 +122,8 @@ def test_rows_of_text_have_the_size_planned_and_end_with_lines(element: str, sam
     assert (expected >= 0).all()
 
 
-@pytest.mark.parametrize("kind_name", [*RAW, Format.CSV])
-def test_a_file_of_fifty_million_is_known_alone(kind_name: Format) -> None:
+@pytest.mark.parametrize("kind_name", [*RAW, DataFormat.CSV])
+def test_a_file_of_fifty_million_is_known_alone(kind_name: DataFormat) -> None:
     dataset = Dataset(
         format=kind_name, record_length_bytes=Fraction(3000), record_length_bytes_stdev=Fraction(500)
     )

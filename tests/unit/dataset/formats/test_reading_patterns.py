@@ -16,7 +16,7 @@ from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FileMap, Read
 from penstock.errors import StorageError, UsageError
 from penstock.storage.memory import MemoryStorage
-from penstock.workload.choices import Compression, Format
+from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 
 if TYPE_CHECKING:
@@ -37,16 +37,19 @@ def _stored(dataset: Dataset) -> tuple[FileFormat, Plan, FileMap, MemoryStorage]
     return kind, plan, found, storage
 
 
-def _dataset(kind: Format, samples: int = 1, size: int = 10_000) -> Dataset:
+def _dataset(kind: DataFormat, samples: int = 1, size: int = 10_000) -> Dataset:
     return Dataset(format=kind, num_samples_per_file=samples, record_length_bytes=Fraction(size))
 
 
 @pytest.mark.parametrize(
     "dataset",
     [
-        *(_dataset(kind) for kind in (Format.NPY, Format.NPZ, Format.JPEG, Format.PNG, Format.CSV)),
-        _dataset(Format.NPZ, 5),
-        replace(_dataset(Format.NPZ, 5), compression=Compression.ZIP),
+        *(
+            _dataset(kind)
+            for kind in (DataFormat.NPY, DataFormat.NPZ, DataFormat.JPEG, DataFormat.PNG, DataFormat.CSV)
+        ),
+        _dataset(DataFormat.NPZ, 5),
+        replace(_dataset(DataFormat.NPZ, 5), compression=Compression.ZIP),
     ],
     ids=lambda dataset: f"{dataset.format} of {dataset.num_samples_per_file}",
 )
@@ -60,7 +63,7 @@ def test_files_that_cannot_be_read_in_part_are_read_whole_and_once(dataset: Data
 
 @pytest.mark.parametrize(("transfer", "pieces"), [(None, 3), (4096, 148), (10**6, 1)])
 def test_tfrecords_are_read_front_to_back_in_pieces(transfer: int | None, pieces: int) -> None:
-    kind = open_format(_dataset(Format.TFRECORD, 60), 1, transfer_bytes=transfer)
+    kind = open_format(_dataset(DataFormat.TFRECORD, 60), 1, transfer_bytes=transfer)
     plan = kind.plan(0, "file")
     reads = list(kind.reads(plan, COMPUTED, range(7, 9)))
     assert len(reads) == pieces
@@ -69,8 +72,8 @@ def test_tfrecords_are_read_front_to_back_in_pieces(transfer: int | None, pieces
     assert plan.block_samples == 60
 
 
-@pytest.mark.parametrize("kind_name", [Format.INDEXED_BINARY, Format.MMAP_INDEXED_BINARY])
-def test_a_record_of_an_indexed_binary_is_read_alone_after_both_indexes(kind_name: Format) -> None:
+@pytest.mark.parametrize("kind_name", [DataFormat.INDEXED_BINARY, DataFormat.MMAP_INDEXED_BINARY])
+def test_a_record_of_an_indexed_binary_is_read_alone_after_both_indexes(kind_name: DataFormat) -> None:
     kind, plan, found, _ = _stored(_dataset(kind_name, 9, 100))
     assert list(kind.reads(plan, found, range(4, 6))) == [
         Read(part=1, offset=0, size_bytes=72),
@@ -81,7 +84,7 @@ def test_a_record_of_an_indexed_binary_is_read_alone_after_both_indexes(kind_nam
 
 
 def test_hdf5_without_chunks_is_read_sample_by_sample() -> None:
-    kind, plan, found, _ = _stored(_dataset(Format.HDF5, 6))
+    kind, plan, found, _ = _stored(_dataset(DataFormat.HDF5, 6))
     (read,) = kind.reads(plan, found, range(3, 4))
     assert read.size_bytes == plan.sample_bytes
     (all_samples,) = kind.reads(plan, found, range(6))
@@ -90,7 +93,7 @@ def test_hdf5_without_chunks_is_read_sample_by_sample() -> None:
 
 
 def test_hdf5_is_read_by_chunk_and_a_chunk_of_many_samples_whole() -> None:
-    dataset = replace(_dataset(Format.HDF5, 10), record_dims=(5, 20), hdf5=Hdf5(chunk_dims=(4, 5, 20)))
+    dataset = replace(_dataset(DataFormat.HDF5, 10), record_dims=(5, 20), hdf5=Hdf5(chunk_dims=(4, 5, 20)))
     kind, plan, found, _ = _stored(dataset)
     assert plan.block_samples == 4
     for samples in (range(5, 6), range(4, 8)):
@@ -99,7 +102,7 @@ def test_hdf5_is_read_by_chunk_and_a_chunk_of_many_samples_whole() -> None:
 
 
 def test_hdf5_chunks_have_the_size_asked_for() -> None:
-    dataset = replace(_dataset(Format.HDF5, 8), record_dims=(10, 100), enable_chunking=True)
+    dataset = replace(_dataset(DataFormat.HDF5, 8), record_dims=(10, 100), enable_chunking=True)
     for chunk_bytes, expected in ((500, 1), (1000, 1), (3500, 3), (99_999, 8), (0, 1)):
         sized = replace(dataset, chunk_size_bytes=chunk_bytes)
         assert open_format(sized, 1).plan(0, "file").block_samples == expected
@@ -109,7 +112,7 @@ def test_parquet_reads_only_the_columns_to_be_read_of_the_row_groups_wanted() ->
     columns = tuple(
         Column(name=f"c{number}", dtype="float64", size=3, read=number in (1, 2, 5)) for number in range(7)
     )
-    dataset = replace(_dataset(Format.PARQUET, 100), parquet=Parquet(columns=columns, row_group_size=30))
+    dataset = replace(_dataset(DataFormat.PARQUET, 100), parquet=Parquet(columns=columns, row_group_size=30))
     kind, plan, found, storage = _stored(dataset)
     assert (plan.block_samples, plan.sample_bytes, plan.dims) == (30, 7 * 24, (3 * 24,))
     per_group = [list(kind.reads(plan, found, range(start, start + 1))) for start in (0, 30, 60, 90)]
@@ -122,7 +125,7 @@ def test_parquet_reads_only_the_columns_to_be_read_of_the_row_groups_wanted() ->
 
 
 def test_parquet_reads_its_footer_and_nothing_else_to_find_its_row_groups() -> None:
-    dataset = replace(_dataset(Format.PARQUET, 40, 20_000), parquet=Parquet(row_group_size=10))
+    dataset = replace(_dataset(DataFormat.PARQUET, 40, 20_000), parquet=Parquet(row_group_size=10))
     kind, plan, _, storage = _stored(dataset)
     before = storage.counters.read_bytes
     with closing(storage.open("file")) as source:
@@ -131,7 +134,7 @@ def test_parquet_reads_its_footer_and_nothing_else_to_find_its_row_groups() -> N
 
 
 def test_synthetic_samples_touch_no_storage() -> None:
-    kind = open_format(_dataset(Format.SYNTHETIC, 4), 1)
+    kind = open_format(_dataset(DataFormat.SYNTHETIC, 4), 1)
     plan = kind.plan(3, "nothing")
     assert plan.parts == ()
     storage = MemoryStorage()
@@ -146,9 +149,17 @@ def test_synthetic_samples_touch_no_storage() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind_name", [Format.NPY, Format.NPZ, Format.TFRECORD, Format.INDEXED_BINARY, Format.CSV, Format.PNG]
+    "kind_name",
+    [
+        DataFormat.NPY,
+        DataFormat.NPZ,
+        DataFormat.TFRECORD,
+        DataFormat.INDEXED_BINARY,
+        DataFormat.CSV,
+        DataFormat.PNG,
+    ],
 )
-def test_decoding_needs_every_byte_that_was_asked_for(kind_name: Format) -> None:
+def test_decoding_needs_every_byte_that_was_asked_for(kind_name: DataFormat) -> None:
     kind, plan, found, storage = _stored(_dataset(kind_name))
     size_bytes = plan.parts[0].size_bytes
     assert size_bytes is not None

@@ -9,12 +9,12 @@ import pytest
 
 from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
-from penstock.workload.choices import Compression, Format
+from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 
 
-@pytest.mark.parametrize("kind", list(Format))
-def test_every_format_can_be_opened(kind: Format) -> None:
+@pytest.mark.parametrize("kind", list(DataFormat))
+def test_every_format_can_be_opened(kind: DataFormat) -> None:
     plan = open_format(Dataset(format=kind), 1).plan(5, "train/five")
     assert plan.name == "train/five"
     assert plan.index == 5
@@ -24,18 +24,18 @@ def test_every_format_can_be_opened(kind: Format) -> None:
 @pytest.mark.parametrize(
     ("kind", "compression"),
     [
-        (Format.NPY, Compression.ZIP),
-        (Format.NPZ, Compression.ZSTD),
-        (Format.HDF5, Compression.ZIP),
-        (Format.PARQUET, Compression.BZ2),
-        (Format.TFRECORD, Compression.GZIP),
-        (Format.JPEG, Compression.GZIP),
-        (Format.CSV, Compression.XZ),
-        (Format.INDEXED_BINARY, Compression.LZ4),
+        (DataFormat.NPY, Compression.ZIP),
+        (DataFormat.NPZ, Compression.ZSTD),
+        (DataFormat.HDF5, Compression.ZIP),
+        (DataFormat.PARQUET, Compression.BZ2),
+        (DataFormat.TFRECORD, Compression.GZIP),
+        (DataFormat.JPEG, Compression.GZIP),
+        (DataFormat.CSV, Compression.XZ),
+        (DataFormat.INDEXED_BINARY, Compression.LZ4),
     ],
 )
 def test_a_compression_that_a_format_lacks_is_refused_with_those_it_has(
-    kind: Format, compression: Compression
+    kind: DataFormat, compression: Compression
 ) -> None:
     with pytest.raises(UsageError, match=f"{kind} cannot be compressed by {compression}") as caught:
         open_format(Dataset(format=kind, compression=compression), 1)
@@ -43,21 +43,21 @@ def test_a_compression_that_a_format_lacks_is_refused_with_those_it_has(
     assert caught.value.where == "dataset.compression"
 
 
-@pytest.mark.parametrize("kind", [Format.JPEG, Format.PNG])
-def test_an_image_file_holds_one_sample(kind: Format) -> None:
+@pytest.mark.parametrize("kind", [DataFormat.JPEG, DataFormat.PNG])
+def test_an_image_file_holds_one_sample(kind: DataFormat) -> None:
     with pytest.raises(UsageError, match="holds one image, not 3"):
         open_format(Dataset(format=kind, num_samples_per_file=3), 1)
 
 
-@pytest.mark.parametrize("kind", [Format.JPEG, Format.PNG])
+@pytest.mark.parametrize("kind", [DataFormat.JPEG, DataFormat.PNG])
 @pytest.mark.parametrize("size", [1, 80, 1 << 40])
-def test_images_too_small_or_too_large_to_exist_are_refused(kind: Format, size: int) -> None:
+def test_images_too_small_or_too_large_to_exist_are_refused(kind: DataFormat, size: int) -> None:
     with pytest.raises(UsageError, match="cannot have"):
         open_format(Dataset(format=kind, record_length_bytes=Fraction(size)), 1)
 
 
-@pytest.mark.parametrize("kind", [Format.JPEG, Format.PNG])
-def test_drawn_images_are_never_too_small_to_exist(kind: Format) -> None:
+@pytest.mark.parametrize("kind", [DataFormat.JPEG, DataFormat.PNG])
+def test_drawn_images_are_never_too_small_to_exist(kind: DataFormat) -> None:
     dataset = Dataset(
         format=kind, record_length_bytes=Fraction(2000), record_length_bytes_stdev=Fraction(5000)
     )
@@ -68,36 +68,36 @@ def test_drawn_images_are_never_too_small_to_exist(kind: Format) -> None:
     assert max(sizes) > 5000
 
 
-@pytest.mark.parametrize("kind", [Format.JPEG, Format.PNG])
-def test_dimensions_of_an_image_say_its_size(kind: Format) -> None:
+@pytest.mark.parametrize("kind", [DataFormat.JPEG, DataFormat.PNG])
+def test_dimensions_of_an_image_say_its_size(kind: DataFormat) -> None:
     plan = open_format(Dataset(format=kind, record_dims=(50, 60)), 1).plan(0, "x")
     assert plan.parts[0].size_bytes == 3000
 
 
 def test_numbers_that_text_cannot_say_are_refused() -> None:
-    kind = open_format(Dataset(format=Format.CSV, record_element_type="complex64"), 1)
+    kind = open_format(Dataset(format=DataFormat.CSV, record_element_type="complex64"), 1)
     with pytest.raises(UsageError, match="complex"):
         kind.plan(0, "x")
 
 
 def test_records_that_cannot_be_cut_into_datasets_are_refused() -> None:
-    dataset = Dataset(format=Format.HDF5, record_dims=(5, 4), hdf5=Hdf5(num_dset_per_record=2))
+    dataset = Dataset(format=DataFormat.HDF5, record_dims=(5, 4), hdf5=Hdf5(num_dset_per_record=2))
     with pytest.raises(UsageError, match="5 rows cannot be cut into 2"):
         open_format(dataset, 1)
 
 
 def test_chunks_of_another_rank_are_refused() -> None:
-    dataset = Dataset(format=Format.HDF5, record_dims=(5, 4), hdf5=Hdf5(chunk_dims=(4,)))
+    dataset = Dataset(format=DataFormat.HDF5, record_dims=(5, 4), hdf5=Hdf5(chunk_dims=(4,)))
     with pytest.raises(UsageError, match="another array"):
         open_format(dataset, 1).plan(0, "x")
 
 
 def test_chunks_are_at_most_as_large_as_the_data() -> None:
-    dataset = Dataset(format=Format.HDF5, record_dims=(5, 4), hdf5=Hdf5(chunk_dims=(99, 2, 99)))
+    dataset = Dataset(format=DataFormat.HDF5, record_dims=(5, 4), hdf5=Hdf5(chunk_dims=(99, 2, 99)))
     assert open_format(dataset, 1).plan(0, "x").block_samples == 1
 
 
-PARQUET = Dataset(format=Format.PARQUET)
+PARQUET = Dataset(format=DataFormat.PARQUET)
 
 
 def test_splitting_by_values_is_refused() -> None:

@@ -25,7 +25,7 @@ from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
 from penstock.storage.memory import MemorySink, MemoryStorage
 from penstock.storage.whole import read_object, write_object
-from penstock.workload.choices import Compression, Format
+from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Parquet
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ def _written(dataset: Dataset) -> tuple[FileFormat, Plan, MemoryStorage]:
     return kind, plan, storage
 
 
-def _dataset(kind: Format, samples: int = 1, size: int = 5000) -> Dataset:
+def _dataset(kind: DataFormat, samples: int = 1, size: int = 5000) -> Dataset:
     return Dataset(format=kind, num_samples_per_file=samples, record_length_bytes=Fraction(size))
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_file_that_cannot_be_written_is_aborted_and_leaves_nothing(failing: int) -> None:
     storage = _Failing(failing)
-    kind = open_format(_dataset(Format.NPZ, 1, 3 * BUFFER_BYTES), 1)
+    kind = open_format(_dataset(DataFormat.NPZ, 1, 3 * BUFFER_BYTES), 1)
     with pytest.raises(StorageError, match="the disk is gone"):
         write_file(kind, kind.plan(0, "file"), storage, CONTENT, POOL)
     assert storage.aborted == ["file"]
@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_written_is_aborted_and_leaves_nothing(failing: in
 
 def test_an_index_is_stored_before_the_file_that_needs_it() -> None:
     storage = _Failing(failing=1)
-    kind = open_format(_dataset(Format.INDEXED_BINARY), 1)
+    kind = open_format(_dataset(DataFormat.INDEXED_BINARY), 1)
     with pytest.raises(StorageError):
         write_file(kind, kind.plan(0, "file"), storage, CONTENT, POOL)
     assert storage.aborted == ["file.sz.idx"]
@@ -104,7 +104,7 @@ def test_a_large_file_goes_through_few_buffers() -> None:
             return super().take()
 
     pool, storage = Counting(1 << 16, 4), MemoryStorage()
-    kind = open_format(_dataset(Format.TFRECORD, 5, 600_000), 1)
+    kind = open_format(_dataset(DataFormat.TFRECORD, 5, 600_000), 1)
     plan = kind.plan(0, "file")
     write_file(kind, plan, storage, CONTENT, pool)
     assert pool.made == 1
@@ -118,26 +118,34 @@ def _damage(storage: MemoryStorage, key: str, offset: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind_name", [Format.NPY, Format.TFRECORD, Format.INDEXED_BINARY, Format.HDF5, Format.CSV, Format.PARQUET]
+    "kind_name",
+    [
+        DataFormat.NPY,
+        DataFormat.TFRECORD,
+        DataFormat.INDEXED_BINARY,
+        DataFormat.HDF5,
+        DataFormat.CSV,
+        DataFormat.PARQUET,
+    ],
 )
 @pytest.mark.parametrize("sample", [0, 2, 4])
-def test_damage_to_content_is_described_by_its_sample(kind_name: Format, sample: int) -> None:
+def test_damage_to_content_is_described_by_its_sample(kind_name: DataFormat, sample: int) -> None:
     dataset = replace(_dataset(kind_name, 5), parquet=Parquet(row_group_size=1))
     kind, plan, storage = _written(dataset)
     text = kind.expected(plan, CONTENT, range(sample, sample + 1)).tobytes()
     stored = bytes(read_object(storage, "file"))
-    if kind_name is Format.CSV:
+    if kind_name is DataFormat.CSV:
         offset = sample * len(stored) // 5 + 42
     else:
-        offset = stored.index(text[:1] if kind_name is Format.NPY else text[:16]) + 3
-    if kind_name is Format.NPY:  # its samples are interleaved behind the header
+        offset = stored.index(text[:1] if kind_name is DataFormat.NPY else text[:16]) + 3
+    if kind_name is DataFormat.NPY:  # its samples are interleaved behind the header
         offset = len(stored) - 5 * plan.sample_bytes + sample
     _damage(storage, "file", offset)
     wrong = verify_file(kind, plan, storage, CONTENT)
     assert wrong is not None
     assert wrong.offset == offset
     assert not wrong.samples_intact
-    if kind_name is Format.TFRECORD:  # its checksums say no before samples are compared
+    if kind_name is DataFormat.TFRECORD:  # its checksums say no before samples are compared
         assert wrong.sample is None
         assert "damaged" in wrong.what
     else:
@@ -146,7 +154,7 @@ def test_damage_to_content_is_described_by_its_sample(kind_name: Format, sample:
 
 
 def test_damage_around_intact_samples_is_told_from_damage_to_them() -> None:
-    kind, plan, storage = _written(_dataset(Format.NPZ))
+    kind, plan, storage = _written(_dataset(DataFormat.NPZ))
     _damage(storage, "file", 10)  # the date in a local header
     wrong = verify_file(kind, plan, storage, CONTENT)
     assert wrong is not None
@@ -157,7 +165,9 @@ def test_damage_around_intact_samples_is_told_from_damage_to_them() -> None:
 
 def test_damage_to_a_column_that_training_does_not_read_is_damage() -> None:
     columns = (Column(name="a", dtype="float64", read=False), Column(name="b", dtype="float64"))
-    kind, plan, storage = _written(replace(_dataset(Format.PARQUET, 50), parquet=Parquet(columns=columns)))
+    kind, plan, storage = _written(
+        replace(_dataset(DataFormat.PARQUET, 50), parquet=Parquet(columns=columns))
+    )
     _damage(storage, "file", 100)
     wrong = verify_file(kind, plan, storage, CONTENT)
     assert wrong is not None
@@ -166,7 +176,7 @@ def test_damage_to_a_column_that_training_does_not_read_is_damage() -> None:
 
 @pytest.mark.parametrize("part", [1, 2])
 def test_a_wrong_index_is_named(part: int) -> None:
-    kind, plan, storage = _written(_dataset(Format.INDEXED_BINARY, 9))
+    kind, plan, storage = _written(_dataset(DataFormat.INDEXED_BINARY, 9))
     key = plan.parts[part].key("file")
     _damage(storage, key, 16)
     wrong = verify_file(kind, plan, storage, CONTENT)
@@ -177,11 +187,11 @@ def test_a_wrong_index_is_named(part: int) -> None:
 @pytest.mark.parametrize(
     "dataset",
     [
-        replace(_dataset(Format.NPZ, 3), compression=Compression.ZIP),
-        _dataset(Format.HDF5, 3),
-        replace(_dataset(Format.PARQUET, 3)),
-        _dataset(Format.PNG),
-        _dataset(Format.JPEG),
+        replace(_dataset(DataFormat.NPZ, 3), compression=Compression.ZIP),
+        _dataset(DataFormat.HDF5, 3),
+        replace(_dataset(DataFormat.PARQUET, 3)),
+        _dataset(DataFormat.PNG),
+        _dataset(DataFormat.JPEG),
     ],
     ids=lambda dataset: dataset.format.value,
 )
@@ -197,9 +207,9 @@ def test_a_file_of_nonsense_is_wrong_and_nothing_worse(dataset: Dataset, filler:
     assert wrong.name == "file"
 
 
-@pytest.mark.parametrize("kind_name", [Format.HDF5, Format.PARQUET])
+@pytest.mark.parametrize("kind_name", [DataFormat.HDF5, DataFormat.PARQUET])
 @pytest.mark.parametrize("kept", [0, 5, 200])
-def test_a_loader_is_told_of_a_file_whose_metadata_is_gone(kind_name: Format, kept: int) -> None:
+def test_a_loader_is_told_of_a_file_whose_metadata_is_gone(kind_name: DataFormat, kept: int) -> None:
     kind, plan, storage = _written(_dataset(kind_name, 3))
     stored = read_object(storage, "file")
     write_object(storage, "file", [stored[:kept], bytes(len(stored) - kept)])
@@ -208,8 +218,8 @@ def test_a_loader_is_told_of_a_file_whose_metadata_is_gone(kind_name: Format, ke
     assert caught.value.uri == "file"
 
 
-@pytest.mark.parametrize("kind_name", [Format.HDF5, Format.PARQUET, Format.NPZ])
-def test_a_loader_is_told_of_a_sample_that_does_not_unpack(kind_name: Format) -> None:
+@pytest.mark.parametrize("kind_name", [DataFormat.HDF5, DataFormat.PARQUET, DataFormat.NPZ])
+def test_a_loader_is_told_of_a_sample_that_does_not_unpack(kind_name: DataFormat) -> None:
     dataset = replace(_dataset(kind_name, 4), compression=Compression.GZIP)
     kind, plan, storage = _written(dataset)
     with closing(storage.open("file")) as source:
@@ -220,7 +230,7 @@ def test_a_loader_is_told_of_a_sample_that_does_not_unpack(kind_name: Format) ->
         read_samples(kind, plan, found, source, range(1))
 
 
-@pytest.mark.parametrize("dataset", [_dataset(Format.HDF5, 3), replace(_dataset(Format.PARQUET, 3))])
+@pytest.mark.parametrize("dataset", [_dataset(DataFormat.HDF5, 3), replace(_dataset(DataFormat.PARQUET, 3))])
 def test_a_loader_is_told_of_a_file_with_other_samples_than_planned(dataset: Dataset) -> None:
     kind, plan, storage = _written(replace(dataset, num_samples_per_file=9))
     fewer = replace(plan, num_samples=2, block_samples=1)
@@ -228,7 +238,7 @@ def test_a_loader_is_told_of_a_file_with_other_samples_than_planned(dataset: Dat
         kind.survey(fewer, storage.open("file"))
 
 
-@pytest.mark.parametrize("dataset", [_dataset(Format.HDF5, 3), _dataset(Format.PARQUET, 3)])
+@pytest.mark.parametrize("dataset", [_dataset(DataFormat.HDF5, 3), _dataset(DataFormat.PARQUET, 3)])
 def test_encoded_files_of_another_shape_are_wrong(dataset: Dataset) -> None:
     kind, plan, storage = _written(dataset)
     other = open_format(replace(dataset, num_samples_per_file=2), 1)
@@ -239,7 +249,7 @@ def test_encoded_files_of_another_shape_are_wrong(dataset: Dataset) -> None:
 
 
 def test_a_compressed_array_of_another_shape_is_damage() -> None:
-    dataset = replace(_dataset(Format.NPZ, 3), compression=Compression.ZIP)
+    dataset = replace(_dataset(DataFormat.NPZ, 3), compression=Compression.ZIP)
     kind, plan, storage = _written(dataset)
     other = open_format(replace(dataset, record_length_bytes=Fraction(6000)), 1)
     write_file(other, other.plan(0, "file"), storage, CONTENT, POOL)
@@ -249,7 +259,7 @@ def test_a_compressed_array_of_another_shape_is_damage() -> None:
 
 
 def test_an_image_of_another_shape_is_damage() -> None:
-    kind, plan, storage = _written(_dataset(Format.PNG, 1, 5000))
+    kind, plan, storage = _written(_dataset(DataFormat.PNG, 1, 5000))
     wrong_plan = replace(plan, dims=(1, 2, 3))
     _damage(storage, "file", 4999)
     wrong = verify_file(kind, wrong_plan, storage, CONTENT)
