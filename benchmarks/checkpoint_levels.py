@@ -29,8 +29,8 @@ from tests.support.gloo_ranks import on_gloo_ranks
 import penstock.trace
 from harness import Ratio, ratio_of
 from penstock.checkpoint import Flush, Manager, Single, Xor
-from penstock.checkpoint.steps import Steps
-from penstock.checkpoint.tiers.daemon.folder import FlushFolder
+from penstock.checkpoint.commit.catalog import Steps
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.storage.registry import open_here
 
 NUM_RANKS = 4

@@ -22,7 +22,7 @@ import xxhash
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.pipe.memory import WarmMemory
 from penstock.checkpoint.torch_engine import TorchEngine
 

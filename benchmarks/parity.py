@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from harness import Ratio, interleave
-from penstock.checkpoint.tiers import kernels
+from penstock.checkpoint.levels.redundancy import gf256
 from penstock.storage.aligned import aligned_buffer
 
 SIZE_BYTES = 32 << 20
@@ -36,13 +36,13 @@ class Sides:
     def ours(self) -> Mapping[str, float]:
         """What encoding and rebuilding do with each piece."""
         return {
-            "add": _speed(lambda: kernels.add(self._plain, self._piece)),
+            "add": _speed(lambda: gf256.add(self._plain, self._piece)),
             "add to both parities": _speed(
-                lambda: kernels.add_to_both(self._plain, self._weighted, self._piece)
+                lambda: gf256.add_to_both(self._plain, self._weighted, self._piece)
             ),
-            "double and add": _speed(lambda: kernels.double_and_add(self._weighted, self._piece)),
-            "add scaled (rebuild)": _speed(lambda: kernels.add_scaled(self._plain, self._piece, FACTOR)),
-            "add (beside a copy)": _speed(lambda: kernels.add(self._plain, self._piece)),
+            "double and add": _speed(lambda: gf256.double_and_add(self._weighted, self._piece)),
+            "add scaled (rebuild)": _speed(lambda: gf256.add_scaled(self._plain, self._piece, FACTOR)),
+            "add (beside a copy)": _speed(lambda: gf256.add(self._plain, self._piece)),
         }
 
     def theirs(self) -> Mapping[str, float]:

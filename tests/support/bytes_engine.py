@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, Seal
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, Seal
 from penstock.checkpoint.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
 from penstock.checkpoint.staging.base import RankShare, SaveCancelled, ShareStats, WrittenFile
 from penstock.checkpoint.sums import sum_of
@@ -22,10 +22,10 @@ from penstock.progress import Progress, Silent
 from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.commit.catalog import Stored
     from penstock.checkpoint.engine import LoadChoice, SaveChoice, State
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.staging.base import Urgency
-    from penstock.checkpoint.stored import Stored
     from penstock.storage import Storage
 
 METADATA = b"known"

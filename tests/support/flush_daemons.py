@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-DAEMON = b"penstock.checkpoint.tiers.daemon.process"
+DAEMON = b"penstock.checkpoint.levels.flush.daemon"
 LIMIT_S = 120.0
 
 

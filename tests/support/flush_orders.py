@@ -12,9 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint.tiers.daemon.folder import FlushFolder
-from penstock.checkpoint.tiers.daemon.orders import Order, OrderedFile
-from penstock.checkpoint.tiers.daemon.process import Daemon
+from penstock.checkpoint.levels.flush.daemon import Daemon
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, Order, OrderedFile
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from tests.support.gloo_ranks import as_rank
 from tests.support.known_steps import files_below
 
-from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manager.manager import Manager
 from penstock.testing.child_processes import Located
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME, Committed, Seal
-from penstock.checkpoint.commit.place import begin, open_shelf
+from penstock.checkpoint.commit.catalog import open_shelf
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Seal
+from penstock.checkpoint.commit.transaction import begin
 from penstock.cluster.collectives import all_gather_results
 from penstock.cluster.solo import SoloComm
 from penstock.storage.files.buffered import BufferedAccess

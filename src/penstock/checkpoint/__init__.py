@@ -16,15 +16,14 @@ from penstock.extras import explained_imports
 
 if TYPE_CHECKING:
     from penstock.checkpoint.explaining import Explanation, explain
-    from penstock.checkpoint.halting import Halt
-    from penstock.checkpoint.handle import SaveHandle, SaveReport
+    from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
     from penstock.checkpoint.loading.load import LoadReport
-    from penstock.checkpoint.manager import Manager
+    from penstock.checkpoint.manager.graceful_stop import Halt
+    from penstock.checkpoint.manager.inflight import SaveHandle, SaveReport
+    from penstock.checkpoint.manager.manager import Manager
+    from penstock.checkpoint.manager.save_policy import Daly, EverySeconds, EverySteps, Overhead
     from penstock.checkpoint.step_reader import load
     from penstock.checkpoint.step_writer import save
-    from penstock.checkpoint.tiers.due import Daly, EverySeconds, EverySteps, Overhead
-    from penstock.checkpoint.tiers.flush import Flush
-    from penstock.checkpoint.tiers.schemes import DoubleParity, Partner, Single, Xor
     from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
     from penstock.checkpoint.torch_dcp.planner import SavePlanner
     from penstock.checkpoint.torch_dcp.reader import Reader
@@ -57,25 +56,25 @@ __all__ = [
 
 _PLACES: Final = MappingProxyType(
     {
-        "Daly": "tiers.due",
-        "DoubleParity": "tiers.schemes",
-        "EverySeconds": "tiers.due",
-        "EverySteps": "tiers.due",
+        "Daly": "manager.save_policy",
+        "DoubleParity": "levels.options",
+        "EverySeconds": "manager.save_policy",
+        "EverySteps": "manager.save_policy",
         "Explanation": "explaining",
-        "Flush": "tiers.flush",
-        "Halt": "halting",
+        "Flush": "levels.options",
+        "Halt": "manager.graceful_stop",
         "LoadPlanner": "torch_dcp.load_planner",
         "LoadReport": "loading.load",
-        "Manager": "manager",
-        "Overhead": "tiers.due",
-        "Partner": "tiers.schemes",
+        "Manager": "manager.manager",
+        "Overhead": "manager.save_policy",
+        "Partner": "levels.options",
         "Reader": "torch_dcp.reader",
-        "SaveHandle": "handle",
+        "SaveHandle": "manager.inflight",
         "SavePlanner": "torch_dcp.planner",
-        "SaveReport": "handle",
-        "Single": "tiers.schemes",
+        "SaveReport": "manager.inflight",
+        "Single": "levels.options",
         "Writer": "torch_dcp.writer",
-        "Xor": "tiers.schemes",
+        "Xor": "levels.options",
         "explain": "explaining",
         "load": "step_reader",
         "save": "step_writer",

@@ -6,7 +6,6 @@ slabs. Invariant: memory is two slabs, and what is called the same was compared 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,10 +21,12 @@ from penstock.checkpoint.pipe.memory import WarmMemory
 from penstock.progress import Progress, Silent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     from numpy.typing import NDArray
 
+    from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.pieces import StoredObject, TensorFacts
-    from penstock.checkpoint.stored import AnyPath
 
 SLAB_BYTES: Final = 16 << 20
 _LONGEST_TEXT: Final = 100

@@ -6,11 +6,10 @@ conversion leaves nothing that could be taken for a whole one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.place import open_shelf
+from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf
 from penstock.checkpoint.converting.selection import Selection, select
 from penstock.checkpoint.converting.to_safetensors import (
     Shard,
@@ -20,13 +19,14 @@ from penstock.checkpoint.converting.to_safetensors import (
     write_safetensors,
 )
 from penstock.checkpoint.opened import Format, Opened, open_checkpoint, uri_of
-from penstock.checkpoint.stored import AnyPath, open_around
 from penstock.checkpoint.verify import verify
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage.whole import exists
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.storage import Storage
 
 SHARD_BYTES: Final = 5_000_000_000

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.commit.catalog import Stored
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.staging.base import PreparedSave
-    from penstock.checkpoint.stored import Stored
     from penstock.progress import Progress
 
 State = Mapping[str, Any]

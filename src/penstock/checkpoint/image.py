@@ -6,7 +6,6 @@ multiples of 4 KiB, items follow each other in the order of the bucket, and ever
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,8 @@ import numpy as np
 from penstock.checkpoint.dcp.envelope import envelope, item_start
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.checkpoint.pieces import Ints, TensorFacts
     from penstock.checkpoint.plan.records import Bucket
 

@@ -6,24 +6,23 @@ of it. Invariant: looking changes nothing, and one unreadable checkpoint does no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.checkpoint.commit.base import METADATA_NAME
-from penstock.checkpoint.commit.place import open_shelf
+from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf, parse_step
+from penstock.checkpoint.commit.protocol import METADATA_NAME
 from penstock.checkpoint.compare import short_text
 from penstock.checkpoint.opened import Format, Opened, open_checkpoint, open_folder, require_dcp, uri_of
 from penstock.checkpoint.pieces import UNKNOWN, item_bytes_of
-from penstock.checkpoint.steps import step_of
-from penstock.checkpoint.stored import AnyPath, open_around
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.storage import Storage
 
 
@@ -83,7 +82,7 @@ def _listed(storage: Storage, name: str) -> Listed:
     found = {info.key: info for info in storage.list(committed.folder)}
     total = sum(info.size_bytes for info in found.values())
     facts = storage.stat(committed.key(METADATA_NAME))
-    state, complaint, step, num_tensors = State.DAMAGED, "", step_of(name), 0
+    state, complaint, step, num_tensors = State.DAMAGED, "", parse_step(name), 0
     try:
         opened = open_folder(storage, committed.folder, uri_of(storage, name))
         num_tensors = len(opened.contents.tensors)
@@ -178,7 +177,7 @@ def show(path: AnyPath) -> Shown:
     return Shown(
         uri=opened.uri,
         format=opened.format,
-        step=manifest.step if manifest else step_of(opened.uri.rpartition("/")[2]),
+        step=manifest.step if manifest else parse_step(opened.uri.rpartition("/")[2]),
         written_by=manifest.written_by if manifest else "",
         world_size=manifest.world_size if manifest else None,
         mesh=manifest.mesh if manifest else {},

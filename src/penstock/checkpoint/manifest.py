@@ -7,7 +7,6 @@ by exactly one thing: an item's sum, a gap between items (zeros), the sum of `.m
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -21,6 +20,8 @@ from penstock.errors import AccessRefused, DataDamaged, Unavailable
 from penstock.storage.uri import check_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from numpy.typing import NDArray
 
     from penstock.checkpoint.staging.base import WrittenFile

@@ -7,7 +7,6 @@ Invariant: a rank that is not in the group gets an error at once, and the ranks 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import gethostname
@@ -17,6 +16,8 @@ from penstock.cluster.solo import SoloComm
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from penstock.cluster.carried import ByteComm
 
 

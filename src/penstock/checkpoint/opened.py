@@ -7,14 +7,13 @@ sum of `.metadata` was right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.commit.place import open_shelf
+from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.dcp.items import open_item, payload_in, tensor_bytes
 from penstock.checkpoint.dcp.metadata import DcpMetadata, Path, read_metadata
 from penstock.checkpoint.dcp.transforms import unpack
@@ -35,12 +34,13 @@ from penstock.checkpoint.foreign.torch_save import (
 )
 from penstock.checkpoint.manifest import Manifest, SummedContents, read_manifest, with_manifest
 from penstock.checkpoint.pieces import UNKNOWN, Contents, StoredObject
-from penstock.checkpoint.stored import AnyPath, open_around
 from penstock.checkpoint.sums import sum_of
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.storage.whole import exists, read_object
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from penstock.checkpoint.foreign.torch_pickle import TensorRef
     from penstock.checkpoint.foreign.zip_directory import ReadRange
     from penstock.checkpoint.sums import Bytes

@@ -8,7 +8,6 @@ Invariant: no two groups ever made in a job share a name, and making one needs n
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,8 @@ from penstock.cluster.carried import ByteComm
 from penstock.cluster.torch import LONGEST_CALL, TorchMoving, broken_connection
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.cluster.wait import Wait
 
 

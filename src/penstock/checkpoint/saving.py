@@ -7,7 +7,6 @@ as an object that cannot be packed, is raised on all of them before anything is 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
@@ -15,7 +14,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from penstock.checkpoint.commit.base import Seal
+from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.dcp.metadata import DcpMetadata
 from penstock.checkpoint.dcp.metadata_text import metadata_bytes
 from penstock.checkpoint.dcp.pickled import without_collections
@@ -38,6 +37,8 @@ from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from penstock.checkpoint.engine import Names, SaveChoice, State
     from penstock.checkpoint.manifest import Fact
     from penstock.checkpoint.members import Members

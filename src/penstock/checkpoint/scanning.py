@@ -7,7 +7,6 @@ however large the files are, and bytes that cannot be read are damage, not the e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,6 +23,8 @@ from penstock.errors import StorageError
 from penstock.storage.aligned import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
     from penstock.progress import Progress
     from penstock.storage import Storage
     from penstock.storage.base import Source

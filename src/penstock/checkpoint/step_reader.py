@@ -17,8 +17,8 @@ from penstock.checkpoint.members import meeting
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.engine import Names, State
-    from penstock.checkpoint.stored import AnyPath
     from penstock.progress import Progress
 
 DEFAULT_TIMEOUT_S: Final = 1800.0

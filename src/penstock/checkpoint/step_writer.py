@@ -9,19 +9,19 @@ from __future__ import annotations
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.completing import Target, complete
+from penstock.checkpoint.commit.catalog import open_around
+from penstock.checkpoint.commit.transaction import Target, complete
 from penstock.checkpoint.engine import SaveChoice
 from penstock.checkpoint.members import meeting
 from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.saving import WAITING_BUFFER_BYTES, Saver
-from penstock.checkpoint.stored import open_around
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.engine import Names, State
     from penstock.checkpoint.staging.base import ShareStats
-    from penstock.checkpoint.stored import AnyPath
     from penstock.progress import Progress
 
 DEFAULT_TIMEOUT_S: Final = 1800.0

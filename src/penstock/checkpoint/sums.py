@@ -6,7 +6,6 @@ It tells damage, not forgery. Invariant: a sum is 16 bytes in the order that
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +14,8 @@ import xxhash
 from penstock.storage.aligned import aligned_buffer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.storage import Storage
 
 SUM_BYTES = 16

@@ -7,7 +7,6 @@ read into it is loaded, and what is written out of it is what the state holds no
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,8 @@ from penstock.checkpoint.state import Leaf, leaves_of
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from numpy.typing import NDArray
 
 

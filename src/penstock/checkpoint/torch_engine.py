@@ -13,11 +13,11 @@ from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.saving import DEFAULT_STAGING_BYTES, Saver
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.commit.catalog import Stored
     from penstock.checkpoint.engine import LoadChoice, SaveChoice, State
     from penstock.checkpoint.loading.load import LoadReport
     from penstock.checkpoint.members import Members
     from penstock.checkpoint.saving import Prepared
-    from penstock.checkpoint.stored import Stored
     from penstock.progress import Progress
 
 

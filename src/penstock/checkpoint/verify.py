@@ -6,13 +6,13 @@ safetensors carry none. Invariant: what was not checked is counted, and never ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.commit.catalog import AnyPath, open_around
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.damage import Damage
 from penstock.checkpoint.dcp.transforms import require_known, unpack
 from penstock.checkpoint.foreign.zip_directory import ReadRange, data_offset, read_directory
@@ -29,7 +29,6 @@ from penstock.checkpoint.scanning import (
     scan,
     stretches,
 )
-from penstock.checkpoint.stored import AnyPath, open_around
 from penstock.checkpoint.sums import sum_of
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress, Silent
@@ -37,6 +36,8 @@ from penstock.storage.powers import for_large_files
 from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from penstock.storage import Storage
     from penstock.storage.base import Source
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from tests.support.known_steps import assert_known, files_below, save_known
 
-from penstock.checkpoint.commit.base import LEASE_S, Draft, Seal
-from penstock.checkpoint.commit.folders import FolderDrafts
-from penstock.checkpoint.commit.place import _LeaseKeeper, begin, open_drafts, open_shelf
+from penstock.checkpoint.commit.catalog import open_shelf
+from penstock.checkpoint.commit.folder_commit import FolderDrafts
+from penstock.checkpoint.commit.protocol import LEASE_S, Draft, Seal
+from penstock.checkpoint.commit.transaction import _LeaseKeeper, begin, open_drafts
 from penstock.cluster.solo import SoloComm
 from penstock.errors import ObjectNotFound, PenstockError
 from penstock.storage.process_id import ProcessId, current_process
@@ -258,7 +259,7 @@ def test_what_cannot_be_swept_fails_no_save(tmp_path: Path, caplog: pytest.LogCa
     dead = start(tmp_path, replace(current_process(), started="1"))
     log = CallLog()
     files(tmp_path, log)
-    with caplog.at_level(logging.DEBUG, logger="penstock.checkpoint.commit.folders"):
+    with caplog.at_level(logging.DEBUG, logger="penstock.checkpoint.commit.folder_commit"):
         save(tmp_path, 0, FailFileCall("rename", 1, errno.EACCES))
     assert f"Left {dead.folder} where it is" in caplog.text
     assert assert_known(files(tmp_path)) == {NAME: 0}

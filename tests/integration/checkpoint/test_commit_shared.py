@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.known_steps import assert_known, files_below, known_bytes, save_known
 
-from penstock.checkpoint.commit.base import LEASE_S, MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.commit.folders import FolderDrafts
-from penstock.checkpoint.commit.place import begin
-from penstock.checkpoint.commit.shared import SharedDraft
+from penstock.checkpoint.commit.folder_commit import FolderDrafts
+from penstock.checkpoint.commit.protocol import LEASE_S, MANIFEST_NAME, METADATA_NAME, Seal
+from penstock.checkpoint.commit.shared_draft import SharedDraft
+from penstock.checkpoint.commit.transaction import begin
 from penstock.cluster.solo import SoloComm
 from penstock.errors import StorageError, UsageError
 from penstock.storage.powers import find_folders

@@ -12,10 +12,10 @@ import torch
 from tests.support.gloo_ranks import on_gloo_ranks
 from typer.testing import CliRunner
 
-from penstock.checkpoint.halting import Halt, find_halt
-from penstock.checkpoint.manager import Manager
-from penstock.checkpoint.tiers.due import EverySteps
-from penstock.checkpoint.tiers.flush import Flush
+from penstock.checkpoint.levels.options import Flush
+from penstock.checkpoint.manager.graceful_stop import Halt, find_halt
+from penstock.checkpoint.manager.manager import Manager
+from penstock.checkpoint.manager.save_policy import EverySteps
 from penstock.cli.app import app
 from penstock.storage.registry import open_here
 

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import penstock.checkpoint as pc
+from penstock.checkpoint.commit.catalog import find_stored
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.loading.load import Loader
 from penstock.checkpoint.members import meeting, own_members
 from penstock.checkpoint.step_reader import load
 from penstock.checkpoint.step_writer import save
-from penstock.checkpoint.stored import find_stored
 from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError

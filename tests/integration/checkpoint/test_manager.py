@@ -13,10 +13,10 @@ import pytest
 from tests.support.bytes_engine import BytesEngine
 from tests.support.known_steps import files_below
 
-from penstock.checkpoint.handle import Meter, Stand
-from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.commit.catalog import Steps, step_dirname
+from penstock.checkpoint.manager.inflight import Meter, Stand
+from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.staging.base import SaveCancelled
-from penstock.checkpoint.steps import Steps, name_of
 from penstock.errors import (
     AccessRefused,
     OutOfSpace,
@@ -275,4 +275,4 @@ def test_progress_is_seen_on_the_handle_and_passed_on(tmp_path: Path) -> None:
 def test_names_of_steps_lie_in_the_root_of_the_run(tmp_path: Path) -> None:
     with Manager(tmp_path, engine=BytesEngine()) as manager:
         manager.save(12, state_of(1))
-    assert (tmp_path / name_of(12) / ".metadata").exists()
+    assert (tmp_path / step_dirname(12) / ".metadata").exists()

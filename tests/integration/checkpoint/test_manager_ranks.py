@@ -15,7 +15,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from tests.support.known_states import restored, save_state
 from tests.support.known_steps import files_below
 
-from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import (
     OutOfSpace,
     PenstockError,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.steps import Steps
+from penstock.checkpoint.commit.catalog import Steps
 from penstock.storage.registry import open_here
 
 PROGRAM = """

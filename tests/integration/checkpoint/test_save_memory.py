@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.torch_engine import TorchEngine
 from penstock.testing.child_processes import run_children
 

@@ -9,7 +9,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.step_writer import save
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
-from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.step_writer import save
 from penstock.checkpoint.torch_dcp.planner import SavePlanner

@@ -13,7 +13,7 @@ from tests.support.flush_daemons import ending_daemons
 from tests.support.flush_orders import order
 from typer.testing import CliRunner
 
-from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manager.manager import Manager
 from penstock.cli.app import app
 from penstock.errors import ObjectNotFound, UsageError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.halting import (
+from penstock.checkpoint.manager.graceful_stop import (
     MARKER_NAME,
     Halt,
     Halting,

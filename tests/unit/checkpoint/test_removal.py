@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.checkpoint.inspection import Listed, State
-from penstock.checkpoint.removal import whole_beside
+from penstock.checkpoint.tools.remove import whole_beside
 
 
 def listed(name: str, step: int | None, state: State = State.COMMITTED) -> Listed:

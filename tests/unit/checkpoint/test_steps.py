@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.steps import name_of, step_of, surplus
+from penstock.checkpoint.commit.catalog import choose_surplus, parse_step, step_dirname
 from penstock.errors import UsageError
 
 STEPS = st.sets(st.integers(0, 50), max_size=12)
@@ -15,20 +15,20 @@ STEPS = st.sets(st.integers(0, 50), max_size=12)
 @given(st.integers(0, 10**18))
 @settings(max_examples=50)
 def test_a_step_is_found_by_its_name(step: int) -> None:
-    assert step_of(name_of(step)) == step
+    assert parse_step(step_dirname(step)) == step
 
 
 @pytest.mark.parametrize(
     "name", ["step-01", "step-", "step--1", "step-1.tmp", "xstep-1", "step-1\n", "latest"]
 )
 def test_other_names_are_no_steps(name: str) -> None:
-    assert step_of(name) is None
+    assert parse_step(name) is None
 
 
 @pytest.mark.parametrize("step", [-1, True])
 def test_what_is_no_step_is_refused(step: int) -> None:
     with pytest.raises(UsageError, match="is no step"):
-        name_of(step)
+        step_dirname(step)
 
 
 @given(STEPS, st.integers(1, 6), STEPS)
@@ -36,7 +36,7 @@ def test_what_is_no_step_is_refused(step: int) -> None:
 def test_the_newest_stay_and_the_last_whole_one_is_never_removed(
     steps: set[int], keep: int, whole: set[int]
 ) -> None:
-    removed = surplus(list(steps), keep, whole.__contains__)
+    removed = choose_surplus(list(steps), keep, whole.__contains__)
     left = steps - set(removed)
     assert removed == sorted(removed)
     assert set(sorted(steps)[-keep:]) <= left
@@ -53,5 +53,5 @@ def test_without_a_number_to_keep_all_stay_and_nothing_is_checked(steps: set[int
     def never(_step: int) -> bool:
         raise AssertionError("nobody needs to know")
 
-    assert surplus(list(steps), None, never) == []
-    assert surplus(list(steps), len(steps) + 1, never) == []
+    assert choose_surplus(list(steps), None, never) == []
+    assert choose_surplus(list(steps), len(steps) + 1, never) == []

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.support.known_steps import save_known
 
-from penstock.checkpoint.stored import Stored, find_stored, open_around, split_path
+from penstock.checkpoint.commit.catalog import Stored, find_stored, open_around, split_path
 from penstock.cluster.solo import SoloComm
 from penstock.errors import ObjectNotFound, UsageError
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
-from penstock.checkpoint.tiers.schemes import check_schemes, scheme_for
+from penstock.checkpoint.levels.options import check_schemes, scheme_for
 from penstock.environment import TRACE
 from penstock.errors import StorageError, UsageError
 from penstock.workflows.study.configurations import Level, chosen, configurations

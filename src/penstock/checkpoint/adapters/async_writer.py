@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.commit.whole import require_whole
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, require_whole
 from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.staging.base import RankShare
 from penstock.checkpoint.staging.memory import StagingMemory
@@ -36,12 +34,14 @@ from penstock.storage.registry import open_here
 from penstock.storage.whole import write_object
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
 
+    from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.image import FileImage
-    from penstock.checkpoint.stored import AnyPath
 
 DEFAULT_STAGING_BYTES = 256 << 20
 TIMEOUT_S = 1800.0

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +24,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.handle import SaveHandle
-    from penstock.checkpoint.manager import Manager
+    from collections.abc import Mapping, Sequence
+
+    from penstock.checkpoint.manager.inflight import SaveHandle
+    from penstock.checkpoint.manager.manager import Manager
 
 logger = logging.getLogger(__name__)
 

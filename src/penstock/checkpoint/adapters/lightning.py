@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.checkpoint.adapters.tree import load_tree, save_tree, save_tree_in
-from penstock.checkpoint.commit.place import open_shelf
+from penstock.checkpoint.commit.catalog import open_around, open_shelf
 from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.saving import DEFAULT_STAGING_BYTES, Saver
-from penstock.checkpoint.stored import open_around
 from penstock.errors import ObjectNotFound, Unavailable, UsageError
 
 try:
@@ -30,7 +29,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.checkpoint.stored import AnyPath
+    from penstock.checkpoint.commit.catalog import AnyPath
 
 
 class PenstockIO(CheckpointIO):

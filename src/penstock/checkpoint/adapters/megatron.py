@@ -35,7 +35,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.stored import AnyPath
+    from penstock.checkpoint.commit.catalog import AnyPath
 
 BACKEND: Final = "torch_dist"
 TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"

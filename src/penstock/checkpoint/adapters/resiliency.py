@@ -30,8 +30,8 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.engine import State
-    from penstock.checkpoint.stored import AnyPath
 
 
 def save_request(

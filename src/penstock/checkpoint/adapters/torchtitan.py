@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from penstock.checkpoint.manager import Manager
+from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.step_reader import load
 from penstock.errors import Unavailable
 
@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.handle import SaveHandle
+    from penstock.checkpoint.manager.inflight import SaveHandle
 
 
 class PenstockCheckpointManager(CheckpointManager):

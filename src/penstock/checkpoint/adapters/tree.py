@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from socket import gethostname
@@ -17,22 +16,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from penstock.checkpoint.completing import Target, complete
+from penstock.checkpoint.commit.catalog import open_around
+from penstock.checkpoint.commit.transaction import Target, complete
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.loading.load import Loader
 from penstock.checkpoint.members import Members
 from penstock.checkpoint.opened import open_checkpoint
-from penstock.checkpoint.stored import open_around
 from penstock.checkpoint.tensors import is_tensor
 from penstock.cluster.solo import SoloComm
 from penstock.errors import DataDamaged, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from concurrent.futures import Executor, Future
 
+    from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.opened import Opened
     from penstock.checkpoint.saving import Saver
-    from penstock.checkpoint.stored import AnyPath
 
 TREE_NAME: Final = "penstock.tree"
 TIMEOUT_S: Final = 1800.0
@@ -116,7 +116,7 @@ def load_tree(path: AnyPath, *, device: Any = "cpu", trust: bool = False) -> Any
     if TREE_NAME not in {one.name for one in opened.contents.objects}:
         raise UsageError(
             f"{opened.uri} is a checkpoint, but does not say what it was made of",
-            fix="Load it into a state that has the parts wanted, with penstock.checkpoint.load.",
+            fix="Load it into a state that has the parts wanted, with penstock.checkpoint.loading.",
         )
     state: dict[str, Any] = {TREE_NAME: None, **_room(opened, device)}
     with closing(Loader()) as loader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,8 @@ from penstock.checkpoint.patterns import matches
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.checkpoint.opened import Opened
     from penstock.checkpoint.pieces import StoredObject
 

@@ -6,7 +6,6 @@ Invariant: the slabs of a tensor, one after another, are all of its bytes, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
@@ -19,6 +18,8 @@ from penstock.errors import DataDamaged
 from penstock.storage.powers import for_large_files
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from penstock.checkpoint.opened import Opened
     from penstock.storage.base import Source
 

@@ -5,15 +5,14 @@ Boxes stay as they were cut. Invariant: the item's sum is over the bytes that we
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.checkpoint.commit.base import Seal
-from penstock.checkpoint.commit.place import Place, begin
+from penstock.checkpoint.commit.protocol import Seal
+from penstock.checkpoint.commit.transaction import Place, begin
 from penstock.checkpoint.converting.outlet import Buffers, Outlet
 from penstock.checkpoint.converting.slabs import Elements
 from penstock.checkpoint.dcp.envelope import envelope, item_start
@@ -28,6 +27,8 @@ from penstock.checkpoint.sums import running_sum, sum_of
 from penstock.cluster.solo import SoloComm
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from penstock.checkpoint.converting.selection import Selection
     from penstock.checkpoint.opened import Opened
     from penstock.progress import Progress

@@ -6,7 +6,6 @@ Invariant: the index is written last, so a folder without one is unfinished.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -19,6 +18,8 @@ from penstock.errors import UsageError
 from penstock.storage.whole import write_object
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.checkpoint.converting.selection import Selection
     from penstock.checkpoint.opened import Opened
     from penstock.checkpoint.pieces import TensorFacts

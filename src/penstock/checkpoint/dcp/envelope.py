@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from penstock.checkpoint.dcp.archive import Record, begin_record, directory, end_record, small_record
 from penstock.checkpoint.dtypes import ElementType, element_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 PAYLOAD_ALIGNMENT = 4096
 _PREFIX_ALIGNMENT = 64

@@ -6,9 +6,8 @@ checked: every part has one place, lies inside its tensor, and no file name leav
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -25,6 +24,9 @@ from penstock.checkpoint.pieces import (
 )
 from penstock.errors import AccessRefused, DataDamaged, UsageError
 from penstock.storage.uri import check_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 Path = tuple[str | int, ...]
 """Where a leaf stands in the nested state dict that its name was made of."""

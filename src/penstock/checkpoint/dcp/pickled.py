@@ -9,12 +9,14 @@ from __future__ import annotations
 import gc
 import io
 import pickle
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.checkpoint.dtypes import ELEMENT_TYPES
 from penstock.errors import DataDamaged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"

@@ -7,12 +7,13 @@ a descriptor is unpacked by torch's own extension of that name, and the other wa
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from penstock.errors import DataDamaged, Unavailable, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.checkpoint.sums import Bytes
 
 ZSTD: Final = "stream.zstd/1"

@@ -7,7 +7,6 @@ dtype and shape need, without overlap; and an index is believed only as far as i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -19,6 +18,8 @@ from penstock.checkpoint.pieces import Contents, StoredBoxes, TensorFacts, whole
 from penstock.errors import DataDamaged, Unavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from penstock.checkpoint.foreign.zip_directory import ReadRange
 
 LARGEST_HEADER: Final = 100_000_000

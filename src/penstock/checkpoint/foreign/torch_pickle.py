@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -17,6 +16,8 @@ from penstock.checkpoint.dtypes import BY_STORAGE, ELEMENT_TYPES, element_type
 from penstock.errors import DataDamaged
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.checkpoint.sums import Bytes
 
 

@@ -8,7 +8,6 @@ the same.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +16,8 @@ import numpy as np
 from penstock.errors import WaitTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
 UNSENT_BYTES = 256 << 20

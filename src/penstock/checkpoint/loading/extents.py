@@ -5,8 +5,11 @@ Pure. Invariant: the parts of all blocks cover every span, in its order, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 GAP_BYTES = 64 * 1024
 """Unwanted bytes between spans that are read along: one request costs more than reading so much."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,9 @@ from penstock.progress import Silent
 from penstock.storage.powers import for_large_files
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.checkpoint.commit.catalog import Stored
     from penstock.checkpoint.engine import LoadChoice, State
     from penstock.checkpoint.loading.vigil import Stopping
     from penstock.checkpoint.loading.wishes import Lines, Unpacking, Wishes
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from penstock.checkpoint.opened import Opened
     from penstock.checkpoint.pieces import Bools, Boxes, Contents
     from penstock.checkpoint.plan.records import LoadPlan
-    from penstock.checkpoint.stored import Stored
     from penstock.checkpoint.tensors import Holding
     from penstock.progress import Progress
     from penstock.storage.base import Storage

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.checkpoint.commit.base import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.opened import Opened, open_checkpoint, open_folder
 from penstock.cluster.collectives import all_gather_results, run_on_all_ranks
 from penstock.errors import ObjectNotFound
@@ -21,7 +21,7 @@ from penstock.storage.wrapping import WrappedStorage
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.checkpoint.stored import AnyPath
+    from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.cluster.comm import Comm
     from penstock.storage.base import Source, Storage
 

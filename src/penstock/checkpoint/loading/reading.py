@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +19,9 @@ from penstock.errors import DataDamaged
 from penstock.storage.aligned import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Executor, Future
+
     from penstock.checkpoint.loading.extents import Block, Part, Span
     from penstock.progress import Progress
     from penstock.storage.base import Source

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from penstock.cluster.collectives import format_cause
 from penstock.errors import RankFailed, WaitTimeout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from penstock.cluster.comm import Comm
 
 Result = TypeVar("Result")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from penstock.checkpoint.pipe.buffers import PipeStopped
 from penstock.errors import WaitTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 class Crew:

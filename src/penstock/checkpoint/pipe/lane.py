@@ -7,7 +7,6 @@ created is finished with exactly the planned bytes, or aborted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ from penstock.checkpoint.pipe.stamps import Job, Stamps, now_ns
 from penstock.errors import ShortTransfer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.checkpoint.pipe.base import FillOrder, Producer
     from penstock.progress import Progress
     from penstock.storage.base import Sink, Storage

@@ -6,7 +6,6 @@ no rank can hide behind the others; means and extremes of the ranks' own rates s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,8 @@ from penstock.checkpoint.pipe.judge import bottleneck
 from penstock.checkpoint.pipe.stamps import now_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.checkpoint.pipe.base import Direction, Measurement, StreamRecord
     from penstock.checkpoint.pipe.judge import Bottleneck
     from penstock.cluster.comm import Comm

@@ -7,7 +7,6 @@ Invariant: a phase that returns has read every planned byte; which of them were 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Self
@@ -23,6 +22,8 @@ from penstock.errors import ShortTransfer
 from penstock.progress import Progress, Silent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from penstock.checkpoint.pipe.base import Measurement, PipeSettings, PlannedObject, Verifier
     from penstock.storage.base import Source, Storage
 

@@ -7,7 +7,6 @@ rates divide acknowledged (or read) bytes by time that ends when the last of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,8 @@ from penstock.checkpoint.pipe.base import Direction, Ledger, Measurement, Stream
 from penstock.storage.counters import Counters
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from penstock.checkpoint.pipe.stamps import Column, Stamps

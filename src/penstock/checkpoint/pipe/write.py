@@ -7,7 +7,6 @@ Invariant: an object is either durable with exactly its planned bytes, or the ph
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Self
 
@@ -21,6 +20,8 @@ from penstock.checkpoint.pipe.stamps import Job, Stamps, now_ns, number_chunks, 
 from penstock.progress import Progress, Silent
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.checkpoint.pipe.base import (
         FillOrder,
         Measurement,

@@ -8,14 +8,15 @@ Invariant: what is written are the values at the time of `stage`, whatever the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.commit.base import Seal
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.checkpoint.commit.protocol import Seal
     from penstock.checkpoint.pieces import Ints
     from penstock.progress import Progress
     from penstock.storage.base import Storage

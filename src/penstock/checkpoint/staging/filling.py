@@ -7,7 +7,6 @@ that are written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +14,8 @@ from penstock.checkpoint.staging.payloads import SupportsFetching
 from penstock.checkpoint.sums import RunningSum, running_sum
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from penstock.checkpoint.image import FileImage, Item
     from penstock.checkpoint.pipe.base import PlannedObject
     from penstock.checkpoint.staging.links import Links

@@ -7,7 +7,6 @@ after `catch_up` has returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +16,8 @@ from penstock.checkpoint.pinning import pin
 from penstock.checkpoint.staging.payloads import SupportsFetching
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from penstock.checkpoint.pipe.memory import WarmMemory
     from penstock.checkpoint.staging.payloads import Payload
 

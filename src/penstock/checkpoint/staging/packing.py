@@ -7,7 +7,6 @@ is the very item that would have been written otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.dcp.transforms import pack
@@ -15,6 +14,8 @@ from penstock.checkpoint.image import FileImage, Item
 from penstock.checkpoint.staging.payloads import payload_of_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from penstock.checkpoint.staging.payloads import Payload
 
 

@@ -6,7 +6,6 @@ Copying begins with the object itself. Invariant: its memory is given back once,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +21,8 @@ from penstock.storage.aligned import PAGE_BYTES, round_up
 from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
     from penstock.checkpoint.image import FileImage
     from penstock.checkpoint.pipe.base import Measurement
     from penstock.checkpoint.staging.memory import StagingMemory

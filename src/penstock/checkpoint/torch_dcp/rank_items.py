@@ -7,7 +7,6 @@ every item of the plan lies in one file, and gets one result.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from penstock.checkpoint.commit.base import Seal
+from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.dcp.metadata import read_metadata
 from penstock.checkpoint.image import FileImage, lay_out
 from penstock.checkpoint.manifest import manifest_bytes, manifest_of
@@ -26,6 +25,8 @@ from penstock.checkpoint.plan.saving import rank_plans
 from penstock.checkpoint.staging.base import RankShare, WrittenFile
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 SHARE_NAME = "penstock.share"

@@ -45,10 +45,10 @@ from penstock.storage.powers import for_large_files
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
+    from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.loading.vigil import Stopping
     from penstock.checkpoint.loading.wishes import Lines, Wishes
     from penstock.checkpoint.pieces import Contents
-    from penstock.checkpoint.stored import AnyPath
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.commit.place import Place, begin
+from penstock.checkpoint.commit.catalog import open_around
+from penstock.checkpoint.commit.transaction import Place, begin
 from penstock.checkpoint.dcp.transforms import require_known
 from penstock.checkpoint.plan.records import SaveOptions
 from penstock.checkpoint.saving import WAITING_BUFFER_BYTES
@@ -24,7 +24,6 @@ from penstock.checkpoint.staging.memory import StagingMemory
 from penstock.checkpoint.staging.packing import pack_file
 from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
-from penstock.checkpoint.stored import open_around
 from penstock.checkpoint.torch_dcp.rank_items import RankItems, seal_of
 from penstock.cluster.solo import SoloComm
 from penstock.errors import UsageError
@@ -32,12 +31,14 @@ from penstock.storage.powers import for_large_files
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-    from penstock.checkpoint.commit.base import Draft
+    from penstock.checkpoint.commit.catalog import AnyPath
+    from penstock.checkpoint.commit.protocol import Draft
     from penstock.checkpoint.staging.payloads import Payload
-    from penstock.checkpoint.stored import AnyPath
 
 MEMORY_TIMEOUT_S = 60.0
 

@@ -10,7 +10,7 @@ import typer
 from penstock.cli.terminal import JsonFlag, Terminal, table
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.tiers.dropping import Droppable
+    from penstock.checkpoint.levels.cache_tools import Droppable
 
 
 def drop(
@@ -41,19 +41,19 @@ def drop(
 
       srun --ntasks-per-node=1 penstock checkpoint drop /local/ssd/run --all --force
     """
-    from penstock.checkpoint.tiers import dropping
-    from penstock.checkpoint.tiers.overview import cache_folder
+    from penstock.checkpoint.levels import cache_tools
+    from penstock.checkpoint.levels.cache_tools import cache_folder
     from penstock.errors import UsageError
 
     if bool(step) == every:
         raise UsageError("Which steps are to go is not clear", fix="Give --step N, or --all.")
     terminal = Terminal(as_json=as_json)
     caches = [cache_folder(path) for path in cache]
-    found = dropping.droppable(caches, None if every else step, durable)
+    found = cache_tools.droppable(caches, None if every else step, durable)
     if not force and not dry_run:
-        dropping.require_durable(found)
+        cache_tools.require_durable(found)
     if not dry_run:
-        dropping.drop(caches, [each.step for each in found])
+        cache_tools.drop(caches, [each.step for each in found])
     title = "would go" if dry_run else "dropped"
     rows = [_row(each) for each in found]
     document = {"dropped": not dry_run, "steps": [asdict(each) for each in found]}

@@ -11,7 +11,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.checkpoint.tiers.flush import FlushState
+    from penstock.checkpoint.levels.flush.flusher import FlushState
 
 NOT_FLUSHED = 1
 
@@ -38,14 +38,13 @@ def flush(
     """
     from dataclasses import asdict
 
-    from penstock.checkpoint.tiers.daemon.finishing import finish
-    from penstock.checkpoint.tiers.overview import cache_folder
+    from penstock.checkpoint.levels.cache_tools import cache_folder, drain_caches
     from penstock.units import parse_seconds
 
     terminal = Terminal(as_json=as_json)
     folders = [cache_folder(path) for path in cache]
     with terminal.progress() as progress:
-        found = finish(folders, progress, timeout_s=parse_seconds(timeout))
+        found = drain_caches(folders, progress, timeout_s=parse_seconds(timeout))
     rows = [_row(folder, step, state) for folder, states in found.items() for step, state in states.items()]
     document = {
         str(folder): {step: asdict(state) for step, state in states.items()}

@@ -10,7 +10,7 @@ from penstock.cli.terminal import JsonFlag, Terminal
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.halting import HaltOrder
+    from penstock.checkpoint.manager.graceful_stop import HaltOrder
 
 
 def halt(
@@ -34,7 +34,7 @@ def halt(
 
       penstock checkpoint halt /pfs/run --cancel
     """
-    from penstock.checkpoint import halting
+    from penstock.checkpoint.manager import graceful_stop
     from penstock.storage.registry import open_here
 
     if sum((cancel, status, bool(reason))) > 1:
@@ -44,13 +44,13 @@ def halt(
     terminal = Terminal(as_json=as_json)
     storage = open_here(run)
     if cancel:
-        was_asked = halting.cancel_halt(storage)
+        was_asked = graceful_stop.cancel_halt(storage)
         text = "taken back" if was_asked else "nobody had asked for it"
         terminal.result({"cancelled": was_asked}, lambda console: console.print(f"halt {run}: {text}"))
         return
-    order = halting.find_halt(storage) if status else _ordered(reason)
+    order = graceful_stop.find_halt(storage) if status else _ordered(reason)
     if order is not None and not status:
-        halting.order_halt(storage, order)
+        graceful_stop.order_halt(storage, order)
     terminal.result(
         {"asked": order is not None, "order": None if order is None else order.model_dump()},
         lambda console: console.print(f"halt {run}: {_told(order)}"),
@@ -62,7 +62,7 @@ def _ordered(reason: str) -> HaltOrder:
     import time
     from socket import gethostname
 
-    from penstock.checkpoint.halting import HaltOrder
+    from penstock.checkpoint.manager.graceful_stop import HaltOrder
 
     return HaltOrder(asked_by=f"{getpass.getuser()}@{gethostname()}", asked_at_s=time.time(), reason=reason)
 

@@ -10,7 +10,7 @@ from penstock.cli import values
 from penstock.cli.terminal import JsonFlag, Terminal, table
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.tiers.outlook import Outlook, Protection
+    from penstock.checkpoint.levels.efficiency_model import Outlook, Protection
 
 _SCHEMES = ("single", "partner", "xor", "double-parity")
 
@@ -75,7 +75,7 @@ def plan(
     """
     import numpy as np
 
-    from penstock.checkpoint.tiers.outlook import Machine, at_best, ways
+    from penstock.checkpoint.levels.efficiency_model import Machine, at_best, ways
 
     machine = Machine(
         state_bytes=values.size("--state", state),
@@ -118,8 +118,8 @@ def _apart(option: str, text: str | None) -> float:
 
 
 def _protection(scheme: str, group: int, nodes: int) -> Protection:
-    from penstock.checkpoint.tiers.outlook import Protection
-    from penstock.checkpoint.tiers.schemes import DoubleParity, Partner, Scheme, Single, Xor
+    from penstock.checkpoint.levels.efficiency_model import Protection
+    from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
     from penstock.errors import UsageError
 
     if scheme not in _SCHEMES:

@@ -14,8 +14,8 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 from penstock.cluster.comm import Comm
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.tiers.cache import CacheLevel
-    from penstock.checkpoint.tiers.rescue import Mended
+    from penstock.checkpoint.levels.cache import CacheLevel
+    from penstock.checkpoint.levels.recovery import Mended
 
 NOT_GIVEN = 1
 
@@ -50,7 +50,7 @@ def rebuild(
 
       penstock checkpoint rebuild /mnt/a/run /mnt/b/run /mnt/c/run --ranks 3 --step 100 --json
     """
-    from penstock.checkpoint.tiers.rescue import cached_steps, mend
+    from penstock.checkpoint.levels.recovery import cached_steps, mend
 
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
     with _level(cache, comm) as level, terminal.progress() as progress:
@@ -84,14 +84,14 @@ def scavenge(
 
       penstock checkpoint scavenge /mnt/a/run /mnt/b/run --ranks 2 --to /pfs/run --step 100
     """
-    from penstock.checkpoint.steps import Steps
-    from penstock.checkpoint.tiers import rescue
+    from penstock.checkpoint.commit.catalog import Steps
+    from penstock.checkpoint.levels import recovery
     from penstock.storage.registry import open_here
 
     terminal = Terminal(as_json=as_json, speaks=comm.rank == 0)
     with _level(cache, comm) as level, terminal.progress():
-        steps = _asked(step, rescue.cached_steps(level, comm))
-        found = rescue.scavenge(level, comm, Steps(open_here(to, rank=comm.rank)), steps)
+        steps = _asked(step, recovery.cached_steps(level, comm))
+        found = recovery.scavenge(level, comm, Steps(open_here(to, rank=comm.rank)), steps)
     passed_over = [each for each in found.looked_at if each.reason]
     document = {"step": found.step, "uri": found.uri, "looked_at": _document(found.looked_at)}
     text = "nothing to scavenge" if found.step is None else f"step {found.step} is durable: {found.uri}"
@@ -102,8 +102,8 @@ def scavenge(
 
 @contextmanager
 def _level(caches: Sequence[str], comm: Comm) -> Iterator[CacheLevel]:
-    from penstock.checkpoint.tiers.cache import CacheLevel
-    from penstock.checkpoint.tiers.schemes import Single
+    from penstock.checkpoint.levels.cache import CacheLevel
+    from penstock.checkpoint.levels.options import Single
     from penstock.errors import UsageError
     from penstock.storage.registry import open_here
 

@@ -33,12 +33,12 @@ def remove(
     """
     from dataclasses import asdict
 
-    from penstock.checkpoint import removal
+    from penstock.checkpoint.tools import remove
     from penstock.units import format_bytes
 
     terminal = Terminal(as_json=as_json)
     with terminal.progress() as progress:
-        gone = removal.remove(path, even_last=even_last, verified=not no_verify, progress=progress)
+        gone = remove.remove(path, even_last=even_last, verified=not no_verify, progress=progress)
     stays = f"; {gone.stays} is whole and stays" if gone.stays else ""
     text = f"removed {gone.uri}: {gone.num_files} files, {format_bytes(gone.size_bytes)}{stays}"
     terminal.result(asdict(gone), lambda console: console.print(text))

@@ -10,7 +10,7 @@ import typer
 from penstock.cli.terminal import JsonFlag, Terminal, table
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.tiers.overview import CachedStep, CacheFlush, Overview
+    from penstock.checkpoint.levels.cache_tools import CachedStep, CacheFlush, Overview
 
 LOOK_S = 0.5
 FLUSH_FAILS = 1
@@ -41,14 +41,14 @@ def status(
     """
     from dataclasses import asdict
 
-    from penstock.checkpoint.tiers import overview
+    from penstock.checkpoint.levels import cache_tools
 
     terminal = Terminal(as_json=as_json)
     caches = cache or []
-    found = overview.look(run, caches)
+    found = cache_tools.look(run, caches)
     if watch:
         _watch(terminal, caches)
-        found = overview.look(run, caches)
+        found = cache_tools.look(run, caches)
     for each in found.flushes:
         terminal.note(_said_of(each))
     terminal.result({"run": run, **asdict(found)}, table(run, [_row(found, step) for step in found.steps]))
@@ -66,7 +66,7 @@ def status(
 
 def _watch(terminal: Terminal, caches: list[str]) -> None:
     """Draw how much is left to copy until nothing is, or until a flush fails."""
-    from penstock.checkpoint.tiers.overview import cache_folder, look_at_flush
+    from penstock.checkpoint.levels.cache_tools import cache_folder, look_at_flush
 
     folders = [cache_folder(path) for path in caches]
     with terminal.progress() as progress:

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.tiers.schemes import Single, Xor
+from penstock.checkpoint.levels.options import Single, Xor
 from penstock.errors import UsageError
 from penstock.suggest import did_you_mean
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.tiers.schemes import Scheme
+    from penstock.checkpoint.levels.options import Scheme
 
 LARGEST_GROUP: Final = 8
 

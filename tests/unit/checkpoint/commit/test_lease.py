@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.checkpoint.commit.base import LEASE_S
-from penstock.checkpoint.commit.lease import is_dead, lease_text
+from penstock.checkpoint.commit.protocol import LEASE_S, is_dead, lease_text
 from penstock.storage.process_id import current_process
 
 OLD_S, YOUNG_S = LEASE_S + 1, LEASE_S - 1

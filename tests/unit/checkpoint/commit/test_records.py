@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 import pytest
 from tests.support.known_steps import assert_known, save_known
 
-from penstock.checkpoint.commit.base import LEASE_S, Seal
-from penstock.checkpoint.commit.lease import lease_text
-from penstock.checkpoint.commit.place import begin, open_drafts, open_shelf
-from penstock.checkpoint.commit.records import LEASE_ENDING, RECORD_NAME, RecordDrafts, RecordShelf
+from penstock.checkpoint.commit.catalog import open_shelf
+from penstock.checkpoint.commit.protocol import LEASE_S, Seal, lease_text
+from penstock.checkpoint.commit.record_commit import LEASE_ENDING, RECORD_NAME, RecordDrafts, RecordShelf
+from penstock.checkpoint.commit.transaction import begin, open_drafts
 from penstock.cluster.solo import SoloComm
 from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
 from penstock.storage.memory import MemorySource, MemoryStorage

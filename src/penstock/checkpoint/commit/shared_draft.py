@@ -1,0 +1,211 @@
+"""A draft in a folder that several processes write, none of which need live on: each may end it for all.
+
+    .penstock-save-ID-NAME           the draft, as any save's
+    .penstock-save-ID-NAME.lease     renewed by all of them; only its age tells that none is left
+    .penstock-flush-ID-NAME/node-N   how far process N is: its files are copied, or durable
+
+publish: manifest and metadata -> all files there -> its name -> the parent's fsync. Any of them may do it,
+and several at once: what they write is the same, a rename happens once, who comes late finds it done.
+Invariant: nothing takes the name but a folder that holds every file of the seal.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from penstock.checkpoint.commit.folder_commit import (
+    HIDDEN_PREFIX,
+    LEASE_ENDING,
+    remove_folder,
+    require_replaceable,
+)
+from penstock.checkpoint.commit.protocol import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Committed,
+    Draft,
+    Seal,
+    lease_text,
+    require_whole,
+)
+from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
+from penstock.storage.files.sink import is_unfinished
+from penstock.storage.process_id import ProcessId, current_process
+from penstock.storage.whole import read_object, write_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.storage import Storage
+    from penstock.storage.powers import FolderTree
+
+IDENTITY_BYTES: Final = 80
+"""A manifest begins with its own sum: so much of it tells it from any other."""
+
+Progress = Literal["copying", "done"]
+
+logger = logging.getLogger(__name__)
+
+
+class Mark(BaseModel):
+    """How far one of the processes is, as the others see it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    format: Literal[1] = 1
+    node: int
+    progress: Progress
+    host: str
+    pid: int
+
+
+class SharedDraft:
+    """One process's view of a draft that it shares: process `node` of as many as there are."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        tree: FolderTree,
+        name: str,
+        save_id: str,
+        *,
+        node: int,
+        owner: Callable[[], ProcessId] = current_process,
+    ) -> None:
+        self.draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
+        self._storage = storage
+        self._tree = tree
+        self._marks = f"{HIDDEN_PREFIX}flush-{save_id}-{name}"
+        self._node = node
+        self._owner = owner
+
+    def join(self) -> None:
+        """Make the draft, or find it made by another."""
+        self.renew()
+        try:
+            self._tree.make(self.draft.folder)
+        except AlreadyThere:
+            logger.debug("%s was begun before", self.draft.folder)
+
+    def renew(self) -> None:
+        """Show that somebody still wants the draft."""
+        # No one's death may end what others go on with: the lease names no process that can be asked for.
+        nobody = replace(self._owner(), kernel="", numbering="")
+        write_object(self._storage, self.draft.folder + LEASE_ENDING, [lease_text(nobody)])
+
+    def mark(self, progress: Progress) -> None:
+        """Tell the others how far this process is."""
+        owner = self._owner()
+        mark = Mark(node=self._node, progress=progress, host=owner.host, pid=owner.pid)
+        write_object(self._storage, f"{self._marks}/node-{self._node}", [mark.model_dump_json().encode()])
+
+    def marks(self) -> dict[int, tuple[Mark, float]]:
+        """What all have told, and when by the storage's clock, by node."""
+        found = {}
+        for entry in self._tree.entries(self._marks, prefix="node-"):
+            try:
+                text = read_object(self._storage, f"{self._marks}/{entry.name}")
+                mark = Mark.model_validate_json(bytes(text))
+            except (ValidationError, ObjectNotFound) as error:
+                logger.debug("The mark %s cannot be read: %s", entry.name, error)
+                continue
+            found[mark.node] = mark, entry.modified_s
+        return found
+
+    def withdraw(self, nodes: list[int]) -> None:
+        """Take back marks that turned out to be wrong, so that these processes copy again."""
+        for node in nodes:
+            self._tree.remove(f"{self._marks}/node-{node}")
+
+    def is_committed(self, manifest: bytes) -> bool:
+        """Whether the checkpoint of this name is the one with this manifest."""
+        return self._begins_with(f"{self.draft.name}/{MANIFEST_NAME}", manifest[:IDENTITY_BYTES])
+
+    def missing(self, seal: Seal) -> list[str]:
+        """The files of the seal that do not lie in the draft with their sizes."""
+        found = self._found()
+        return [name for name, size_bytes in seal.sizes.items() if found.get(name) != size_bytes]
+
+    def publish(self, seal: Seal) -> Committed:
+        """Make the draft the checkpoint of its name. When this returns, it survives a power cut.
+
+        `StorageError` where files are missing: the draft is as it was, and may be published later.
+        """
+        if not self.is_committed(seal.manifest):
+            try:
+                self._seal(seal)
+                self._give_name()
+            except StorageError:
+                if not self.is_committed(seal.manifest):
+                    raise
+        self._tree.sync()
+        self.clear_up()
+        return Committed(name=self.draft.name, folder=self.draft.name)
+
+    def clear_up(self) -> None:
+        """Remove what is left of the draft and beside it. What fails here is swept later."""
+        for folder in (self.draft.folder, self._marks):
+            try:
+                remove_folder(self._tree, folder)
+            except StorageError as error:
+                logger.warning("Could not remove %s: %s", folder, error)
+        try:
+            self._storage.delete(self.draft.folder + LEASE_ENDING)
+        except ObjectNotFound:
+            logger.debug("The lease of %s was gone", self.draft.folder)
+        except StorageError as error:
+            logger.warning("Could not remove the lease of %s: %s", self.draft.folder, error)
+
+    def _seal(self, seal: Seal) -> None:
+        """Write manifest and metadata, and require that all the rest is there, too."""
+        for name in self._found():
+            if is_unfinished(name):
+                # A process was killed while it wrote manifest or metadata.
+                self._tree.remove(self.draft.key(name))
+        write_object(self._storage, self.draft.key(MANIFEST_NAME), [seal.manifest])
+        write_object(self._storage, self.draft.key(METADATA_NAME), [seal.metadata])
+        own = {MANIFEST_NAME: len(seal.manifest), METADATA_NAME: len(seal.metadata)}
+        # Only now: where another process has just renamed the folder, the lines above made a new one.
+        require_whole(self._found(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}")
+
+    def _give_name(self) -> None:
+        """Rename the draft; an older checkpoint of the name steps aside, where our readers still find it."""
+        try:
+            self._tree.move(self.draft.folder, self.draft.name)
+        except AlreadyThere:
+            require_replaceable(self._storage, self._tree, self.draft.name)
+        else:
+            return
+        # No exchange: where another process had exchanged them before, a second one would undo it.
+        aside = f"{HIDDEN_PREFIX}old-{secrets.token_hex(8)}-{self.draft.name}"
+        self._tree.move(self.draft.name, aside)
+        try:
+            self._tree.move(self.draft.folder, self.draft.name)
+        except ObjectNotFound:
+            # What stepped aside was this very save, which another process had just given its name.
+            self._tree.move(aside, self.draft.name)
+            return
+        self._tree.sync()
+        remove_folder(self._tree, aside)
+
+    def _found(self) -> dict[str, int]:
+        return {entry.name: entry.size_bytes for entry in self._tree.entries(self.draft.folder)}
+
+    def _begins_with(self, key: str, beginning: bytes) -> bool:
+        try:
+            source = self._storage.open(key)
+        except ObjectNotFound:
+            return False
+        try:
+            if source.size_bytes < len(beginning):
+                return False
+            found = bytearray(len(beginning))
+            source.read_into(0, memoryview(found))
+        finally:
+            source.close()
+        return found == beginning

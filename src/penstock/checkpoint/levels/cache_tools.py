@@ -1,0 +1,285 @@
+"""What lies on the levels of a run, and how far its flushes are: for those who look from outside of the job.
+
+Reads the durable level and whichever caches can be reached from here. Invariant: looking changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from penstock.checkpoint.commit.catalog import Steps, parse_step, step_dirname
+from penstock.checkpoint.levels.flush.daemon_flusher import Minder, states_of
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, Order
+from penstock.checkpoint.levels.flush.journal import JournalReader
+from penstock.checkpoint.levels.node_cache import NodeCache
+from penstock.checkpoint.levels.redundancy.recoverability import assess
+from penstock.errors import ObjectNotFound, UsageError
+from penstock.storage.registry import open_here
+from penstock.storage.uri import FILE_SCHEMES, parse_uri
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from penstock.checkpoint.levels.flush.flusher import FlushState
+    from penstock.checkpoint.levels.redundancy.recoverability import Assessment
+    from penstock.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedStep:
+    """What the caches that were looked at hold of a step."""
+
+    step: int
+    size_bytes: int
+    num_shares: int
+    """Of ranks that saved it, whose shares are whole here."""
+    num_ranks: int
+    scheme: str
+    losses: int
+    """So many lost shares each group survives."""
+    lost: tuple[int, ...]
+    """The ranks whose shares are in none of these caches."""
+    reason: str
+    """Why these caches alone cannot give it; empty where they can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFlush:
+    """One cache's daemon and what it was given."""
+
+    cache: str
+    daemon: int | None
+    """Its process; None where none runs."""
+    flushing: int | None
+    """The step whose bytes it is moving."""
+    bytes_per_s: float
+    is_paused: bool
+    states: Mapping[int, FlushState]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything it was given is durable or superseded."""
+        return all(state.is_over for state in self.states.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overview:
+    """All levels of one run."""
+
+    durable: tuple[int, ...]
+    cached: tuple[CachedStep, ...]
+    flushes: tuple[CacheFlush, ...]
+
+    @property
+    def steps(self) -> list[int]:
+        """Of any level, and those on their way, ascending."""
+        given = {step for each in self.flushes for step, state in each.states.items() if not state.is_over}
+        return sorted({*self.durable, *(each.step for each in self.cached), *given})
+
+    @property
+    def left_bytes(self) -> int:
+        """What is still to be copied."""
+        return sum(
+            state.size_bytes - state.copied_bytes
+            for each in self.flushes
+            for state in each.states.values()
+            if not state.is_over
+        )
+
+
+def cache_folder(path: str) -> Path:
+    """The folder of a cache; `ObjectNotFound` where there is none."""
+    location = parse_uri(path)
+    if location.scheme not in FILE_SCHEMES:
+        raise UsageError(f"{path} is no folder", fix="A cache is a folder of a node, such as /local/ssd/run.")
+    folder = Path(location.root)
+    if not folder.is_dir():
+        raise ObjectNotFound(
+            "There is no such cache",
+            uri=path,
+            fix="Name the manager's cache= of this node; hosts have their own.",
+        )
+    return folder
+
+
+def look(run: str, caches: Sequence[str]) -> Overview:
+    """What lies on the levels of the run whose durable steps are at `run`."""
+    folders = [cache_folder(path) for path in caches]
+    return Overview(
+        durable=tuple(Steps(open_here(run)).committed()),
+        cached=tuple(_cached(folders)),
+        flushes=tuple(look_at_flush(folder) for folder in folders),
+    )
+
+
+def look_at_flush(cache: Path) -> CacheFlush:
+    """How far one cache's daemon is."""
+    folder = FlushFolder(cache)
+    daemon, speed = folder.daemon_pid(), folder.speed()
+    now = speed if daemon is not None else None
+    return CacheFlush(
+        cache=os.fspath(cache),
+        daemon=daemon,
+        flushing=now.step if now else None,
+        bytes_per_s=now.bytes_per_s if now else 0.0,
+        is_paused=now.is_paused if now else False,
+        states=states_of(folder, JournalReader(folder.journal)),
+    )
+
+
+def _cached(folders: Sequence[Path]) -> list[CachedStep]:
+    nodes = [
+        NodeCache(open_here(os.fspath(folder)), ranks=(number,)) for number, folder in enumerate(folders)
+    ]
+    steps = sorted(
+        {step for node in nodes for name in node.names() if (step := parse_step(name)) is not None}
+    )
+    return [_cached_step(step, nodes) for step in steps]
+
+
+def _cached_step(step: int, nodes: Sequence[NodeCache]) -> CachedStep:
+    holdings = [node.holding(step_dirname(step)) for node in nodes]
+    found = assess(holdings)
+    record = next(iter(found.records.values()), None)
+    return CachedStep(
+        step=step,
+        size_bytes=sum(sum(holding.sizes.values()) for holding in holdings),
+        num_shares=_num_shares(found),
+        num_ranks=len(record.domains) if record else 0,
+        scheme=record.scheme if record else "",
+        losses=record.losses if record else 0,
+        lost=found.lost,
+        reason=found.reason,
+    )
+
+
+def _num_shares(found: Assessment) -> int:
+    return len({rank for shares in found.shares.values() for rank in shares})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Droppable:
+    """A step as it lies in some caches."""
+
+    step: int
+    size_bytes: int
+    is_durable: bool | None
+    """None where no durable level was named."""
+    is_ordered: bool
+    """Whether it still waits to be flushed."""
+
+
+def droppable(caches: Sequence[Path], steps: Collection[int] | None, durable: str | None) -> list[Droppable]:
+    """What these caches hold of `steps`, or of all, ascending; `ObjectNotFound` where a step is in none."""
+    nodes = [_open_node(cache) for cache in caches]
+    held = {step for node in nodes for name in node.names() if (step := parse_step(name)) is not None}
+    absent = sorted(set(steps or ()) - held)
+    if absent:
+        raise ObjectNotFound(
+            f"Step {absent[0]} is in none of these caches",
+            fix=f"They hold {', '.join(map(str, sorted(held))) or 'no step'}.",
+        )
+    known = None if durable is None else set(Steps(open_here(durable)).committed())
+    ordered = {step for cache in caches for step in FlushFolder(cache).orders.steps()}
+    return [
+        Droppable(
+            step=step,
+            size_bytes=sum(sum(node.holding(step_dirname(step)).sizes.values()) for node in nodes),
+            is_durable=None if known is None else step in known,
+            is_ordered=step in ordered,
+        )
+        for step in sorted(held if steps is None else steps)
+    ]
+
+
+def require_durable(found: Sequence[Droppable]) -> None:
+    """`UsageError` where a step might exist nowhere else."""
+    for each in found:
+        if not each.is_durable:
+            why = "is not durable" if each.is_durable is False else "may not be durable"
+            raise UsageError(
+                f"Step {each.step} {why}; nothing was dropped",
+                fix="Flush or scavenge it first and name the durable level by --durable, or give --force.",
+            )
+
+
+def drop(caches: Sequence[Path], steps: Collection[int]) -> None:
+    """Take steps out of these caches: their orders first, so that no daemon looks for what is gone."""
+    for cache in caches:
+        book = FlushFolder(cache).orders
+        orders = book.all()
+        for step in steps:
+            order = orders.get(step)
+            if isinstance(order, Order):
+                book.remove(order)
+        node = _open_node(cache)
+        for step in steps:
+            node.remove(step_dirname(step))
+            node.confirm(step_dirname(step))
+
+
+def _open_node(cache: Path) -> NodeCache:
+    return NodeCache(open_here(os.fspath(cache)), ranks=(0,))
+
+
+POLL_S: Final = 0.1
+
+States = dict[int, "FlushState"]
+"""By step."""
+
+
+class _CacheDrain:
+    """One cache that is flushed to the end."""
+
+    def __init__(self, cache: Path) -> None:
+        self._folder = FlushFolder(cache)
+        self._journal = JournalReader(self._folder.journal)
+        self._minder = Minder(self._folder)
+        self.steps = frozenset(self._folder.orders.steps())
+
+    def states(self) -> States:
+        found = states_of(self._folder, self._journal)
+        return {step: state for step, state in found.items() if step in self.steps}
+
+    def is_over(self) -> bool:
+        return not self.steps & set(self._folder.orders.steps())
+
+    def mind(self) -> None:
+        """See to it that its daemon runs, as long as there is something to do."""
+        if not self.is_over():
+            self._minder.mind()
+
+
+def drain_caches(
+    caches: Sequence[Path],
+    progress: Progress,
+    *,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> dict[Path, States]:
+    """Let the daemons of these caches do what they were given; by cache, what became of each step.
+
+    `timeout_s` is how long nothing may move: a slow flush is not ended, one that waits for other nodes is.
+    """
+    flushing = {cache: _CacheDrain(cache) for cache in caches}
+    num_bytes = sum(state.size_bytes for each in flushing.values() for state in each.states().values())
+    progress.begin("flush", num_bytes)
+    moved_bytes, left, moved_at_s = 0, -1, clock()
+    while True:
+        for each in flushing.values():
+            each.mind()
+        # Before the states: an order goes once its outcome is in the journal.
+        now_left = sum(not each.is_over() for each in flushing.values())
+        found = {cache: each.states() for cache, each in flushing.items()}
+        now_bytes = sum(state.copied_bytes for states in found.values() for state in states.values())
+        if now_bytes != moved_bytes or now_left != left:
+            progress.advance(max(now_bytes - moved_bytes, 0))
+            moved_bytes, left, moved_at_s = now_bytes, now_left, clock()
+        if not left or clock() - moved_at_s > timeout_s:
+            return found
+        sleep(POLL_S)

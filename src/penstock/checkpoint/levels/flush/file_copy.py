@@ -1,0 +1,179 @@
+"""From a cache to the durable level, file by file: in big blocks, by several threads, at a pace.
+
+Used by whoever flushes: a trainer's own threads, or the daemon of a node. Invariant: bytes pass no faster
+than the pace allows, whichever thread moves them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Final
+
+from penstock.checkpoint.sums import running_sum
+from penstock.errors import DataDamaged
+from penstock.storage.aligned import PAGE_BYTES, aligned_buffer
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.manifest import ManifestFile
+    from penstock.storage import Storage
+
+
+BLOCK_BYTES: Final = 16 << 20
+SMALLEST_BLOCK_BYTES: Final = 256 << 10
+BURST_S: Final = 0.5
+"""So much unused time a flush may make up for: what it waited for disks, or between two steps."""
+
+
+Take = Callable[[int], None]
+"""Called with a number of bytes before they are written; returns when they may go."""
+
+See = Callable[[memoryview], None]
+"""Called with a file's bytes in order, on their way."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Lets bytes pass at a rate, whichever thread asks: each waits until those before it are paid for.
+
+    Time that nobody used is kept for `burst_s`, so that a wait for the disk does not cost its share of the
+    rate.
+    """
+
+    bytes_per_s: float | None
+    burst_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _lock: Lock = field(default_factory=Lock)
+    _free_at_s: float | None = None
+
+    def take(self, num_bytes: int) -> None:
+        """Return when so many bytes may go."""
+        if self.bytes_per_s is None:
+            return
+        with self._lock:
+            now_s = self.clock()
+            free_at_s = now_s if self._free_at_s is None else self._free_at_s
+            begins_s = max(free_at_s, now_s - self.burst_s)
+            self._free_at_s = begins_s + num_bytes / self.bytes_per_s
+        if begins_s > now_s:
+            self.sleep(begins_s - now_s)
+
+
+def block_bytes_for(bytes_per_s: float | None) -> int:
+    """Blocks as large as storage likes them, but no larger than the cap lets pass in a tenth of a second."""
+    if bytes_per_s is None:
+        return BLOCK_BYTES
+    return max(min(int(bytes_per_s / 10) // PAGE_BYTES * PAGE_BYTES, BLOCK_BYTES), SMALLEST_BLOCK_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One file to be copied: from where, to where."""
+
+    from_key: str
+    to_key: str
+
+
+def copy_files(copies: Sequence[Copy], source: Storage, target: Storage, *, threads: int, pace: Pace) -> None:
+    """Copy all, several at a time; each is durable when this returns."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="penstock-flush") as crew:
+        for copied in [crew.submit(copy_file, each, source, target, pace.take) for each in copies]:
+            copied.result()
+
+
+def copy_file(
+    copy: Copy,
+    source: Storage,
+    target: Storage,
+    take: Take,
+    *,
+    see: See | None = None,
+    block_bytes: int = BLOCK_BYTES,
+) -> None:
+    """One file, by two buffers in turn: one is read into while the other is written."""
+    with closing(source.open(copy.from_key)) as file, ExitStack() as undo:
+        size_bytes = file.size_bytes
+        sink = target.create(copy.to_key, size_bytes)
+        undo.callback(sink.abort)
+        buffers = [(aligned_buffer(min(block_bytes, max(size_bytes, 1))), Event()) for _ in range(2)]
+        for _, free in buffers:
+            free.set()
+        for number, start in enumerate(range(0, size_bytes, block_bytes)):
+            buffer, free = buffers[number % 2]
+            free.wait()
+            free.clear()
+            block = buffer[: min(block_bytes, size_bytes - start)]
+            file.read_into(start, block)
+            if see is not None:
+                see(block)
+            take(block.nbytes)
+            sink.submit(block, free.set)
+        sink.finish()
+        undo.pop_all()
+
+
+CHECKED_BLOCK_BYTES = 8 << 20
+
+
+class PassingSums:
+    """The sum of a whole file, and those of its items, from bytes that pass in order."""
+
+    def __init__(self, file: ManifestFile) -> None:
+        self._file = file
+        self._whole = running_sum()
+        self._item = running_sum()
+        self._row = 0
+        self._at = 0
+        self._wrong: list[int] = []
+
+    def see(self, block: memoryview) -> None:
+        """Take the next bytes."""
+        self._whole.update(block)
+        end = self._at + block.nbytes
+        while self._row < len(self._file):
+            begins = int(self._file.item_offset[self._row])
+            ends = begins + int(self._file.item_bytes[self._row])
+            if begins >= end and ends > end:
+                break
+            self._item.update(block[max(begins - self._at, 0) : max(min(ends, end) - self._at, 0)])
+            if ends > end:
+                break
+            self._end_item()
+        self._at = end
+
+    def sum(self) -> str:
+        """Of the whole file, in hexadecimal."""
+        return self._whole.digest().hex()
+
+    def require_right(self, where: str) -> None:
+        """Raise `DataDamaged` where an item differs from its sum."""
+        if self._wrong:
+            raise DataDamaged(
+                f"{self._file.name} is damaged in the cache: {len(self._wrong)} of {len(self._file)} items "
+                f"differ from their sums, the first at byte {int(self._file.item_offset[self._wrong[0]])}",
+                where=where,
+                fix="Restoring the step rebuilds it where its redundancy can; then it is flushed.",
+            )
+
+    def _end_item(self) -> None:
+        if self._item.digest() != self._file.sum_at(self._row):
+            self._wrong.append(self._row)
+        self._item = running_sum()
+        self._row += 1
+
+
+def sum_of_file(storage: Storage, key: str) -> tuple[int, str]:
+    """A stored file's size, and the sum of its bytes in hexadecimal."""
+    total = running_sum()
+    with closing(storage.open(key)) as source:
+        buffer = aligned_buffer(min(CHECKED_BLOCK_BYTES, max(source.size_bytes, 1)))
+        for start in range(0, source.size_bytes, CHECKED_BLOCK_BYTES):
+            block = buffer[: min(CHECKED_BLOCK_BYTES, source.size_bytes - start)]
+            source.read_into(start, block)
+            total.update(block)
+        return source.size_bytes, total.digest().hex()

@@ -1,0 +1,273 @@
+"""Whose shares of a cached step are damaged: every file held against its sum, on the node that has it.
+
+Asked after a load has failed, or before caches are trusted without one. Invariant: a node whose manifest
+cannot be believed has no share that can.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.checkpoint.commit.catalog import parse_step, step_dirname
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
+from penstock.checkpoint.commit.transaction import begin
+from penstock.checkpoint.levels.flush.file_copy import Copy, Pace, copy_files
+from penstock.checkpoint.levels.redundancy.recoverability import home_of
+from penstock.checkpoint.manager.user_files import writer_of
+from penstock.checkpoint.manifest import read_manifest
+from penstock.checkpoint.staging.base import RankShare, ShareStats, WrittenFile
+from penstock.checkpoint.sums import sum_of, sum_of_object
+from penstock.checkpoint.verify import damage_in_files
+from penstock.cluster.collectives import all_gather_results
+from penstock.errors import DataDamaged, RankFailed, StorageError
+from penstock.storage.powers import for_large_files
+from penstock.storage.whole import read_object
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from penstock.checkpoint.commit.catalog import Steps, Stored
+    from penstock.checkpoint.commit.transaction import Place
+    from penstock.checkpoint.levels.cache import CacheLevel
+    from penstock.checkpoint.levels.redundancy.recoverability import Assessment
+    from penstock.checkpoint.manifest import Manifest, ManifestFile
+    from penstock.checkpoint.staging.base import Urgency
+    from penstock.cluster.comm import Comm
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+
+
+logger = logging.getLogger(__name__)
+
+
+def damaged_shares(cache: CacheLevel, comm: Comm, name: str, found: Assessment) -> tuple[int, ...]:
+    """The ranks that saved some of whose files are not what the manifest says. Collective."""
+
+    def look() -> list[int]:
+        mine = [rank for rank, actor in found.actors.items() if actor == comm.rank and rank not in found.lost]
+        if not mine:
+            return []
+        held = cache.holds(name)
+        try:
+            manifest = _sound_manifest(held)
+        except StorageError as error:
+            # What tells of all files of this node is damaged: none of them can be believed.
+            logger.warning("%s: %s", held.uri, error)
+            return mine
+        return [rank for rank in mine if _is_damaged(held, manifest, found, rank)]
+
+    told = all_gather_results(comm, look, awaiting=f"all ranks to check the files of {name}")
+    return tuple(sorted(rank for ranks in told for rank in ranks))
+
+
+def _is_damaged(held: Stored, manifest: Manifest, found: Assessment, rank: int) -> bool:
+    names = {file.name for file in found.files_of(rank)}
+    files = [file for file in manifest.files if file.name in names]
+    damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
+    for each in damage:
+        logger.warning("%s: %s", held.uri, each)
+    bad = [
+        file.name
+        for file in found.kept_by(rank)
+        if sum_of_object(for_large_files(held.storage), held.key(file.name)).hex() != file.sum
+    ]
+    for name in bad:
+        logger.warning("%s: %s: its checksum differs", held.uri, name)
+    return bool(damage or bad)
+
+
+def _sound_manifest(held: Stored) -> Manifest:
+    manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
+    if sum_of(read_object(held.storage, held.key(METADATA_NAME))) != manifest.metadata_sum:
+        raise DataDamaged("The checksum of its .metadata differs", where=held.uri)
+    return manifest
+
+
+NUM_THREADS = 2
+_NOTHING = np.zeros(0, dtype=np.int64)
+
+
+class Fetched:
+    """One rank's part of fetching a step: a `PreparedSave` and its `StagedSave` in one."""
+
+    def __init__(self, stored: Stored, *, rank: int, num_ranks: int) -> None:
+        self._stored = stored
+        self._rank = rank
+        self._manifest = bytes(read_object(stored.storage, stored.key(MANIFEST_NAME)))
+        manifest = read_manifest(self._manifest, stored.uri)
+        self._all = manifest.files
+        self._mine = tuple(
+            file
+            for file in manifest.files
+            if home_of(writer_of(manifest, file), manifest.world_size, num_ranks) == rank
+        )
+
+    def stage(self, urgent: Urgency = "copy") -> Fetched:  # noqa: ARG002 - the protocol's
+        """Nothing is to be copied before the draft is there."""
+        return self
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """Nothing changes meanwhile: the step is committed."""
+
+    def cancel(self) -> None:
+        """Nothing is in flight between two calls."""
+
+    def write_to(
+        self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
+    ) -> RankShare:
+        """Copy this rank's files."""
+        copies = [Copy(from_key=self._stored.key(file.name), to_key=key_of(file.name)) for file in self._mine]
+        source = for_large_files(self._stored.storage)
+        copy_files(copies, source, storage, threads=NUM_THREADS, pace=Pace(None))
+        size_bytes = sum(file.size_bytes for file in self._mine)
+        if progress is not None:
+            progress.begin("bytes", size_bytes)
+            progress.advance(size_bytes)
+        return RankShare(
+            rank=self._rank,
+            files=tuple(map(_written, self._mine)),
+            stats=ShareStats(rank=self._rank, payload_bytes=size_bytes, file_bytes=size_bytes),
+        )
+
+    def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:  # noqa: ARG002 - as saved
+        """What sealed the step when it was saved."""
+        metadata = bytes(read_object(self._stored.storage, self._stored.key(METADATA_NAME)))
+        sizes = {file.name: file.size_bytes for file in self._all}
+        return Seal(manifest=self._manifest, metadata=metadata, sizes=sizes)
+
+
+def _written(file: ManifestFile) -> WrittenFile:
+    return WrittenFile(
+        name=file.name,
+        size_bytes=file.size_bytes,
+        item_offset=_NOTHING,
+        item_bytes=_NOTHING,
+        payload_offset=_NOTHING,
+        sums=b"",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mended:
+    """What was found of a cached step, and what it came to."""
+
+    step: int
+    missing: tuple[int, ...] = ()
+    """The ranks that saved whose shares no cache had."""
+    damaged: tuple[int, ...] = ()
+    """Those whose files were not what their sums say."""
+    reason: str = ""
+    """Why the caches cannot give the step; empty where they can."""
+
+    @property
+    def outcome(self) -> str:
+        """In two words at most."""
+        if self.reason:
+            return "beyond repair"
+        return "rebuilt" if self.missing or self.damaged else "whole"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scavenged:
+    """What was made durable, and what had to be passed over for it."""
+
+    step: int | None
+    """None where no cached step is newer than the durable ones and can be had."""
+    uri: str = ""
+    looked_at: tuple[Mended, ...] = ()
+    """Newest first; the last one is the step that was taken."""
+
+
+def cached_steps(cache: CacheLevel, comm: Comm) -> list[int]:
+    """Every step of which some node has a share, ascending; unlike a restart, this removes nothing."""
+    told = all_gather_results(
+        comm,
+        lambda: cache.names_here() if cache.leads else [],
+        awaiting="all nodes to list their caches",
+    )
+    names = {name for names in told for name in names}
+    return sorted(step for name in names if (step := parse_step(name)) is not None)
+
+
+def mend(cache: CacheLevel, comm: Comm, step: int, *, verified: bool = True) -> Mended:
+    """Rebuild what a step has lost, until every share lies in a cache. Sums are read only if `verified`."""
+    return _mend(cache, comm, step, verified=verified)[0]
+
+
+def scavenge(cache: CacheLevel, comm: Comm, durable: Steps, steps: Sequence[int]) -> Scavenged:
+    """Make the newest of `steps` durable that the caches can give."""
+    looked_at: list[Mended] = []
+    for step in sorted(steps, reverse=True):
+        mended, found = _mend(cache, comm, step, verified=True)
+        looked_at.append(mended)
+        if not mended.reason:
+            uri = _make_durable(cache, comm, durable, step, found)
+            return Scavenged(step=step, uri=uri, looked_at=tuple(looked_at))
+    return Scavenged(step=None, looked_at=tuple(looked_at))
+
+
+def _mend(cache: CacheLevel, comm: Comm, step: int, *, verified: bool) -> tuple[Mended, Assessment]:
+    name = step_dirname(step)
+    found = cache.assess(name)
+    mended = Mended(step=step, missing=found.lost, reason=found.reason)
+    if found.reason:
+        return mended, found
+    if verified and (damaged := damaged_shares(cache, comm, name, found)):
+        found = cache.assess(name, damaged=damaged)
+        mended = replace(mended, damaged=damaged, reason=found.reason)
+    if found.is_rebuildable:
+        try:
+            cache.repair(name, found)
+        except RankFailed as error:
+            return replace(mended, reason=f"it could not be rebuilt: {error}"), found
+        found = cache.assess(name)
+    return mended, found
+
+
+def _make_durable(cache: CacheLevel, comm: Comm, durable: Steps, step: int, found: Assessment) -> str:
+    name = step_dirname(step)
+    manifest, metadata = cache.told_seal(name, found)
+    uri = f"{durable.storage.uri}/{name}"
+    if _is_there(comm, durable, step, manifest):
+        return uri
+    sizes = {file.name: file.size_bytes for file in read_manifest(manifest, uri).files}
+    with ExitStack() as undo:
+        place = begin(durable.storage, name, comm)
+        undo.callback(place.abandon)
+        all_gather_results(
+            comm,
+            lambda: _copy_shares(cache, found, place, name, comm.rank),
+            awaiting=f"all ranks to copy what they hold of {name}",
+        )
+        place.commit(lambda: Seal(manifest=manifest, metadata=metadata, sizes=sizes))
+        undo.pop_all()
+    if comm.rank == 0 and step == max(durable.committed()):
+        durable.point_to(step)
+    return uri
+
+
+def _is_there(comm: Comm, durable: Steps, step: int, manifest: bytes) -> bool:
+    """Whether this very save is durable already."""
+
+    def look() -> bool:
+        if comm.rank != 0 or step not in durable.committed():
+            return False
+        stored = durable.find(step)
+        return bytes(read_object(stored.storage, stored.key(MANIFEST_NAME))) == manifest
+
+    return all_gather_results(comm, look, awaiting="rank 0 to look at the durable level")[0]
+
+
+def _copy_shares(cache: CacheLevel, found: Assessment, place: Place, name: str, rank: int) -> None:
+    """Copy the files of all who saved whose shares this rank has at hand."""
+    files = [file for saved, actor in found.actors.items() if actor == rank for file in found.files_of(saved)]
+    if not files:
+        return
+    held = cache.holds(name)
+    copies = [Copy(from_key=held.key(file.name), to_key=place.key(file.name)) for file in files]
+    copy_files(copies, for_large_files(held.storage), place.for_data, threads=NUM_THREADS, pace=Pace(None))

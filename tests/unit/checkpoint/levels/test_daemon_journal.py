@@ -1,0 +1,96 @@
+"""What a journal says after kills, in any order of lines, torn or long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest  # noqa: TC002 - hypothesis looks at the annotations
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.checkpoint.levels.flush.journal import Journal, JournalReader, Line, Standing, fold, parse
+
+SAVE = "0123456789abcdef"
+SUM = "f" * 32
+
+
+def line(what: str, step: int = 1, **fields: object) -> Line:
+    return Line.model_validate({"at_s": 5.0, "what": what, "step": step, "save_id": SAVE, **fields})
+
+
+lines = st.builds(
+    line,
+    st.sampled_from(["begun", "copied", "marked", "failed", "durable", "superseded"]),
+    st.integers(1, 3),
+    file=st.sampled_from(["a", "b"]),
+    size_bytes=st.integers(0, 9),
+    reason=st.sampled_from(["", "no space"]),
+)
+
+
+@settings(max_examples=25)
+@given(st.lists(lines, max_size=12), st.integers(0, 400))
+def test_a_journal_cut_anywhere_says_what_its_whole_lines_say(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Line], cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "journal"
+    journal = Journal(path)
+    for each in written:
+        journal.write(each)
+    journal.close()
+    content = path.read_bytes()
+    path.write_bytes(content[: max(len(content) - cut, 0)])
+    left = path.read_bytes()
+    whole = parse(left[: left.rfind(b"\n") + 1])
+    assert whole == written[: len(whole)]
+    # Opened again, it takes lines after the cut, and readers see the same as the writer.
+    again = Journal(path)
+    assert again.standings == fold(whole)
+    again.write(line("marked", step=9))
+    assert again.standings == JournalReader(path).standings() == fold([line("marked", step=9)], fold(whole))
+    again.close()
+
+
+@settings(max_examples=25)
+@given(st.lists(lines, max_size=12), st.integers(0, 12))
+def test_a_reader_that_looks_in_between_sees_the_same(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Line], first: int
+) -> None:
+    path = tmp_path_factory.mktemp("journal") / "journal"
+    reader = JournalReader(path)
+    assert reader.standings() == {}
+    journal = Journal(path)
+    for each in written[:first]:
+        journal.write(each)
+    assert reader.standings() == fold(written[:first])
+    for each in written[first:]:
+        journal.write(each)
+    journal.close()
+    assert reader.standings() == fold(written)
+
+
+def test_a_long_journal_is_begun_anew_with_what_is_still_needed(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    for step in range(1, 5):
+        journal.write(line("copied", step=step, file="a", sum=SUM))
+        journal.write(line("durable", step=step))
+    journal.write(line("copied", step=5, file="a", size_bytes=7, sum=SUM))
+    journal.close()
+    reader = JournalReader(path)
+    before = reader.standings()
+    again = Journal(path, longest_bytes=10)
+    again.close()
+    after = reader.standings()
+    assert [standing.outcome for standing in after.values()] == [each.outcome for each in before.values()]
+    assert after[5, SAVE].copied_bytes == 7
+    assert after[1, SAVE].copied == {}
+    assert path.read_bytes().count(b"\n") == 5
+
+
+def test_progress_ends_a_series_of_failures() -> None:
+    failed = [line("failed", reason="no space"), line("failed", reason="no space")]
+    assert fold(failed)[1, SAVE].num_failures == 2
+    assert fold([*failed, line("copied", file="a")])[1, SAVE] == Standing(
+        step=1, copied={"a": line("copied", file="a")}, failing_since_s=5.0
+    )
