@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from penstock.cli.terminal import View
     from penstock.cluster.comm import Comm
-    from penstock.submission.authoring.data_location import Located
+    from penstock.submission.authoring.data_location import DataLocation
     from penstock.submission.authoring.result_dir import Series
     from penstock.submission.tree_layout import Benchmark
     from penstock.workflows.submission.session import Session
@@ -53,7 +53,7 @@ class Entry:
     """Where a run is handed in, and its workload with the place of its bytes."""
 
     series: Series
-    located: Located
+    located: DataLocation
 
 
 def division_of(*, closed: bool, open_: bool) -> SubmissionDivision | None:
@@ -73,7 +73,7 @@ def series_of(
     """Where leaves go, or what is missing to know that."""
     from pathlib import Path
 
-    from penstock.submission.authoring.ownership import claimed
+    from penstock.submission.authoring.ownership import require_owned_tree
     from penstock.submission.authoring.result_dir import Series
 
     if division is None:
@@ -87,11 +87,15 @@ def series_of(
             "Nothing says which system was run on", where="--submission", fix="Add --system NAME."
         )
     return Series(
-        claim=claimed(Path(tree)), division=division, system=system, benchmark=benchmark, model=model
+        claim=require_owned_tree(Path(tree)),
+        division=division,
+        system=system,
+        benchmark=benchmark,
+        model=model,
     )
 
 
-def locate(series: Series, workload: Workload, data: str) -> Located:
+def locate(series: Series, workload: Workload, data: str) -> DataLocation:
     """The workload with its data at this place, where the division lets it lie."""
     from penstock.submission.authoring.data_location import locate_data
     from penstock.workload.division_rules import require_allowed

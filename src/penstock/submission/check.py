@@ -1,35 +1,48 @@
-"""The engine: every rule of an edition on every result; what a rule cannot judge is `not checked`.
+"""`penstock submission check`, from a folder to verdicts: find results, read their files, apply the rules.
 
-Place in the flow: places -> results -> judged results, one at a time: files of one at most are
-in memory. Invariant: an exception inside a rule is never `invalid`.
+    choose_edition   which edition's rules apply, by what the tree looks like
+    find_results     the folders that are results; only names are read
+    read_results     the files of one result, parsed
+    apply_rule       each rule of the edition on the parsed files
+
+The files of one result are in memory at a time, because a round has thousands. Invariant: an exception inside
+a rule is never `invalid`; what a rule cannot judge is `not checked`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
 from penstock.submission.edition import Edition, load_edition
-from penstock.submission.find_results import Place, Submitter, edition_of, find_places, find_submitters
-from penstock.submission.finding import Finding, Validity, Verdict, validity
-from penstock.submission.parsed_file import Unknown
+from penstock.submission.find_results import Submitter, detect_edition, find_results, find_submitters
+from penstock.submission.finding import Finding, Validity, Verdict, combine, not_checked
+from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import num_accelerators, recompute
-from penstock.submission.result_files import Result, read_results
+from penstock.submission.result_files import SubmittedResult, read_results
 from penstock.submission.rules import RULES
-from penstock.submission.rules.rule import Rule, not_checked
-from penstock.submission.tree_context import Pool, Surroundings, pool_folder, read_pool, read_surroundings
+from penstock.submission.tree_context import (
+    CodeImagePool,
+    TreeContext,
+    find_pool,
+    read_pool,
+    read_tree_context,
+)
+
+if TYPE_CHECKING:
+    from penstock.submission.rules.rule import Rule
 
 AUTO: Final = "auto"
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class CheckedResult:
     """One result with all its findings; `None` or "" where the files do not say."""
 
     name: str
@@ -44,98 +57,79 @@ class Judged:
 
     @property
     def verdict(self) -> Validity:
-        """What all findings come to."""
-        return validity(self.findings)
-
-
-def choose_edition(asked: str, root: Path) -> Edition:
-    """The edition to judge by; `auto` is the one that the tree at `root` looks like."""
-    if asked != AUTO:
-        return load_edition(asked)
-    found: dict[str, str] = {}
-    for submitter in find_submitters(root):
-        found.setdefault(edition_of(submitter), submitter.organisation)
-    if len(found) > 1:
-        raise UsageError(
-            f"Trees of several editions are here: {', '.join(f'{e} ({who})' for e, who in found.items())}",
-            where=str(root),
-            fix="Check each by itself, or name one with --edition.",
-        )
-    return load_edition(next(iter(found), "v1.0"))
+        """The outcome of all findings."""
+        return combine(self.findings)
 
 
 def check(
     root: Path, edition: Edition, *, rules: Sequence[Rule] = RULES, progress: Progress | None = None
-) -> Iterator[Judged]:
-    """Judge every result below `root`."""
-    for result in read_all(root, edition, progress):
-        yield judge(result, edition, rules)
+) -> Iterator[CheckedResult]:
+    """Check every result below `root`, one at a time."""
+    for result in read_tree(root, edition, progress):
+        yield check_result(result, edition, rules)
 
 
-def read_all(root: Path, edition: Edition, progress: Progress | None = None) -> Iterator[Result]:
-    """Every result below `root`, one at a time; who asks for the next one is done with the last."""
-    told = progress or Silent()
-    places = list(find_places(root))
-    told.begin("results", len(places))
-    shared = _Shared(root)
-    for place in places:
-        yield from read_results(
-            place, shared.around(place), root, num_warm_ups=edition.num_warm_ups_of(len(place.run_folders))
+def choose_edition(name: str, root: Path) -> Edition:
+    """The edition called `name`; with `auto`, the one that the tree at `root` looks like."""
+    if name != AUTO:
+        return load_edition(name)
+    organisations: dict[str, str] = {}
+    for submitter in find_submitters(root):
+        organisations.setdefault(detect_edition(submitter), submitter.organisation)
+    if len(organisations) > 1:
+        listed = ", ".join(f"{edition} ({organisation})" for edition, organisation in organisations.items())
+        raise UsageError(
+            f"Trees of several editions are here: {listed}",
+            where=str(root),
+            fix="Check each by itself, or name one with --edition.",
         )
-        told.advance(1)
+    return load_edition(next(iter(organisations), "v1.0"))
 
 
-class _Shared:
-    """What results of one submitter, and submitters of one tree, have in common: the last of each."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._pools: dict[Path | None, Pool] = {None: Pool()}
-        self._submitter: Submitter | None = None
-        self._around = Surroundings(name="")
-
-    def around(self, place: Place) -> Surroundings:
-        """What lies around a place."""
-        if place.submitter != self._submitter:
-            self._submitter = place.submitter
-            folder = pool_folder(place.submitter)
-            if folder not in self._pools and folder is not None:
-                self._pools[folder] = read_pool(folder, place.submitter, self._root)
-            self._around = read_surroundings(place.submitter, self._pools[folder], self._root)
-        return self._around
+def read_tree(root: Path, edition: Edition, progress: Progress | None = None) -> Iterator[SubmittedResult]:
+    """Every result below `root` with its files; asking for the next one drops the last."""
+    progress = progress or Silent()
+    locations = list(find_results(root))
+    progress.begin("results", len(locations))
+    contexts = _ContextReader(root)
+    for location in locations:
+        num_warm_ups = edition.count_warm_ups(len(location.run_folders))
+        yield from read_results(location, contexts.read(location.submitter), root, num_warm_ups=num_warm_ups)
+        progress.advance(1)
 
 
-def judge(result: Result, edition: Edition, rules: Sequence[Rule] = RULES) -> Judged:
-    """All rules on one result."""
-    submitter = result.place.submitter
-    family, accelerator = _workload(result)
-    return Judged(
+def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule] = RULES) -> CheckedResult:
+    """Apply all rules to one result."""
+    location = result.location
+    workload, accelerator = _find_workload(result)
+    only_system = Path(result.systems[0].file).stem if len(result.systems) == 1 else ""
+    return CheckedResult(
         name=result.name,
-        organisation=submitter.organisation,
-        division=submitter.division.value if submitter.division else "",
-        system=result.place.system or _only_system(result),
-        workload=family,
+        organisation=location.submitter.organisation,
+        division=location.submitter.division.value if location.submitter.division else "",
+        system=location.system or only_system,
+        workload=workload,
         accelerator=accelerator,
-        num_accelerators=_num_accelerators(result),
+        num_accelerators=_count_accelerators(result),
         metrics=recompute(result),
         findings=tuple(
             finding
             for rule in rules
-            if edition.edition in rule.editions and result.place.benchmark in rule.benchmarks
-            for finding in apply(rule, result, edition)
+            if edition.edition in rule.editions and location.benchmark in rule.benchmarks
+            for finding in apply_rule(rule, result, edition)
         ),
     )
 
 
-def apply(rule: Rule, result: Result, edition: Edition) -> list[Finding]:
-    """One rule's findings. What it found before it failed is kept."""
+def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Finding]:
+    """One rule's findings, including those that it made before it failed."""
     findings: list[Finding] = []
     try:
         findings.extend(rule.judge(result, edition))
-    except Unknown as reason:
+    except MissingFact as reason:
         findings.append(not_checked(reason))
-    except Exception as defect:  # noqa: BLE001 - a defect of a rule must not become somebody's "invalid"
-        _log.warning("rule %s failed on %s", rule.id, result.name, exc_info=True)
+    except Exception as defect:
+        logger.warning("rule %s failed on %s", rule.id, result.name, exc_info=True)
         findings.append(
             Finding(
                 verdict=Verdict.NOT_CHECKED,
@@ -144,39 +138,44 @@ def apply(rule: Rule, result: Result, edition: Edition) -> list[Finding]:
                 fix="This is a defect of Penstock: please report it with this result's files.",
             )
         )
-    return [_named(finding, rule) for finding in findings]
+    return [replace(finding, rule=rule.id) for finding in findings]
 
 
-def _named(finding: Finding, rule: Rule) -> Finding:
-    """The finding with its rule's id; `replace` would take longer than most rules."""
-    return Finding(
-        verdict=finding.verdict,
-        proof=finding.proof,
-        evidence=finding.evidence,
-        value=finding.value,
-        limit=finding.limit,
-        fix=finding.fix,
-        rule=rule.id,
-    )
+class _ContextReader:
+    """Reads what the results of a submitter share once, and hashes each pool of code images once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._pools: dict[Path | None, CodeImagePool] = {None: CodeImagePool()}
+        self._submitter: Submitter | None = None
+        self._context = TreeContext(name="")
+
+    def read(self, submitter: Submitter) -> TreeContext:
+        """What is around the results of a submitter; locations come sorted by submitter."""
+        if submitter != self._submitter:
+            self._submitter = submitter
+            folder = find_pool(submitter)
+            if folder not in self._pools and folder is not None:
+                self._pools[folder] = read_pool(folder, submitter, self._root)
+            self._context = read_tree_context(submitter, self._pools[folder], self._root)
+        return self._context
 
 
-def _workload(result: Result) -> tuple[str, str]:
-    for job in result.jobs():
+def _find_workload(result: SubmittedResult) -> tuple[str, str]:
+    """Workload and accelerator by the first run that states them."""
+    for run in result.run_dirs():
         try:
-            return job.workload()
-        except Unknown:  # the rule on workloads names what is missing
+            return run.workload()
+        except MissingFact:  # the rule on workloads names what is missing
             continue
-    return result.place.model.lower(), ""
+    return result.location.model.lower(), ""
 
 
-def _num_accelerators(result: Result) -> int | None:
+def _count_accelerators(result: SubmittedResult) -> int | None:
+    """The accelerators of the first run that states them."""
     for run in result.runs:
         try:
             return num_accelerators(run)
-        except Unknown:  # the rule on equal runs names what is missing
+        except MissingFact:  # the rule on equal runs names what is missing
             continue
     return None
-
-
-def _only_system(result: Result) -> str:
-    return Path(result.systems[0].file).stem if len(result.systems) == 1 else ""

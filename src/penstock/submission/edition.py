@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import UsageError
-from penstock.submission.parsed_file import Unknown
+from penstock.submission.parsed_file import MissingFact
 from penstock.workload.division_rules import SubmissionDivision
 from penstock.workload.strict_yaml import parse_yaml
 
@@ -22,7 +22,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Folders(_Strict):
+class RequiredFolders(_Strict):
     """What a submitter's folder must hold, and what it should."""
 
     required: tuple[str, ...]
@@ -48,7 +48,7 @@ class Tolerance(_Strict):
     relative_tolerance: float
 
 
-class Parameters(_Strict):
+class ParameterLists(_Strict):
     """Which keys a run may set."""
 
     tool: frozenset[str]
@@ -62,7 +62,7 @@ class Parameters(_Strict):
         return self.tool | self.closed | adds
 
 
-class Timed(_Strict):
+class TimedTree(_Strict):
     """A tree whose runs are named by time: names, files and counts of its folders.
 
     Files are patterns. `max_pause_runs` is in durations of a run, `max_ratio_of_hosts` tells nodes that are
@@ -86,7 +86,7 @@ class Timed(_Strict):
     odirect_workloads: frozenset[str]
 
 
-class Model(_Strict):
+class ModelLimits(_Strict):
     """A model whose checkpoints are written: processes in CLOSED, and their unit in OPEN.
 
     `size_gib` is what the edition states, `architecture_gib` what the model's own numbers come to.
@@ -98,17 +98,17 @@ class Model(_Strict):
     architecture_gib: float
 
 
-class Subset(_Strict):
+class SubsetLimits(_Strict):
     """Where a part of the ranks may stand for all: which models in CLOSED, on how many accelerators."""
 
     models: frozenset[str]
     num_accelerators: int
 
 
-class Checkpoints(_Strict):
+class CheckpointLimits(_Strict):
     """What a checkpointing must be."""
 
-    models: dict[str, Model]
+    models: dict[str, ModelLimits]
     num_checkpoints: int
     max_invocations: int
     files: tuple[str, ...]
@@ -117,10 +117,10 @@ class Checkpoints(_Strict):
     min_per_host: int
     accelerator_memory_gb: dict[str, float]
     unnamed_accelerator: str = ""
-    subset: Subset
+    subset: SubsetLimits
     min_remap_share: float
     size_tolerance: float
-    parameters: Parameters
+    parameters: ParameterLists
 
 
 class Edition(_Strict):
@@ -130,18 +130,18 @@ class Edition(_Strict):
     num_runs: int
     num_warm_ups: int = 0
     lacks_warm_ups: bool = False
-    folders: Folders
+    folders: RequiredFolders
     run_files: tuple[str, ...]
     sizing: SizingLimits
     means: Tolerance
     accelerators: tuple[str, ...]
     min_utilization_percent: dict[str, float]
-    parameters: Parameters
+    parameters: ParameterLists
     for_the_reviewer: tuple[str, ...]
-    timed: Timed | None = None
-    checkpoints: Checkpoints | None = None
+    timed: TimedTree | None = None
+    checkpoints: CheckpointLimits | None = None
 
-    def num_warm_ups_of(self, num_runs: int) -> int:
+    def count_warm_ups(self, num_runs: int) -> int:
         """How many of so many runs are warm-ups: none where these were not handed in, and need not be."""
         return 0 if self.is_without_warm_ups(num_runs) else self.num_warm_ups
 
@@ -149,27 +149,27 @@ class Edition(_Strict):
         """Whether so many runs are all but the warm-ups, in an edition that lets these be left out."""
         return self.lacks_warm_ups and num_runs == self.num_runs - self.num_warm_ups
 
-    def of_time(self) -> Timed:
+    def require_timed(self) -> TimedTree:
         """What only a tree has whose runs are named by time."""
         if self.timed is None:
-            raise Unknown(f"{self.edition} names no run by time")
+            raise MissingFact(f"{self.edition} names no run by time")
         return self.timed
 
-    def of_checkpoints(self) -> Checkpoints:
+    def require_checkpoints(self) -> CheckpointLimits:
         """What only an edition with checkpointing has."""
         if self.checkpoints is None:
-            raise Unknown(f"{self.edition} has no checkpointing")
+            raise MissingFact(f"{self.edition} has no checkpointing")
         return self.checkpoints
 
 
-KNOWN = ("v1.0", "v2.0", "v3.0")
+EDITIONS = ("v1.0", "v2.0", "v3.0")
 
 
 @cache
 def load_edition(name: str) -> Edition:
     """The edition called `name`."""
-    if name not in KNOWN:
-        raise UsageError(f"There is no edition {name!r}", fix=f"Known are: {', '.join(KNOWN)}.")
+    if name not in EDITIONS:
+        raise UsageError(f"There is no edition {name!r}", fix=f"Known are: {', '.join(EDITIONS)}.")
     source = files("penstock.submission") / "editions" / f"{name}.yaml"
     try:
         return Edition.model_validate(parse_yaml(source.read_text(encoding="utf-8"), source=f"{name}.yaml"))

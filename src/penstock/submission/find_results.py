@@ -1,7 +1,7 @@
-"""Where results lie: in a round's, a division's or one submitter's folder; only names are read.
+"""Find the results in a round's, a division's or one submitter's folder; only names are read.
 
-Place in the flow: folders -> places -> `reading`. v1.0 numbers its runs (run1, run2), later editions name
-them by time (`names` has that tree). Invariant: what is not understood is kept as stray, and is never fatal.
+v1.0 numbers its runs (run1, run2), later editions name them by time (`tree_layout` has that tree).
+Invariant: an entry that is not understood is kept as stray, and is never fatal.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from typing import Final
 
 from penstock.errors import Unavailable, UsageError
 from penstock.submission.code_image import DIGEST_FILE, POINTER, POOL, POOL_MARK
-from penstock.submission.tree_layout import MANIFEST, PROVENANCE, SENTINEL, Benchmark, Phase, is_time
+from penstock.submission.tree_layout import (
+    MANIFEST,
+    PROVENANCE,
+    SENTINEL,
+    Benchmark,
+    SubmissionPhase,
+    is_result_dir_name,
+)
 from penstock.workload.division_rules import SubmissionDivision
 
-REPORT: Final = "mlperf_storage_report.json"
+V1_REPORT_FILE: Final = "mlperf_storage_report.json"
 _RUN: Final = re.compile(r"run[_-]?(\d+)", re.IGNORECASE)
-_KNOWN_BESIDE_RUNS: Final = frozenset({REPORT, "runs"})
+_KNOWN_BESIDE_RUNS: Final = frozenset({V1_REPORT_FILE, "runs"})
 _KNOWN_BESIDE_TIMES: Final = frozenset({"results.json", "results.csv"})
 
 
@@ -39,7 +46,7 @@ class Submitter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ResultLocation:
     """One result: the folder that has the runs. `name` is relative to the folder that is checked.
 
     `model` and the folders of phases are empty where runs are numbered.
@@ -58,14 +65,14 @@ class Place:
     datagen_folders: tuple[Path, ...] = ()
 
 
-def find_places(root: Path) -> Iterator[Place]:
+def find_results(root: Path) -> Iterator[ResultLocation]:
     """All results below `root`, in order; `UsageError` where there is none."""
-    found = False
+    is_empty = True
     for submitter in find_submitters(root):
-        for place in _results_of(submitter, root.resolve()):
-            found = True
-            yield place
-    if not found:
+        for location in _find_in(submitter, root.resolve()):
+            is_empty = False
+            yield location
+    if is_empty:
         raise UsageError(
             "No results are here",
             where=str(root),
@@ -87,29 +94,29 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
             yield from (_submitter(folder) for folder in _folders(division))
 
 
-def without_results(root: Path) -> list[str]:
-    """The folders of a round or a division that hold no result: named, because nobody else would say so."""
+def submitters_without_results(root: Path) -> list[str]:
+    """The folders of a round or a division that hold no result, which no finding would name."""
     top = root.resolve()
     return [
         submitter.folder.relative_to(top).as_posix()
         for submitter in find_submitters(root)
-        if next(_results_of(submitter, top), None) is None
+        if next(_find_in(submitter, top), None) is None
     ]
 
 
-def folders_of(submitter: Submitter) -> frozenset[str]:
+def list_folders(submitter: Submitter) -> frozenset[str]:
     """The names in a submitter's folder, in lower case."""
     return frozenset(folder.name.lower() for folder in _folders(submitter.folder))
 
 
-def leaves_of(submitter: Submitter) -> list[Path]:
-    """All folders of a submitter that are named by a time, in order."""
+def find_result_dirs(submitter: Submitter) -> list[Path]:
+    """All result directories of a submitter in a tree of named times, in order."""
     results = _child(submitter.folder, "results")
-    return [] if results is None else sorted(_leaves(results))
+    return [] if results is None else sorted(_walk_result_dirs(results))
 
 
-def edition_of(submitter: Submitter) -> str:
-    """The edition that a submitter's tree looks like, by what only that edition has."""
+def detect_edition(submitter: Submitter) -> str:
+    """The edition that a submitter's tree looks like, by files that only that edition has."""
     results = _child(submitter.folder, "results")
     if results is None or not _is_timed(results):
         return "v1.0"
@@ -123,8 +130,10 @@ def edition_of(submitter: Submitter) -> str:
     )
     if any(mark.exists() for mark in marks):
         return "v3.0"
-    stamped = any((leaf / name).exists() for leaf in _leaves(results) for name in (POINTER, PROVENANCE))
-    return "v3.0" if stamped else "v2.0"
+    has_provenance = any(
+        (folder / name).exists() for folder in _walk_result_dirs(results) for name in (POINTER, PROVENANCE)
+    )
+    return "v3.0" if has_provenance else "v2.0"
 
 
 def _submitter(folder: Path) -> Submitter:
@@ -135,105 +144,105 @@ def _division(name: str) -> SubmissionDivision | None:
     return next((division for division in SubmissionDivision if division.value == name.lower()), None)
 
 
-def _results_of(submitter: Submitter, top: Path) -> Iterator[Place]:
-    results = _child(submitter.folder, "results")
-    if results is None:
-        return
-    if _is_timed(results):
-        yield from _timed_results(submitter, results, top)
-    else:
-        yield from _numbered_results(submitter, results, top)
-
-
-def _is_timed(results: Path) -> bool:
-    return any(_benchmark(folder.name) for system in _folders(results) for folder in _folders(system))
-
-
 def _benchmark(name: str) -> Benchmark | None:
     return next((benchmark for benchmark in Benchmark if benchmark.value == name.lower()), None)
 
 
-def _timed_results(submitter: Submitter, results: Path, top: Path) -> Iterator[Place]:
+def _find_in(submitter: Submitter, top: Path) -> Iterator[ResultLocation]:
+    results = _child(submitter.folder, "results")
+    if results is None:
+        return
+    if _is_timed(results):
+        yield from _find_timed(submitter, results, top)
+    else:
+        yield from _find_numbered(submitter, results, top)
+
+
+def _is_timed(results: Path) -> bool:
+    """Whether runs are named by time: such trees sort the results of a system by benchmark."""
+    return any(_benchmark(folder.name) for system in _folders(results) for folder in _folders(system))
+
+
+def _find_timed(submitter: Submitter, results: Path, top: Path) -> Iterator[ResultLocation]:
     for system in _folders(results):
         for category in _folders(system):
-            benchmark = _benchmark(category.name)
-            for model in _folders(category) if benchmark else ():
-                yield _timed_place(submitter, system.name, benchmark or Benchmark.TRAINING, model, top)
+            if benchmark := _benchmark(category.name):
+                for model in _folders(category):
+                    yield _timed_location(submitter, system.name, benchmark, model, top)
 
 
-def _timed_place(submitter: Submitter, system: str, benchmark: Benchmark, model: Path, top: Path) -> Place:
-    runs = _child(model, Phase.RUN) if benchmark is Benchmark.TRAINING else model
-    stray = [] if runs is None else [name for name in _names(runs) if not _is_known(name)]
-    if benchmark is Benchmark.TRAINING:
-        stray += [name for name in _names(model) if name.lower() not in set(Phase)]
-    return Place(
+def _timed_location(
+    submitter: Submitter, system: str, benchmark: Benchmark, model: Path, top: Path
+) -> ResultLocation:
+    is_training = benchmark is Benchmark.TRAINING
+    runs = _child(model, SubmissionPhase.RUN) if is_training else model
+    known = _KNOWN_BESIDE_TIMES
+    stray = [name for name in _names(runs) if not (is_result_dir_name(name) or name in known)]
+    if is_training:
+        stray += [name for name in _names(model) if name.lower() not in set(SubmissionPhase)]
+    return ResultLocation(
         submitter=submitter,
         system=system,
         folder=model,
         name=model.relative_to(top).as_posix(),
-        run_folders=_times(runs),
+        run_folders=_timed_folders(runs),
         stray=tuple(stray),
         benchmark=benchmark,
         model=model.name,
-        phases=tuple(folder.name.lower() for folder in _folders(model)),
-        datasize_folders=_times(_child(model, Phase.DATASIZE)),
-        datagen_folders=_times(_child(model, Phase.DATAGEN)),
+        phases=tuple(phase.name.lower() for phase in _folders(model)),
+        datasize_folders=_timed_folders(_child(model, SubmissionPhase.DATASIZE)),
+        datagen_folders=_timed_folders(_child(model, SubmissionPhase.DATAGEN)),
     )
 
 
-def _is_known(name: str) -> bool:
-    return is_time(name) or name in _KNOWN_BESIDE_TIMES
+def _timed_folders(parent: Path | None) -> tuple[Path, ...]:
+    return tuple(folder for folder in _folders(parent) if is_result_dir_name(folder.name)) if parent else ()
 
 
-def _times(folder: Path | None) -> tuple[Path, ...]:
-    return () if folder is None else tuple(each for each in _folders(folder) if is_time(each.name))
+def _walk_result_dirs(results: Path) -> Iterator[Path]:
+    for path, folders, _ in os.walk(results):
+        yield from (Path(path, name) for name in folders if is_result_dir_name(name))
+        folders[:] = [name for name in folders if not is_result_dir_name(name)]
 
 
-def _leaves(folder: Path) -> Iterator[Path]:
-    for path, folders, _ in os.walk(folder):
-        here = Path(path)
-        yield from (here / name for name in folders if is_time(name))
-        folders[:] = [name for name in folders if not is_time(name)]
-
-
-def _numbered_results(submitter: Submitter, results: Path, top: Path) -> Iterator[Place]:
+def _find_numbered(submitter: Submitter, results: Path, top: Path) -> Iterator[ResultLocation]:
     for path, folders, names in os.walk(results):
         folders.sort()
-        here = Path(path)
-        runs = _run_folders(here) or _run_folders(here / "runs")
-        if runs or REPORT in names or _has_unnamed_runs(here):
+        folder = Path(path)
+        runs = _numbered_runs(folder) or _numbered_runs(folder / "runs")
+        if runs or V1_REPORT_FILE in names or _has_unnamed_runs(folder):
             folders.clear()
-            steps = here.relative_to(results).parts
-            yield Place(
+            steps = folder.relative_to(results).parts
+            yield ResultLocation(
                 submitter=submitter,
                 system=steps[0] if len(steps) > 1 else "",
-                folder=here,
-                name=here.relative_to(top).as_posix(),
+                folder=folder,
+                name=folder.relative_to(top).as_posix(),
                 run_folders=runs,
-                stray=tuple(_stray(here)),
+                stray=tuple(
+                    entry.name
+                    for entry in sorted(folder.iterdir())
+                    if entry.name not in _KNOWN_BESIDE_RUNS
+                    and not (entry.is_dir() and _RUN.fullmatch(entry.name))
+                ),
             )
 
 
 def _has_unnamed_runs(folder: Path) -> bool:
-    """Runs that are not named as such would be dropped silently otherwise."""
-    return any((each / "summary.json").exists() for each in _folders(folder))
+    """Whether runs have other names: their result is found, so that the rules can say what is wrong."""
+    return any((run / "summary.json").exists() for run in _folders(folder))
 
 
-def _run_folders(folder: Path) -> tuple[Path, ...]:
+def _numbered_runs(folder: Path) -> tuple[Path, ...]:
+    """The folders of runs, in the order of their numbers."""
     if not folder.is_dir():
         return ()
-    runs = [(int(match[1]), each) for each in _folders(folder) if (match := _RUN.fullmatch(each.name))]
-    return tuple(each for _, each in sorted(runs))
+    runs = [(int(match[1]), run) for run in _folders(folder) if (match := _RUN.fullmatch(run.name))]
+    return tuple(run for _, run in sorted(runs))
 
 
-def _stray(folder: Path) -> Iterator[str]:
-    for entry in sorted(folder.iterdir()):
-        if entry.name not in _KNOWN_BESIDE_RUNS and not (entry.is_dir() and _RUN.fullmatch(entry.name)):
-            yield entry.name
-
-
-def _names(folder: Path) -> list[str]:
-    return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+def _names(folder: Path | None) -> list[str]:
+    return sorted(e.name for e in folder.iterdir() if not e.name.startswith(".")) if folder else []
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
-"""What a rule says of a thing it judged: verdict, evidence, figures, proof, and what to do.
+"""What a rule reports about one thing it judged: verdict, evidence, figures, proof and the fix.
 
-Place in the flow: rules make findings, `check` gathers them, `report` writes them. Invariant: what could not
-be judged is `not checked` with the reason; it never counts as valid, and never as invalid.
+Rules make findings, `check` collects them, `reports` writes them. Invariant: what cannot be judged is `not
+checked`, with the reason; it counts neither as valid nor as invalid.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.submission.parsed_file import MissingFact
 
 
 class Verdict(StrEnum):
-    """What a rule found."""
+    """The outcome of one rule for one thing."""
 
     PASS = "pass"  # noqa: S105 - a verdict, no password
     FAIL = "fail"
@@ -22,7 +26,7 @@ class Verdict(StrEnum):
 
 
 class Validity(StrEnum):
-    """What all findings of a result come to."""
+    """The outcome of all rules for one result."""
 
     VALID = "valid"
     INVALID = "invalid"
@@ -42,11 +46,62 @@ class Finding:
     rule: str = ""
 
 
-def validity(findings: Iterable[Finding]) -> Validity:
-    """Invalid if one rule fails; else not checked if one could not be judged; else valid."""
+def combine(findings: Iterable[Finding]) -> Validity:
+    """Invalid if any rule fails; else not checked if any could not be judged; else valid."""
     verdicts = {finding.verdict for finding in findings}
     if Verdict.FAIL in verdicts:
         return Validity.INVALID
     if Verdict.NOT_CHECKED in verdicts or not verdicts:
         return Validity.NOT_CHECKED
     return Validity.VALID
+
+
+def pass_if(
+    kept: bool,  # noqa: FBT001 - the condition that the call is about
+    *,
+    evidence: str,
+    proof: str,
+    value: object = "",
+    limit: object = "",
+    fix: str = "",
+    otherwise: Verdict = Verdict.FAIL,
+) -> Finding:
+    """A pass if the rule is kept; else the verdict `otherwise`, which is the one that needs `fix`."""
+    return Finding(
+        verdict=Verdict.PASS if kept else otherwise,
+        evidence=evidence,
+        value=str(value),
+        limit=str(limit),
+        proof=proof,
+        fix="" if kept else fix,
+    )
+
+
+def violation(
+    *,
+    evidence: str,
+    proof: str,
+    fix: str,
+    value: object = "",
+    limit: object = "",
+    verdict: Verdict = Verdict.FAIL,
+) -> Finding:
+    """A finding of a rule that is known to be broken."""
+    return Finding(
+        verdict=verdict, evidence=evidence, value=str(value), limit=str(limit), proof=proof, fix=fix
+    )
+
+
+def not_applicable(evidence: str, reason: str) -> Finding:
+    """The finding of a rule that is about something else."""
+    return Finding(verdict=Verdict.NOT_APPLICABLE, evidence=evidence, proof=reason)
+
+
+def not_checked(reason: MissingFact) -> Finding:
+    """The finding of a rule that lacks a fact: which field, in which file."""
+    return Finding(
+        verdict=Verdict.NOT_CHECKED,
+        proof=reason.what,
+        evidence=reason.where,
+        fix=reason.fix or "Restore the file as the benchmark wrote it.",
+    )

@@ -14,12 +14,12 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from penstock.submission.parsed_file import Document, Unknown
+from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.values import element_bytes
 
 if TYPE_CHECKING:
-    from penstock.submission.result_files import Job, Result, Run
+    from penstock.submission.result_files import ResultDir, SubmittedResult, SubmittedRun
 
 
 MIB: Final = 1 << 20
@@ -36,130 +36,129 @@ def deviation(values: tuple[float, ...]) -> float:
     return math.sqrt(mean(tuple((value - middle) ** 2 for value in values)))
 
 
-def samples_per_second(job: Job) -> float:
-    """A job's mean over its epochs."""
-    return mean(job.summary.numbers("metric", "train_throughput_samples_per_second"))
+def samples_per_second(run_dir: ResultDir) -> float:
+    """The mean over the epochs of one result directory."""
+    return mean(run_dir.summary.numbers("metric", "train_throughput_samples_per_second"))
 
 
-def mib_per_second(job: Job) -> float:
+def mib_per_second(run_dir: ResultDir) -> float:
     """The same in MiB/s, by the length of a record."""
-    return samples_per_second(job) * float(record_bytes(job)) / MIB
+    return samples_per_second(run_dir) * float(record_bytes(run_dir)) / MIB
 
 
-def record_bytes(job: Job) -> Fraction:
-    """A sample's bytes as the configuration has them: its length, by either name, else its columns'."""
+def record_bytes(run_dir: ResultDir) -> Fraction:
+    """The bytes of a sample by the configuration: its length, by either name, else the sum of its columns."""
     for name in ("record_length_bytes", "record_length"):
-        if job.config.has("workload", "dataset", name):
-            length = Fraction(str(job.config.number("workload", "dataset", name)))
+        if run_dir.config.has("workload", "dataset", name):
+            length = Fraction(str(run_dir.config.number("workload", "dataset", name)))
             if length > 0:
                 return length
-            raise Unknown(f"workload.dataset.{name} is not positive", where=job.config.file)
-    return _columns_bytes(job)
+            raise MissingFact(f"workload.dataset.{name} is not positive", where=run_dir.config.file)
+    return _columns_bytes(run_dir)
 
 
-def _columns_bytes(job: Job) -> Fraction:
-    """Parquet has no length of a record: its columns say how large a sample is."""
-    if not job.config.has("workload", "dataset", "parquet", "columns"):
-        raise Unknown("there is no field workload.dataset.record_length", where=job.config.file)
-    columns = job.config.value("workload", "dataset", "parquet", "columns")
+def _columns_bytes(run_dir: ResultDir) -> Fraction:
+    """The bytes of a Parquet sample, whose configuration has columns in place of a length."""
+    if not run_dir.config.has("workload", "dataset", "parquet", "columns"):
+        raise MissingFact("there is no field workload.dataset.record_length", where=run_dir.config.file)
+    columns = run_dir.config.value("workload", "dataset", "parquet", "columns")
     total = 0
     for number, column in enumerate(columns if isinstance(columns, list) else ()):
         try:
             total += int(column.get("size", 1)) * element_bytes(column["dtype"])
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            raise Unknown(
-                f"workload.dataset.parquet.columns.{number} is {column!r:.60}, no column",
-                where=job.config.file,
+            raise MissingFact(
+                f"workload.dataset.parquet.columns.{number} is {column!r:.60}, not a column",
+                where=run_dir.config.file,
             ) from error
     if total < 1:
-        raise Unknown("workload.dataset.parquet.columns has no column", where=job.config.file)
+        raise MissingFact("workload.dataset.parquet.columns has no column", where=run_dir.config.file)
     return Fraction(total)
 
 
-def utilization_percent(job: Job) -> float:
-    """A job's mean utilization over its epochs."""
-    return mean(job.summary.numbers("metric", "train_au_percentage"))
+def utilization_percent(run_dir: ResultDir) -> float:
+    """The mean utilization over the epochs of one result directory."""
+    return mean(run_dir.summary.numbers("metric", "train_au_percentage"))
 
 
-def num_accelerators(run: Run) -> int:
-    """A run's accelerators: its jobs add up."""
-    return sum(job.summary.whole("num_accelerators") for job in run.jobs)
+def num_accelerators(run: SubmittedRun) -> int:
+    """The accelerators of a run: its directories add up."""
+    return sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
 
 
-def over_runs(result: Result, of_job: Callable[[Job], float]) -> tuple[float, ...]:
-    """A figure of each run; jobs add up."""
-    if not result.measured:
-        raise Unknown("there are no runs", where=result.name)
-    return tuple(math.fsum(of_job(job) for job in run.jobs) for run in result.measured)
+def per_run(result: SubmittedResult, read: Callable[[ResultDir], float]) -> tuple[float, ...]:
+    """A figure of each run that counts; its directories add up."""
+    if not result.counted_runs:
+        raise MissingFact("there are no runs", where=result.name)
+    return tuple(math.fsum(read(run_dir) for run_dir in run.dirs) for run in result.counted_runs)
 
 
-def _utilization(result: Result) -> float:
-    jobs = tuple(job for run in result.measured for job in run.jobs)
-    if not jobs:
-        raise Unknown("there are no runs", where=result.name)
-    return mean(tuple(map(utilization_percent, jobs)))
+def _utilization(result: SubmittedResult) -> float:
+    run_dirs = tuple(run_dir for run in result.counted_runs for run_dir in run.dirs)
+    if not run_dirs:
+        raise MissingFact("there are no runs", where=result.name)
+    return mean(tuple(map(utilization_percent, run_dirs)))
 
 
-def durations_of(stats: Document, prefix: str) -> dict[str, float]:
-    """How long each checkpoint took by one rank's statistics, by epoch and name; `prefix` is save or load."""
+def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
+    """The seconds of each checkpoint by one rank's statistics; `prefix` is save or load."""
     epochs = stats.value()
     return {
-        f"{epoch}.{name}": Document(file=stats.file, tree=entry).number("duration")
+        f"{epoch}.{name}": ParsedFile(file=stats.file, content=entry).number("duration")
         for epoch, entries in (epochs.items() if isinstance(epochs, dict) else ())
         for name, entry in (entries.items() if isinstance(entries, dict) else ())
         if name.startswith(f"{prefix}_ckpt")
     }
 
 
-def checkpoint_means(job: Job, prefix: str) -> dict[str, tuple[float, ...]]:
+def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, ...]]:
     """The means of what was written (`save`) or read (`load`), recomputed; empty where nothing was.
 
-    Each has two ways: DLIO takes the first rank's time, Penstock the slowest rank's.
+    Each has two candidates: DLIO takes the first rank's time, Penstock the slowest rank's.
     """
-    if not job.stats:
-        raise Unknown("there is no per_epoch_stats.json of a rank", where=job.name)
-    ranks = [durations_of(stats, prefix) for stats in job.stats]
+    if not run_dir.stats:
+        raise MissingFact("there is no per_epoch_stats.json of a rank", where=run_dir.name)
+    ranks = [read_durations(stats, prefix) for stats in run_dir.stats]
     first = tuple(ranks[0].values())
     if not first:
         return {}
     slowest = tuple(max(rank.get(name, 0.0) for rank in ranks) for name in ranks[0])
-    size_gib = job.summary.number("metric", "checkpoint_size_GB")
+    size_gib = run_dir.summary.number("metric", "checkpoint_size_GB")
     if min(first) <= 0:
-        raise Unknown("a checkpoint took no time", where=job.stats[0].file)
-    ways = (first, slowest)
+        raise MissingFact("a checkpoint took no time", where=run_dir.stats[0].file)
     return {
         f"{prefix}_checkpoint_io_mean_GB_per_second": tuple(
-            mean(tuple(size_gib / each for each in way)) for way in ways
+            mean(tuple(size_gib / seconds for seconds in rank)) for rank in (first, slowest)
         ),
-        f"{prefix}_checkpoint_duration_mean_seconds": tuple(mean(way) for way in ways),
+        f"{prefix}_checkpoint_duration_mean_seconds": (mean(first), mean(slowest)),
     }
 
 
-def _of_checkpoints(prefix: str, name: str) -> Callable[[Result], float]:
+def _of_checkpoints(prefix: str, name: str) -> Callable[[SubmittedResult], float]:
     """The mean over the invocations that wrote or read, each by its slowest ranks."""
 
-    def metric(result: Result) -> float:
-        found = [checkpoint_means(job, prefix) for job in result.jobs()]
-        values = tuple(means[name][-1] for means in found if means)
+    def metric(result: SubmittedResult) -> float:
+        means = [checkpoint_means(run_dir, prefix) for run_dir in result.run_dirs()]
+        values = tuple(by_name[name][-1] for by_name in means if by_name)
         if not values:
-            raise Unknown(f"no {prefix}_ckpt is in the statistics", where=result.name)
+            raise MissingFact(f"no {prefix}_ckpt is in the statistics", where=result.name)
         return mean(values)
 
     return metric
 
 
-TRAINING_METRICS: Final[Mapping[str, Callable[[Result], float]]] = MappingProxyType(
+TRAINING_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = MappingProxyType(
     {
-        "train_throughput_mean_samples_per_second": lambda r: mean(over_runs(r, samples_per_second)),
-        "train_throughput_stdev_samples_per_second": lambda r: deviation(over_runs(r, samples_per_second)),
-        "train_throughput_mean_MB_per_second": lambda r: mean(over_runs(r, mib_per_second)),
-        "train_throughput_stdev_MB_per_second": lambda r: deviation(over_runs(r, mib_per_second)),
+        "train_throughput_mean_samples_per_second": lambda r: mean(per_run(r, samples_per_second)),
+        "train_throughput_stdev_samples_per_second": lambda r: deviation(per_run(r, samples_per_second)),
+        "train_throughput_mean_MB_per_second": lambda r: mean(per_run(r, mib_per_second)),
+        "train_throughput_stdev_MB_per_second": lambda r: deviation(per_run(r, mib_per_second)),
         "train_au_mean_percentage": _utilization,
     }
 )
 """By the names that reports use; MB are MiB there."""
 
-CHECKPOINT_METRICS: Final[Mapping[str, Callable[[Result], float]]] = MappingProxyType(
+CHECKPOINT_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = MappingProxyType(
     {
         name: _of_checkpoints(prefix, name)
         for prefix in ("save", "load")
@@ -172,23 +171,23 @@ CHECKPOINT_METRICS: Final[Mapping[str, Callable[[Result], float]]] = MappingProx
 """By the names that summaries use; GB are GiB there."""
 
 
-def recompute(result: Result) -> dict[str, float]:
-    """All figures that can be recomputed."""
-    found = {}
-    is_training = result.place.benchmark is Benchmark.TRAINING
+def recompute(result: SubmittedResult) -> dict[str, float]:
+    """All figures of a result that can be recomputed."""
+    metrics = {}
+    is_training = result.location.benchmark is Benchmark.TRAINING
     for name, metric in (TRAINING_METRICS if is_training else CHECKPOINT_METRICS).items():
         try:
             value = metric(result)
-        except (Unknown, ArithmeticError):  # the rule on means names what is missing or absurd
+        except (MissingFact, ArithmeticError):  # the rule on means names what is missing or absurd
             continue
         if math.isfinite(value):
-            found[name] = value
-    return found
+            metrics[name] = value
+    return metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """From the first to the last moment of an invocation."""
+    """The time from the begin to the end of an invocation."""
 
     begin: datetime
     end: datetime
@@ -199,23 +198,24 @@ class Interval:
         return (self.end - self.begin).total_seconds()
 
 
-def interval_of(job: Job) -> Interval:
-    """By the tool's own marks around the invocation; where it made none, by the benchmark's summary."""
+def read_interval(run_dir: ResultDir) -> Interval:
+    """The interval by the tool's own marks; where it made none, by the benchmark's summary."""
     marks = ("invocation_start_time", "invocation_end_time")
-    if all(job.metadata.has(mark) for mark in marks):
-        document, keys = job.metadata, marks
+    if all(run_dir.metadata.has(mark) for mark in marks):
+        file, (begin, end) = run_dir.metadata, marks
     else:
-        document, keys = job.summary, ("start", "end")
-    found = Interval(begin=_moment(document, keys[0]), end=_moment(document, keys[1]))
-    if found.duration_s < 0:
-        raise Unknown(f"{keys[1]} is before {keys[0]}", where=document.file)
-    return found
+        file, (begin, end) = run_dir.summary, ("start", "end")
+    interval = Interval(begin=_read_time(file, begin), end=_read_time(file, end))
+    if interval.duration_s < 0:
+        raise MissingFact(f"{end} is before {begin}", where=file.file)
+    return interval
 
 
-def _moment(document: Document, key: str) -> datetime:
-    text = document.text(key)
+def _read_time(file: ParsedFile, key: str) -> datetime:
+    text = file.text(key)
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
-        raise Unknown(f"{key} is {text!r:.60}, not a date", where=document.file) from error
+        raise MissingFact(f"{key} is {text!r:.60}, not a date", where=file.file) from error
+    # Tools write local times without a zone; only differences are used, so that any zone will do.
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -1,7 +1,7 @@
-"""The files of one result as documents: read once, and what cannot be read says so when it is asked.
+"""The files of one result, parsed: its runs, their result directories, its description and its report.
 
-Place in the flow: `tree` finds a place, this reads it, rules judge it. Invariant: nothing here raises for
-what a file holds; a rule that needs it gets `Unknown`.
+`find_results` finds where a result is, this reads it, rules judge it. Invariant: reading raises for nothing
+that a file holds; a rule that needs what is not there gets `MissingFact`.
 """
 
 from __future__ import annotations
@@ -16,70 +16,71 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.submission import tree_layout
 from penstock.submission.code_image import POINTER
-from penstock.submission.find_results import REPORT, Place
+from penstock.submission.find_results import V1_REPORT_FILE, ResultLocation
 from penstock.submission.parsed_file import (
-    Document,
-    Unknown,
+    NO_FILE,
+    MissingFact,
+    ParsedFile,
     read_description,
-    read_document,
     read_file,
+    read_named_file,
     relative,
 )
-from penstock.submission.tree_layout import Benchmark
+from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 if TYPE_CHECKING:
-    from penstock.submission.tree_context import Surroundings
+    from penstock.submission.tree_context import TreeContext
 
 _RANK_STATS: Final = re.compile(r"\d+_per_epoch_stats\.json")
-_NOTHING: Final = Document(file="", problem="this edition has no such file")
+_NOT_IN_EDITION: Final = ParsedFile(file="", problem="this edition has no such file")
 _TRAILING_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
-"""A text, which is kept, or a comma that JSON does not allow."""
+"""A string, which is kept, or a comma that JSON does not allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """The output of one launcher in one run: usually all of it, else one client's share.
+class ResultDir:
+    """One result directory: what one launcher wrote, which in v1.0 may be one client's share of a run.
 
-    `pointer` is the text of the leaf's pointer to its code image, `stats` what each rank says of its epochs
-    (of checkpoints alone), `log` what the run printed; v1.0 has none of these, and no metadata.
+    `pointer` is the text of its pointer to a code image, `record` our own `run.json`, `stats` what each rank
+    reports of its epochs (of checkpoints alone), `log` what the run printed. v1.0 has none of these, and no
+    metadata.
     """
 
     name: str
     benchmark: Benchmark
-    summary: Document
-    config: Document
-    overrides: Document
+    summary: ParsedFile
+    config: ParsedFile
+    overrides: ParsedFile
     files: frozenset[str]
-    metadata: Document
-    provenance: Document
-    pointer: Document
-    separation: Document
-    generated: Document
-    record: Document
-    log: Document
-    stats: tuple[Document, ...] = ()
+    metadata: ParsedFile
+    provenance: ParsedFile
+    pointer: ParsedFile
+    separation: ParsedFile
+    record: ParsedFile
+    log: ParsedFile
+    stats: tuple[ParsedFile, ...] = ()
 
     def settings(self) -> Mapping[str, str]:
         """What the command line set, by key without `++` and `workload.`; the workload by `workload`."""
         lines = self.overrides.value()
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            raise Unknown("this is no list of overrides", where=self.overrides.file)
+            raise MissingFact("this is not a list of overrides", where=self.overrides.file)
         pairs = (line.lstrip("+~").partition("=") for line in lines)
         return {key.removeprefix("workload."): value for key, _, value in pairs}
 
     def workload(self) -> tuple[str, str]:
         """The family and the accelerator: `workload=unet3d_h100` is (`unet3d`, `h100`).
 
-        Of checkpoints both are as the metadata have them, because their configuration names no accelerator.
+        Of checkpoints both come from the metadata, because their configuration names no accelerator.
         """
         if self.benchmark is Benchmark.CHECKPOINTING:
             return self.metadata.text("model").lower(), self.accelerator()
         settings = self.settings()
         if "workload" not in settings:
-            raise Unknown("no override says workload=...", where=self.overrides.file)
+            raise MissingFact("no override says workload=...", where=self.overrides.file)
         family, _, accelerator = settings["workload"].lower().rpartition("_")
         if not family:
-            raise Unknown(f"workload={accelerator} names no accelerator", where=self.overrides.file)
+            raise MissingFact(f"workload={accelerator} names no accelerator", where=self.overrides.file)
         return family, accelerator
 
     def accelerator(self) -> str:
@@ -91,107 +92,141 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One of the runs of a result; jobs add up. A warm-up is judged, and counts in no mean."""
+class SubmittedRun:
+    """One run of a result; its directories add up. A warm-up is judged, and counts in no mean."""
 
     name: str
-    jobs: tuple[Job, ...]
+    dirs: tuple[ResultDir, ...]
     is_warm_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """All that is known of one result. `name` tells results of one place apart."""
+class SubmittedResult:
+    """Everything that is known of one result. `name` is unique, even where one folder holds several."""
 
     name: str
-    place: Place
-    runs: tuple[Run, ...]
-    report: Document
-    systems: tuple[Document, ...]
-    around: Surroundings
-    datasize: tuple[Job, ...] = ()
-    datagen: tuple[Job, ...] = ()
+    location: ResultLocation
+    runs: tuple[SubmittedRun, ...]
+    report: ParsedFile
+    systems: tuple[ParsedFile, ...]
+    context: TreeContext
+    datasize: tuple[ResultDir, ...] = ()
+    datagen: tuple[ResultDir, ...] = ()
 
     @property
-    def measured(self) -> tuple[Run, ...]:
-        """The runs that count."""
+    def counted_runs(self) -> tuple[SubmittedRun, ...]:
+        """The runs that count in means."""
         return tuple(run for run in self.runs if not run.is_warm_up)
 
-    def jobs(self) -> tuple[Job, ...]:
-        """Every job of every run."""
-        return tuple(job for run in self.runs for job in run.jobs)
+    def run_dirs(self) -> tuple[ResultDir, ...]:
+        """The result directories of all runs."""
+        return tuple(directory for run in self.runs for directory in run.dirs)
 
-    def leaves(self) -> tuple[Job, ...]:
-        """Every job of every phase."""
-        return (*self.datasize, *self.datagen, *self.jobs())
+    def all_dirs(self) -> tuple[ResultDir, ...]:
+        """The result directories of all phases."""
+        return (*self.datasize, *self.datagen, *self.run_dirs())
 
 
-def read_results(place: Place, around: Surroundings, root: Path, *, num_warm_ups: int) -> tuple[Result, ...]:
-    """Read the files of `place`; names are relative to `root`.
+def read_results(
+    location: ResultLocation, context: TreeContext, root: Path, *, num_warm_ups: int
+) -> tuple[SubmittedResult, ...]:
+    """Read the results of one location; file names are relative to `root`.
 
     Where runs are named by time and are on several accelerators, each of these is a result of its own, and
     the first `num_warm_ups` of its runs are warm-ups.
     """
     base = root.resolve()
-    if not place.model:
-        return (_numbered(place, around, base),)
-    if place.benchmark not in tree_layout.JUDGED:
-        return (_result(place, around, base, runs=(), name=place.name),)
-    runs = [_timed_run(folder, place, base) for folder in place.run_folders]
-    groups = _by_accelerator(runs)
+    if not location.model:
+        return (_read_numbered(location, context, base),)
+    if location.benchmark not in tree_layout.CHECKED_BENCHMARKS:
+        return (_read_timed(location, context, base, runs=(), name=location.name),)
+    runs = [
+        SubmittedRun(name=folder.name, dirs=(_read_timed_dir(folder, location, SubmissionPhase.RUN, base),))
+        for folder in location.run_folders
+    ]
+    groups = _group_by_accelerator(runs)
+    is_training = location.benchmark is Benchmark.TRAINING
     return tuple(
-        _result(
-            place,
-            around,
+        _read_timed(
+            location,
+            context,
             base,
-            runs=_marked(group, num_warm_ups if place.benchmark is Benchmark.TRAINING else 0),
-            name=place.name if len(groups) == 1 else f"{place.name} ({accelerator or 'unknown'})",
+            runs=_mark_warm_ups(group, num_warm_ups if is_training else 0),
+            name=location.name if len(groups) == 1 else f"{location.name} ({accelerator or 'unknown'})",
         )
         for accelerator, group in groups.items()
     )
 
 
-def _numbered(place: Place, around: Surroundings, base: Path) -> Result:
-    report = next(
-        (path for path in (place.folder / REPORT, place.folder / "runs" / REPORT) if path.exists()), None
-    )
-    return Result(
-        name=place.name,
-        place=place,
-        runs=tuple(_run(folder, base) for folder in place.run_folders),
-        report=read_document(report or place.folder / REPORT, base),
-        systems=tuple(_description(path, base) for path in _systems(place)),
-        around=around,
+def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -> SubmittedResult:
+    """A result of v1.0: runs are numbered, and each may hold a folder for each client."""
+    reports = (location.folder / V1_REPORT_FILE, location.folder / "runs" / V1_REPORT_FILE)
+    described = sorted(location.submitter.folder.glob("[Ss]ystems/*.json"))
+    return SubmittedResult(
+        name=location.name,
+        location=location,
+        runs=tuple(_read_numbered_run(folder, base) for folder in location.run_folders),
+        report=read_file(next((path for path in reports if path.exists()), reports[0]), base),
+        systems=tuple(
+            _read_lenient_json(path, base)
+            for path in [path for path in described if path.stem == location.system] or described
+        ),
+        context=context,
     )
 
 
-def _result(place: Place, around: Surroundings, base: Path, *, runs: tuple[Run, ...], name: str) -> Result:
-    is_training = place.benchmark is Benchmark.TRAINING
-    above = next((run.parent for run in place.run_folders), place.folder) if is_training else place.folder
-    described = place.submitter.folder / "systems" / f"{place.system}.yaml"
-    return Result(
+def _read_numbered_run(folder: Path, base: Path) -> SubmittedRun:
+    clients = sorted(path.parent for path in folder.glob("*/summary.json"))
+    folders = [folder] if (folder / "summary.json").exists() or not clients else clients
+    dirs = tuple(
+        _read_dir(each, base, benchmark=Benchmark.TRAINING, config_folder="configs", log="")
+        for each in folders
+    )
+    return SubmittedRun(name=folder.name, dirs=dirs)
+
+
+def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
+    """People write these by hand: a trailing comma is remarked on, and everything else is still known."""
+    strict = read_file(path, base)
+    if not strict.problem:
+        return strict
+    try:
+        text = _TRAILING_COMMA.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8-sig"))
+        content, remark = json.loads(text), "a comma stands before a closing bracket"
+    except (OSError, ValueError, RecursionError):
+        return strict
+    return ParsedFile(file=strict.file, content=content, remark=remark)
+
+
+def _read_timed(
+    location: ResultLocation, context: TreeContext, base: Path, *, runs: tuple[SubmittedRun, ...], name: str
+) -> SubmittedResult:
+    is_training = location.benchmark is Benchmark.TRAINING
+    above = location.run_folders[0].parent if is_training and location.run_folders else location.folder
+    description = location.submitter.folder / "systems" / f"{location.system}.yaml"
+
+    def read_phase(folders: tuple[Path, ...], phase: SubmissionPhase) -> tuple[ResultDir, ...]:
+        return tuple(_read_timed_dir(folder, location, phase, base) for folder in folders)
+
+    return SubmittedResult(
         name=name,
-        place=place,
+        location=location,
         runs=runs,
-        report=read_document(above / tree_layout.RESULTS_FILE, base),
-        systems=(read_description(described, base),) if described.exists() else (),
-        around=around,
-        datasize=tuple(
-            _leaf(folder, place, tree_layout.Phase.DATASIZE, base) for folder in place.datasize_folders
-        ),
-        datagen=tuple(
-            _leaf(folder, place, tree_layout.Phase.DATAGEN, base) for folder in place.datagen_folders
-        ),
+        report=read_file(above / tree_layout.RESULTS_FILE, base),
+        systems=(read_description(description, base),) if description.exists() else (),
+        context=context,
+        datasize=read_phase(location.datasize_folders, SubmissionPhase.DATASIZE),
+        datagen=read_phase(location.datagen_folders, SubmissionPhase.DATAGEN),
     )
 
 
-def _by_accelerator(runs: list[Run]) -> dict[str, list[Run]]:
+def _group_by_accelerator(runs: list[SubmittedRun]) -> dict[str, list[SubmittedRun]]:
     """Runs whose accelerator cannot be read join the others where these are all on one."""
-    groups: dict[str, list[Run]] = {}
+    groups: dict[str, list[SubmittedRun]] = {}
     for run in runs:
         try:
-            accelerator = run.jobs[0].workload()[1]
-        except Unknown:  # the rule on workloads names what is missing
+            _, accelerator = run.dirs[0].workload()
+        except MissingFact:  # the rule on workloads names what is missing
             accelerator = ""
         groups.setdefault(accelerator, []).append(run)
     if len(groups) == 2 and "" in groups:
@@ -200,96 +235,56 @@ def _by_accelerator(runs: list[Run]) -> dict[str, list[Run]]:
     return groups or {"": []}
 
 
-def _marked(runs: list[Run], num_warm_ups: int) -> tuple[Run, ...]:
-    first = num_warm_ups if len(runs) > num_warm_ups else 0
-    return tuple(replace(run, is_warm_up=number < first) for number, run in enumerate(runs))
+def _mark_warm_ups(runs: list[SubmittedRun], num_warm_ups: int) -> tuple[SubmittedRun, ...]:
+    # With no run left to count, all of them are judged as counted, so that nothing goes unseen.
+    first_counted = num_warm_ups if len(runs) > num_warm_ups else 0
+    return tuple(replace(run, is_warm_up=index < first_counted) for index, run in enumerate(runs))
 
 
-def _systems(place: Place) -> list[Path]:
-    """The description that has the system's name; else all that the submitter gives."""
-    described = sorted(place.submitter.folder.glob("[Ss]ystems/*.json"))
-    return [path for path in described if path.stem == place.system] or described
-
-
-def _description(path: Path, base: Path) -> Document:
-    """People write these by hand: a comma too many is remarked on, not a reason to know nothing."""
-    strict = read_document(path, base)
-    if not strict.problem:
-        return strict
-    try:
-        text = _TRAILING_COMMA.sub(lambda match: match[1] or "", path.read_text(encoding="utf-8-sig"))
-        return Document(
-            file=strict.file, tree=json.loads(text), remark="a comma stands before a closing bracket"
-        )
-    except (OSError, ValueError, RecursionError):
-        return strict
-
-
-def _run(folder: Path, base: Path) -> Run:
-    clients = sorted(path.parent for path in folder.glob("*/summary.json"))
-    folders = [folder] if (folder / "summary.json").exists() or not clients else clients
-    return Run(name=folder.name, jobs=tuple(_job(each, base) for each in folders))
-
-
-def _job(folder: Path, base: Path) -> Job:
-    found = _names_in(folder, "configs")
-    return _read_job(folder, base, benchmark=Benchmark.TRAINING, files=found, config="configs", log="")
-
-
-def _names_in(folder: Path, inner: str) -> frozenset[str]:
-    """What is in a folder and in one of its folders. Names alone, since a large round has many."""
-    found = set(os.listdir(folder))  # noqa: PTH208 - thousands of files: a Path costs more
-    if inner in found and (folder / inner).is_dir():
-        found.update(f"{inner}/{name}" for name in os.listdir(folder / inner))  # noqa: PTH208 - likewise
-    return frozenset(found)
-
-
-def _timed_run(folder: Path, place: Place, base: Path) -> Run:
-    return Run(name=folder.name, jobs=(_leaf(folder, place, tree_layout.Phase.RUN, base),))
-
-
-def _leaf(folder: Path, place: Place, phase: tree_layout.Phase, base: Path) -> Job:
-    """The files of one leaf, and those in its folder of configuration."""
-    found = _names_in(folder, tree_layout.CONFIG_FOLDER)
-    log, _ = tree_layout.log_names(place.benchmark, phase)
-    return _read_job(
-        folder, base, benchmark=place.benchmark, files=found, config=tree_layout.CONFIG_FOLDER, log=log
+def _read_timed_dir(folder: Path, location: ResultLocation, phase: SubmissionPhase, base: Path) -> ResultDir:
+    log, _ = tree_layout.log_names(location.benchmark, phase)
+    return _read_dir(
+        folder, base, benchmark=location.benchmark, config_folder=tree_layout.CONFIG_FOLDER, log=log
     )
 
 
-def _read_job(
-    folder: Path, base: Path, *, benchmark: Benchmark, files: frozenset[str], config: str, log: str
-) -> Job:
-    told, place = relative(folder, base), str(folder)
+def _list_files(folder: Path, config_folder: str) -> frozenset[str]:
+    """The names in a folder and in its folder of configuration; names alone, since a large round has many."""
+    names = set(os.listdir(folder))  # noqa: PTH208 - thousands of folders, where a Path costs more
+    if config_folder in names and (folder / config_folder).is_dir():
+        inner = os.listdir(folder / config_folder)  # noqa: PTH208 - likewise
+        names.update(f"{config_folder}/{name}" for name in inner)
+    return frozenset(names)
 
-    def document(name: str) -> Document:
-        if name and name not in files:
-            return Document(file=f"{told}/{name}", problem="there is no such file")
-        return read_file(f"{place}/{name}", f"{told}/{name}") if name else _NOTHING
 
-    described = sorted(name for name in files if name.endswith(tree_layout.METADATA_SUFFIX))
-    metadata = (
-        document(described[0])
-        if len(described) == 1
-        else Document(
-            file=relative(folder, base),
-            problem=f"it has {len(described)} files *{tree_layout.METADATA_SUFFIX}, not one",
-        )
-    )
-    is_checkpoint = benchmark is Benchmark.CHECKPOINTING
-    return Job(
-        name=told,
+def _read_dir(folder: Path, base: Path, *, benchmark: Benchmark, config_folder: str, log: str) -> ResultDir:
+    name, path = relative(folder, base), str(folder)
+    files = _list_files(folder, config_folder)
+
+    def read(file: str) -> ParsedFile:
+        if file in files:
+            return read_named_file(f"{path}/{file}", f"{name}/{file}")
+        return ParsedFile(file=f"{name}/{file}", problem=NO_FILE)
+
+    metadata_files = [file for file in files if file.endswith(tree_layout.METADATA_SUFFIX)]
+    if len(metadata_files) == 1:
+        metadata = read(metadata_files[0])
+    else:
+        problem = f"it has {len(metadata_files)} files *{tree_layout.METADATA_SUFFIX}, not one"
+        metadata = ParsedFile(file=name, problem=problem)
+    has_stats = benchmark is Benchmark.CHECKPOINTING
+    return ResultDir(
+        name=name,
         benchmark=benchmark,
-        summary=document(tree_layout.SUMMARY),
-        config=document(f"{config}/config.yaml"),
-        overrides=document(f"{config}/overrides.yaml"),
+        summary=read(tree_layout.SUMMARY),
+        config=read(f"{config_folder}/config.yaml"),
+        overrides=read(f"{config_folder}/overrides.yaml"),
         files=files,
         metadata=metadata,
-        provenance=document(tree_layout.PROVENANCE),
-        pointer=document(POINTER),
-        separation=document(tree_layout.SEPARATION),
-        generated=document(tree_layout.DATAGEN_MANIFEST),
-        record=document(tree_layout.RUN_RECORD),
-        log=document(log),
-        stats=tuple(map(document, sorted(filter(_RANK_STATS.fullmatch, files)))) if is_checkpoint else (),
+        provenance=read(tree_layout.PROVENANCE),
+        pointer=read(POINTER),
+        separation=read(tree_layout.SEPARATION),
+        record=read(tree_layout.RUN_RECORD),
+        log=read(log) if log else _NOT_IN_EDITION,
+        stats=tuple(map(read, sorted(filter(_RANK_STATS.fullmatch, files)))) if has_stats else (),
     )

@@ -1,7 +1,7 @@
-"""The description of a system under test (v3.0): its schema, and what breaks it, with the line to mend.
+"""The schema of a system's description (v3.0), and the problems of a file that breaks it, with their lines.
 
-Place in the flow: makers fill a description in, rules judge it, both by `problems`. Invariant: a description
-is judged as it was written; nothing is filled in by default but what the schema lets be left out.
+`penstock submission describe` and the rules share `find_schema_problems`. Invariant: a description is judged
+as it was written; only what the schema makes optional has a default.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 if TYPE_CHECKING:
-    from penstock.submission.parsed_file import Document, Steps
+    from penstock.submission.parsed_file import KeyPath, ParsedFile
 from penstock.suggest import nearest
 
 Count = Annotated[int, Field(ge=1)]
@@ -110,7 +110,7 @@ class Performance(_Part):
     interface_speed: Text | float | None = None
 
 
-class Drive(_Part):
+class DescribedDrive(_Part):
     """Drives of one kind."""
 
     unit_count: Count
@@ -122,14 +122,14 @@ class Drive(_Part):
     performance: Performance | None = None
 
 
-class System(_Part):
+class OperatingSystem(_Part):
     """What runs on a node."""
 
     name: Text
     version: Text
 
 
-class Setting(_Part):
+class NamedValue(_Part):
     """A variable or a kernel parameter."""
 
     name: Text
@@ -143,10 +143,10 @@ class Node(_Part):
     quantity: Count
     chassis: Chassis
     networking: list[Port] | None = None
-    drives: list[Drive] | None = None
-    operating_system: System | None = None
-    environment: list[Setting] | None = None
-    sysctl: list[Setting] | None = None
+    drives: list[DescribedDrive] | None = None
+    operating_system: OperatingSystem | None = None
+    environment: list[NamedValue] | None = None
+    sysctl: list[NamedValue] | None = None
 
 
 class Switch(_Part):
@@ -159,7 +159,7 @@ class Switch(_Part):
     power: Power | None = None
 
 
-class UnderTest(_Part):
+class SystemUnderTest(_Part):
     """All of it. What is rented (`cloud`) has neither racks nor supplies."""
 
     solution: Solution
@@ -174,7 +174,7 @@ class UnderTest(_Part):
 class SystemDescription(_Part):
     """The file."""
 
-    system_under_test: UnderTest
+    system_under_test: SystemUnderTest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +189,7 @@ class SchemaProblem:
         return f"line {self.line}: {self.path}: {self.text}"
 
 
-def problems(document: Document) -> list[SchemaProblem]:
+def find_schema_problems(document: ParsedFile) -> list[SchemaProblem]:
     """What breaks the schema, in the order of lines; `Unknown` where the file cannot be read."""
     try:
         SystemDescription.model_validate(document.value())
@@ -199,7 +199,7 @@ def problems(document: Document) -> list[SchemaProblem]:
     return []
 
 
-def _problem(error: Any, lines: Mapping[Steps, int]) -> SchemaProblem:
+def _problem(error: Any, lines: Mapping[KeyPath, int]) -> SchemaProblem:
     steps = tuple(str(step) for step in error["loc"] if str(step) not in _TYPES)
     here = steps
     while here and here not in lines:

@@ -1,4 +1,4 @@
-"""The names in a tree of v2.0 and v3.0, whose runs are named by their time: one place for makers and judges.
+"""The names of folders and files in a tree of v2.0 and v3.0, whose runs are named by their time.
 
     TOP/code-images/code-<8 digits>/                       the program (v3.0; `code_image` has these names)
     TOP/<closed|open>/ORG/submission.yaml                  what the folder holds (v3.0)
@@ -6,7 +6,7 @@
     TOP/<closed|open>/ORG/results/SYSTEM/training/MODEL/{datasize,datagen,run}/20260102_030405/
     TOP/<closed|open>/ORG/results/SYSTEM/checkpointing/MODEL/20260102_030405/
 
-Invariant: a leaf is a folder that is named by a time, and nothing else is.
+Writers and checkers share them. Invariant: a result directory is a folder that is named by a time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TIME: Final = re.compile(r"\d{8}_\d{6}")
 
 
 class Benchmark(StrEnum):
-    """What a result is of, by the name of its folder. Only the first two are judged here."""
+    """The benchmark of a result, by the name of its folder. Penstock judges the first two."""
 
     TRAINING = "training"
     CHECKPOINTING = "checkpointing"
@@ -40,27 +40,27 @@ class Benchmark(StrEnum):
     KV_CACHE = "kv_cache"
 
 
-class Phase(StrEnum):
-    """What a leaf of a training is, by the name of its folder."""
+class SubmissionPhase(StrEnum):
+    """The phase of a training that a result directory is of, by the name of its folder."""
 
     DATASIZE = "datasize"
     DATAGEN = "datagen"
     RUN = "run"
 
 
-JUDGED: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
+CHECKED_BENCHMARKS: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
 
 
-def is_time(name: str) -> bool:
-    """Whether a folder of this name is a leaf."""
+def is_result_dir_name(name: str) -> bool:
+    """Whether a folder of this name is a result directory."""
     return _TIME.fullmatch(name) is not None
 
 
 def metadata_name(benchmark: Benchmark, time: str) -> str:
-    """The file of a leaf that says what was asked and how it ended."""
+    """The file of a result directory that says what was asked for and how it ended."""
     return f"{benchmark.value}_{time}{METADATA_SUFFIX}"
 
 
-def log_names(benchmark: Benchmark, phase: Phase) -> tuple[str, str]:
-    """What the run printed: its output and its errors."""
+def log_names(benchmark: Benchmark, phase: SubmissionPhase) -> tuple[str, str]:
+    """The files of what a run printed: standard output and standard error."""
     return f"{benchmark.value}_{phase.value}.stdout.log", f"{benchmark.value}_{phase.value}.stderr.log"

@@ -15,10 +15,10 @@ from penstock.submission.finding import Validity, Verdict
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
 
 
-def judged(root: Path) -> list[Judged]:
+def judged(root: Path) -> list[CheckedResult]:
     """All results, by the edition that the tree looks like."""
     return list(check(root, choose_edition("auto", root)))
 

@@ -24,7 +24,7 @@ from tests.support.submission.timed_tree import (
 from penstock.submission.finding import Verdict
 
 if TYPE_CHECKING:
-    from penstock.submission.edition import Edition, Model
+    from penstock.submission.edition import Edition, ModelLimits
 
 _PASS, _FAIL, _WARNING = Verdict.PASS, Verdict.FAIL, Verdict.WARNING
 AT_LEAST: Final = (_FAIL, _PASS, _PASS)
@@ -101,7 +101,7 @@ def boundaries(edition: Edition) -> Iterator[Boundary]:
 
 
 def _of_checkpoints(edition: Edition, trees: _Trees) -> Iterator[Boundary]:
-    checkpoints = edition.of_checkpoints()
+    checkpoints = edition.require_checkpoints()
     for name, model in checkpoints.models.items():
         at = f"checkpoints.models.{name}"
         yield Boundary(
@@ -250,10 +250,10 @@ class _Trees:
     def alone(self, steps: int) -> Round:
         return self._changed(do.summary("run", 1, num_hosts=1, num_accelerators=4 + steps))
 
-    def processes(self, name: str, model: Model) -> Making:
+    def processes(self, name: str, model: ModelLimits) -> Making:
         return self._of_model(name, lambda steps: model.closed_processes + steps, division="closed")
 
-    def unit(self, name: str, model: Model) -> Making:
+    def unit(self, name: str, model: ModelLimits) -> Making:
         return self._of_model(name, lambda steps: model.open_unit + steps, division="open")
 
     def _of_model(self, name: str, number: Callable[[int], int], *, division: str) -> Making:
@@ -268,7 +268,7 @@ class _Trees:
 
     def size(self, name: str, gib: float, *, outer: bool) -> Making:
         """At the upper end of what is let pass, or at the lower one."""
-        tolerance = self.edition.of_checkpoints().size_tolerance
+        tolerance = self.edition.require_checkpoints().size_tolerance
         edge = gib * (1 + tolerance if outer else 1 - tolerance)
 
         def tree(steps: int) -> Round:

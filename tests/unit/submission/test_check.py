@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,14 +10,14 @@ from tests.support.submission.numbered_tree import RESULT, valid_submission
 from tests.support.submission.timed_tree import valid_round
 
 from penstock.errors import UsageError
-from penstock.submission.check import apply, check, choose_edition
+from penstock.submission.check import apply_rule, check, choose_edition
 from penstock.submission.edition import load_edition
-from penstock.submission.find_results import find_places
+from penstock.submission.find_results import find_results
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.reports.findings_export import exit_code
 from penstock.submission.result_files import read_results
-from penstock.submission.rules.rule import Rule
-from penstock.submission.tree_context import Surroundings
+from penstock.submission.rules import rule_by_id
+from penstock.submission.tree_context import TreeContext
 from penstock.workload.dataset_size import MEMORY_MULTIPLE, MIN_STEPS
 
 if TYPE_CHECKING:
@@ -25,31 +26,27 @@ if TYPE_CHECKING:
 
     from penstock.submission.edition import Edition
     from penstock.submission.finding import Finding
-    from penstock.submission.result_files import Result
+    from penstock.submission.result_files import SubmittedResult
 
 EDITION = load_edition("v1.0")
 
 
-class Defective(Rule):
-    """A rule with a defect of its own."""
+def fail_after_nothing(result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
+    yield from ()
+    raise KeyError(f"{edition.edition} {result.location.name}")
 
-    id = "test.defective"
-    title = source = formula = passes = fails = "-"
 
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """Fail after nothing."""
-        yield from ()
-        raise KeyError(f"{edition.edition} {result.place.name}")
+DEFECTIVE = replace(rule_by_id("runs.number"), id="test.defective", judge=fail_after_nothing)
 
 
 def test_a_defect_of_a_rule_is_not_checked_and_never_invalid(tmp_path: Path) -> None:
     root = valid_submission().write(tmp_path)
-    (place,) = find_places(root)
-    (result,) = read_results(place, Surroundings(name="acme"), root, num_warm_ups=0)
-    (finding,) = apply(Defective(), result, EDITION)
+    (place,) = find_results(root)
+    (result,) = read_results(place, TreeContext(name="acme"), root, num_warm_ups=0)
+    (finding,) = apply_rule(DEFECTIVE, result, EDITION)
     assert finding.verdict is Verdict.NOT_CHECKED
     assert "KeyError" in finding.proof
-    (judged,) = check(root, EDITION, rules=[Defective()])
+    (judged,) = check(root, EDITION, rules=[DEFECTIVE])
     assert judged.verdict is Validity.NOT_CHECKED
     assert exit_code([judged]) == 3
 

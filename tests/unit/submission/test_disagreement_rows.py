@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -22,17 +22,17 @@ from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
-from penstock.submission.rules.rule import Rule
+from penstock.submission.rules import rule_by_id
 from penstock.workload.checkpoint_model import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
     from penstock.submission.edition import Edition
     from penstock.submission.finding import Finding
-    from penstock.submission.result_files import Result
+    from penstock.submission.result_files import SubmittedResult
 
 EDITION: Final = load_edition("v3.0")
 ORDER: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)
@@ -46,7 +46,7 @@ class Judge:
     root: Path
     count: int = 0
 
-    def results(self, tree: Round) -> list[Judged]:
+    def results(self, tree: Round) -> list[CheckedResult]:
         """All results of a tree."""
         self.count += 1
         return list(check(tree.write(self.root / str(self.count)), load_edition(tree.edition)))
@@ -294,20 +294,15 @@ def _no_rank_has_the_whole_model(judge: Judge) -> None:
 def _a_defect_names_its_cause(judge: Judge) -> None:
     tree = valid_training(num_runs=2)
     root = tree.write(judge.root / "defect")
-    (result,) = check(root, EDITION, rules=[_Defective()])
+    (result,) = check(root, EDITION, rules=[replace(rule_by_id("runs.exit"), judge=_divide_by_zero)])
     (finding,) = result.findings
     assert (finding.verdict, result.verdict) == (UNKNOWN, Validity.NOT_CHECKED)
     assert "ZeroDivisionError: division by zero" in finding.proof
 
 
-class _Defective(Rule):
-    editions = ("v3.0",)
-    id = "test.defective"
-    title = source = formula = passes = fails = "-"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        yield from ()
-        _ = 1 / len(result.name[:0])
+def _divide_by_zero(result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
+    yield from ()
+    _ = 1 / len(result.name[:0])
 
 
 ROWS: Final[dict[str, Callable[[Judge], None]]] = {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
 
 EDITION = load_edition("v1.0")
 
@@ -116,7 +116,7 @@ def test_the_lists_of_the_divisions_are_those_of_the_edition() -> None:
     assert "reader.batch_size" not in EDITION.parameters.closed | EDITION.parameters.open_adds
 
 
-def _judged(submission: Submission, root: Path) -> Judged:
+def _judged(submission: Submission, root: Path) -> CheckedResult:
     (only,) = check(submission.write(root), EDITION)
     return only
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from tests.support.submission.edition_boundaries import Boundary, boundaries
 
-from penstock.submission.check import apply, read_all
+from penstock.submission.check import apply_rule, read_tree
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.rules import rule_by_id
@@ -45,7 +45,9 @@ def verdict(boundary: Boundary, root: Path, edition: Edition) -> Verdict:
     """What the boundary's rule says of a tree."""
     rule = rule_by_id(boundary.rule)
     found = {
-        finding.verdict for result in read_all(root, edition) for finding in apply(rule, result, edition)
+        finding.verdict
+        for result in read_tree(root, edition)
+        for finding in apply_rule(rule, result, edition)
     }
     return next(each for each in ORDER if each in found)
 

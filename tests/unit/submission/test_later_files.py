@@ -12,9 +12,9 @@ from tests.support.submission.timed_tree import Round, valid_checkpointing, vali
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
-from penstock.submission.parsed_file import read_description, read_document
+from penstock.submission.parsed_file import read_description, read_file
 from penstock.submission.rules import rule_by_id
-from penstock.submission.system_description import problems
+from penstock.submission.system_description import find_schema_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,7 +155,7 @@ def test_objects_have_no_file_system(tmp_path: Path) -> None:
 def test_breaches_of_a_description_are_told_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "fast.yaml"
     path.write_text("system_under_test:\n  deployment: basement\n  clients: []\n  solutions: {}\n")
-    told = [str(problem) for problem in problems(read_description(path, tmp_path))]
+    told = [str(problem) for problem in find_schema_problems(read_description(path, tmp_path))]
     assert told[0].startswith("line 1: system_under_test.solution: Field required")
     assert told[1].startswith("line 2: system_under_test.deployment: ")
     assert told[2].startswith("line 3: system_under_test.clients: ")
@@ -164,12 +164,12 @@ def test_breaches_of_a_description_are_told_with_their_lines(tmp_path: Path) -> 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
-    assert read_document(tmp_path / "folder.json", tmp_path).problem == "cannot be read: Is a directory"
-    assert read_document(tmp_path / "none.json", tmp_path).problem == "there is no such file"
+    assert read_file(tmp_path / "folder.json", tmp_path).problem == "cannot be read: Is a directory"
+    assert read_file(tmp_path / "none.json", tmp_path).problem == "there is no such file"
     (tmp_path / "half.yaml").write_text("a: [1")
-    assert read_document(tmp_path / "half.yaml", tmp_path).problem.startswith("cannot be understood: ")
+    assert read_file(tmp_path / "half.yaml", tmp_path).problem.startswith("cannot be understood: ")
     (tmp_path / "plain.log").write_text("words")
-    assert read_document(tmp_path / "plain.log", tmp_path).value() == "words"
+    assert read_file(tmp_path / "plain.log", tmp_path).value() == "words"
 
 
 RESULTS: Final = "closed/acme/results/fast/training/unet3d/run/results.json"

@@ -16,14 +16,16 @@ from penstock.submission.rules import RULES, rule_by_id
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
 
 EDITIONS: Final = ("v2.0", "v3.0")
 ORDER: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)
 
 
 @pytest.fixture(scope="module", params=EDITIONS)
-def valid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
+def valid(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, CheckedResult]:
     """A valid training and a valid checkpointing of an edition, judged once."""
     edition: str = request.param
     root = valid_round(edition).write(tmp_path_factory.mktemp("valid"))
@@ -37,7 +39,7 @@ def worst(rule: str, tree: Round, root: Path) -> Verdict:
     return next(verdict for verdict in ORDER if verdict in found)
 
 
-def test_every_rule_passes_on_a_valid_tree(valid: dict[str, Judged]) -> None:
+def test_every_rule_passes_on_a_valid_tree(valid: dict[str, CheckedResult]) -> None:
     assert {each.verdict for each in valid.values()} == {Validity.VALID}
     for name, judged in valid.items():
         verdicts: dict[str, set[Verdict]] = {}

@@ -16,32 +16,32 @@ from penstock.submission.rules import RULES, rule_by_id
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
     from penstock.submission.finding import Finding
 
 EDITION = load_edition("v1.0")
 OF_EDITION = [rule for rule in RULES if "v1.0" in rule.editions]
 
 
-def judged(submission: Submission, root: Path) -> Judged:
+def judged(submission: Submission, root: Path) -> CheckedResult:
     """The one result of a submission."""
     (only,) = check(submission.write(root), EDITION)
     return only
 
 
-def findings_of(rule: str, found: Judged) -> list[Finding]:
+def findings_of(rule: str, found: CheckedResult) -> list[Finding]:
     """What one rule found."""
     return [finding for finding in found.findings if finding.rule == rule]
 
 
 @pytest.fixture(scope="module")
-def valid(tmp_path_factory: pytest.TempPathFactory) -> Judged:
+def valid(tmp_path_factory: pytest.TempPathFactory) -> CheckedResult:
     """A valid submission, judged once."""
     return judged(valid_submission(), tmp_path_factory.mktemp("valid"))
 
 
 @pytest.mark.parametrize("rule", OF_EDITION, ids=lambda rule: rule.id)
-def test_a_rule_passes_on_a_valid_tree(rule: object, valid: Judged) -> None:
+def test_a_rule_passes_on_a_valid_tree(rule: object, valid: CheckedResult) -> None:
     found = findings_of(getattr(rule, "id", ""), valid)
     assert found
     assert {finding.verdict for finding in found} == {Verdict.PASS}
@@ -71,7 +71,7 @@ def test_every_rule_has_a_tree_that_breaks_it_and_explains_itself() -> None:
         assert all((rule.title, rule.source, rule.formula, rule.passes, rule.fails, rule.editions))
 
 
-def test_a_valid_tree_is_valid_with_recomputed_figures(valid: Judged) -> None:
+def test_a_valid_tree_is_valid_with_recomputed_figures(valid: CheckedResult) -> None:
     assert valid.verdict is Validity.VALID
     assert (valid.organisation, valid.division, valid.system) == ("acme", "closed", "fast")
     assert (valid.workload, valid.accelerator, valid.num_accelerators) == ("unet3d", "h100", 2)

@@ -218,7 +218,7 @@ def entry_of(words: CheckpointWords, request: CheckpointRequest) -> Entry | None
 def _require_allowed(
     words: CheckpointWords, request: CheckpointRequest, division: SubmissionDivision
 ) -> None:
-    from penstock.submission.authoring.checkpoint_preflight import AskedCheckpoints, require_allowed
+    from penstock.submission.authoring.checkpoint_preflight import CheckpointPreflight, require_allowed
     from penstock.submission.edition import load_edition
 
     asked, layout = request.model.workload.checkpoint, request.layout
@@ -230,7 +230,7 @@ def _require_allowed(
     require_allowed(
         load_edition("v3.0"),
         division,
-        AskedCheckpoints(
+        CheckpointPreflight(
             model=request.model.name,
             accelerator=words.accelerator,
             num_processes=layout.num_processes,

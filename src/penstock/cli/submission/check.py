@@ -15,7 +15,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
     from penstock.submission.edition import Edition
 
 
@@ -52,18 +52,18 @@ def check(
     """
     from penstock.submission.check import check as check_tree
     from penstock.submission.check import choose_edition
-    from penstock.submission.find_results import without_results
-    from penstock.submission.reports.findings_export import document, exit_code
+    from penstock.submission.find_results import submitters_without_results
+    from penstock.submission.reports.findings_export import check_document, exit_code
 
     terminal = Terminal(as_json=as_json)
     chosen = choose_edition(edition, folder)
     with terminal.progress() as progress:
         judged = list(check_tree(folder, chosen, progress=progress))
-    empty = without_results(folder)
+    empty = submitters_without_results(folder)
     for name in empty:
         terminal.note(f"{name}: no results are here")
     _write(_Files(sarif=sarif, csv=csv, html=html), judged, chosen, folder=folder, empty=empty)
-    terminal.result(document(judged, chosen, empty), lambda console: _draw(console, judged, chosen))
+    terminal.result(check_document(judged, chosen, empty), lambda console: _draw(console, judged, chosen))
     raise typer.Exit(exit_code(judged))
 
 
@@ -77,7 +77,7 @@ class _Files:
 
 
 def _write(
-    files: _Files, judged: Sequence[Judged], edition: Edition, *, folder: Path, empty: Sequence[str]
+    files: _Files, judged: Sequence[CheckedResult], edition: Edition, *, folder: Path, empty: Sequence[str]
 ) -> None:
     from penstock.results.durable import write_json, write_text
     from penstock.submission.reports.findings_export import findings_csv
@@ -95,9 +95,9 @@ def _write(
         write_text(files.html.parent, files.html.name, page)
 
 
-def _draw(console: Console, judged: Sequence[Judged], edition: Edition) -> None:
+def _draw(console: Console, judged: Sequence[CheckedResult], edition: Edition) -> None:
     from penstock.submission.finding import Verdict
-    from penstock.submission.reports.findings_export import summary
+    from penstock.submission.reports.findings_export import count_verdicts
 
     table(f"Results, by the rules of {edition.edition}", [_row(each) for each in judged])(console)
     shown = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
@@ -114,14 +114,14 @@ def _draw(console: Console, judged: Sequence[Judged], edition: Edition) -> None:
             often = f" ({times} times)" if times > 1 else ""
             console.print(f"  {said}: {rule}: {proof}{often}", markup=False)
             console.print(f"    {fix}", markup=False)
-    counts = ", ".join(f"{count} {what}" for what, count in summary(judged).items())
+    counts = ", ".join(f"{count} {what}" for what, count in count_verdicts(judged).items())
     console.print(f"\n{counts}")
     console.print("For the reviewer, because files cannot show it:")
     for each_point in edition.for_the_reviewer:
         console.print(f"  {each_point}", markup=False)
 
 
-def _row(judged: Judged) -> dict[str, str]:
+def _row(judged: CheckedResult) -> dict[str, str]:
     throughput = judged.metrics.get("train_throughput_mean_samples_per_second")
     number = "?" if judged.num_accelerators is None else str(judged.num_accelerators)
     return {

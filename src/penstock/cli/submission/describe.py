@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.cluster.facts.model import ClusterFacts
-    from penstock.submission.authoring.ownership import Claim
+    from penstock.submission.authoring.ownership import OwnedTree
     from penstock.submission.system_description import SchemaProblem
     from penstock.workload.division_rules import SubmissionDivision
 
@@ -46,24 +46,24 @@ def describe(
 
       penstock submission describe --submission ~/results --system fast --closed --cluster cluster.json
     """
-    from penstock.submission.authoring.description_draft import describe as tell
-    from penstock.submission.authoring.description_draft import drift, first_text
-    from penstock.submission.authoring.ownership import claimed
+    from penstock.submission.authoring.description_draft import diff_description, initial_text
+    from penstock.submission.authoring.description_draft import draft_description as tell
+    from penstock.submission.authoring.ownership import require_owned_tree
     from penstock.submission.parsed_file import read_description
-    from penstock.submission.system_description import problems
+    from penstock.submission.system_description import find_schema_problems
 
     terminal = Terminal(as_json=as_json)
-    claim = claimed(Path(submission))
+    claim = require_owned_tree(Path(submission))
     path = _path(claim, system, division_of(closed=closed, open_=open_))
     collected = tell(_facts(cluster), system)
     is_new = not path.exists()
     if is_new:
         from penstock.results.durable import write_text
 
-        write_text(path.parent, path.name, first_text(collected))
+        write_text(path.parent, path.name, initial_text(collected))
     document = read_description(path, claim.root)
-    differs = drift(document.value(), collected, name=path.name)
-    wrong = problems(document)
+    differs = diff_description(document.value(), collected, name=path.name)
+    wrong = find_schema_problems(document)
     terminal.result(
         {
             "file": str(path),
@@ -77,9 +77,9 @@ def describe(
         raise typer.Exit(NOT_RIGHT_YET)
 
 
-def _path(claim: Claim, system: str, division: SubmissionDivision | None) -> Path:
+def _path(claim: OwnedTree, system: str, division: SubmissionDivision | None) -> Path:
     from penstock.errors import UsageError
-    from penstock.submission.authoring.ownership import require_plain
+    from penstock.submission.authoring.ownership import require_plain_name
 
     if division is None:
         raise UsageError(
@@ -87,7 +87,7 @@ def _path(claim: Claim, system: str, division: SubmissionDivision | None) -> Pat
             where="--submission",
             fix="Add --closed or --open.",
         )
-    name = require_plain(system, what="system's name")
+    name = require_plain_name(system, what="system's name")
     return claim.root / division.value / claim.organisation / "systems" / f"{name}.yaml"
 
 

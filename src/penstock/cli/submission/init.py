@@ -29,10 +29,10 @@ def init(
     from datetime import UTC, datetime
 
     from penstock import __version__
-    from penstock.submission.authoring.ownership import claim
+    from penstock.submission.authoring.ownership import claim_tree
     from penstock.submission.tree_layout import SENTINEL
 
-    made = claim(folder, organisation, now=datetime.now(UTC), by=f"penstock {__version__}")
+    made = claim_tree(folder, organisation, now=datetime.now(UTC), by=f"penstock {__version__}")
     document = {"root": str(made.root), "organisation": made.organisation, "is_new": made.is_new}
     said = "is now" if made.is_new else "was already"
     Terminal(as_json=as_json).result(

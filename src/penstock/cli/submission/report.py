@@ -13,7 +13,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.submission.reports.result_report import Reported
+    from penstock.submission.reports.result_report import ResultReport
 
 
 def report(
@@ -49,7 +49,7 @@ def report(
     """
     from penstock.submission.check import choose_edition
     from penstock.submission.reports.report_files import plan_folder, plan_tree, write_files
-    from penstock.submission.reports.result_report import documents, report_all
+    from penstock.submission.reports.result_report import report_all, reports_document
 
     terminal = Terminal(as_json=as_json)
     chosen = choose_edition(edition, folder)
@@ -66,12 +66,12 @@ def report(
         for reason in each.figures.missing:
             terminal.note(f"{each.judged.name}: not recomputed: {reason}")
     terminal.result(
-        {**documents(reported, chosen), "written": written},
+        {**reports_document(reported, chosen), "written": written},
         lambda console: _draw(console, reported, written),
     )
 
 
-def _draw(console: Console, reported: Sequence[Reported], written: Sequence[str]) -> None:
+def _draw(console: Console, reported: Sequence[ResultReport], written: Sequence[str]) -> None:
     from penstock.submission.reports.figures_page import figure_row, value_text
 
     for each in reported:

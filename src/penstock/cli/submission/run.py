@@ -21,7 +21,7 @@ from penstock.cli.training.words import (
     WorkloadName,
 )
 from penstock.cluster.comm import Comm
-from penstock.submission.tree_layout import Phase
+from penstock.submission.tree_layout import SubmissionPhase
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.cli.training.asking import Asked
     from penstock.results.host import HostFacts
     from penstock.submission.authoring.result_dir import Series
-    from penstock.submission.authoring.run_sequence import Cadence
+    from penstock.submission.authoring.run_sequence import RunSequence
     from penstock.workflows.submission.session import Session
 
 app = typer.Typer(no_args_is_help=True, help="Make a whole result: all its leaves, and go on after a break.")
@@ -98,7 +98,7 @@ def training(
         threads=threads,
     )
     hosts, phase = _hosts(comm), _phase(only)
-    words = words if phase is Phase.DATAGEN else _sized(words, hosts, comm=comm)
+    words = words if phase is SubmissionPhase.DATAGEN else _sized(words, hosts, comm=comm)
     asked = asked_of(words, comm=comm, terminal=terminal)
     asked = inspected(asked, words, skip_gate, comm=comm, terminal=terminal)
     if asked.is_stopped:
@@ -107,11 +107,11 @@ def training(
     return 0
 
 
-def _phase(text: str | None) -> Phase | None:
+def _phase(text: str | None) -> SubmissionPhase | None:
     from penstock.errors import UsageError
 
-    if text in (None, Phase.DATAGEN, Phase.RUN):
-        return Phase(text) if text else None
+    if text in (None, SubmissionPhase.DATAGEN, SubmissionPhase.RUN):
+        return SubmissionPhase(text) if text else None
     raise UsageError(f"{text!r} is made by no one alone", where="--only", fix="Choose datagen or run.")
 
 
@@ -155,9 +155,9 @@ def _sized(words: RunWords, hosts: Sequence[HostFacts], *, comm: Comm) -> RunWor
 
 def _files_there(series: Series, found: Any) -> int:
     """As many as an earlier datasize asked for, if they are enough; else as many as are needed now."""
-    from penstock.submission.authoring.series_state import read_standing
+    from penstock.submission.authoring.series_state import read_series_state
 
-    there = [leaf.num_files for leaf in read_standing(series).datasizes]
+    there = [leaf.num_files for leaf in read_series_state(series).datasizes]
     enough = [num_files for num_files in there if found.judge(num_files).passed]
     return int(enough[-1] if enough else found.min_files)
 
@@ -178,7 +178,7 @@ def _make(
     asked: Asked,
     hosts: Sequence[HostFacts],
     write_threads: int,
-    phase: Phase | None,
+    phase: SubmissionPhase | None,
     *,
     comm: Comm,
     terminal: Terminal,
@@ -210,7 +210,7 @@ def _make(
     terminal.result(_document(session, cadence), lambda console: _draw(console, session, cadence))
 
 
-def _document(session: Session, cadence: Cadence) -> dict[str, Any]:
+def _document(session: Session, cadence: RunSequence) -> dict[str, Any]:
     return {
         "folder": str(session.series.claim.root / session.series.folder),
         "is_complete": cadence.is_complete,
@@ -220,7 +220,7 @@ def _document(session: Session, cadence: Cadence) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, session: Session, cadence: Cadence) -> None:
+def _draw(console: Console, session: Session, cadence: RunSequence) -> None:
     rows = [
         {"run": leaf.folder.name, "took": f"{leaf.duration.total_seconds():,.0f} s"} for leaf in cadence.kept
     ]

@@ -13,7 +13,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.submission.authoring.series_state import Progressed
+    from penstock.submission.authoring.series_state import SeriesProgress
 
 
 def status(
@@ -33,17 +33,17 @@ def status(
     """
     from datetime import UTC, datetime
 
-    from penstock.submission.authoring.ownership import claimed
-    from penstock.submission.authoring.series_state import progress_of
+    from penstock.submission.authoring.ownership import require_owned_tree
+    from penstock.submission.authoring.series_state import list_progress
     from penstock.submission.edition import load_edition
 
-    claim = claimed(folder)
-    found = progress_of(claim, load_edition("v3.0"), now=datetime.now(UTC))
+    claim = require_owned_tree(folder)
+    found = list_progress(claim, load_edition("v3.0"), now=datetime.now(UTC))
     document = {"organisation": claim.organisation, "results": [_document(each) for each in found]}
     Terminal(as_json=as_json).result(document, lambda console: _draw(console, found))
 
 
-def _document(progressed: Progressed) -> dict[str, Any]:
+def _document(progressed: SeriesProgress) -> dict[str, Any]:
     series = progressed.series
     return {
         "division": series.division.value,
@@ -63,7 +63,7 @@ def _document(progressed: Progressed) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, found: Sequence[Progressed]) -> None:
+def _draw(console: Console, found: Sequence[SeriesProgress]) -> None:
     table("Results", [_row(each) for each in found])(console)
     for each in found:
         for lack in each.lacks:
@@ -74,7 +74,7 @@ def _draw(console: Console, found: Sequence[Progressed]) -> None:
             console.print(f"cannot be read: {text}", markup=False)
 
 
-def _row(progressed: Progressed) -> dict[str, str]:
+def _row(progressed: SeriesProgress) -> dict[str, str]:
     series = progressed.series
     number = "?" if progressed.num_accelerators is None else str(progressed.num_accelerators)
     return {

@@ -15,11 +15,11 @@ from penstock.errors import UsageError
 from penstock.workload.division_rules import Breach, SubmissionDivision
 
 if TYPE_CHECKING:
-    from penstock.submission.edition import Edition, Model
+    from penstock.submission.edition import Edition, ModelLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedCheckpoints:
+class CheckpointPreflight:
     """What a command line asks for; `changed` are the keys that it sets, by dotted name."""
 
     model: str
@@ -33,9 +33,11 @@ class AskedCheckpoints:
     size_gib: float
 
 
-def breaches(edition: Edition, division: SubmissionDivision, asked: AskedCheckpoints) -> Iterator[Breach]:
+def find_breaches(
+    edition: Edition, division: SubmissionDivision, asked: CheckpointPreflight
+) -> Iterator[Breach]:
     """Everything that the division forbids."""
-    rules = edition.of_checkpoints()
+    rules = edition.require_checkpoints()
     model = rules.models.get(asked.model)
     if model is None:
         yield Breach(rule="4.3.3", key=asked.model, why=f"is none of {', '.join(rules.models)}")
@@ -55,9 +57,9 @@ def breaches(edition: Edition, division: SubmissionDivision, asked: AskedCheckpo
         )
 
 
-def require_allowed(edition: Edition, division: SubmissionDivision, asked: AskedCheckpoints) -> None:
+def require_allowed(edition: Edition, division: SubmissionDivision, asked: CheckpointPreflight) -> None:
     """`UsageError` that names every breach with its rule."""
-    found = list(breaches(edition, division, asked))
+    found = list(find_breaches(edition, division, asked))
     if found:
         raise UsageError(
             "; ".join(map(str, found)),
@@ -66,8 +68,8 @@ def require_allowed(edition: Edition, division: SubmissionDivision, asked: Asked
         )
 
 
-def _of_memory(edition: Edition, asked: AskedCheckpoints) -> Iterator[Breach]:
-    memory = edition.of_checkpoints().accelerator_memory_gb
+def _of_memory(edition: Edition, asked: CheckpointPreflight) -> Iterator[Breach]:
+    memory = edition.require_checkpoints().accelerator_memory_gb
     if asked.accelerator not in memory:
         yield Breach(
             rule="4.3.4", key=asked.accelerator or "no accelerator", why=f"is none of {', '.join(memory)}"
@@ -80,8 +82,8 @@ def _of_memory(edition: Edition, asked: AskedCheckpoints) -> Iterator[Breach]:
         )
 
 
-def _of_closed(edition: Edition, model: Model, asked: AskedCheckpoints) -> Iterator[Breach]:
-    rules = edition.of_checkpoints()
+def _of_closed(edition: Edition, model: ModelLimits, asked: CheckpointPreflight) -> Iterator[Breach]:
+    rules = edition.require_checkpoints()
     allowed = (0, rules.num_checkpoints)
     for what, number in (("writes", asked.num_writes), ("reads", asked.num_reads)):
         if number not in allowed:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
+class DataLocation:
     """The workload with its place, the changes that this is, and the place as leaves name it."""
 
     workload: Workload
@@ -25,7 +25,7 @@ class Located:
     place: str
 
 
-def locate_data(workload: Workload, uri: str) -> Located:
+def locate_data(workload: Workload, uri: str) -> DataLocation:
     """The data set lies at `uri`."""
     location = parse_uri(uri)
     if location.scheme in FILE_SCHEMES:
@@ -38,14 +38,14 @@ def locate_data(workload: Workload, uri: str) -> Located:
         changes: dict[str, Any] = {"dataset.data_folder": location.root}
         if is_direct:
             changes["reader.odirect"] = True
-        return Located(workload=placed, changes=changes, place=location.root)
+        return DataLocation(workload=placed, changes=changes, place=location.root)
     bucket, _, prefix = location.root.partition("/")
     placed = replace(
         workload,
         dataset=replace(workload.dataset, data_folder=prefix),
         storage=replace(workload.storage, storage_type=StorageKind.S3, storage_root=bucket),
     )
-    return Located(
+    return DataLocation(
         workload=placed,
         changes={
             "dataset.data_folder": prefix,
@@ -56,12 +56,12 @@ def locate_data(workload: Workload, uri: str) -> Located:
     )
 
 
-def locate_checkpoints(workload: Workload, uri: str) -> Located:
+def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
     """The checkpoints go to `uri`."""
     location = parse_uri(uri)
     place = location.root if location.scheme in FILE_SCHEMES else location.uri
     checkpoint = replace(workload.checkpoint, checkpoint_folder=place)
-    return Located(
+    return DataLocation(
         workload=replace(workload, checkpoint=checkpoint),
         changes={"checkpoint.checkpoint_folder": place},
         place=place,

@@ -51,7 +51,7 @@ _HEAD: Final = (
 )
 
 
-def describe(facts: ClusterFacts, name: str) -> dict[str, Any]:
+def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
     """What the machines tell, in the schema's keys; None stands for what a human must say."""
     clients = Counter(_frozen(_client(present.report)) for present in facts.present)
     return {
@@ -82,12 +82,14 @@ def describe(facts: ClusterFacts, name: str) -> dict[str, Any]:
     }
 
 
-def first_text(tree: Mapping[str, Any]) -> str:
+def initial_text(tree: Mapping[str, Any]) -> str:
     """The file as it is first written: with a hint beside everything that is to be filled in."""
     return _HEAD + "".join(_hinted(line) for line in _dump(tree).splitlines(keepends=True))
 
 
-def drift(written: Mapping[str, Any], collected: Mapping[str, Any], *, name: str) -> tuple[str, ...]:
+def diff_description(
+    written: Mapping[str, Any], collected: Mapping[str, Any], *, name: str
+) -> tuple[str, ...]:
     """The lines of a diff from what is written to what the machines tell; none where they agree.
 
     What only a human can say counts for nothing here, whatever it is.

@@ -37,7 +37,7 @@ class _Sentinel(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class OwnedTree:
     """A tree that is an organisation's; `is_new` where this call claimed it."""
 
     root: Path
@@ -45,9 +45,9 @@ class Claim:
     is_new: bool = False
 
 
-def claim(root: Path, organisation: str, *, now: datetime, by: str) -> Claim:
+def claim_tree(root: Path, organisation: str, *, now: datetime, by: str) -> OwnedTree:
     """Make `root` the organisation's, or find that it is; `UsageError` where it is anybody else's."""
-    require_plain(organisation, what="organisation's name")
+    require_plain_name(organisation, what="organisation's name")
     held = _read(root)
     if held is None:
         _require_empty(root)
@@ -62,10 +62,10 @@ def claim(root: Path, organisation: str, *, now: datetime, by: str) -> Claim:
             where=str(root),
             fix=f"Name another folder for {organisation}.",
         )
-    return Claim(root=root.absolute(), organisation=organisation, is_new=is_new)
+    return OwnedTree(root=root.absolute(), organisation=organisation, is_new=is_new)
 
 
-def claimed(root: Path) -> Claim:
+def require_owned_tree(root: Path) -> OwnedTree:
     """The claim that lies at `root`; `UsageError` that says how to make one where there is none."""
     held = _read(root)
     if held is None:
@@ -74,10 +74,10 @@ def claimed(root: Path) -> Claim:
             where=str(root),
             fix=f"Make it yours: penstock submission init ORGANISATION {root}",
         )
-    return Claim(root=root.absolute(), organisation=held.orgname)
+    return OwnedTree(root=root.absolute(), organisation=held.orgname)
 
 
-def require_plain(name: str, *, what: str) -> str:
+def require_plain_name(name: str, *, what: str) -> str:
     """A name that is a folder's in the tree: letters, digits, dot, underscore and minus (rule 2.1.1)."""
     if not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
         raise UsageError(

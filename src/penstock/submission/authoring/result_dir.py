@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 from penstock.results.history.file import HistoryFile
 from penstock.storage.files.calls import explaining
 from penstock.storage.files.durable import rename_durably, sync_folder
-from penstock.submission.authoring.ownership import Claim, require_plain
-from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, Phase, log_names, metadata_name
+from penstock.submission.authoring.ownership import OwnedTree, require_plain_name
+from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase, log_names, metadata_name
 
 if TYPE_CHECKING:
     from penstock.workload.division_rules import SubmissionDivision
@@ -30,15 +30,15 @@ TRASH: Final = "trash"
 class Series:
     """All leaves of one workload on one system: whose, in which division, of what."""
 
-    claim: Claim
+    claim: OwnedTree
     division: SubmissionDivision
     system: str
     benchmark: Benchmark
     model: str
 
     def __post_init__(self) -> None:
-        require_plain(self.system, what="system's name")
-        require_plain(self.model, what="workload's name")
+        require_plain_name(self.system, what="system's name")
+        require_plain_name(self.model, what="workload's name")
 
     @property
     def submitter(self) -> PurePosixPath:
@@ -50,17 +50,17 @@ class Series:
         """The workload's folder, relative to the tree's root."""
         return self.submitter / "results" / self.system / self.benchmark.value / self.model
 
-    def folder_of(self, phase: Phase) -> PurePosixPath:
+    def folder_of(self, phase: SubmissionPhase) -> PurePosixPath:
         """The folder of a phase's leaves; checkpointing has no level of phases."""
         return self.folder / phase.value if self.benchmark is Benchmark.TRAINING else self.folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class ResultDirAddress:
     """One leaf: what one phase came to at one time."""
 
     series: Series
-    phase: Phase
+    phase: SubmissionPhase
     began: datetime
 
     @property
@@ -94,9 +94,9 @@ class Address:
         return log_names(self.series.benchmark, self.phase)
 
 
-def reserve(series: Series, phase: Phase, *, now: datetime) -> Address:
+def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
     """The address of a leaf that begins now, with its draft's folder made; a name that is taken is passed."""
-    address = Address(series=series, phase=phase, began=now.replace(microsecond=0))
+    address = ResultDirAddress(series=series, phase=phase, began=now.replace(microsecond=0))
     while address.folder.exists() or not _made(address.draft):
         address = replace(address, began=address.began + timedelta(seconds=1))
     return address
@@ -113,7 +113,7 @@ def _made(draft: Path) -> bool:
     return True
 
 
-def publish(address: Address) -> Path:
+def publish(address: ResultDirAddress) -> Path:
     """Give a draft its name in the tree; after a power cut it has either name, and all its files."""
     folder = address.folder
     with explaining("Publishing a leaf", str(folder)):
@@ -125,7 +125,7 @@ def publish(address: Address) -> Path:
     return folder
 
 
-def set_aside(claim: Claim, folder: Path) -> Path:
+def set_aside(claim: OwnedTree, folder: Path) -> Path:
     """Move a folder of the tree to the trash, where it can be taken back from by hand."""
     target = claim.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(claim.root)
     with explaining("Moving a leaf to the trash", str(folder)):
@@ -134,7 +134,7 @@ def set_aside(claim: Claim, folder: Path) -> Path:
     return target
 
 
-def drafts(series: Series) -> list[Path]:
+def list_drafts(series: Series) -> list[Path]:
     """What attempts left that came to nothing, or still go on."""
     below = series.claim.root / HIDDEN / UNDER_WAY / series.folder
     depth = "*/*" if series.benchmark is Benchmark.TRAINING else "*"

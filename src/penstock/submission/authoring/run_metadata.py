@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.results.provenance import redacted
 from penstock.results.spec import spec_values
-from penstock.submission.tree_layout import DATAGEN_MANIFEST, PROVENANCE, Benchmark, Phase
+from penstock.submission.tree_layout import DATAGEN_MANIFEST, PROVENANCE, Benchmark, SubmissionPhase
 
 if TYPE_CHECKING:
     from penstock.results.host import HostFacts
-    from penstock.submission.authoring.result_dir import Address
+    from penstock.submission.authoring.result_dir import ResultDirAddress
     from penstock.workload.spec import Workload
 
 _GIB: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSize:
+class DatasetSize:
     """How large a data set is, or must be."""
 
     num_files_train: int
@@ -32,14 +32,14 @@ class DataSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeafFacts:
+class RunFacts:
     """Everything a leaf tells.
 
     `workload` is as it was run, its places included; `changed` is what was asked of it, by dotted key;
     `place` is the path of the data or of the checkpoints, or their URI in an object store.
     """
 
-    address: Address
+    address: ResultDirAddress
     workload: Workload
     accelerator: str
     changed: Mapping[str, Any]
@@ -49,11 +49,11 @@ class LeafFacts:
     command: Sequence[str]
     ended: datetime
     exit_status: int
-    data_size: DataSize | None = None
+    data_size: DatasetSize | None = None
     has_datagen_manifest: bool = False
 
 
-def metadata(facts: LeafFacts) -> dict[str, Any]:
+def build_metadata(facts: RunFacts) -> dict[str, Any]:
     """The content of the metadata file."""
     address, series = facts.address, facts.address.series
     document: dict[str, Any] = {
@@ -99,7 +99,7 @@ def metadata(facts: LeafFacts) -> dict[str, Any]:
     return document
 
 
-def _args(facts: LeafFacts) -> dict[str, Any]:
+def _args(facts: RunFacts) -> dict[str, Any]:
     """The command line as the submission's own tool would have been given it."""
     series = facts.address.series
     args: dict[str, Any] = {
@@ -126,8 +126,8 @@ def _args(facts: LeafFacts) -> dict[str, Any]:
             "checkpoint_subset": asked.mode.value == "subset",
         }
     counted = {
-        Phase.DATASIZE: "max_accelerators",
-        Phase.DATAGEN: "num_processes",
-        Phase.RUN: "num_accelerators",
+        SubmissionPhase.DATASIZE: "max_accelerators",
+        SubmissionPhase.DATAGEN: "num_processes",
+        SubmissionPhase.RUN: "num_accelerators",
     }
     return args | {"data_dir": facts.place, counted[facts.address.phase]: facts.num_processes}

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
 
 SCHEMA: Final = "mlps-run-provenance/1"
-EDITION: Final = "3.0"
+RULES_EDITION: Final = "3.0"
 LAYOUT_VERSION: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoreKeys:
+class CoreParameterKeys:
     """The keys that define a workload; an entry that ends in `*` stands for all that begin so."""
 
     name: str
@@ -52,9 +52,9 @@ def _is_one_of(key: str, entries: tuple[str, ...]) -> bool:
     return any(key.startswith(entry[:-1]) if entry.endswith("*") else key == entry for entry in entries)
 
 
-CORE_KEYS: Final[Mapping[Benchmark, CoreKeys]] = MappingProxyType(
+CORE_KEYS: Final[Mapping[Benchmark, CoreParameterKeys]] = MappingProxyType(
     {
-        Benchmark.TRAINING: CoreKeys(
+        Benchmark.TRAINING: CoreParameterKeys(
             name="training@1",
             included=(
                 "framework", "metric.au", "model.*", "workflow.*", "dataset.format",
@@ -64,7 +64,7 @@ CORE_KEYS: Final[Mapping[Benchmark, CoreKeys]] = MappingProxyType(
             ),
             excluded=("checkpoint.checkpoint_folder",),
         ),
-        Benchmark.CHECKPOINTING: CoreKeys(
+        Benchmark.CHECKPOINTING: CoreParameterKeys(
             name="checkpointing@1",
             included=("framework", "model.*", "workflow.*", "checkpoint.*"),
             excluded=("checkpoint.checkpoint_folder", "checkpoint.num_checkpoints_*"),
@@ -73,14 +73,14 @@ CORE_KEYS: Final[Mapping[Benchmark, CoreKeys]] = MappingProxyType(
 )  # fmt: skip
 
 
-def core_digest(values: Mapping[str, Any]) -> str:
+def core_config_digest(values: Mapping[str, Any]) -> str:
     """16 digits of the SHA-256 of the values as JSON, in one spelling: 7, 7.0 and "7" are the same."""
     plain = {key: _plain(value) for key, value in values.items()}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def stamp(
+def build_provenance(
     workload: Workload, benchmark: Benchmark, *, program: Program, digest: str, now: datetime
 ) -> dict[str, Any]:
     """The content of the file."""
@@ -89,7 +89,7 @@ def stamp(
     library = _storage_library(workload)
     return {
         "schema": SCHEMA,
-        "rules_edition": EDITION,
+        "rules_edition": RULES_EDITION,
         "layout_version": LAYOUT_VERSION,
         "tool": {
             "name": "penstock",
@@ -102,7 +102,7 @@ def stamp(
         "core_config": {
             "algorithm": "core-config-v1",
             "allowlist": keys.name,
-            "hash": core_digest(values),
+            "hash": core_config_digest(values),
             "keys": list(values),
         },
         "stamped_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",

@@ -13,14 +13,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
-from penstock.submission.tree_layout import Phase
+from penstock.submission.tree_layout import SubmissionPhase
 
 if TYPE_CHECKING:
-    from penstock.submission.authoring.series_state import Leaf, Standing
+    from penstock.submission.authoring.series_state import PublishedDir, SeriesState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RequestedResult:
     """The result that is to be made, and how its runs must follow one another."""
 
     accelerator: str
@@ -32,20 +32,20 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surplus:
+class ExcludedRun:
     """A run that cannot be part of the result, and why."""
 
-    leaf: Leaf
+    leaf: PublishedDir
     why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cadence:
+class RunSequence:
     """What to do: phases in their order, after `surplus` was set aside; `kept` runs are there."""
 
-    phases: tuple[Phase, ...]
-    kept: tuple[Leaf, ...]
-    surplus: tuple[Surplus, ...]
+    phases: tuple[SubmissionPhase, ...]
+    kept: tuple[PublishedDir, ...]
+    surplus: tuple[ExcludedRun, ...]
 
     @property
     def is_complete(self) -> bool:
@@ -53,23 +53,23 @@ class Cadence:
         return not self.phases
 
 
-def plan_cadence(standing: Standing, wanted: Wanted, *, now: datetime) -> Cadence:
+def plan_run_sequence(standing: SeriesState, wanted: RequestedResult, *, now: datetime) -> RunSequence:
     """What is left to do at this time; `UsageError` where another result is under way in this place."""
     for leaf in (*standing.datasizes, *standing.datagens, *standing.runs):
         _require_same(leaf, wanted)
     phases = []
     if not standing.datasizes:
-        phases.append(Phase.DATASIZE)
+        phases.append(SubmissionPhase.DATASIZE)
     if not standing.datagens:
-        phases.append(Phase.DATAGEN)
-    kept, surplus = keep_runs(standing.runs, wanted, now=now)
-    phases += [Phase.RUN] * (wanted.num_runs - len(kept))
-    return Cadence(phases=tuple(phases), kept=kept, surplus=surplus)
+        phases.append(SubmissionPhase.DATAGEN)
+    kept, surplus = select_runs(standing.runs, wanted, now=now)
+    phases += [SubmissionPhase.RUN] * (wanted.num_runs - len(kept))
+    return RunSequence(phases=tuple(phases), kept=kept, surplus=surplus)
 
 
-def keep_runs(
-    runs: Sequence[Leaf], wanted: Wanted, *, now: datetime
-) -> tuple[tuple[Leaf, ...], tuple[Surplus, ...]]:
+def select_runs(
+    runs: Sequence[PublishedDir], wanted: RequestedResult, *, now: datetime
+) -> tuple[tuple[PublishedDir, ...], tuple[ExcludedRun, ...]]:
     """The runs that count, and those that no longer do.
 
     A whole sequence counts whenever it was made; an unfinished one only while the next run can still follow.
@@ -84,7 +84,7 @@ def keep_runs(
     return _kept(runs, last, "the next run did not follow within the time that one run takes, or it failed")
 
 
-def may_follow(chain: Sequence[Leaf], began: datetime, wanted: Wanted) -> bool:
+def may_follow(chain: Sequence[PublishedDir], began: datetime, wanted: RequestedResult) -> bool:
     """Whether a run that begins at this time follows these: rule 2.1.18 as it is judged.
 
     The pause before it is no longer than `max_pause_runs` times the shortest run.
@@ -95,9 +95,9 @@ def may_follow(chain: Sequence[Leaf], began: datetime, wanted: Wanted) -> bool:
     return all(timedelta(0) <= pause < wanted.max_pause_runs * shortest for pause in pauses)
 
 
-def _chains(runs: Sequence[Leaf], wanted: Wanted) -> list[list[Leaf]]:
+def _chains(runs: Sequence[PublishedDir], wanted: RequestedResult) -> list[list[PublishedDir]]:
     """The runs as sequences without a failure, a break or an overlap; the last may be empty."""
-    chains: list[list[Leaf]] = [[]]
+    chains: list[list[PublishedDir]] = [[]]
     for leaf in sorted(runs, key=lambda each: each.began):
         if not leaf.is_success:
             chains.append([])
@@ -108,20 +108,20 @@ def _chains(runs: Sequence[Leaf], wanted: Wanted) -> list[list[Leaf]]:
     return chains
 
 
-def _is_sequence(leaves: Sequence[Leaf], wanted: Wanted) -> bool:
+def _is_sequence(leaves: Sequence[PublishedDir], wanted: RequestedResult) -> bool:
     *before, last = leaves
     return may_follow(before, last.began, wanted) and may_follow(leaves, last.ended, wanted)
 
 
 def _kept(
-    runs: Sequence[Leaf], kept: Sequence[Leaf], why: str
-) -> tuple[tuple[Leaf, ...], tuple[Surplus, ...]]:
-    return tuple(kept), tuple(Surplus(leaf=leaf, why=why) for leaf in runs if leaf not in kept)
+    runs: Sequence[PublishedDir], kept: Sequence[PublishedDir], why: str
+) -> tuple[tuple[PublishedDir, ...], tuple[ExcludedRun, ...]]:
+    return tuple(kept), tuple(ExcludedRun(leaf=leaf, why=why) for leaf in runs if leaf not in kept)
 
 
-def _require_same(leaf: Leaf, wanted: Wanted) -> None:
+def _require_same(leaf: PublishedDir, wanted: RequestedResult) -> None:
     """One place holds one result: another accelerator, number or data set goes to another place."""
-    if leaf.folder.parent.name == Phase.DATAGEN:
+    if leaf.folder.parent.name == SubmissionPhase.DATAGEN:
         pairs = [("files", leaf.num_files, wanted.num_files), ("data", leaf.place, wanted.place)]
     else:
         pairs = [

@@ -18,15 +18,21 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from penstock.errors import StorageError
 from penstock.results.layout import RUN_FILE
 from penstock.results.record import read_record
-from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, drafts
-from penstock.submission.authoring.run_sequence import Wanted, keep_runs
+from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, list_drafts
+from penstock.submission.authoring.run_sequence import RequestedResult, select_runs
 from penstock.submission.parsed_file import read_description
-from penstock.submission.system_description import problems
-from penstock.submission.tree_layout import JUDGED, METADATA_SUFFIX, Benchmark, Phase, is_time
+from penstock.submission.system_description import find_schema_problems
+from penstock.submission.tree_layout import (
+    CHECKED_BENCHMARKS,
+    METADATA_SUFFIX,
+    Benchmark,
+    SubmissionPhase,
+    is_result_dir_name,
+)
 from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
-    from penstock.submission.authoring.ownership import Claim
+    from penstock.submission.authoring.ownership import OwnedTree
     from penstock.submission.edition import Edition
 
 
@@ -45,7 +51,7 @@ class _Stated(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class PublishedDir:
     """One leaf of a series; `place` is that of its data or checkpoints."""
 
     folder: Path
@@ -73,38 +79,38 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class SeriesState:
     """All there is of a series, each in the order of time."""
 
-    datasizes: tuple[Leaf, ...]
-    datagens: tuple[Leaf, ...]
-    runs: tuple[Leaf, ...]
+    datasizes: tuple[PublishedDir, ...]
+    datagens: tuple[PublishedDir, ...]
+    runs: tuple[PublishedDir, ...]
     attempts: tuple[Attempt, ...]
     unread: tuple[str, ...]
 
 
-def read_standing(series: Series) -> Standing:
+def read_series_state(series: Series) -> SeriesState:
     """Read the series as it lies in its tree."""
     unread: list[str] = []
     found = {phase: _leaves(series, phase, unread) for phase in _phases(series)}
-    return Standing(
-        datasizes=found.get(Phase.DATASIZE, ()),
-        datagens=found.get(Phase.DATAGEN, ()),
-        runs=found[Phase.RUN],
-        attempts=tuple(map(_attempt, drafts(series))),
+    return SeriesState(
+        datasizes=found.get(SubmissionPhase.DATASIZE, ()),
+        datagens=found.get(SubmissionPhase.DATAGEN, ()),
+        runs=found[SubmissionPhase.RUN],
+        attempts=tuple(map(_attempt, list_drafts(series))),
         unread=tuple(unread),
     )
 
 
-def _phases(series: Series) -> tuple[Phase, ...]:
-    return tuple(Phase) if series.benchmark is Benchmark.TRAINING else (Phase.RUN,)
+def _phases(series: Series) -> tuple[SubmissionPhase, ...]:
+    return tuple(SubmissionPhase) if series.benchmark is Benchmark.TRAINING else (SubmissionPhase.RUN,)
 
 
-def _leaves(series: Series, phase: Phase, unread: list[str]) -> tuple[Leaf, ...]:
+def _leaves(series: Series, phase: SubmissionPhase, unread: list[str]) -> tuple[PublishedDir, ...]:
     parent = series.claim.root / series.folder_of(phase)
     found = []
     for folder in sorted(parent.glob("*")):
-        if folder.is_dir() and is_time(folder.name):
+        if folder.is_dir() and is_result_dir_name(folder.name):
             try:
                 found.append(_read(folder))
             except (OSError, ValueError, LookupError, TypeError) as error:
@@ -113,7 +119,7 @@ def _leaves(series: Series, phase: Phase, unread: list[str]) -> tuple[Leaf, ...]
     return tuple(found)
 
 
-def _read(folder: Path) -> Leaf:
+def _read(folder: Path) -> PublishedDir:
     files = sorted(folder.glob(f"*{METADATA_SUFFIX}"))
     if len(files) != 1:
         raise ValueError(f"it has {len(files)} files of metadata, not one")
@@ -123,7 +129,7 @@ def _read(folder: Path) -> Leaf:
         first = error.errors(include_url=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     place = stated.args.get("data_dir") or stated.args.get("checkpoint_folder")
-    return Leaf(
+    return PublishedDir(
         folder=folder,
         began=stated.invocation_start_time,
         ended=stated.invocation_end_time,
@@ -146,7 +152,7 @@ def _attempt(folder: Path) -> Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progressed:
+class SeriesProgress:
     """One series: how many of its runs count, of how many; `lacks` says in words what is missing."""
 
     series: Series
@@ -159,17 +165,17 @@ class Progressed:
     unread: tuple[str, ...]
 
 
-def progress_of(claim: Claim, edition: Edition, *, now: datetime) -> tuple[Progressed, ...]:
+def list_progress(claim: OwnedTree, edition: Edition, *, now: datetime) -> tuple[SeriesProgress, ...]:
     """All series of the tree, in order."""
     return tuple(_progressed(series, edition, now) for series in _all_series(claim))
 
 
-def _all_series(claim: Claim) -> Iterator[Series]:
+def _all_series(claim: OwnedTree) -> Iterator[Series]:
     found = set()
     for top in (claim.root, claim.root / HIDDEN / UNDER_WAY):
         for division in SubmissionDivision:
             results = top / division.value / claim.organisation / "results"
-            for benchmark in JUDGED:
+            for benchmark in CHECKED_BENCHMARKS:
                 for folder in results.glob(f"*/{benchmark.value}/*"):
                     if folder.is_dir():
                         found.add((division, folder.parts[-3], benchmark, folder.name))
@@ -177,17 +183,17 @@ def _all_series(claim: Claim) -> Iterator[Series]:
         yield Series(claim=claim, division=division, system=system, benchmark=benchmark, model=model)
 
 
-def _progressed(series: Series, edition: Edition, now: datetime) -> Progressed:
-    standing = read_standing(series)
+def _progressed(series: Series, edition: Edition, now: datetime) -> SeriesProgress:
+    standing = read_series_state(series)
     last = standing.runs[-1] if standing.runs else None
-    kept: tuple[Leaf, ...] = standing.runs
+    kept: tuple[PublishedDir, ...] = standing.runs
     num_wanted = 1
     if series.benchmark is Benchmark.TRAINING:
         num_wanted = edition.num_runs
         if last is not None:
-            kept, _ = keep_runs(standing.runs, _wanted_like(last, edition), now=now)
+            kept, _ = select_runs(standing.runs, _wanted_like(last, edition), now=now)
     leaf = last or next(iter(standing.datasizes), None)
-    return Progressed(
+    return SeriesProgress(
         series=series,
         num_accelerators=leaf.num_processes if leaf else None,
         accelerator=leaf.accelerator if leaf else "",
@@ -199,35 +205,35 @@ def _progressed(series: Series, edition: Edition, now: datetime) -> Progressed:
     )
 
 
-def _wanted_like(leaf: Leaf, edition: Edition) -> Wanted:
-    return Wanted(
+def _wanted_like(leaf: PublishedDir, edition: Edition) -> RequestedResult:
+    return RequestedResult(
         accelerator=leaf.accelerator,
         num_processes=leaf.num_processes,
         place=leaf.place,
         num_files=leaf.num_files,
         num_runs=edition.num_runs,
-        max_pause_runs=edition.of_time().max_pause_runs,
+        max_pause_runs=edition.require_timed().max_pause_runs,
     )
 
 
-def _lacks(series: Series, standing: Standing, *, num_missing: int) -> Iterator[str]:
+def _lacks(series: Series, standing: SeriesState, *, num_missing: int) -> Iterator[str]:
     if series.benchmark is Benchmark.TRAINING:
         if not standing.datasizes:
-            yield Phase.DATASIZE.value
+            yield SubmissionPhase.DATASIZE.value
         if not standing.datagens:
-            yield Phase.DATAGEN.value
+            yield SubmissionPhase.DATAGEN.value
     if num_missing:
         yield f"{num_missing} run{'s' * (num_missing > 1)}"
-    yield from system_lacks(series)
+    yield from missing_system_files(series)
 
 
-def system_lacks(series: Series) -> Iterator[str]:
+def missing_system_files(series: Series) -> Iterator[str]:
     """What the system's description still needs, by the lines of its file."""
     root = series.claim.root
     path = root / series.submitter / "systems" / f"{series.system}.yaml"
     if not path.is_file():
         yield f"systems/{series.system}.yaml"
-    elif found := problems(read_description(path, root)):
+    elif found := find_schema_problems(read_description(path, root)):
         lines = sorted({problem.line for problem in found})
         shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > len(lines[:5]) else "")
         yield f"systems/{series.system}.yaml, line{'s' * (len(lines) > 1)} {shown}"

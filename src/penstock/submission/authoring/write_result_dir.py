@@ -25,17 +25,17 @@ from penstock.results.durable import write_json, write_text
 from penstock.results.provenance import redacted
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 from penstock.submission.authoring.result_dir import publish
-from penstock.submission.authoring.run_metadata import metadata
-from penstock.submission.authoring.run_provenance import EDITION, LAYOUT_VERSION, stamp
+from penstock.submission.authoring.run_metadata import build_metadata
+from penstock.submission.authoring.run_provenance import LAYOUT_VERSION, RULES_EDITION, build_provenance
 from penstock.submission.code_image import POINTER, UNKNOWN, pointer_text
-from penstock.submission.find_results import Submitter, leaves_of
+from penstock.submission.find_results import Submitter, find_result_dirs
 from penstock.submission.reports.report_files import plan_tree, write_files
 from penstock.submission.reports.result_report import report_all
 from penstock.submission.tree_layout import CONFIG_FOLDER, MANIFEST, METADATA_SUFFIX, PROVENANCE, SEPARATION
 
 if TYPE_CHECKING:
     from penstock.submission.authoring.result_dir import Series
-    from penstock.submission.authoring.run_metadata import LeafFacts
+    from penstock.submission.authoring.run_metadata import RunFacts
     from penstock.submission.code_image import Program
     from penstock.submission.edition import Edition
 
@@ -48,12 +48,12 @@ def write_manifest(series: Series, *, by: str, now: datetime) -> None:
     claim = series.claim
     folder = claim.root / series.submitter
     submitter = Submitter(organisation=claim.organisation, division=series.division, folder=folder)
-    runs = [_run(leaf, folder) for leaf in leaves_of(submitter)]
+    runs = [_run(leaf, folder) for leaf in find_result_dirs(submitter)]
     document = {
         "schema": SCHEMA,
         "org": claim.organisation,
         "division": series.division.value,
-        "rules_edition": EDITION,
+        "rules_edition": RULES_EDITION,
         "layout_version": LAYOUT_VERSION,
         "generated_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
         "generated_by": by,
@@ -115,17 +115,17 @@ _CROSS_DEVICE: Final = errno.EXDEV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Image:
+class ProgramImage:
     """The program, and the digest of its image in the pool."""
 
     program: Program
     digest: str
 
 
-def write_leaf(
-    facts: LeafFacts,
+def write_result_dir(
+    facts: RunFacts,
     *,
-    image: Image,
+    image: ProgramImage,
     stdout: str,
     stderr: str,
     separation: dict[str, Any] | None,
@@ -141,42 +141,42 @@ def write_leaf(
         write_json(draft, SEPARATION, separation)
     write_text(draft, POINTER, pointer_text(image.digest))
     benchmark = address.series.benchmark
-    found = stamp(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
+    found = build_provenance(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
     write_json(draft, PROVENANCE, found)
-    write_json(draft, address.metadata_file, metadata(facts))
+    write_json(draft, address.metadata_file, build_metadata(facts))
     return _published(facts, image, now)
 
 
-def write_metadata_leaf(facts: LeafFacts, *, image: Image, now: datetime) -> Path:
+def write_metadata_dir(facts: RunFacts, *, image: ProgramImage, now: datetime) -> Path:
     """A leaf of arithmetic alone, such as that of a data set's size."""
     draft = facts.address.draft
     write_text(draft, POINTER, pointer_text(image.digest))
     benchmark = facts.address.series.benchmark
-    found = stamp(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
+    found = build_provenance(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
     write_json(draft, PROVENANCE, found)
-    write_json(draft, facts.address.metadata_file, metadata(facts))
+    write_json(draft, facts.address.metadata_file, build_metadata(facts))
     return _published(facts, image, now)
 
 
-def _published(facts: LeafFacts, image: Image, now: datetime) -> Path:
+def _published(facts: RunFacts, image: ProgramImage, now: datetime) -> Path:
     """The leaf under its name, and in the submitter's manifest."""
     folder = publish(facts.address)
     write_manifest(facts.address.series, by=f"penstock {image.program.version}", now=now)
     return folder
 
 
-def hydra_facts(facts: LeafFacts) -> HydraFacts:
+def hydra_facts(facts: RunFacts) -> HydraFacts:
     """What the leaf's configuration tells of how it was asked for."""
     return HydraFacts(
         subfolder=CONFIG_FOLDER,
         workload_name=facts.workload.full_name,
-        overrides=redacted(overrides_of(facts)),
+        overrides=redacted(list_overrides(facts)),
         working_folder=str(Path.cwd()),
         run_folder=str(facts.address.folder),
     )
 
 
-def overrides_of(facts: LeafFacts) -> Sequence[str]:
+def list_overrides(facts: RunFacts) -> Sequence[str]:
     """The stages and the changes in DLIO's words."""
     stages = facts.workload.workflow
     own = {
@@ -187,7 +187,7 @@ def overrides_of(facts: LeafFacts) -> Sequence[str]:
     return tuple(f"++workload.{key}={value}" for key, value in {**own, **facts.changed}.items())
 
 
-def separation_of(place: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
+def probe_fs_separation(place: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
     """Whether data and results lie on different file systems, as a link between them shows; None for objects.
 
     A link within one file system succeeds, and one across two is refused: mounts and names cannot deceive it.

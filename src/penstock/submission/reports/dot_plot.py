@@ -11,7 +11,7 @@ from html import escape
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from penstock.submission.reports.result_figures import Figure
+    from penstock.submission.reports.result_figures import ResultFigure
 
 _WIDTH: Final = 420
 _LEFT: Final = 130
@@ -23,7 +23,7 @@ _MOST_LETTERS: Final = 18
 _NUM_TICKS: Final = 4
 
 
-def dot_plot(figure: Figure) -> str:
+def dot_plot(figure: ResultFigure) -> str:
     """The drawing with its caption."""
     low, high = _range(figure)
     height = _TOP + _LINE * len(figure.values) + _BOTTOM
@@ -49,7 +49,7 @@ def ticks(low: float, high: float, num: int = _NUM_TICKS) -> list[float]:
     return [number * step for number in range(first, math.floor(high / step) + 1)]
 
 
-def _range(figure: Figure) -> tuple[float, float]:
+def _range(figure: ResultFigure) -> tuple[float, float]:
     values = [*figure.values.values(), *(figure.spread.interval or ())]
     low, high = min(values), max(values)
     margin = (high - low) * 0.05 or abs(low) * 0.05 or 1.0
@@ -68,7 +68,7 @@ def _axis(low: float, high: float, height: int) -> Iterator[str]:
         yield f'<text class="faint" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:,.6g}</text>'
 
 
-def _middle(figure: Figure, low: float, high: float, height: int) -> Iterator[str]:
+def _middle(figure: ResultFigure, low: float, high: float, height: int) -> Iterator[str]:
     bottom = height - _BOTTOM
     if figure.spread.interval is not None:
         left, right = (_x(edge, low, high) for edge in figure.spread.interval)
@@ -78,7 +78,7 @@ def _middle(figure: Figure, low: float, high: float, height: int) -> Iterator[st
     yield f'<line class="mean" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>'
 
 
-def _dots(figure: Figure, low: float, high: float) -> Iterator[str]:
+def _dots(figure: ResultFigure, low: float, high: float) -> Iterator[str]:
     apart = {outlier.run for outlier in figure.spread.outliers}
     for number, (run, value) in enumerate(figure.values.items()):
         y = _TOP + _LINE * (number + 0.5)

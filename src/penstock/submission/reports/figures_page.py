@@ -15,8 +15,8 @@ from penstock.submission.reports.page import grid, heading, listing, paragraph, 
 from penstock.submission.reports.result_figures import CONFIDENCE
 
 if TYPE_CHECKING:
-    from penstock.submission.reports.result_figures import Figure
-    from penstock.submission.reports.result_report import Reported
+    from penstock.submission.reports.result_figures import ResultFigure
+    from penstock.submission.reports.result_report import ResultReport
 
 _SUMMARY_NUMBERS: Final = frozenset({"accelerators"})
 _FIGURE_NUMBERS: Final = frozenset(
@@ -25,7 +25,7 @@ _FIGURE_NUMBERS: Final = frozenset(
 _TOLD: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 
 
-def workloads_page(reported: Sequence[Reported], edition: str) -> str:
+def figures_page(reported: Sequence[ResultReport], edition: str) -> str:
     """The page."""
     parts = [
         heading("Results"),
@@ -47,7 +47,7 @@ def workloads_page(reported: Sequence[Reported], edition: str) -> str:
     )
 
 
-def summary_row(reported: Reported) -> dict[str, str]:
+def summary_row(reported: ResultReport) -> dict[str, str]:
     """A result in the table of all, with the means that one looks for first."""
     judged = reported.judged
     number = "?" if judged.num_accelerators is None else str(judged.num_accelerators)
@@ -62,7 +62,7 @@ def summary_row(reported: Reported) -> dict[str, str]:
     }
 
 
-def figure_row(figure: Figure) -> dict[str, str]:
+def figure_row(figure: ResultFigure) -> dict[str, str]:
     """A figure in the table of one result."""
     low, high = figure.spread.interval or (None, None)
     return {
@@ -76,12 +76,12 @@ def figure_row(figure: Figure) -> dict[str, str]:
     }
 
 
-def value_text(figure: Figure, value: float) -> str:
+def value_text(figure: ResultFigure, value: float) -> str:
     """A value with its unit."""
     return f"{value:,.6g} {figure.unit}"
 
 
-def _section(reported: Reported) -> Iterator[str]:
+def _section(reported: ResultReport) -> Iterator[str]:
     judged, figures = reported.judged, reported.figures
     yield heading(f"{judged.name}: {judged.verdict.value}")
     if figures.found:
@@ -101,7 +101,7 @@ def _section(reported: Reported) -> Iterator[str]:
             yield f"<h3>{escape(title)}</h3>{listing(texts)}"
 
 
-def _findings(reported: Reported) -> list[str]:
+def _findings(reported: ResultReport) -> list[str]:
     told = [
         f"{finding.verdict.value}: {finding.rule}: {finding.proof}"
         for verdict in _TOLD

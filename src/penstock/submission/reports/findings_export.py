@@ -15,30 +15,32 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.submission.finding import Validity
 
 if TYPE_CHECKING:
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
     from penstock.submission.edition import Edition
 
 
-def document(judged: Sequence[Judged], edition: Edition, empty: Sequence[str] = ()) -> dict[str, Any]:
+def check_document(
+    judged: Sequence[CheckedResult], edition: Edition, empty: Sequence[str] = ()
+) -> dict[str, Any]:
     """What `--json` prints; `empty` names the submitters without results."""
     return {
         "edition": edition.edition,
         "results": [_result(each) for each in judged],
         "summary": {
-            **summary(judged),
+            **count_verdicts(judged),
             "without_results": list(empty),
             "for_the_reviewer": list(edition.for_the_reviewer),
         },
     }
 
 
-def summary(judged: Sequence[Judged]) -> dict[str, Any]:
+def count_verdicts(judged: Sequence[CheckedResult]) -> dict[str, Any]:
     """How many results came to which verdict."""
     counts = Counter(each.verdict for each in judged)
     return {"results": len(judged)} | {verdict.value: counts[verdict] for verdict in Validity}
 
 
-def exit_code(judged: Sequence[Judged]) -> int:
+def exit_code(judged: Sequence[CheckedResult]) -> int:
     """0 valid, 1 something invalid, 3 something not checked (and nothing invalid)."""
     verdicts = {each.verdict for each in judged}
     if Validity.INVALID in verdicts:
@@ -46,7 +48,7 @@ def exit_code(judged: Sequence[Judged]) -> int:
     return 3 if Validity.NOT_CHECKED in verdicts else 0
 
 
-def _result(judged: Judged) -> dict[str, Any]:
+def _result(judged: CheckedResult) -> dict[str, Any]:
     return {
         "name": judged.name,
         "org": judged.organisation,
@@ -67,7 +69,7 @@ FINDING_COLUMNS: Final = (
 )  # fmt: skip
 
 
-def findings_csv(judged: Sequence[Judged]) -> str:
+def findings_csv(judged: Sequence[CheckedResult]) -> str:
     """All findings; `result` is the verdict on the whole result."""
     return to_csv(FINDING_COLUMNS, (row for each in judged for row in _rows(each)))
 
@@ -81,7 +83,7 @@ def to_csv(columns: Sequence[str], rows: Iterator[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def _rows(judged: Judged) -> Iterator[dict[str, object]]:
+def _rows(judged: CheckedResult) -> Iterator[dict[str, object]]:
     for finding in judged.findings:
         yield {
             "name": judged.name,

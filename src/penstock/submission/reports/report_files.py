@@ -16,21 +16,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.results.durable import write_text
-from penstock.submission.find_results import REPORT
-from penstock.submission.reports.figures_page import workloads_page
+from penstock.submission.find_results import V1_REPORT_FILE
+from penstock.submission.reports.figures_page import figures_page
 from penstock.submission.reports.findings_export import to_csv
 from penstock.submission.reports.result_report import (
     CSV_FILE,
     FORMAT_VERSION,
     RESULT_COLUMNS,
-    document,
-    documents,
+    report_document,
+    reports_document,
 )
-from penstock.submission.tree_layout import JUDGED, RESULTS_FILE
+from penstock.submission.tree_layout import CHECKED_BENCHMARKS, RESULTS_FILE
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
-    from penstock.submission.reports.result_report import Reported
+    from penstock.submission.reports.result_report import ResultReport
 
 PAGE_FILE: Final = "report.html"
 
@@ -43,24 +43,24 @@ class PlannedFile:
     text: str
 
 
-def plan_folder(folder: Path, reported: Sequence[Reported], edition: Edition) -> Iterator[PlannedFile]:
+def plan_folder(folder: Path, reported: Sequence[ResultReport], edition: Edition) -> Iterator[PlannedFile]:
     """All files of a report in a folder of its own."""
-    yield PlannedFile(path=folder / PAGE_FILE, text=workloads_page(reported, edition.edition))
+    yield PlannedFile(path=folder / PAGE_FILE, text=figures_page(reported, edition.edition))
     yield PlannedFile(path=folder / CSV_FILE, text=_rows(reported))
-    yield PlannedFile(path=folder / RESULTS_FILE, text=_json(documents(reported, edition)))
+    yield PlannedFile(path=folder / RESULTS_FILE, text=_json(reports_document(reported, edition)))
     for each in reported:
         here = folder / each.judged.name
         yield PlannedFile(path=here / CSV_FILE, text=_rows([each]))
-        yield PlannedFile(path=here / RESULTS_FILE, text=_json(document(each)))
+        yield PlannedFile(path=here / RESULTS_FILE, text=_json(report_document(each)))
         if each.v1 is not None:
-            yield PlannedFile(path=here / REPORT, text=_json(each.v1))
+            yield PlannedFile(path=here / V1_REPORT_FILE, text=_json(each.v1))
 
 
-def plan_tree(reported: Sequence[Reported]) -> tuple[list[PlannedFile], list[str]]:
+def plan_tree(reported: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[str]]:
     """Files beside the runs in the tree itself, and a sentence for each that stays as it is."""
     planned: list[PlannedFile] = []
     kept: list[str] = []
-    by_place: dict[Path, list[Reported]] = {}
+    by_place: dict[Path, list[ResultReport]] = {}
     for each in reported:
         by_place.setdefault(each.place, []).append(each)
     for place, here in by_place.items():
@@ -83,17 +83,17 @@ def write_files(files: Sequence[PlannedFile]) -> list[str]:
     return [str(file.path) for file in files]
 
 
-def _content(here: Sequence[Reported]) -> Mapping[str, Any] | None:
+def _content(here: Sequence[ResultReport]) -> Mapping[str, Any] | None:
     """What stands in the one file of a place, which may hold results of several accelerators."""
-    if here[0].place.name == REPORT:
+    if here[0].place.name == V1_REPORT_FILE:
         return here[0].v1
     if len(here) == 1:
-        return document(here[0])
-    return {"format": FORMAT_VERSION, "results": [document(each) for each in here]}
+        return report_document(here[0])
+    return {"format": FORMAT_VERSION, "results": [report_document(each) for each in here]}
 
 
-def _missing(here: Sequence[Reported]) -> list[str]:
-    if here[0].benchmark not in JUDGED:
+def _missing(here: Sequence[ResultReport]) -> list[str]:
+    if here[0].benchmark not in CHECKED_BENCHMARKS:
         return [f"results of {here[0].benchmark.value} are not judged here"]
     return [text for each in here for text in each.figures.missing] or ["a field of a summary is missing"]
 
@@ -107,7 +107,7 @@ def _is_ours(place: Path) -> bool:
     return isinstance(found, dict) and found.get("format") == FORMAT_VERSION
 
 
-def _rows(reported: Sequence[Reported]) -> str:
+def _rows(reported: Sequence[ResultReport]) -> str:
     return to_csv(RESULT_COLUMNS, (each.row for each in reported))
 
 

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from penstock.submission.parsed_file import Unknown
+from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import (
     deviation,
-    durations_of,
     mean,
     mib_per_second,
+    read_durations,
     samples_per_second,
     utilization_percent,
 )
 from penstock.submission.tree_layout import Benchmark
 
 if TYPE_CHECKING:
-    from penstock.submission.result_files import Job, Result, Run
+    from penstock.submission.result_files import ResultDir, SubmittedResult, SubmittedRun
 
 
 CONFIDENCE: Final = 0.95
@@ -45,7 +45,7 @@ class Outlier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class FigureSpread:
     """`deviation` is the population's, as reports state it; the interval is Student's t of the sample.
 
     The interval is None below two values.
@@ -58,10 +58,10 @@ class Spread:
     outliers: tuple[Outlier, ...]
 
 
-def spread(values: Mapping[str, float]) -> Spread:
+def compute_spread(values: Mapping[str, float]) -> FigureSpread:
     """The spread of a figure by run; there is at least one."""
     numbers = tuple(values.values())
-    return Spread(
+    return FigureSpread(
         num=len(numbers),
         mean=mean(numbers),
         deviation=deviation(numbers),
@@ -125,20 +125,20 @@ def _outliers(values: Mapping[str, float]) -> list[Outlier]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
+class ResultFigure:
     """One figure: its value in each run, or of each checkpoint, by name."""
 
     name: str
     unit: str
     values: dict[str, float]
-    spread: Spread
+    spread: FigureSpread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class ResultFigures:
     """All figures of a result, and a sentence for each that cannot be recomputed."""
 
-    found: tuple[Figure, ...]
+    found: tuple[ResultFigure, ...]
     missing: tuple[str, ...]
 
     def mean(self, name: str) -> float | None:
@@ -146,47 +146,47 @@ class Figures:
         return next((figure.spread.mean for figure in self.found if figure.name == name), None)
 
 
-_Values = Callable[["Result"], dict[str, float]]
+_Values = Callable[["SubmittedResult"], dict[str, float]]
 
 
-def figures_of(result: Result) -> Figures:
+def compute_figures(result: SubmittedResult) -> ResultFigures:
     """The figures that a result of this benchmark has."""
-    found: list[Figure] = []
+    found: list[ResultFigure] = []
     missing: list[str] = []
     kinds = {Benchmark.TRAINING: _TRAINING, Benchmark.CHECKPOINTING: _CHECKPOINTING}
-    for name, unit, of_result in kinds.get(result.place.benchmark, ()):
+    for name, unit, of_result in kinds.get(result.location.benchmark, ()):
         try:
             values = of_result(result)
-        except (Unknown, ArithmeticError) as reason:
+        except (MissingFact, ArithmeticError) as reason:
             missing.append(f"{name}: {reason}")
             continue
         if values:
-            found.append(Figure(name=name, unit=unit, values=values, spread=spread(values)))
-    return Figures(found=tuple(found), missing=tuple(missing))
+            found.append(ResultFigure(name=name, unit=unit, values=values, spread=compute_spread(values)))
+    return ResultFigures(found=tuple(found), missing=tuple(missing))
 
 
-def _by_run(of_run: Callable[[Run], float]) -> _Values:
-    def values(result: Result) -> dict[str, float]:
-        if not result.measured:
-            raise Unknown("there are no runs", where=result.name)
-        return {run.name: _finite(of_run(run), run.name) for run in result.measured}
+def _by_run(of_run: Callable[[SubmittedRun], float]) -> _Values:
+    def values(result: SubmittedResult) -> dict[str, float]:
+        if not result.counted_runs:
+            raise MissingFact("there are no runs", where=result.name)
+        return {run.name: _finite(of_run(run), run.name) for run in result.counted_runs}
 
     return values
 
 
-def _summed(of_job: Callable[[Job], float]) -> Callable[[Run], float]:
-    return lambda run: math.fsum(of_job(job) for job in run.jobs)
+def _summed(of_job: Callable[[ResultDir], float]) -> Callable[[SubmittedRun], float]:
+    return lambda run: math.fsum(of_job(job) for job in run.dirs)
 
 
-def _utilization(run: Run) -> float:
-    return mean(tuple(map(utilization_percent, run.jobs)))
+def _utilization(run: SubmittedRun) -> float:
+    return mean(tuple(map(utilization_percent, run.dirs)))
 
 
-def _by_checkpoint(prefix: str, of_seconds: Callable[[Job, float], float]) -> _Values:
-    def values(result: Result) -> dict[str, float]:
-        jobs = [job for job in result.jobs() if job.stats]
+def _by_checkpoint(prefix: str, of_seconds: Callable[[ResultDir, float], float]) -> _Values:
+    def values(result: SubmittedResult) -> dict[str, float]:
+        jobs = [job for job in result.run_dirs() if job.stats]
         if not jobs:
-            raise Unknown("there is no per_epoch_stats.json of a rank", where=result.name)
+            raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)
         taken = [(job, name, seconds) for job in jobs for name, seconds in _slowest(job, prefix)]
         short = len({name for _, name, _ in taken}) == len(taken)
         return {
@@ -197,27 +197,27 @@ def _by_checkpoint(prefix: str, of_seconds: Callable[[Job, float], float]) -> _V
     return values
 
 
-def _slowest(job: Job, prefix: str) -> Iterator[tuple[str, float]]:
+def _slowest(job: ResultDir, prefix: str) -> Iterator[tuple[str, float]]:
     """Each checkpoint's name and time on its slowest rank: nobody is done before."""
-    ranks = [durations_of(stats, prefix) for stats in job.stats]
+    ranks = [read_durations(stats, prefix) for stats in job.stats]
     for name in ranks[0]:
         seconds = max(rank.get(name, 0.0) for rank in ranks)
         if seconds <= 0:
-            raise Unknown(f"{name} took no time", where=job.stats[0].file)
+            raise MissingFact(f"{name} took no time", where=job.stats[0].file)
         yield name, seconds
 
 
-def _rate(job: Job, seconds: float) -> float:
+def _rate(job: ResultDir, seconds: float) -> float:
     return job.summary.number("metric", "checkpoint_size_GB") / seconds
 
 
-def _duration(_: Job, seconds: float) -> float:
+def _duration(_: ResultDir, seconds: float) -> float:
     return seconds
 
 
 def _finite(value: float, where: str) -> float:
     if not math.isfinite(value):
-        raise Unknown(f"it comes to {value}", where=where)
+        raise MissingFact(f"it comes to {value}", where=where)
     return value
 
 

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.submission.check import judge, read_all
-from penstock.submission.find_results import REPORT
+from penstock.submission.check import check_result, read_tree
+from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
-from penstock.submission.parsed_file import Unknown
+from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
-from penstock.submission.reports.result_figures import CONFIDENCE, Figures, figures_of
+from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigures, compute_figures
 from penstock.submission.tree_layout import RESULTS_FILE, Benchmark
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from penstock.progress import Progress
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
     from penstock.submission.edition import Edition
-    from penstock.submission.result_files import Result, Run
+    from penstock.submission.result_files import SubmittedResult, SubmittedRun
 
 
 _COMMON: Final = (
@@ -43,37 +42,39 @@ RESULT_COLUMNS: Final = (*_COMMON, *_TRAINING, *_CHECKPOINTING, *_LAST)
 Cell = str | int | float | None
 
 
-def result_row(result: Result, judged: Judged, figures: Figures, edition: str) -> dict[str, Cell]:
+def result_row(
+    result: SubmittedResult, judged: CheckedResult, figures: ResultFigures, edition: str
+) -> dict[str, Cell]:
     """The cells of one result, by column."""
     row: dict[str, Cell] = dict.fromkeys(RESULT_COLUMNS)
     row |= {
         "Organization": judged.organisation,
         "Division": judged.division,
-        "Benchmark Type": result.place.benchmark.value,
+        "Benchmark Type": result.location.benchmark.value,
         "Model": judged.workload,
         "Name": judged.system,
         "Accelerator Type": judged.accelerator or None,
         "# Simulated Accelerators": judged.num_accelerators,
         "# Client Nodes": _told(lambda: _num_clients(result)),
-        "Code": _told(lambda: _only({job.pointer.text().strip() for job in result.jobs()})),
-        "Logs": result.place.name,
+        "Code": _told(lambda: _only({job.pointer.text().strip() for job in result.run_dirs()})),
+        "Logs": result.location.name,
         "Verdict": judged.verdict.value,
         "Issues": "; ".join(issues(judged)),
         "Rules Edition": edition,
         "Comparability Class": _told(
-            lambda: _only({job.provenance.text("core_config", "hash") for job in result.jobs()})
+            lambda: _only({job.provenance.text("core_config", "hash") for job in result.run_dirs()})
         ),
     }
     return row | _system(result) | _of_benchmark(result, figures)
 
 
-def issues(judged: Judged) -> list[str]:
+def issues(judged: CheckedResult) -> list[str]:
     """The rules that fail or cannot be judged, each once."""
     bad = (Verdict.FAIL, Verdict.NOT_CHECKED)
     return list(dict.fromkeys(each.rule for each in judged.findings if each.verdict in bad))
 
 
-def _system(result: Result) -> dict[str, Cell]:
+def _system(result: SubmittedResult) -> dict[str, Cell]:
     if len(result.systems) != 1:
         return {}
     (described,) = result.systems
@@ -89,9 +90,9 @@ def _system(result: Result) -> dict[str, Cell]:
     }
 
 
-def _of_benchmark(result: Result, figures: Figures) -> dict[str, Cell]:
-    if result.place.benchmark is Benchmark.CHECKPOINTING:
-        modes = (job.config.text("workload", "checkpoint", "mode") for job in result.jobs())
+def _of_benchmark(result: SubmittedResult, figures: ResultFigures) -> dict[str, Cell]:
+    if result.location.benchmark is Benchmark.CHECKPOINTING:
+        modes = (job.config.text("workload", "checkpoint", "mode") for job in result.run_dirs())
         return {
             "Checkpoint Mode": _told(lambda: _only(set(modes))),
             "Checkpoint Write B/W (GiB/s)": figures.mean("write bandwidth"),
@@ -103,8 +104,8 @@ def _of_benchmark(result: Result, figures: Figures) -> dict[str, Cell]:
     return {"Read B/W (GiB/s)": None if bandwidth is None else bandwidth / 1024}
 
 
-def _num_clients(result: Result) -> int | None:
-    counts = {sum(job.summary.whole("num_hosts") for job in run.jobs) for run in result.runs}
+def _num_clients(result: SubmittedResult) -> int | None:
+    counts = {sum(job.summary.integer("num_hosts") for job in run.dirs) for run in result.runs}
     return counts.pop() if len(counts) == 1 else None
 
 
@@ -116,7 +117,7 @@ def _only(found: set[str]) -> str | None:
 def _told(ask: Callable[[], Cell]) -> Cell:
     try:
         return ask()
-    except Unknown:  # the cell stays empty, and the rule that needs the field says what is missing
+    except MissingFact:  # the cell stays empty, and the rule that needs the field says what is missing
         return None
 
 
@@ -127,34 +128,34 @@ _TOLD: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reported:
+class ResultReport:
     """One result. `place` is where its report belongs in its tree; `v1` that of v1.0, if there is one."""
 
-    judged: Judged
+    judged: CheckedResult
     benchmark: Benchmark
     edition: str
     place: Path
-    figures: Figures
+    figures: ResultFigures
     row: dict[str, Cell]
     v1: dict[str, Any] | None
 
 
-def report_all(root: Path, edition: Edition, progress: Progress | None = None) -> Iterator[Reported]:
+def report_all(root: Path, edition: Edition, progress: Progress | None = None) -> Iterator[ResultReport]:
     """Every result below `root`, recomputed and judged."""
-    for result in read_all(root, edition, progress):
-        judged, figures = judge(result, edition), figures_of(result)
-        yield Reported(
+    for result in read_tree(root, edition, progress):
+        judged, figures = check_result(result, edition), compute_figures(result)
+        yield ResultReport(
             judged=judged,
-            benchmark=result.place.benchmark,
+            benchmark=result.location.benchmark,
             edition=edition.edition,
             place=_place(result),
             figures=figures,
             row=result_row(result, judged, figures, edition.edition),
-            v1=_v1(result, judged) if not result.place.model else None,
+            v1=_v1(result, judged) if not result.location.model else None,
         )
 
 
-def document(reported: Reported) -> dict[str, Any]:
+def report_document(reported: ResultReport) -> dict[str, Any]:
     """Our results.json of one result."""
     judged = reported.judged
     return {
@@ -189,24 +190,24 @@ def document(reported: Reported) -> dict[str, Any]:
     }
 
 
-def documents(all_reported: Sequence[Reported], edition: Edition) -> dict[str, Any]:
+def reports_document(all_reported: Sequence[ResultReport], edition: Edition) -> dict[str, Any]:
     """All results as one document."""
-    return {"edition": edition.edition, "results": [document(each) for each in all_reported]}
+    return {"edition": edition.edition, "results": [report_document(each) for each in all_reported]}
 
 
-def _place(result: Result) -> Path:
+def _place(result: SubmittedResult) -> Path:
     """Where the report of a result is looked for: beside its runs."""
-    if not result.place.model:
-        return result.place.folder / REPORT
-    above = result.place.run_folders[0].parent if result.place.run_folders else result.place.folder
+    if not result.location.model:
+        return result.location.folder / V1_REPORT_FILE
+    above = result.location.run_folders[0].parent if result.location.run_folders else result.location.folder
     return above / RESULTS_FILE
 
 
-def _v1(result: Result, judged: Judged) -> dict[str, Any] | None:
+def _v1(result: SubmittedResult, judged: CheckedResult) -> dict[str, Any] | None:
     """The report that the benchmark of v1.0 would have written; None where a field of it is not known."""
     try:
         runs = {run.name: _v1_run(run) for run in result.runs}
-    except (Unknown, ArithmeticError):  # the report says what is missing
+    except (MissingFact, ArithmeticError):  # the report says what is missing
         return None
     figures = {name: value for name, value in judged.metrics.items() if name.startswith("train_throughput")}
     if not runs or len(figures) != 4:
@@ -217,15 +218,15 @@ def _v1(result: Result, judged: Judged) -> dict[str, Any] | None:
     return {"overall": {**same, "num_benchmark_runs": len(runs), **figures}, "runs": runs}
 
 
-def _v1_run(run: Run) -> dict[str, Any]:
-    first = run.jobs[0]
+def _v1_run(run: SubmittedRun) -> dict[str, Any]:
+    first = run.dirs[0]
     model, accelerator = first.workload()
     return {
-        "train_throughput_samples_per_second": sum(samples_per_second(job) for job in run.jobs),
-        "train_throughput_MB_per_second": sum(mib_per_second(job) for job in run.jobs),
-        "train_num_accelerators": str(sum(job.summary.whole("num_accelerators") for job in run.jobs)),
+        "train_throughput_samples_per_second": sum(samples_per_second(job) for job in run.dirs),
+        "train_throughput_MB_per_second": sum(mib_per_second(job) for job in run.dirs),
+        "train_num_accelerators": str(sum(job.summary.integer("num_accelerators") for job in run.dirs)),
         "model": model,
         "accelerator": accelerator,
-        "num_files_train": first.summary.whole("num_files_train"),
-        "num_samples_per_file": first.summary.whole("num_samples_per_file"),
+        "num_files_train": first.summary.integer("num_files_train"),
+        "num_samples_per_file": first.summary.integer("num_samples_per_file"),
     }

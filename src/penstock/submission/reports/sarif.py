@@ -18,10 +18,10 @@ from urllib.parse import quote
 
 from penstock import __version__
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.reports.findings_export import exit_code, summary
+from penstock.submission.reports.findings_export import count_verdicts, exit_code
 
 if TYPE_CHECKING:
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
     from penstock.submission.rules.rule import Rule
 
 SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -42,7 +42,7 @@ _KINDS: Final[Mapping[Verdict, tuple[str, str]]] = MappingProxyType(
 _LINE: Final = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
-def sarif(judged: Sequence[Judged], rules: Sequence[Rule], root: Path) -> dict[str, Any]:
+def sarif(judged: Sequence[CheckedResult], rules: Sequence[Rule], root: Path) -> dict[str, Any]:
     """All findings below `root` as one run of one tool."""
     positions = {rule.id: position for position, rule in enumerate(rules)}
     return {
@@ -55,7 +55,7 @@ def sarif(judged: Sequence[Judged], rules: Sequence[Rule], root: Path) -> dict[s
                 "columnKind": "unicodeCodePoints",
                 "invocations": [{"executionSuccessful": True, "exitCode": exit_code(judged)}],
                 "results": [result for each in judged for result in _results(each, positions, root)],
-                "properties": summary(judged),
+                "properties": count_verdicts(judged),
             }
         ],
     }
@@ -81,7 +81,7 @@ def _described(rule: Rule) -> dict[str, Any]:
     }
 
 
-def _results(judged: Judged, positions: Mapping[str, int], root: Path) -> Iterator[dict[str, Any]]:
+def _results(judged: CheckedResult, positions: Mapping[str, int], root: Path) -> Iterator[dict[str, Any]]:
     seen: Counter[tuple[str, str]] = Counter()
     for finding in judged.findings:
         place = (finding.rule, finding.evidence)
@@ -109,7 +109,7 @@ def _message(finding: Finding) -> str:
     return " ".join(filter(None, (finding.proof, finding.fix))) or finding.verdict.value
 
 
-def _location(evidence: str, judged: Judged, root: Path) -> dict[str, Any]:
+def _location(evidence: str, judged: CheckedResult, root: Path) -> dict[str, Any]:
     match = _LINE.fullmatch(evidence)
     file = match["file"] if match else evidence
     is_there = bool(file) and (root / file).exists()
@@ -127,7 +127,7 @@ def _artifact(file: str) -> dict[str, str]:
     return {"uri": quote(file) or "./", "uriBaseId": TREE}
 
 
-def _folder(judged: Judged, root: Path) -> str:
+def _folder(judged: CheckedResult, root: Path) -> str:
     """Where a finding is shown whose evidence is no file: the result's folder, else the checked one."""
     names = (judged.name, judged.name.rpartition(" (")[0])
     return next((name for name in names if name and (root / name).is_dir()), "")

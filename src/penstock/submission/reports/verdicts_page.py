@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from penstock.submission.finding import Finding, Validity, Verdict
-from penstock.submission.reports.findings_export import summary
+from penstock.submission.reports.findings_export import count_verdicts
 from penstock.submission.reports.page import (
     attribute,
     cell,
@@ -24,7 +24,7 @@ from penstock.submission.reports.page import (
 )
 
 if TYPE_CHECKING:
-    from penstock.submission.check import Judged
+    from penstock.submission.check import CheckedResult
 
 _LOOK: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -77,10 +77,10 @@ filter();
 
 
 def verdicts_page(
-    judged: Sequence[Judged], edition: str, for_the_reviewer: Sequence[str], empty: Sequence[str] = ()
+    judged: Sequence[CheckedResult], edition: str, for_the_reviewer: Sequence[str], empty: Sequence[str] = ()
 ) -> str:
     """The page; `empty` names the submitters without results."""
-    counts = ", ".join(f"{count} {what}" for what, count in summary(judged).items())
+    counts = ", ".join(f"{count} {what}" for what, count in count_verdicts(judged).items())
     parts = [
         _controls(judged),
         heading("Results"),
@@ -95,7 +95,7 @@ def verdicts_page(
     )
 
 
-def _controls(judged: Sequence[Judged]) -> str:
+def _controls(judged: Sequence[CheckedResult]) -> str:
     found = {finding.verdict for each in judged for finding in each.findings}
     boxes = [
         *(_box("result", verdict, is_ticked=True) for verdict in Validity),
@@ -115,12 +115,12 @@ def _box(group: str, verdict: str, *, is_ticked: bool) -> str:
     return f'<label><input type="checkbox" name="{group}" value="{name}"{ticked}> {group}s: {name}</label>'
 
 
-def _summary(judged: Sequence[Judged]) -> str:
+def _summary(judged: Sequence[CheckedResult]) -> str:
     head = "".join(cell(name, "number" if name in _NUMBERS else "", tag="th") for name in _COLUMNS)
     return table(head, "\n".join(_row(number, each) for number, each in enumerate(judged)))
 
 
-def _row(number: int, judged: Judged) -> str:
+def _row(number: int, judged: CheckedResult) -> str:
     throughput = judged.metrics.get("train_throughput_mean_samples_per_second")
     accelerators = "?" if judged.num_accelerators is None else str(judged.num_accelerators)
     cells = [
@@ -136,7 +136,7 @@ def _row(number: int, judged: Judged) -> str:
     return f'<tr data-verdict="{judged.verdict.value}">{"".join(cells)}</tr>'
 
 
-def _section(number: int, judged: Judged) -> str:
+def _section(number: int, judged: CheckedResult) -> str:
     look = _LOOK[judged.verdict]
     return "\n".join(
         [

@@ -1,13 +1,14 @@
-"""Rules on accelerator utilization: the workload's own minimum, and what the run says of itself."""
+"""Rules about figures: utilization reaches its minimum, and every stated mean is the mean it claims to be."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from penstock.submission.finding import Finding, Verdict
-from penstock.submission.parsed_file import Document, Unknown
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
+from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.recomputed_metrics import (
     CHECKPOINT_METRICS,
     TRAINING_METRICS,
@@ -20,225 +21,210 @@ from penstock.submission.rules.rule import (
     ALL,
     BOTH,
     CHECKPOINTING,
+    FIRST,
     LATER,
-    JobRule,
-    Rule,
-    forgiving,
-    judged,
-    not_applicable,
-    not_checked,
-    verdict_of,
+    ResultCase,
+    RunCase,
+    limit_rule,
+    result_rule,
+    run_rule,
 )
 from penstock.submission.tree_layout import Benchmark
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
-    from penstock.submission.result_files import Job, Result
+    from penstock.submission.result_files import ResultDir, SubmittedResult
 
-
-class Utilization(JobRule):
-    """The minimum."""
-
-    editions = ALL
-    id = "utilization.minimum"
-    title = "Accelerators are kept as busy as the workload asks"
-    source = "v1.0 rules, workloads; 3.3.2 of later editions"
-    formula = "mean of train_au_percentage over the epochs >= the workload's minimum"
-    passes = "cosmoflow at 70.1 %"
-    fails = "unet3d at 89.9 %"
-
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding for a job."""
-        family, _ = job.workload()
-        if family not in edition.min_utilization_percent:
-            raise Unknown(f"{family} is no workload of {edition.edition}", where=job.overrides.file)
-        limit = edition.min_utilization_percent[family]
-        value = utilization_percent(job)
-        kept = value >= limit
-        finding = Finding(
-            verdict=verdict_of(kept),
-            evidence=job.summary.file,
-            value=f"{value:.6g} %",
-            limit=f"{limit:g} %",
-            proof=f"mean over epochs {value!r} % {'>=' if kept else '<'} {limit:g} % of {family}",
-            fix="" if kept else "Hand in a result with fewer accelerators, which this storage can feed.",
-        )
-        yield forgiving(finding, job, result)
-
-
-class StatedSuccess(JobRule):
-    """What the run says."""
-
-    editions = ALL
-    id = "utilization.stated"
-    title = "Each run says of itself that it met its utilization"
-    source = "v1.0 rules, success of a run; 3.3.2 of later editions"
-    formula = 'metric.train_au_meet_expectation == "success"'
-    passes = '"success"'
-    fails = '"fail"'
-
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """One finding for a job."""
-        said = job.summary.text("metric", "train_au_meet_expectation")
-        kept = said == "success"
-        finding = Finding(
-            verdict=verdict_of(kept),
-            evidence=job.summary.file,
-            value=said,
-            limit="success",
-            proof=f"train_au_meet_expectation is {said!r}",
-            fix="" if kept else "Repeat the run with fewer accelerators, which this storage can feed.",
-        )
-        yield forgiving(finding, job, result)
-
-
-JOB_MEANS: Final[tuple[tuple[str, Callable[[Job], float]], ...]] = (
+RUN_MEANS: Final[tuple[tuple[str, Callable[[ResultDir], float]], ...]] = (
     ("train_au_mean_percentage", utilization_percent),
     ("train_throughput_mean_samples_per_second", samples_per_second),
     ("train_io_mean_MB_per_second", mib_per_second),
 )
 
 
-def compare(document: Document, path: tuple[str, ...], recomputed: float, edition: Edition) -> Finding:
-    """A stated figure against the recomputed one."""
-    stated = document.number(*path)
+def _min_utilization(case: RunCase) -> float:
+    family, _ = case.run.workload()
+    limits = case.edition.min_utilization_percent
+    if family not in limits:
+        raise MissingFact(
+            f"{family} is not a workload of {case.edition.edition}", where=case.run.overrides.file
+        )
+    return limits[family]
+
+
+limit_rule(
+    RunCase,
+    id="utilization.minimum",
+    title="Accelerators are kept as busy as the workload asks for",
+    editions=ALL,
+    source="v1.0 rules, workloads; 3.3.2 of later editions",
+    formula="mean of train_au_percentage over the epochs >= the workload's minimum",
+    passes="cosmoflow at 70.1 %",
+    fails="unet3d at 89.9 %",
+    value=lambda case: utilization_percent(case.run),
+    compare=">=",
+    limit=_min_utilization,
+    evidence=lambda case: case.run.summary.file,
+    show=("{:.6g} %", "{:g} %"),
+    proof=lambda case, value, limit: (
+        f"mean over epochs {value!r} % {'>=' if value >= limit else '<'} {limit:g} % "
+        f"of {case.run.workload()[0]}"
+    ),
+    fix="Hand in a result with fewer accelerators, which this storage can feed.",
+    lenient_in_warm_up=True,
+)
+
+limit_rule(
+    RunCase,
+    id="utilization.stated",
+    title="Each run states that it reached its utilization",
+    editions=ALL,
+    source="v1.0 rules, success of a run; 3.3.2 of later editions",
+    formula='metric.train_au_meet_expectation == "success"',
+    passes='"success"',
+    fails='"fail"',
+    value=lambda case: case.run.summary.text("metric", "train_au_meet_expectation"),
+    compare="==",
+    limit="success",
+    evidence=lambda case: case.run.summary.file,
+    proof="train_au_meet_expectation is {value!r}",
+    fix="Repeat the run with fewer accelerators, which this storage can feed.",
+    lenient_in_warm_up=True,
+)
+
+
+def _num_epoch_entries(case: RunCase) -> int:
+    entries = case.run.summary.value("metric", "train_au_percentage")
+    return len(entries) if isinstance(entries, list) else 0
+
+
+limit_rule(
+    RunCase,
+    id="means.epochs",
+    title="Each run that counts reports every epoch",
+    editions=LATER,
+    source="3.3.8",
+    formula="entries of train_au_percentage == epochs of the configuration: none fails, another number warns",
+    passes="5 epochs, 5 entries",
+    fails="5 epochs, no entry",
+    value=_num_epoch_entries,
+    compare="==",
+    limit=lambda case: case.run.config.integer("workload", "train", "epochs"),
+    evidence=lambda case: case.run.summary.file,
+    show=("{} entries", "{} epochs"),
+    proof="train_au_percentage has {value} entries for {limit} epochs",
+    fix="Repeat the run, to its end.",
+    otherwise=lambda value, _: Verdict.WARNING if value else Verdict.FAIL,
+    lenient_in_warm_up=True,
+)
+
+
+def _compare_stated(
+    file: ParsedFile, path: tuple[str, ...], recompute: Callable[[], float], edition: Edition
+) -> Finding:
+    """A stated figure against the recomputed one; what cannot be recomputed hides no other figure."""
+    try:
+        recomputed = recompute()
+        stated = file.number(*path)
+    except MissingFact as reason:
+        return not_checked(reason)
     tolerance = edition.means.relative_tolerance
     kept = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
-    return Finding(
-        verdict=verdict_of(kept),
-        evidence=document.file,
+    return pass_if(
+        kept,
+        evidence=file.file,
         value=repr(stated),
         limit=repr(recomputed),
         proof=f"{'.'.join(path)}: stated {stated!r} {'==' if kept else '!='} recomputed {recomputed!r}",
-        fix="" if kept else "State the recomputed figure, or restore the files that it was made from.",
+        fix="State the recomputed figure, or restore the files that it was made from.",
     )
 
 
-class RunMeans(JobRule):
-    """Means of one run."""
-
-    editions = ALL
-    id = "means.run"
-    title = "The means that a run states are those of its epochs"
-    source = "ours: a stated mean is never trusted"
-    formula = (
-        "stated == mean over epochs, within the edition's relative tolerance; MB/s by the record's length"
-    )
-    passes = "train_au_percentage [90, 92], train_au_mean_percentage 91"
-    fails = "train_au_percentage [90, 92], train_au_mean_percentage 95"
-
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """One finding for each mean."""
-        for name, metric in JOB_MEANS:
-            try:
-                yield compare(job.summary, ("metric", name), metric(job), edition)
-            except Unknown as reason:
-                yield not_checked(reason)
+@run_rule(
+    id="means.run",
+    title="The means that a run states are those of its epochs",
+    editions=ALL,
+    source="ours: a stated mean is never trusted",
+    formula="stated == mean over epochs, within the edition's tolerance; MB/s by the record's length",
+    passes="train_au_percentage [90, 92], train_au_mean_percentage 91",
+    fails="train_au_percentage [90, 92], train_au_mean_percentage 95",
+)
+def _check_run_means(case: RunCase) -> Iterator[Finding]:
+    for name, metric in RUN_MEANS:
+        path = ("metric", name)
+        yield _compare_stated(case.run.summary, path, partial(metric, case.run), case.edition)
 
 
-class EpochsTold(JobRule):
-    """Epochs of one run."""
-
-    editions = LATER
-    id = "means.epochs"
-    title = "Each run that counts tells of every epoch"
-    source = "3.3.8"
-    formula = (
-        "entries of train_au_percentage == epochs of the configuration: none fails, another number warns"
-    )
-    passes = "5 epochs, 5 entries"
-    fails = "5 epochs, no entry"
-
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """One finding for a run."""
-        told = job.summary.value("metric", "train_au_percentage")
-        count = len(told) if isinstance(told, list) else 0
-        asked = job.config.whole("workload", "train", "epochs")
-        finding = judged(
-            count == asked,
-            evidence=job.summary.file,
-            value=f"{count} entries",
-            limit=f"{asked} epochs",
-            proof=f"train_au_percentage has {count} entries for {asked} epochs",
-            fix="Repeat the run, to its end.",
-            otherwise=Verdict.WARNING if count else Verdict.FAIL,
-        )
-        yield forgiving(finding, job, result)
+@run_rule(
+    id="means.checkpoint",
+    title="The means that a checkpointing run states are those of its checkpoints",
+    editions=LATER,
+    benchmarks=CHECKPOINTING,
+    source="4.3.6: the mean of size / duration over the checkpoints, not all bytes over all time",
+    formula=(
+        "stated == mean over checkpoints, within the edition's tolerance, by rank 0 or by each "
+        "one's slowest rank"
+    ),
+    passes="10 checkpoints of 104.7 GiB in 4 ... 6.25 s, save_checkpoint_io_mean_GB_per_second 21.1",
+    fails="the same, stated 26.2",
+)
+def _check_checkpoint_means(case: RunCase) -> Iterator[Finding]:
+    summary = case.run.summary
+    for prefix in ("save", "load"):
+        for name, candidates in checkpoint_means(case.run, prefix).items():
+            stated = summary.number("metric", name)
+            nearest = min(candidates, key=lambda mean: abs(mean - stated))
+            yield _compare_stated(summary, ("metric", name), partial(float, nearest), case.edition)
 
 
-class CheckpointMeans(JobRule):
-    """Means of checkpoints."""
-
-    editions = LATER
-    benchmarks = CHECKPOINTING
-    id = "means.checkpoint"
-    title = "The means that a checkpointing states are those of its checkpoints"
-    source = "4.3.6: the mean of size / duration over the checkpoints, not all bytes over all time"
-    formula = (
-        "stated == mean over checkpoints, within the edition's tolerance, by rank 0 or by the slowest "
-        "rank of each"
-    )
-    passes = "10 checkpoints of 104.7 GiB in 4 ... 6.25 s, save_checkpoint_io_mean_GB_per_second 21.1"
-    fails = "the same, stated 26.2"
-
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """One finding for each mean of what was written or read."""
-        for prefix in ("save", "load"):
-            for name, ways in checkpoint_means(job, prefix).items():
-                stated = job.summary.number("metric", name)
-                near = min(ways, key=lambda way: abs(way - stated))
-                yield compare(job.summary, ("metric", name), near, edition)
-
-
-class ResultsMeans(Rule):
-    """Means of results.json."""
-
-    editions = LATER
-    benchmarks = BOTH
-    id = "means.results"
-    title = "The figures of results.json are those of its runs"
-    source = "3.3.8, 4.3.6"
-    formula = (
+@result_rule(
+    id="means.results",
+    title="The figures of results.json are those of its runs",
+    editions=LATER,
+    benchmarks=BOTH,
+    source="3.3.8, 4.3.6",
+    formula=(
         "every figure that is known by its name, at the top or in metrics or overall, == the recomputed one, "
         "within the edition's tolerance; warm-ups do not count"
-    )
-    passes = "five runs of 20.1 ... 20.5 samples/s, train_throughput_mean_samples_per_second 20.3"
-    fails = "the same, stated 20.25, which is the mean with the warm-up"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding for each figure that is stated."""
-        found = False
-        is_training = result.place.benchmark is Benchmark.TRAINING
-        for name, metric in (TRAINING_METRICS if is_training else CHECKPOINT_METRICS).items():
-            for path in ((name,), ("metrics", name), ("overall", name)):
-                if not result.report.has(*path):
-                    continue
-                found = True
-                try:
-                    yield compare(result.report, path, metric(result), edition)
-                except Unknown as reason:
-                    yield not_checked(reason)
-        if not found:
-            result.report.value()
-            yield not_applicable(result.report.file, "it states no figure that is known")
+    ),
+    passes="five runs of 20.1 ... 20.5 samples/s, train_throughput_mean_samples_per_second 20.3",
+    fails="the same, stated 20.25, which is the mean with the warm-up",
+)
+def _check_results_means(case: ResultCase) -> Iterator[Finding]:
+    report, is_training = case.result.report, case.result.location.benchmark is Benchmark.TRAINING
+    metrics = TRAINING_METRICS if is_training else CHECKPOINT_METRICS
+    stated = [path for name in metrics for path in _figure_paths(name) if report.has(*path)]
+    for path in stated:
+        yield _compare_result(case, path, metrics)
+    if not stated:
+        report.value()
+        yield not_applicable(report.file, "it states no known figure")
 
 
-class ReportedMeans(Rule):
-    """Means of the report."""
+def _figure_paths(name: str) -> tuple[tuple[str, ...], ...]:
+    return (name,), ("metrics", name), ("overall", name)
 
-    id = "means.report"
-    title = "The figures of the report are those of its runs"
-    source = "v1.0 rules, a result is the mean of five runs"
-    formula = "overall.* == mean and population deviation over the runs, within the edition's tolerance"
-    passes = "runs of 10, 10, 10, 11 and 9 samples/s, reported 10"
-    fails = "the same, reported 11"
 
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding for each figure of the report."""
-        result.report.value("overall")
-        for name, metric in TRAINING_METRICS.items():
-            if name.startswith("train_throughput"):
-                try:
-                    yield compare(result.report, ("overall", name), metric(result), edition)
-                except Unknown as reason:
-                    yield not_checked(reason)
+def _compare_result(
+    case: ResultCase,
+    path: tuple[str, ...],
+    metrics: Mapping[str, Callable[[SubmittedResult], float]] = TRAINING_METRICS,
+) -> Finding:
+    result = case.result
+    return _compare_stated(result.report, path, lambda: metrics[path[-1]](result), case.edition)
+
+
+@result_rule(
+    id="means.report",
+    title="The figures of the report are those of its runs",
+    editions=FIRST,
+    source="v1.0 rules, a result is the mean of five runs",
+    formula="overall.* == mean and population deviation over the runs, within the edition's tolerance",
+    passes="runs of 10, 10, 10, 11 and 9 samples/s, reported 10",
+    fails="the same, reported 11",
+)
+def _check_report_means(case: ResultCase) -> Iterator[Finding]:
+    case.result.report.value("overall")
+    for name in TRAINING_METRICS:
+        if name.startswith("train_throughput"):
+            yield _compare_result(case, ("overall", name))

@@ -1,4 +1,4 @@
-"""Rules on where a result comes from: its program, its edition, and what each leaf says of itself."""
+"""Rules about where a result comes from: its program, its edition, and what each result directory states."""
 
 from __future__ import annotations
 
@@ -7,348 +7,315 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import DataDamaged
 from penstock.submission.code_image import ALGORITHM, image_name, parse_pointer
-from penstock.submission.finding import Finding, Verdict
-from penstock.submission.parsed_file import Unknown
+from penstock.submission.finding import (
+    Finding,
+    Verdict,
+    not_applicable,
+    not_checked,
+    pass_if,
+    violation,
+)
+from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.rules.rule import (
     BOTH,
     LATER,
     NEWEST,
-    JobRule,
-    Rule,
-    division_of,
-    judged,
-    not_applicable,
-    not_checked,
+    ResultCase,
+    RunCase,
+    limit_rule,
+    result_rule,
+    run_rule,
 )
 from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
-    from penstock.submission.edition import Edition
-    from penstock.submission.result_files import Job, Result
-
-_ABSENT = "there is no such file"
+    from penstock.submission.result_files import ResultDir
 
 
-def _pointed(job: Job) -> str:
-    """The digest that a leaf points to."""
+def _pointed_digest(run: ResultDir) -> str:
+    """The digest that a result directory points to."""
     try:
-        return parse_pointer(str(job.pointer.value()), where=job.pointer.file)
+        return parse_pointer(str(run.pointer.value()), where=run.pointer.file)
     except DataDamaged as error:
-        raise Unknown(error.what, where=error.where) from error
+        raise MissingFact(error.what, where=error.where) from error
 
 
-class Pointer(Rule):
-    """Each leaf has its program."""
+def _stated_edition(file: ParsedFile) -> str:
+    """The edition that a file says it was made for; tools write both 3.0 and v3.0."""
+    return f"v{file.text('rules_edition').removeprefix('v')}"
 
-    editions = NEWEST
-    benchmarks = BOTH
-    id = "code.pointer"
-    title = "Each leaf points to a code image that is there"
-    source = "2.1.6, CHECK-01"
-    formula = ".mlps-code-image names a digest whose image is in the pool"
-    passes = "md5-tree-v2:0123..., code-images/code-01234567/"
-    fails = "a leaf without .mlps-code-image"
 
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002 - the rule's signature
-        """One finding for each leaf of each phase."""
-        there = {image.name for image in result.around.pool.images}
-        for leaf in result.leaves():
-            if leaf.pointer.problem == _ABSENT:
-                yield judged(
-                    kept=False,
-                    evidence=leaf.pointer.file,
-                    proof="the leaf points to no code image",
-                    fix="Hand in the leaf as it was written.",
-                )
-                continue
-            try:
-                name = image_name(_pointed(leaf))
-            except Unknown as reason:
-                yield not_checked(reason)
-                continue
-            kept = name in there
-            yield judged(
-                kept,
-                evidence=leaf.pointer.file,
-                value=name,
-                limit="an image of the pool",
-                proof=f"{name} {'is' if kept else 'is not'} in the pool",
-                fix="Hand in the pool of code images as it was.",
+@result_rule(
+    id="code.pointer",
+    title="Each result directory points to a code image that is there",
+    editions=NEWEST,
+    benchmarks=BOTH,
+    source="2.1.6, CHECK-01",
+    formula=".mlps-code-image names a digest whose image is in the pool",
+    passes="md5-tree-v2:0123..., code-images/code-01234567/",
+    fails="a result directory without .mlps-code-image",
+)
+def _check_pointers(case: ResultCase) -> Iterator[Finding]:
+    images = {image.name for image in case.result.context.pool.images}
+    for run in case.result.all_dirs():
+        if run.pointer.is_missing:
+            yield violation(
+                evidence=run.pointer.file,
+                proof="the result directory points to no code image",
+                fix="Hand in the result directory as it was written.",
             )
-
-
-class Image(Rule):
-    """The program is what it says it is."""
-
-    editions = NEWEST
-    benchmarks = BOTH
-    id = "code.image"
-    title = "A code image is what its digest says"
-    source = "2.1.6, CHECK-02"
-    formula = "digest of its files == .code-hash.json's hash; the folder is called by its first eight digits"
-    passes = "code-01234567/ whose files come to 01234567..."
-    fails = "a file changed after the image was taken"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002 - the rule's signature
-        """One finding for each image that the result's leaves point to."""
-        pointed = set()
-        for leaf in result.leaves():
-            try:
-                pointed.add(image_name(_pointed(leaf)))
-            except Unknown:  # the rule on pointers names it
-                continue
-        images = [image for image in result.around.pool.images if image.name in pointed]
-        if not images:
-            raise Unknown("no leaf points to a code image that is there", where=result.name)
-        for image in images:
-            stated, algorithm = image.stated.text("hash"), image.stated.text("algorithm")
-            if algorithm != ALGORITHM:
-                raise Unknown(f"{algorithm} is no digest that is known", where=image.stated.file)
-            kept = stated == image.digest and image.name == image_name(stated)
-            yield judged(
-                kept,
-                evidence=image.stated.file,
-                value=image.digest,
-                limit=stated,
-                proof=(
-                    f"{image.name}: its files come to {image.digest or 'nothing readable'}, it says {stated}"
-                ),
-                fix="Hand in the image as it was taken.",
-            )
-
-
-class PoolIsUsed(Rule):
-    """No image too many."""
-
-    editions = NEWEST
-    benchmarks = BOTH
-    id = "code.pool"
-    title = "Every code image is pointed to"
-    source = "CHECK-03; a warning here, since no result depends on it"
-    formula = "each image of the pool is pointed to by a leaf of the tree"
-    passes = "one image, and leaves that point to it"
-    fails = "a second image that nobody points to (a warning)"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002 - the rule's signature
-        """One finding for the pool."""
-        pool = result.around.pool
-        used = {image_name(digest) for digest in pool.pointed}
-        orphans = [image.name for image in pool.images if image.name not in used]
-        yield judged(
-            not orphans,
-            evidence=pool.name or result.name,
-            value=len(orphans),
-            limit=0,
-            proof=f"nobody points to {', '.join(orphans)}" if orphans else "all images are pointed to",
-            fix="Take these out of the pool.",
-            otherwise=Verdict.WARNING,
+            continue
+        try:
+            name = image_name(_pointed_digest(run))
+        except MissingFact as reason:
+            yield not_checked(reason)
+            continue
+        yield pass_if(
+            name in images,
+            evidence=run.pointer.file,
+            value=name,
+            limit="an image of the pool",
+            proof=f"{name} {'is' if name in images else 'is not'} in the pool",
+            fix="Hand in the pool of code images as it was.",
         )
 
 
-class Provenance(JobRule):
-    """What a leaf says it was made by."""
+@result_rule(
+    id="code.image",
+    title="A code image is what its digest says",
+    editions=NEWEST,
+    benchmarks=BOTH,
+    source="2.1.6, CHECK-02",
+    formula="digest of its files == .code-hash.json's hash; the folder is named by its first eight digits",
+    passes="code-01234567/ whose files hash to 01234567...",
+    fails="a file changed after the image was taken",
+)
+def _check_images(case: ResultCase) -> Iterator[Finding]:
+    pointed = set()
+    for run in case.result.all_dirs():
+        try:
+            pointed.add(image_name(_pointed_digest(run)))
+        except MissingFact:  # the rule on pointers names it
+            continue
+    images = [image for image in case.result.context.pool.images if image.name in pointed]
+    if not images:
+        raise MissingFact("no result directory points to a code image that is there", where=case.result.name)
+    for image in images:
+        stated, algorithm = image.stated.text("hash"), image.stated.text("algorithm")
+        if algorithm != ALGORITHM:
+            raise MissingFact(f"{algorithm} is not a known algorithm", where=image.stated.file)
+        yield pass_if(
+            stated == image.digest and image.name == image_name(stated),
+            evidence=image.stated.file,
+            value=image.digest,
+            limit=stated,
+            proof=f"{image.name}: its files hash to {image.digest or 'nothing readable'}, it states {stated}",
+            fix="Hand in the image as it was taken.",
+        )
 
-    editions = NEWEST
-    benchmarks = BOTH
-    id = "provenance.run"
-    title = "A leaf's provenance names the code image that the leaf points to"
-    source = "PROV-01"
-    formula = "provenance.json is there if the metadata declare it; tool.code_image == .mlps-code-image"
-    passes = "both say md5-tree-v2:0123..."
-    fails = "metadata with provenance_file, and no provenance.json"
 
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """One finding for a leaf."""
-        declared = job.metadata.has("provenance_file")
-        if job.provenance.problem == _ABSENT:
-            if not declared:
-                yield not_applicable(job.name, "the leaf declares no provenance")
-                return
-            yield judged(
-                kept=False,
-                evidence=job.provenance.file,
-                proof="the metadata declare provenance.json, and it is not there",
-                fix="Hand in the leaf as it was written.",
-            )
-            return
-        stated, pointed = job.provenance.text("tool", "code_image"), f"{ALGORITHM}:{_pointed(job)}"
-        yield judged(
+@result_rule(
+    id="code.pool",
+    title="Every code image is used",
+    editions=NEWEST,
+    benchmarks=BOTH,
+    source="CHECK-03; a warning here, since no result depends on it",
+    formula="a result directory of the tree points to each image of the pool",
+    passes="one image, and result directories that point to it",
+    fails="a second image that no result directory points to (a warning)",
+)
+def _check_pool(case: ResultCase) -> Iterator[Finding]:
+    pool = case.result.context.pool
+    used = {image_name(digest) for digest in pool.pointed}
+    orphans = [image.name for image in pool.images if image.name not in used]
+    yield pass_if(
+        not orphans,
+        evidence=pool.name or case.result.name,
+        value=len(orphans),
+        limit=0,
+        proof=f"nothing points to {', '.join(orphans)}" if orphans else "all images are pointed to",
+        fix="Take these out of the pool.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+@run_rule(
+    id="provenance.run",
+    title="A run's provenance names the code image that the run points to",
+    editions=NEWEST,
+    benchmarks=BOTH,
+    source="PROV-01",
+    formula="provenance.json is there if the metadata declare it; tool.code_image == .mlps-code-image",
+    passes="both say md5-tree-v2:0123...",
+    fails="metadata with provenance_file, and no provenance.json",
+)
+def _check_provenance(case: RunCase) -> Iterator[Finding]:
+    run = case.run
+    is_declared = run.metadata.has("provenance_file")
+    if run.provenance.is_missing and not is_declared:
+        yield not_applicable(run.name, "the run declares no provenance")
+    elif run.provenance.is_missing:
+        yield violation(
+            evidence=run.provenance.file,
+            proof="the metadata declare provenance.json, and it is not there",
+            fix="Hand in the result directory as it was written.",
+        )
+    else:
+        stated, pointed = run.provenance.text("tool", "code_image"), f"{ALGORITHM}:{_pointed_digest(run)}"
+        yield pass_if(
             stated == pointed,
-            evidence=job.provenance.file,
+            evidence=run.provenance.file,
             value=stated,
             limit=pointed,
-            proof=f"tool.code_image is {stated}, the leaf points to {pointed}",
-            fix="Hand in the leaf as it was written.",
+            proof=f"tool.code_image is {stated}, the run points to {pointed}",
+            fix="Hand in the result directory as it was written.",
         )
 
 
-class StatedEdition(JobRule):
-    """The rules a leaf was made by."""
-
-    editions = NEWEST
-    benchmarks = BOTH
-    id = "provenance.edition"
-    title = "A leaf was made by the rules it is judged by"
-    source = "EDN-01"
-    formula = "provenance.json's rules_edition == the edition; nothing is stated in trees before provenance"
-    passes = 'rules_edition "3.0", judged by v3.0'
-    fails = 'rules_edition "4.0", judged by v3.0'
-
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """One finding for a leaf."""
-        if job.provenance.problem == _ABSENT:
-            yield not_applicable(job.name, "the leaf declares no provenance")
-            return
-        stated = f"v{job.provenance.text('rules_edition').removeprefix('v')}"
-        yield judged(
-            stated == edition.edition,
-            evidence=job.provenance.file,
-            value=stated,
-            limit=edition.edition,
-            proof=f"made by the rules of {stated}, judged by those of {edition.edition}",
-            fix=f"Judge it with --edition {stated}, or repeat the run.",
-        )
+limit_rule(
+    RunCase,
+    id="provenance.edition",
+    title="A run was made by the rules it is judged by",
+    editions=NEWEST,
+    benchmarks=BOTH,
+    source="EDN-01",
+    formula="provenance.json's rules_edition == the edition; older trees without provenance state nothing",
+    passes='rules_edition "3.0", judged by v3.0',
+    fails='rules_edition "4.0", judged by v3.0',
+    not_applicable_if=lambda case: "the run declares no provenance" if case.run.provenance.is_missing else "",
+    value=lambda case: _stated_edition(case.run.provenance),
+    compare="==",
+    limit=lambda case: case.edition.edition,
+    evidence=lambda case: case.run.provenance.file,
+    proof="made by the rules of {value}, judged by those of {limit}",
+    fix="Judge it with --edition {value}, or repeat the run.",
+)
 
 
-class Manifest(Rule):
-    """What the submitter's folder says it holds."""
-
-    editions = NEWEST
-    benchmarks = BOTH
-    id = "provenance.manifest"
-    title = "submission.yaml lists exactly the leaves that are there"
-    source = "PROV-02"
-    formula = (
-        "runs[].leaf == the tree's leaves, rules_edition == the edition; nothing is asked without the file"
+@result_rule(
+    id="provenance.manifest",
+    title="submission.yaml lists exactly the result directories that are there",
+    editions=NEWEST,
+    benchmarks=BOTH,
+    source="PROV-02",
+    formula=(
+        "runs[].leaf == the tree's result directories, rules_edition == the edition; not "
+        "applicable without the file"
+    ),
+    passes="9 result directories listed, the same 9 there",
+    fails="a result directory that is not listed",
+)
+def _check_manifest(case: ResultCase) -> Iterator[Finding]:
+    manifest = case.result.context.manifest
+    if manifest.is_missing:
+        yield not_applicable(manifest.file, "there is no submission.yaml")
+        return
+    runs = manifest.value("runs")
+    entries = runs if isinstance(runs, list) else []
+    listed = {str(entry.get("leaf")) for entry in entries if isinstance(entry, dict)}
+    present = set(case.result.context.result_dirs)
+    problems = [f"{name} is not listed" for name in sorted(present - listed)]
+    problems += [f"{name} is not there" for name in sorted(listed - present)]
+    shown = "; ".join(problems[:3]) + (f" and {len(problems) - 3} more" if len(problems) > 3 else "")
+    yield pass_if(
+        not problems,
+        evidence=manifest.file,
+        value=f"{len(listed)} listed",
+        limit=f"{len(present)} there",
+        proof=shown or f"all {len(present)} result directories are listed",
+        fix="Write submission.yaml again, or hand in all result directories.",
     )
-    passes = "9 leaves listed, the same 9 there"
-    fails = "a leaf that is not listed"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding for the list, and one for the edition."""
-        manifest = result.around.manifest
-        if manifest.problem == _ABSENT:
-            yield not_applicable(manifest.file, "there is no submission.yaml")
-            return
-        runs = manifest.value("runs")
-        listed = (
-            {str(run.get("leaf")) for run in runs if isinstance(run, dict)}
-            if isinstance(runs, list)
-            else set()
-        )
-        there = set(result.around.leaves)
-        missing, absent = sorted(there - listed), sorted(listed - there)
-        told = [f"{leaf} is not listed" for leaf in missing] + [f"{leaf} is not there" for leaf in absent]
-        yield judged(
-            not told,
-            evidence=manifest.file,
-            value=f"{len(listed)} listed",
-            limit=f"{len(there)} there",
-            proof="; ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
-            if told
-            else f"all {len(there)} leaves are listed",
-            fix="Make submission.yaml anew, or hand in all leaves.",
-        )
-        stated = f"v{manifest.text('rules_edition').removeprefix('v')}"
-        yield judged(
-            stated == edition.edition,
-            evidence=manifest.file,
-            value=stated,
-            limit=edition.edition,
-            proof=f"rules_edition is {stated}",
-            fix="Make submission.yaml anew.",
-        )
+    stated = _stated_edition(manifest)
+    yield pass_if(
+        stated == case.edition.edition,
+        evidence=manifest.file,
+        value=stated,
+        limit=case.edition.edition,
+        proof=f"rules_edition is {stated}",
+        fix="Write submission.yaml again.",
+    )
 
 
-class Metadata(Rule):
-    """What a leaf says it is."""
-
-    editions = LATER
-    benchmarks = BOTH
-    id = "runs.metadata"
-    title = "A leaf's metadata say what its folders say"
-    source = "3.1.1, structure of *_metadata.json"
-    formula = "benchmark_type, model and command are those of the path, run_datetime is the leaf's name"
-    passes = "training/unet3d/run/20260701_100000/ with command run"
-    fails = "a leaf that was copied from another workload"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002 - the rule's signature
-        """One finding for each leaf."""
-        phases = (("datasize", result.datasize), ("datagen", result.datagen), ("run", result.jobs()))
-        for command, leaves in phases:
-            for leaf in leaves:
-                try:
-                    yield self._leaf(leaf, result, command)
-                except Unknown as reason:
-                    yield not_checked(reason)
-
-    def _leaf(self, leaf: Job, result: Result, command: str) -> Finding:
-        asked = {
-            "benchmark_type": result.place.benchmark.value,
-            "model": result.place.model.lower(),
-            "command": command,
-            "run_datetime": leaf.name.rpartition("/")[2],
-        }
-        stated = {key: leaf.metadata.text(key).lower() for key in asked}
-        told = [f"{key} is {stated[key]}, not {asked[key]}" for key in asked if stated[key] != asked[key]]
-        return judged(
-            not told,
-            evidence=leaf.metadata.file,
-            value=f"{len(told)} differ",
-            limit="0 differ",
-            proof="; ".join(told) or f"they say {command} of {stated['model']} at {stated['run_datetime']}",
-            fix="Hand in each leaf where it was written.",
-        )
+@result_rule(
+    id="runs.metadata",
+    title="The metadata of a result directory agree with its path",
+    editions=LATER,
+    benchmarks=BOTH,
+    source="3.1.1, structure of *_metadata.json",
+    formula="benchmark_type, model and command are those of the path, run_datetime is the directory's name",
+    passes="training/unet3d/run/20260701_100000/ with command run",
+    fails="a result directory that was copied from another workload",
+)
+def _check_metadata(case: ResultCase) -> Iterator[Finding]:
+    result = case.result
+    phases = (("datasize", result.datasize), ("datagen", result.datagen), ("run", result.run_dirs()))
+    for command, directories in phases:
+        for directory in directories:
+            try:
+                yield _judge_metadata_of(directory, case, command)
+            except MissingFact as reason:
+                yield not_checked(reason)
 
 
-class ExitStatus(JobRule):
-    """How the run ended."""
-
-    editions = NEWEST
-    benchmarks = BOTH
-    id = "runs.exit"
-    title = "Each run ended well"
-    source = "structure of *_metadata.json; a launcher that fails leaves no result"
-    formula = "metadata.exit_status == 0"
-    passes = "exit_status 0"
-    fails = "exit_status 1"
-
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """One finding for a leaf."""
-        status = job.metadata.whole("exit_status")
-        yield judged(
-            status == 0,
-            evidence=job.metadata.file,
-            value=status,
-            limit=0,
-            proof=f"exit_status is {status}",
-            fix="Repeat the run.",
-        )
+def _judge_metadata_of(directory: ResultDir, case: ResultCase, command: str) -> Finding:
+    expected = {
+        "benchmark_type": case.result.location.benchmark.value,
+        "model": case.result.location.model.lower(),
+        "command": command,
+        "run_datetime": directory.name.rpartition("/")[2],
+    }
+    stated = {key: directory.metadata.text(key).lower() for key in expected}
+    problems = [
+        f"{key} is {stated[key]}, not {wanted}" for key, wanted in expected.items() if stated[key] != wanted
+    ]
+    return pass_if(
+        not problems,
+        evidence=directory.metadata.file,
+        value=f"{len(problems)} differ",
+        limit="0 differ",
+        proof="; ".join(problems) or f"they say {command} of {stated['model']} at {stated['run_datetime']}",
+        fix="Hand in each result directory where it was written.",
+    )
 
 
-class StatedDivision(JobRule):
-    """Which division a run was made for."""
+limit_rule(
+    RunCase,
+    id="runs.exit",
+    title="Each run succeeded",
+    editions=NEWEST,
+    benchmarks=BOTH,
+    source="structure of *_metadata.json; a launcher that fails leaves no result",
+    formula="metadata.exit_status == 0",
+    passes="exit_status 0",
+    fails="exit_status 1",
+    value=lambda case: case.run.metadata.integer("exit_status"),
+    compare="==",
+    limit=0,
+    evidence=lambda case: case.run.metadata.file,
+    proof="exit_status is {value}",
+    fix="Repeat the run.",
+)
 
-    editions = LATER
-    benchmarks = BOTH
-    id = "runs.division"
-    title = "A run in CLOSED was made for CLOSED"
-    source = "verdict of the tool in *_metadata.json; case does not matter"
-    formula = "verification is closed, or the result is in OPEN; another verdict of the tool is a warning"
-    passes = "closed/, verification CLOSED"
-    fails = "closed/, verification OPEN"
 
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """One finding for a leaf."""
-        said, division = job.metadata.text("verification"), division_of(result)
-        kept = said.lower() in {SubmissionDivision.CLOSED.value, division.value}
-        is_division = said.lower() in set(SubmissionDivision)
-        yield judged(
-            kept,
-            evidence=job.metadata.file,
-            value=said,
-            limit=division.value,
-            proof=f"the tool called this run {said}, it is handed in as {division.value}",
-            fix="Hand it in as what it was made for, and see the other findings.",
-            otherwise=Verdict.FAIL if is_division else Verdict.WARNING,
-        )
+@run_rule(
+    id="runs.division",
+    title="A run in CLOSED was made for CLOSED",
+    editions=LATER,
+    benchmarks=BOTH,
+    source="verdict of the tool in *_metadata.json; case does not matter",
+    formula="verification is closed, or the result is in OPEN; another verdict of the tool is a warning",
+    passes="closed/, verification CLOSED",
+    fails="closed/, verification OPEN",
+)
+def _check_division(case: RunCase) -> Iterator[Finding]:
+    stated, division = case.run.metadata.text("verification"), case.division
+    is_division = stated.lower() in set(SubmissionDivision)
+    yield pass_if(
+        stated.lower() in {SubmissionDivision.CLOSED.value, division.value},
+        evidence=case.run.metadata.file,
+        value=stated,
+        limit=division.value,
+        proof=f"the tool called this run {stated}, it is handed in as {division.value}",
+        fix="Hand it in as what it was made for, and see the other findings.",
+        otherwise=Verdict.FAIL if is_division else Verdict.WARNING,
+    )

@@ -1,145 +1,284 @@
-"""What a rule is: a name, its source, its formula, and a judgement of one result by an edition's numbers."""
+"""How a rule is declared: `limit_rule` for one value against one limit, a decorated function for the others.
+
+    limit_rule(RunCase, id=..., editions=..., value=..., compare="<=", limit=..., ...)
+    @run_rule(id=..., editions=..., ...)       a generator of findings for each run, given a `RunCase`
+    @result_rule(id=..., editions=..., ...)    the same for each result, given a `ResultCase`
+
+A declaration registers its rule; nothing else lists it. Invariant: a rule that says too little about itself
+raises while its module is imported, so that no rule is silently left out of an edition.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, Final
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Literal,
+    NotRequired,
+    TypedDict,
+    TypeVar,
+    Unpack,
+)
 
-from penstock.submission.finding import Finding, Verdict
-from penstock.submission.parsed_file import Unknown
+from penstock.submission.edition import EDITIONS
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
+from penstock.submission.parsed_file import MissingFact
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
-    from penstock.submission.edition import Edition
-    from penstock.submission.result_files import Job, Result
+    from penstock.submission.edition import CheckpointLimits, Edition, TimedTree
+    from penstock.submission.result_files import ResultDir, SubmittedResult
 
 ALL: Final = ("v1.0", "v2.0", "v3.0")
 LATER: Final = ("v2.0", "v3.0")
 NEWEST: Final = ("v3.0",)
+FIRST: Final = ("v1.0",)
 BOTH: Final = (Benchmark.TRAINING, Benchmark.CHECKPOINTING)
 CHECKPOINTING: Final = (Benchmark.CHECKPOINTING,)
 
 
-class Rule(ABC):
-    """One rule. `passes` and `fails` are examples in words; the generated trees of both are in the tests."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule. `passes` and `fails` are examples in words; the tests hold trees for both.
 
-    id: ClassVar[str]
-    title: ClassVar[str]
-    editions: ClassVar[tuple[str, ...]] = ("v1.0",)
-    benchmarks: ClassVar[tuple[Benchmark, ...]] = (Benchmark.TRAINING,)
-    source: ClassVar[str]
-    formula: ClassVar[str]
-    passes: ClassVar[str]
-    fails: ClassVar[str]
+    `judge` yields the findings, or raises `MissingFact` where a fact is missing.
+    """
 
-    @abstractmethod
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """The findings, or `Unknown` where a fact is missing."""
-
-
-class JobRule(Rule):
-    """A rule that each job of each run must keep: a fact missing in one hides nothing about the others."""
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """The findings of all jobs."""
-        if not result.runs:
-            raise Unknown("there are no runs", where=result.name)
-        for job in result.jobs():
-            try:
-                yield from self.judge_job(job, result, edition)
-            except Unknown as reason:
-                yield not_checked(reason)
-
-    @abstractmethod
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:
-        """The findings of one job."""
+    id: str
+    title: str
+    editions: tuple[str, ...]
+    benchmarks: tuple[Benchmark, ...]
+    source: str
+    formula: str
+    passes: str
+    fails: str
+    judge: Callable[[SubmittedResult, Edition], Iterator[Finding]]
 
 
-def not_checked(reason: Unknown) -> Finding:
-    """What is said where a fact is missing: the field and the file."""
-    return Finding(
-        verdict=Verdict.NOT_CHECKED,
-        proof=reason.what,
-        evidence=reason.where,
-        fix=reason.fix or "Restore the file as the benchmark wrote it.",
+class Description(TypedDict):
+    """What every rule says about itself; it applies to training unless it names other benchmarks."""
+
+    id: str
+    title: str
+    editions: tuple[str, ...]
+    benchmarks: NotRequired[tuple[Benchmark, ...]]
+    source: str
+    formula: str
+    passes: str
+    fails: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResultCase:
+    """One result under the rules of one edition."""
+
+    result: SubmittedResult
+    edition: Edition
+
+    @property
+    def name(self) -> str:
+        """What is judged, relative to the checked folder."""
+        return self.result.name
+
+    @property
+    def timed(self) -> TimedTree:
+        """The edition's limits for a tree whose runs are named by time."""
+        return self.edition.require_timed()
+
+    @property
+    def checkpoints(self) -> CheckpointLimits:
+        """The edition's limits for checkpointing."""
+        return self.edition.require_checkpoints()
+
+    @property
+    def division(self) -> SubmissionDivision:
+        """The result's division; `MissingFact` where the path does not name one."""
+        division = self.result.location.submitter.division
+        if division is None:
+            raise MissingFact(
+                "the path does not say which division this is",
+                where=self.result.name,
+                fix="Keep the submitter's folder below closed/ or open/.",
+            )
+        return division
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the result is in CLOSED."""
+        return self.division is SubmissionDivision.CLOSED
+
+
+@dataclass(frozen=True, slots=True)
+class RunCase(ResultCase):
+    """One result directory of a run; of v1.0, one client's share of it."""
+
+    run: ResultDir
+
+    @property
+    def name(self) -> str:
+        """The run's directory, relative to the checked folder."""
+        return self.run.name
+
+    @property
+    def is_warm_up(self) -> bool:
+        """Whether the run counts in no mean."""
+        return any(run.is_warm_up and self.run in run.dirs for run in self.result.runs)
+
+    @property
+    def is_checkpointing(self) -> bool:
+        """Whether the run is one of checkpointing."""
+        return self.run.benchmark is Benchmark.CHECKPOINTING
+
+
+_registry: dict[str, Rule] = {}
+
+
+def registered_rules() -> tuple[Rule, ...]:
+    """All rules that were declared so far, in the order of their declarations."""
+    return tuple(_registry.values())
+
+
+def declare(judge: Callable[[SubmittedResult, Edition], Iterator[Finding]], description: Description) -> Rule:
+    """Register a rule; `TypeError` or `ValueError` where its description is incomplete or taken."""
+    name = f"Rule {description.get('id')!r}"
+    # A type checker sees this too, but a rule without editions would never be applied, which nobody notices.
+    missing = sorted(
+        key for key in Description.__annotations__.keys() - {"benchmarks"} if not description.get(key)
     )
+    if missing:
+        raise TypeError(f"{name} lacks {', '.join(missing)}. Add it to the declaration.")
+    if unknown := sorted(set(description["editions"]) - set(EDITIONS)):
+        raise ValueError(f"{name} names unknown editions {', '.join(unknown)}. Known: {', '.join(EDITIONS)}.")
+    if description["id"] in _registry:
+        raise ValueError(f"{name} is declared twice. Give each rule an id of its own.")
+    rule = Rule(judge=judge, **({"benchmarks": (Benchmark.TRAINING,)} | description))
+    _registry[rule.id] = rule
+    return rule
 
 
-def forgiving(finding: Finding, job: Job, result: Result) -> Finding:
+def result_rule(
+    **description: Unpack[Description],
+) -> Callable[[Callable[[ResultCase], Iterator[Finding]]], Rule]:
+    """Declare a rule that is judged once for a result."""
+
+    def decorate(judge: Callable[[ResultCase], Iterator[Finding]]) -> Rule:
+        return declare(lambda result, edition: judge(ResultCase(result, edition)), description)
+
+    return decorate
+
+
+def run_rule(
+    **description: Unpack[Description],
+) -> Callable[[Callable[[RunCase], Iterator[Finding]]], Rule]:
+    """Declare a rule that each run must keep.
+
+    A fact that is missing in one run hides nothing about the others.
+    """
+
+    def decorate(judge: Callable[[RunCase], Iterator[Finding]]) -> Rule:
+        def judge_runs(result: SubmittedResult, edition: Edition) -> Iterator[Finding]:
+            require_runs(result)
+            for run in result.run_dirs():
+                try:
+                    yield from judge(RunCase(result, edition, run))
+                except MissingFact as reason:
+                    yield not_checked(reason)
+
+        return declare(judge_runs, description)
+
+    return decorate
+
+
+Operator = Literal["==", "<=", ">=", ">"]
+_COMPARE: Final[Mapping[Operator, tuple[Callable[[Any, Any], bool], str]]] = MappingProxyType(
+    {"==": (operator.eq, "!="), "<=": (operator.le, ">"), ">=": (operator.ge, "<"), ">": (operator.gt, "<=")}
+)
+"""Each comparison, and the sign that proofs show where it does not hold."""
+
+Case = TypeVar("Case", bound=ResultCase)
+
+
+def limit_rule(  # noqa: PLR0913 - the parts of one declaration
+    kind: type[Case],
+    *,
+    value: Callable[[Case], Any],
+    compare: Operator,
+    limit: Callable[[Case], Any] | float | str,
+    evidence: Callable[[Case], str],
+    proof: str | Callable[[Case, Any, Any], str],
+    fix: str,
+    show: str | tuple[str, str] = "{}",
+    otherwise: Verdict | Callable[[Any, Any], Verdict] = Verdict.FAIL,
+    not_applicable_if: Callable[[Case], str] = lambda _: "",
+    lenient_in_warm_up: bool = False,
+    **description: Unpack[Description],
+) -> Rule:
+    """Declare a rule that compares one value with one limit, for each run or for each result.
+
+    `proof` and `fix` may name {value}, {limit} and {sign}; `show` formats the value and the limit of the
+    finding; `otherwise` is the verdict where the rule is broken, by value and limit.
+    """
+    show_value, show_limit = (show, show) if isinstance(show, str) else show
+    holds, sign_if_broken = _COMPARE[compare]
+
+    def judge(case: Case) -> Iterator[Finding]:
+        if reason := not_applicable_if(case):
+            yield not_applicable(case.name, reason)
+            return
+        # The value is read before the limit: of two missing facts its own is the one that is named.
+        measured = value(case)
+        bound = limit(case) if callable(limit) else limit
+        kept = holds(measured, bound)
+        facts = {"value": measured, "limit": bound, "sign": compare if kept else sign_if_broken}
+        finding = pass_if(
+            kept,
+            evidence=evidence(case),
+            value=show_value.format(measured),
+            limit=show_limit.format(bound),
+            proof=proof(case, measured, bound) if callable(proof) else proof.format(**facts),
+            fix=fix.format(**facts),
+            otherwise=otherwise(measured, bound) if callable(otherwise) else otherwise,
+        )
+        yield _excuse_warm_up(finding, case) if lenient_in_warm_up else finding
+
+    decorate: Any = run_rule if issubclass(kind, RunCase) else result_rule
+    rule: Rule = decorate(**description)(judge)
+    return rule
+
+
+def _excuse_warm_up(finding: Finding, case: ResultCase) -> Finding:
     """A warm-up counts in no mean: what fails in it is a warning."""
-    is_warm_up = any(run.is_warm_up and job in run.jobs for run in result.runs)
-    if is_warm_up and finding.verdict is Verdict.FAIL:
+    if isinstance(case, RunCase) and case.is_warm_up and finding.verdict is Verdict.FAIL:
         return replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
     return finding
 
 
-def judged(
-    kept: bool,  # noqa: FBT001 - the one thing it is about
-    *,
-    evidence: str,
-    proof: str,
-    value: object = "",
-    limit: object = "",
-    fix: str = "",
-    otherwise: Verdict = Verdict.FAIL,
-) -> Finding:
-    """A finding of a rule that is kept, or not: only then it needs a `fix`."""
-    return Finding(
-        verdict=Verdict.PASS if kept else otherwise,
-        evidence=evidence,
-        value=str(value),
-        limit=str(limit),
-        proof=proof,
-        fix="" if kept else fix,
-    )
+def require_runs(result: SubmittedResult) -> None:
+    """Raise `MissingFact` where no run was found."""
+    if not result.runs:
+        raise MissingFact("there are no runs", where=result.name)
 
 
-def not_applicable(evidence: str, why: str) -> Finding:
-    """What is said where a rule is about something else."""
-    return Finding(verdict=Verdict.NOT_APPLICABLE, evidence=evidence, proof=why)
-
-
-def parameters_of(job: Job, edition: Edition) -> str:
-    """By which name a leaf's metadata have the whole configuration."""
-    known = edition.of_time().metadata_parameters
-    found = next((name for name in known if job.metadata.has(name)), None)
-    if found is None:
-        job.metadata.value()
-        raise Unknown(f"there is no field {' or '.join(known)}", where=job.metadata.file)
-    return found
-
-
-def require_all_hosts(job: Job) -> None:
-    """Raise `Unknown` where the facts of some hosts are missing: what is said of all would be a guess."""
+def require_all_hosts(run: ResultDir) -> None:
+    """Raise `MissingFact` where the facts of some hosts are missing: the others' sum would be a guess."""
     path = ("cluster_information", "is_partial")
-    if job.metadata.has(*path) and job.metadata.flag(*path):
-        raise Unknown(
+    if run.metadata.has(*path) and run.metadata.boolean(*path):
+        raise MissingFact(
             "the facts of some hosts are missing (cluster_information.is_partial)",
-            where=job.metadata.file,
+            where=run.metadata.file,
             fix="Repeat the run with facts of all hosts.",
         )
 
 
-def is_closed(result: Result) -> bool:
-    """Whether the result is in CLOSED; `Unknown` where the path does not say."""
-    return division_of(result) is SubmissionDivision.CLOSED
-
-
-def division_of(result: Result) -> SubmissionDivision:
-    """The result's division."""
-    division = result.place.submitter.division
-    if division is None:
-        raise Unknown(
-            "the path does not say which division this is",
-            where=result.name,
-            fix="Keep the submitter's folder below closed/ or open/.",
-        )
-    return division
-
-
-def verdict_of(is_kept: bool) -> Verdict:  # noqa: FBT001 - the one thing it is about
-    """Pass or fail."""
-    return Verdict.PASS if is_kept else Verdict.FAIL
+def num_hosts(run: ResultDir) -> int:
+    """The hosts of a run; at least one."""
+    count = run.summary.integer("num_hosts")
+    if count < 1:
+        raise MissingFact(f"num_hosts is {count}", where=run.summary.file)
+    return count

@@ -1,197 +1,196 @@
-"""Rules of our own on the order of samples, by the `run.json` of our runs: no edition decides them.
+"""Rules of our own about the order of samples, by the `run.json` of our runs: no edition decides about it.
 
-Invariant: they only warn. Where a leaf has no `run.json` they are about something else.
+Invariant: they only warn, and do not apply to a run without `run.json`.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.submission.finding import Finding, Verdict
-from penstock.submission.parsed_file import Document, Unknown
-from penstock.submission.rules.rule import LATER, JobRule, judged, not_applicable
+from penstock.submission.finding import Finding, Verdict, not_applicable, pass_if
+from penstock.submission.parsed_file import MissingFact, ParsedFile
+from penstock.submission.rules.rule import LATER, RunCase, limit_rule, run_rule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.submission.edition import Edition
-    from penstock.submission.result_files import Job, Result
-
-_WORD: Final = 1 << 64
-_STEP: Final = 1 << 20
+_MODULUS: Final = 1 << 64
+_CHUNK_ITEMS: Final = 1 << 20
 """Items that are hashed together, so that memory stays small."""
+_NO_RECORD: Final = "the run has no run.json"
 
 
-class _RecordRule(JobRule):
-    """A rule that asks `run.json`."""
-
-    editions = LATER
-    source = "ours"
-
-    def judge_job(self, job: Job, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002
-        """The findings of a run that has a record."""
-        if job.record.problem == "there is no such file":
-            yield not_applicable(job.name, "the run has no run.json")
-            return
-        yield from self.judge_record(job.record)
-
-    @abstractmethod
-    def judge_record(self, record: Document) -> Iterator[Finding]:
-        """The findings of one record."""
+def _without_record(case: RunCase) -> str:
+    return _NO_RECORD if case.run.record.is_missing else ""
 
 
-def _epochs(record: Document) -> list[Document]:
-    found = record.value("plan", "epochs")
-    if not isinstance(found, list) or not found:
-        raise Unknown("plan.epochs is no list of epochs", where=record.file)
-    return [Document(file=record.file, tree=epoch) for epoch in found]
+def _epochs(record: ParsedFile) -> list[ParsedFile]:
+    epochs = record.value("plan", "epochs")
+    if not isinstance(epochs, list) or not epochs:
+        raise MissingFact("plan.epochs is not a list of epochs", where=record.file)
+    return [ParsedFile(file=record.file, content=epoch) for epoch in epochs]
 
 
-def _lots(epoch: Document) -> list[Document]:
+def _ranks(epoch: ParsedFile) -> list[ParsedFile]:
     ranks = epoch.value("ranks")
     if not isinstance(ranks, list) or not ranks:
-        raise Unknown("an epoch of plan.epochs has no list of ranks", where=epoch.file)
-    return [Document(file=epoch.file, tree=rank) for rank in ranks]
+        raise MissingFact("an epoch of plan.epochs has no list of ranks", where=epoch.file)
+    return [ParsedFile(file=epoch.file, content=rank) for rank in ranks]
 
 
-def _num_samples(record: Document) -> int:
+def _num_samples(record: ParsedFile) -> int:
     dataset = ("workload", "dataset")
-    return record.whole(*dataset, "num_files_train") * record.whole(*dataset, "num_samples_per_file")
+    return record.integer(*dataset, "num_files_train") * record.integer(*dataset, "num_samples_per_file")
 
 
-def _digest(lot: Document, *path: str) -> int:
-    text = lot.text(*path, "digest")
+def _digest(share: ParsedFile, *path: str) -> int:
+    text = share.text(*path, "digest")
     try:
         return int(text, 16)
     except ValueError as error:
-        raise Unknown(f"digest is {text!r:.60}, no number", where=lot.file) from error
+        raise MissingFact(f"digest is {text!r:.60}, not a number", where=share.file) from error
 
 
-class LeftOut(_RecordRule):
-    """Samples that nobody reads."""
-
-    id = "order.left_out"
-    title = "Every epoch reads all samples"
-    formula = "samples - those of all ranks == 0 in each epoch (else warning), with count, share and policy"
-    passes = "28,000 samples, batches of 7 on 8 accelerators: none is left out"
-    fails = "28,001 samples: one is left out of each epoch (a warning)"
-
-    def judge_record(self, record: Document) -> Iterator[Finding]:
-        """One finding for all epochs: the worst."""
-        total, policy = _num_samples(record), record.text("plan", "division")
-        left = [total - sum(lot.whole("samples") for lot in _lots(epoch)) for epoch in _epochs(record)]
-        worst = max(left, key=abs)
-        share = worst / total if total else 0.0
-        yield judged(
-            worst == 0,
-            evidence=record.file,
-            value=f"{worst:,} samples",
-            limit="0 samples",
-            proof=f"an epoch leaves out {worst:,} of {total:,} samples ({share:.3%}); the policy is {policy}",
-            fix="Choose a number of files that all accelerators' batches divide.",
-            otherwise=Verdict.WARNING,
-        )
+def _largest_rest(case: RunCase) -> int:
+    """The samples that the worst epoch leaves out; negative where it reads some twice."""
+    total, epochs = _num_samples(case.run.record), _epochs(case.run.record)
+    return max((total - sum(rank.integer("samples") for rank in _ranks(e)) for e in epochs), key=abs)
 
 
-class Shuffled(_RecordRule):
-    """The order."""
+def _prove_rest(case: RunCase, rest: int, _: int) -> str:
+    total, policy = _num_samples(case.run.record), case.run.record.text("plan", "division")
+    share = rest / total if total else 0.0
+    return f"an epoch leaves out {rest:,} of {total:,} samples ({share:.3%}); the policy is {policy}"
 
-    id = "order.shuffled"
-    title = "Samples come in the order that the workload asks for, anew in each epoch"
-    formula = (
-        "plan.shuffle is seed where the workload shuffles; ranks of two epochs do not have the same lots, "
+
+limit_rule(
+    RunCase,
+    id="order.left_out",
+    title="Every epoch reads all samples",
+    editions=LATER,
+    source="ours",
+    formula="samples - those of all ranks == 0 in each epoch (else warning), with count, share and policy",
+    passes="28,000 samples, batches of 7 on 8 accelerators: none is left out",
+    fails="28,001 samples: one is left out of each epoch (a warning)",
+    not_applicable_if=_without_record,
+    value=_largest_rest,
+    compare="==",
+    limit=0,
+    evidence=lambda case: case.run.record.file,
+    show="{:,} samples",
+    proof=_prove_rest,
+    fix="Choose a number of files that all accelerators' batches divide.",
+    otherwise=Verdict.WARNING,
+)
+
+
+@run_rule(
+    id="order.shuffled",
+    title="Samples come in the order that the workload asks for, which changes in each epoch",
+    editions=LATER,
+    source="ours",
+    formula=(
+        "plan.shuffle is seed where the workload shuffles; ranks of two epochs do not have the same shares, "
         "unless seed_change_epoch is false or there is one rank (else warning)"
+    ),
+    passes="file_shuffle: seed, shuffle: seed, other shares in each epoch",
+    fails="file_shuffle: seed, shuffle: off (a warning)",
+)
+def _check_shuffle(case: RunCase) -> Iterator[Finding]:
+    """A finding for the order, and one for its change."""
+    record = case.run.record
+    if record.is_missing:
+        yield not_applicable(case.name, _NO_RECORD)
+        return
+    is_requested = any(
+        record.text("workload", "reader", key).lower() != "off" for key in ("file_shuffle", "sample_shuffle")
     )
-    passes = "file_shuffle: seed, shuffle: seed, other lots in each epoch"
-    fails = "file_shuffle: seed, shuffle: off (a warning)"
-
-    def judge_record(self, record: Document) -> Iterator[Finding]:
-        """A finding for the order, and one for its change."""
-        asked = any(
-            record.text("workload", "reader", key).lower() != "off"
-            for key in ("file_shuffle", "sample_shuffle")
-        )
-        done = record.text("plan", "shuffle").lower() != "off"
-        yield judged(
-            done or not asked,
-            evidence=record.file,
-            value=f"shuffled: {done}",
-            limit=f"shuffled: {asked}",
-            proof=f"shuffled: {asked} in the workload, {done} in the run",
-            fix="Repeat the run with the workload's own shuffles.",
-            otherwise=Verdict.WARNING,
-        )
-        epochs = [tuple(_digest(lot) for lot in _lots(epoch)) for epoch in _epochs(record)]
-        must_change = asked and len(epochs[0]) > 1 and record.flag("workload", "train", "seed_change_epoch")
-        num_orders = len(set(epochs))
-        yield judged(
-            not must_change or num_orders == len(epochs),
-            evidence=record.file,
-            value=f"{num_orders} orders",
-            limit=f"{len(epochs)} orders",
-            proof=f"{len(epochs)} epochs deal out {num_orders} different ways",
-            fix="Repeat the run with seed_change_epoch.",
-            otherwise=Verdict.WARNING,
-        )
+    is_shuffled = record.text("plan", "shuffle").lower() != "off"
+    yield pass_if(
+        is_shuffled or not is_requested,
+        evidence=record.file,
+        value=f"shuffled: {is_shuffled}",
+        limit=f"shuffled: {is_requested}",
+        proof=f"shuffled: {is_requested} in the workload, {is_shuffled} in the run",
+        fix="Repeat the run with the workload's own shuffles.",
+        otherwise=Verdict.WARNING,
+    )
+    orders = [tuple(_digest(rank) for rank in _ranks(epoch)) for epoch in _epochs(record)]
+    # A single rank has all samples in each epoch, so that its digest never changes.
+    must_change = (
+        is_requested and len(orders[0]) > 1 and record.boolean("workload", "train", "seed_change_epoch")
+    )
+    num_orders = len(set(orders))
+    yield pass_if(
+        not must_change or num_orders == len(orders),
+        evidence=record.file,
+        value=f"{num_orders} orders",
+        limit=f"{len(orders)} orders",
+        proof=f"{len(orders)} epochs deal out {num_orders} different ways",
+        fix="Repeat the run with seed_change_epoch.",
+        otherwise=Verdict.WARNING,
+    )
 
 
-class OnlyOnce(_RecordRule):
-    """Nothing twice."""
-
-    id = "order.once"
-    title = "No epoch reads a sample twice"
-    formula = "digests of all ranks and of what is left out sum up to that of all samples (else warning)"
-    passes = "eight ranks with an eighth each"
-    fails = "one rank that has what another has (a warning)"
-
-    def judge_record(self, record: Document) -> Iterator[Finding]:
-        """One finding for all epochs."""
-        total, per_item = _num_samples(record), record.whole("plan", "item_samples")
-        per_file = record.whole("workload", "dataset", "num_samples_per_file")
-        wrong, limited = [], 0
-        for number, epoch in enumerate(_epochs(record), start=1):
-            if epoch.whole("steps") != epoch.whole("steps_without_limit"):
-                limited += 1
-                continue
-            found = sum(_digest(lot) for lot in _lots(epoch)) + _digest(epoch, "left_out")
-            if found % _WORD != digest_of_all(total, per_item, per_file):
-                wrong.append(number)
-        if limited:
-            yield not_applicable(record.file, f"{limited} epochs ended early, by a limit of steps")
-        yield judged(
-            not wrong,
-            evidence=record.file,
-            value=f"{len(wrong)} epochs",
-            limit="0 epochs",
-            proof=(
-                f"epochs {', '.join(map(str, wrong))} do not come to all samples once"
-                if wrong
-                else "all epochs come to all samples once"
-            ),
-            fix="Read with another division than pad, and report this if there was none.",
-            otherwise=Verdict.WARNING,
-        )
+@run_rule(
+    id="order.once",
+    title="No epoch reads a sample twice",
+    editions=LATER,
+    source="ours",
+    formula="digests of all ranks and of what is left out sum up to that of all samples (else warning)",
+    passes="eight ranks with an eighth each",
+    fails="one rank that has what another has (a warning)",
+)
+def _check_repeated_samples(case: RunCase) -> Iterator[Finding]:
+    record = case.run.record
+    if record.is_missing:
+        yield not_applicable(case.name, _NO_RECORD)
+        return
+    total, item_samples = _num_samples(record), record.integer("plan", "item_samples")
+    per_file = record.integer("workload", "dataset", "num_samples_per_file")
+    wrong, num_limited = [], 0
+    for number, epoch in enumerate(_epochs(record), start=1):
+        if epoch.integer("steps") != epoch.integer("steps_without_limit"):
+            num_limited += 1
+            continue
+        digest = sum(_digest(rank) for rank in _ranks(epoch)) + _digest(epoch, "left_out")
+        if digest % _MODULUS != digest_of_all(total, item_samples, per_file):
+            wrong.append(str(number))
+    if num_limited:
+        yield not_applicable(record.file, f"{num_limited} epochs ended early, by a limit of steps")
+    yield pass_if(
+        not wrong,
+        evidence=record.file,
+        value=f"{len(wrong)} epochs",
+        limit="0 epochs",
+        proof=(
+            f"epochs {', '.join(wrong)} do not read each sample once"
+            if wrong
+            else "all epochs read each sample once"
+        ),
+        fix="Read with another division than pad, and report this if there was none.",
+        otherwise=Verdict.WARNING,
+    )
 
 
 @lru_cache(maxsize=16)
 def digest_of_all(num_samples: int, item_samples: int, samples_per_file: int) -> int:
-    """The digest of all samples, by the rule that `run.json` states it in: see the plan of a training run."""
+    """The digest of all samples, as `run.json` defines it: see the plan of a training run."""
     if min(num_samples, item_samples, samples_per_file) < 1:
-        raise Unknown("run.json has no samples")
+        raise MissingFact("run.json has no samples")
     per_file = -(-samples_per_file // item_samples)
     last = samples_per_file - (per_file - 1) * item_samples
     num_items = num_samples // samples_per_file * per_file
     total = 0
-    for start in range(0, num_items, _STEP):
-        items = np.arange(start, min(start + _STEP, num_items), dtype=np.uint64)
+    for start in range(0, num_items, _CHUNK_ITEMS):
+        items = np.arange(start, min(start + _CHUNK_ITEMS, num_items), dtype=np.uint64)
         sizes = np.where(items % per_file == per_file - 1, last, item_samples).astype(np.uint64)
         total += int(_mix(_mix(items) + sizes).sum(dtype=np.uint64))
-    return total % _WORD
+    return total % _MODULUS
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,325 +1,288 @@
-"""Rules on a tree whose runs are named by time: which folders and files it has, and how they are called.
+"""Rules about the tree: which folders and files it has and what they are called.
 
-A folder too many fails, because the edition's own tool refuses it; a file too many is a warning. What is
-wrong with another result's system is a warning here.
+A folder that the edition does not know fails, because the edition's own tool refuses it; a file that it does
+not know is a warning. What is wrong with the system of another result is a warning here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
-from penstock.submission.find_results import folders_of
-from penstock.submission.finding import Finding, Verdict
-from penstock.submission.rules.rule import ALL, BOTH, LATER, Rule, judged
+from penstock.submission.find_results import list_folders
+from penstock.submission.finding import Finding, Verdict, pass_if, violation
+from penstock.submission.rules.rule import ALL, BOTH, FIRST, LATER, ResultCase, result_rule
 from penstock.submission.tree_layout import Benchmark
 
-if TYPE_CHECKING:
-    from penstock.submission.edition import Edition
-    from penstock.submission.result_files import Result
+
+@result_rule(
+    id="scope.benchmark",
+    title="Results of vector search and of key-value caches are not judged",
+    editions=LATER,
+    benchmarks=(Benchmark.VECTOR_SEARCH, Benchmark.KV_CACHE),
+    source="sections 5 and 6",
+    formula="not checked: neither valid nor invalid",
+    passes="a folder training/ or checkpointing/, which other rules judge",
+    fails="a folder vector_database/ (not checked)",
+)
+def _check_benchmark(case: ResultCase) -> Iterator[Finding]:
+    """Results that Penstock recognises but does not judge."""
+    benchmark = case.result.location.benchmark.value
+    yield violation(
+        verdict=Verdict.NOT_CHECKED,
+        evidence=case.result.name,
+        value=benchmark,
+        limit="training, checkpointing",
+        proof=f"{benchmark} is outside of what Penstock judges",
+        fix="Have it judged by the benchmark's own tool.",
+    )
 
 
-def _beside(where: str, found: Iterable[str], known: frozenset[str]) -> Iterator[Finding]:
-    strange = [name for name in found if name.rstrip("/").lower() not in known]
-    for name in strange:
-        yield judged(
-            kept=False,
-            evidence=where,
+@result_rule(
+    id="structure.names",
+    title="Organisation and system have plain names",
+    editions=LATER,
+    benchmarks=BOTH,
+    source="2.1.1",
+    formula="both match the edition's pattern",
+    passes="closed/acme/results/fast-1/",
+    fails="closed/acme & sons/results/fast-1/",
+)
+def _check_names(case: ResultCase) -> Iterator[Finding]:
+    location, pattern = case.result.location, case.timed.name_pattern
+    for kind, name in (("organisation", location.submitter.organisation), ("system", location.system)):
+        kept = re.fullmatch(pattern, name) is not None
+        yield pass_if(
+            kept,
+            evidence=case.result.name,
+            value=name,
+            limit=pattern,
+            proof=f"the {kind} {name!r} {'matches' if kept else 'does not match'} {pattern}",
+            fix="Rename the folder, with - in place of other characters.",
+        )
+
+
+@result_rule(
+    id="structure.divisions",
+    title="The top of the tree holds only divisions and code images",
+    editions=LATER,
+    benchmarks=BOTH,
+    source="2.1.2; case does not matter, since the diagram of 2.1.27 writes capitals",
+    formula="every folder is in the edition's list (else fail), every file too (else warning)",
+    passes="closed/, open/, code-images/",
+    fails="closed/, backup/",
+)
+def _check_top_folder(case: ResultCase) -> Iterator[Finding]:
+    context = case.result.context
+    known = case.timed.beside_divisions | {context.pool.name.rpartition("/")[2]}
+    yield from _unknown_entries("the top of the tree", context.beside_divisions, known)
+
+
+@result_rule(
+    id="structure.submitter",
+    title="A submitter's folder holds only the edition's folders",
+    editions=LATER,
+    benchmarks=BOTH,
+    source="2.1.5, CHECK-04: v3.0 keeps code images beside the divisions, and no code/",
+    formula="every folder is in the edition's list (else fail), every file too (else warning)",
+    passes="results/, systems/, submission.yaml",
+    fails="results/, systems/, results_old/",
+)
+def _check_submitter_folder(case: ResultCase) -> Iterator[Finding]:
+    context = case.result.context
+    yield from _unknown_entries(context.name, context.entries, case.timed.beside_results)
+
+
+def _unknown_entries(folder: str, entries: Iterable[str], known: frozenset[str]) -> Iterator[Finding]:
+    unknown = [name for name in entries if name.rstrip("/").lower() not in known]
+    for name in unknown:
+        yield violation(
+            evidence=folder,
             value=name,
             limit=", ".join(sorted(known)),
             proof=f"{name} is not known here",
             fix="Take it out of the submission.",
-            otherwise=Verdict.FAIL if name.endswith("/") else Verdict.WARNING,
+            verdict=_verdict_on_entry(name),
         )
-    if not strange:
-        yield judged(kept=True, evidence=where, proof="nothing else is here")
+    if not unknown:
+        yield Finding(verdict=Verdict.PASS, evidence=folder, proof="nothing else is here")
 
 
-class Names(Rule):
-    """Plain names."""
-
-    editions = LATER
-    benchmarks = BOTH
-    id = "structure.names"
-    title = "Organisation and system have plain names"
-    source = "2.1.1"
-    formula = "both match the edition's pattern"
-    passes = "closed/acme/results/fast-1/"
-    fails = "closed/acme & sons/results/fast-1/"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding for each name."""
-        pattern = edition.of_time().name_pattern
-        for what, name in (
-            ("organisation", result.place.submitter.organisation),
-            ("system", result.place.system),
-        ):
-            kept = re.fullmatch(pattern, name) is not None
-            yield judged(
-                kept,
-                evidence=result.name,
-                value=name,
-                limit=pattern,
-                proof=f"the {what} {name!r} {'matches' if kept else 'does not match'} {pattern}",
-                fix="Rename the folder, with - in place of other characters.",
-            )
+def _verdict_on_entry(name: str) -> Verdict:
+    """What an unknown entry comes to; folders end in a slash."""
+    return Verdict.FAIL if name.endswith("/") else Verdict.WARNING
 
 
-class BesideDivisions(Rule):
-    """The top of the tree."""
-
-    editions = LATER
-    benchmarks = BOTH
-    id = "structure.divisions"
-    title = "Nothing but divisions and code images lies at the top of the tree"
-    source = "2.1.2; case does not matter, since the diagram of 2.1.27 writes capitals"
-    formula = "every folder is of the edition's list (else fail), every file too (else warning)"
-    passes = "closed/, open/, code-images/"
-    fails = "closed/, backup/"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding for each strange entry."""
-        known = edition.of_time().beside_divisions | {result.around.pool.name.rpartition("/")[2]}
-        yield from _beside("the top of the tree", result.around.beside_divisions, known)
-
-
-class BesideResults(Rule):
-    """A submitter's folder."""
-
-    editions = LATER
-    benchmarks = BOTH
-    id = "structure.submitter"
-    title = "Nothing but the edition's folders lies in a submitter's folder"
-    source = "2.1.5, CHECK-04: v3.0 keeps code images beside the divisions, and no code/"
-    formula = "every folder is of the edition's list (else fail), every file too (else warning)"
-    passes = "results/, systems/, submission.yaml"
-    fails = "results/, systems/, results_old/"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding for each strange entry."""
-        yield from _beside(result.around.name, result.around.entries, edition.of_time().beside_results)
-
-
-class SystemFiles(Rule):
-    """Descriptions and results."""
-
-    editions = LATER
-    benchmarks = BOTH
-    id = "structure.systems"
-    title = "Each system has results, a description and a document"
-    source = "2.1.7, 2.1.8"
-    formula = "systems/ holds NAME.yaml and NAME.pdf for each results/NAME/, and nothing else but NAME.md"
-    passes = "results/fast/, systems/fast.yaml, systems/fast.pdf"
-    fails = "results/fast/, systems/fast.yaml alone"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002 - the rule's signature
-        """One finding for each thing that is missing or too much."""
-        around, system = result.around, result.place.system
-        asked = {f"{system}.yaml", f"{system}.pdf"}
-        where = f"{around.name}/systems"
-        for name in sorted(asked - set(around.systems)):
-            yield judged(
-                kept=False,
-                evidence=where,
-                value="missing",
-                limit=name,
-                proof=f"there is no {name}",
-                fix=f"Describe the system in systems/{name}.",
-            )
-        strange = [name for name in around.systems if not _is_of(name, around.result_systems)]
-        for name in strange:
-            yield judged(
-                kept=False,
-                evidence=where,
-                value=name,
-                proof=f"{name} belongs to no system that has results",
-                fix="Take it out, or hand in the results.",
-                otherwise=Verdict.FAIL if name.endswith("/") else Verdict.WARNING,
-            )
-        if asked <= set(around.systems) and not strange:
-            yield judged(kept=True, evidence=where, proof=f"there are {' and '.join(sorted(asked))}")
-
-
-def _is_of(name: str, systems: tuple[str, ...]) -> bool:
-    return any(name == f"{system}.{suffix}" for system in systems for suffix in ("yaml", "pdf", "md"))
-
-
-class Categories(Rule):
-    """Kinds of results."""
-
-    editions = LATER
-    benchmarks = BOTH
-    id = "structure.categories"
-    title = "A system's results are sorted by benchmark"
-    source = "2.1.10; vector_database and kv_cache are known, as in its diagram"
-    formula = "each folder of results/SYSTEM/ is of the edition's list; case does not matter"
-    passes = "results/fast/training/"
-    fails = "results/fast/trainings/ beside it"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding."""
-        known = edition.of_time().categories
-        prefix = f"{result.place.system}/"
-        here = [name.removeprefix(prefix) for name in result.around.categories if name.startswith(prefix)]
-        strange = [name for name in here if name.lower() not in known]
-        yield judged(
-            not strange,
-            evidence=f"{result.around.name}/results/{prefix}",
-            value=", ".join(strange),
-            limit=", ".join(sorted(known)),
-            proof=f"not known here: {', '.join(strange)}" if strange else f"there are {', '.join(here)}",
-            fix="Rename or take out these folders.",
-        )
-
-
-class Phases(Rule):
-    """Phases of a training."""
-
-    editions = LATER
-    id = "structure.phases"
-    title = "A training has the leaves of its phases, and no others"
-    source = "2.1.12; a datasize leaf may be there or not, since text and tool disagree"
-    formula = "the edition's required phases are there, and every folder is a phase"
-    passes = "training/unet3d/ with datasize/, datagen/ and run/"
-    fails = "training/unet3d/ with run/ alone"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding."""
-        timed, here = edition.of_time(), frozenset(result.place.phases)
-        missing, strange = sorted(timed.required_phases - here), sorted(here - timed.phases)
-        told = [f"there is no {name}/" for name in missing] + [f"{name}/ is no phase" for name in strange]
-        yield judged(
-            not told,
-            evidence=result.name,
-            value=", ".join(result.place.phases),
-            limit=", ".join(sorted(timed.phases)),
-            proof="; ".join(told) or f"there are {', '.join(result.place.phases)}",
-            fix="Copy the whole folder as the benchmark wrote it.",
-        )
-
-
-class Folders(Rule):
-    """A submitter's folders."""
-
-    editions = ALL
-    benchmarks = BOTH
-    id = "structure.folders"
-    title = "A submitter's folder holds the folders of the edition"
-    source = "v1.0 rules, structure of a submission; 2.1.5 of later editions"
-    formula = "required folders are there (else fail), expected ones too (else warning)"
-    passes = "closed/acme/ with code/, results/ and systems/"
-    fails = "closed/acme/ without systems/"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:
-        """One finding for all folders, or one for each that is missing."""
-        submitter = result.place.submitter
-        there = folders_of(submitter)
-        missing = [
-            (verdict, name)
-            for verdict, names in (
-                (Verdict.FAIL, edition.folders.required),
-                (Verdict.WARNING, edition.folders.expected),
-            )
-            for name in names
-            if name not in there
-        ]
-        for verdict, name in missing:
-            yield Finding(
-                verdict=verdict,
-                evidence=submitter.organisation,
-                value="missing",
-                limit=f"{name}/",
-                proof=f"{submitter.organisation}/ has no {name}/",
-                fix=f"Add {name}/ beside results/.",
-            )
-        if not missing:
-            yield Finding(
-                verdict=Verdict.PASS,
-                evidence=submitter.organisation,
-                proof=f"there are {', '.join(edition.folders.required + edition.folders.expected)}",
-            )
-
-
-class StrayFiles(Rule):
-    """Noise."""
-
-    editions = ALL
-    benchmarks = BOTH
-    id = "structure.stray"
-    title = "Nothing but runs and their report lies in a result's folder"
-    source = "ours: real trees hold such things, and no edition decides them"
-    formula = "every entry is a run, runs/ or the report; others are named, and never fatal"
-    passes = "run1 ... run5 and mlperf_storage_report.json"
-    fails = "output.txt beside run1 (a warning)"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002 - the rule's signature
-        """A warning that names what is not known."""
-        stray = result.place.stray
+@result_rule(
+    id="structure.folders",
+    title="A submitter's folder holds the folders of the edition",
+    editions=ALL,
+    benchmarks=BOTH,
+    source="v1.0 rules, structure of a submission; 2.1.5 of later editions",
+    formula="required folders are there (else fail), expected ones too (else warning)",
+    passes="closed/acme/ with code/, results/ and systems/",
+    fails="closed/acme/ without systems/",
+)
+def _check_required_folders(case: ResultCase) -> Iterator[Finding]:
+    submitter, folders = case.result.location.submitter, case.edition.folders
+    present = list_folders(submitter)
+    is_complete = True
+    for verdict, names in ((Verdict.FAIL, folders.required), (Verdict.WARNING, folders.expected)):
+        for name in names:
+            if name not in present:
+                is_complete = False
+                yield violation(
+                    verdict=verdict,
+                    evidence=submitter.organisation,
+                    value="missing",
+                    limit=f"{name}/",
+                    proof=f"{submitter.organisation}/ has no {name}/",
+                    fix=f"Add {name}/ beside results/.",
+                )
+    if is_complete:
         yield Finding(
-            verdict=Verdict.WARNING if stray else Verdict.PASS,
-            evidence=result.name,
-            value=str(len(stray)),
-            limit="0",
-            proof=f"not known here: {', '.join(stray)}" if stray else "nothing else is here",
-            fix="Take these out of the submission, unless a reviewer needs them." if stray else "",
+            verdict=Verdict.PASS,
+            evidence=submitter.organisation,
+            proof=f"there are {', '.join(folders.required + folders.expected)}",
         )
 
 
-class Description(Rule):
-    """The system's description."""
-
-    id = "structure.system"
-    title = "A system's description is there and can be read"
-    source = "v1.0 rules, system description (which has no fixed schema in this edition)"
-    formula = "systems/<system>.json is JSON; another name, or a flaw that hides nothing, is a warning"
-    passes = "results/fast/unet3d_h100/ and systems/fast.json"
-    fails = "results/fast/unet3d_h100/, and systems/ holds no .json"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002 - the rule's signature
-        """One finding for each description."""
-        place = result.place
-        if not result.systems:
-            yield Finding(
-                verdict=Verdict.FAIL,
-                evidence=place.submitter.organisation,
-                value="no description",
-                limit="one",
-                proof="systems/ holds no .json",
-                fix=f"Describe the system in systems/{place.system or 'NAME'}.json.",
-            )
-        for system in result.systems:
-            system.value()
-            named = not place.system or system.file.endswith(f"/{place.system}.json")
-            remark = system.remark or ("" if named else f"the results call the system {place.system}")
-            yield Finding(
-                verdict=Verdict.WARNING if remark else Verdict.PASS,
-                evidence=system.file,
-                proof=remark or "it can be read",
-                fix="Mend the file or its name." if remark else "",
-            )
-
-
-class OtherBenchmarks(Rule):
-    """Vector search and key-value caches."""
-
-    editions = LATER
-    benchmarks = (Benchmark.VECTOR_SEARCH, Benchmark.KV_CACHE)
-    id = "scope.benchmark"
-    title = "Results of vector search and of key-value caches are not judged"
-    source = "sections 5 and 6"
-    formula = "not checked: neither valid nor invalid"
-    passes = "a folder training/ or checkpointing/, which other rules judge"
-    fails = "a folder vector_database/ (not checked)"
-
-    def judge(self, result: Result, edition: Edition) -> Iterator[Finding]:  # noqa: ARG002 - the rule's signature
-        """One finding."""
-        what = result.place.benchmark.value
+@result_rule(
+    id="structure.systems",
+    title="Each system has results, a description and a document",
+    editions=LATER,
+    benchmarks=BOTH,
+    source="2.1.7, 2.1.8",
+    formula="systems/ holds NAME.yaml and NAME.pdf for each results/NAME/, and nothing else but NAME.md",
+    passes="results/fast/, systems/fast.yaml, systems/fast.pdf",
+    fails="results/fast/, systems/fast.yaml alone",
+)
+def _check_system_files(case: ResultCase) -> Iterator[Finding]:
+    context, system = case.result.context, case.result.location.system
+    folder, required = f"{context.name}/systems", {f"{system}.yaml", f"{system}.pdf"}
+    allowed = {f"{name}.{suffix}" for name in context.result_systems for suffix in ("yaml", "pdf", "md")}
+    missing = sorted(required - set(context.systems))
+    unknown = [name for name in context.systems if name not in allowed]
+    for name in missing:
+        yield violation(
+            evidence=folder,
+            value="missing",
+            limit=name,
+            proof=f"there is no {name}",
+            fix=f"Describe the system in systems/{name}.",
+        )
+    for name in unknown:
+        yield violation(
+            evidence=folder,
+            value=name,
+            proof=f"{name} belongs to no system that has results",
+            fix="Take it out, or hand in the results.",
+            verdict=_verdict_on_entry(name),
+        )
+    if not missing and not unknown:
         yield Finding(
-            verdict=Verdict.NOT_CHECKED,
-            evidence=result.name,
-            value=what,
-            limit="training, checkpointing",
-            proof=f"{what} is outside of what Penstock judges",
-            fix="Have it judged by the benchmark's own tool.",
+            verdict=Verdict.PASS, evidence=folder, proof=f"there are {' and '.join(sorted(required))}"
+        )
+
+
+@result_rule(
+    id="structure.categories",
+    title="A system's results are sorted by benchmark",
+    editions=LATER,
+    benchmarks=BOTH,
+    source="2.1.10; vector_database and kv_cache are known, as in its diagram",
+    formula="each folder of results/SYSTEM/ is in the edition's list; case does not matter",
+    passes="results/fast/training/",
+    fails="results/fast/trainings/ beside it",
+)
+def _check_categories(case: ResultCase) -> Iterator[Finding]:
+    context, prefix = case.result.context, f"{case.result.location.system}/"
+    folders = [name.removeprefix(prefix) for name in context.categories if name.startswith(prefix)]
+    unknown = [name for name in folders if name.lower() not in case.timed.categories]
+    yield pass_if(
+        not unknown,
+        evidence=f"{context.name}/results/{prefix}",
+        value=", ".join(unknown),
+        limit=", ".join(sorted(case.timed.categories)),
+        proof=f"not known here: {', '.join(unknown)}" if unknown else f"there are {', '.join(folders)}",
+        fix="Rename these folders, or take them out.",
+    )
+
+
+@result_rule(
+    id="structure.phases",
+    title="A training has the folders of its phases, and no others",
+    editions=LATER,
+    source="2.1.12; datasize/ may be there or not, since text and tool disagree",
+    formula="the edition's required phases are there, and every folder is a phase",
+    passes="training/unet3d/ with datasize/, datagen/ and run/",
+    fails="training/unet3d/ with run/ alone",
+)
+def _check_phases(case: ResultCase) -> Iterator[Finding]:
+    folders = case.result.location.phases
+    missing = sorted(case.timed.required_phases - set(folders))
+    unknown = sorted(set(folders) - case.timed.phases)
+    problems = [f"there is no {name}/" for name in missing] + [f"{name}/ is not a phase" for name in unknown]
+    yield pass_if(
+        not problems,
+        evidence=case.result.name,
+        value=", ".join(folders),
+        limit=", ".join(sorted(case.timed.phases)),
+        proof="; ".join(problems) or f"there are {', '.join(folders)}",
+        fix="Copy the whole folder as the benchmark wrote it.",
+    )
+
+
+@result_rule(
+    id="structure.stray",
+    title="A result's folder holds only runs and their report",
+    editions=ALL,
+    benchmarks=BOTH,
+    source="ours: real trees hold other files, and no edition decides about them",
+    formula="every entry is a run, runs/ or the report; others are named, and never fatal",
+    passes="run1 ... run5 and mlperf_storage_report.json",
+    fails="output.txt beside run1 (a warning)",
+)
+def _check_stray_files(case: ResultCase) -> Iterator[Finding]:
+    stray = case.result.location.stray
+    yield pass_if(
+        not stray,
+        evidence=case.result.name,
+        value=len(stray),
+        limit=0,
+        proof=f"not known here: {', '.join(stray)}" if stray else "nothing else is here",
+        fix="Take these out of the submission, unless a reviewer needs them.",
+        otherwise=Verdict.WARNING,
+    )
+
+
+@result_rule(
+    id="structure.system",
+    title="A system's description is there and can be read",
+    editions=FIRST,
+    source="v1.0 rules, system description (which has no fixed schema in this edition)",
+    formula="systems/<system>.json is JSON; another name, or a flaw that hides nothing, is a warning",
+    passes="results/fast/unet3d_h100/ and systems/fast.json",
+    fails="results/fast/unet3d_h100/, and systems/ holds no .json",
+)
+def _check_description_file(case: ResultCase) -> Iterator[Finding]:
+    location = case.result.location
+    if not case.result.systems:
+        yield violation(
+            evidence=location.submitter.organisation,
+            value="no description",
+            limit="one",
+            proof="systems/ holds no .json",
+            fix=f"Describe the system in systems/{location.system or 'NAME'}.json.",
+        )
+    for system in case.result.systems:
+        system.value()
+        is_named = not location.system or system.file.endswith(f"/{location.system}.json")
+        remark = system.remark or ("" if is_named else f"the results call the system {location.system}")
+        yield pass_if(
+            not remark,
+            evidence=system.file,
+            proof=remark or "it can be read",
+            fix="Correct the file or its name.",
+            otherwise=Verdict.WARNING,
         )

@@ -15,10 +15,10 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import Recipe
 from penstock.errors import StorageError
 from penstock.submission.authoring.result_dir import set_aside
-from penstock.submission.authoring.run_sequence import Cadence, Wanted, plan_cadence
-from penstock.submission.authoring.series_state import read_standing
+from penstock.submission.authoring.run_sequence import RequestedResult, RunSequence, plan_run_sequence
+from penstock.submission.authoring.series_state import read_series_state
 from penstock.submission.authoring.write_result_dir import write_manifest, write_report
-from penstock.submission.tree_layout import Phase
+from penstock.submission.tree_layout import SubmissionPhase
 from penstock.workflows.submission.training import DataSet, Tell, add_datagen, add_datasize, add_run
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Onlooker:
 
 def make_training(
     session: Session, plan: TrainingResultPlan, storage: Storage, *, comm: Comm, onlooker: Onlooker
-) -> Cadence:
+) -> RunSequence:
     """Add leaves until the result is whole; what it came to."""
     wanted = _wanted(session, plan)
     num_tries = 0
@@ -67,7 +67,7 @@ def make_training(
                 write_report(session.series, plan.edition)
             return cadence
         phase = cadence.phases[0]
-        if phase is Phase.RUN:
+        if phase is SubmissionPhase.RUN:
             num_tries += 1
             _require_tries_left(num_tries, wanted.num_runs, session)
             onlooker.note(f"run {len(cadence.kept) + 1} of {wanted.num_runs}")
@@ -81,18 +81,18 @@ def make_part(
     plan: TrainingResultPlan,
     storage: Storage,
     *,
-    phase: Phase,
+    phase: SubmissionPhase,
     comm: Comm,
     onlooker: Onlooker,
-) -> Cadence:
+) -> RunSequence:
     """Add one leaf of this phase, if the result still lacks it; a run brings its data set's size with it."""
     wanted = _wanted(session, plan)
-    if phase is Phase.DATAGEN:  # made by any number of ranks, whatever the runs are of
+    if phase is SubmissionPhase.DATAGEN:  # made by any number of ranks, whatever the runs are of
         others = comm.broadcast(_num_accelerators(session, comm), awaiting="rank 0 to read the tree")
         wanted = replace(wanted, num_processes=others or wanted.num_processes)
     cadence = _next(session, wanted, comm=comm, onlooker=onlooker)
-    if phase is Phase.RUN and Phase.DATASIZE in cadence.phases:
-        _add(session, plan, Phase.DATASIZE, storage, comm=comm, onlooker=onlooker)
+    if phase is SubmissionPhase.RUN and SubmissionPhase.DATASIZE in cadence.phases:
+        _add(session, plan, SubmissionPhase.DATASIZE, storage, comm=comm, onlooker=onlooker)
     if phase in cadence.phases:
         onlooker.note(f"{phase.value}: {wanted.num_files:,} files")
         _add(session, plan, phase, storage, comm=comm, onlooker=onlooker)
@@ -108,26 +108,26 @@ def _num_accelerators(session: Session, comm: Comm) -> int | None:
     """What the leaves that are there are of; None where there are none. Rank 0 alone looks."""
     if comm.rank:
         return None
-    standing = read_standing(session.series)
+    standing = read_series_state(session.series)
     return next((leaf.num_processes for leaf in (*standing.datasizes, *standing.runs)), None)
 
 
-def _wanted(session: Session, plan: TrainingResultPlan) -> Wanted:
-    return Wanted(
+def _wanted(session: Session, plan: TrainingResultPlan) -> RequestedResult:
+    return RequestedResult(
         accelerator=plan.request.workload.accelerator,
         num_processes=plan.num_accelerators,
         place=session.place,
         num_files=plan.request.workload.dataset.num_files_train,
         num_runs=plan.edition.num_runs,
-        max_pause_runs=plan.edition.of_time().max_pause_runs,
+        max_pause_runs=plan.edition.require_timed().max_pause_runs,
     )
 
 
-def _next(session: Session, wanted: Wanted, *, comm: Comm, onlooker: Onlooker) -> Cadence:
+def _next(session: Session, wanted: RequestedResult, *, comm: Comm, onlooker: Onlooker) -> RunSequence:
     """What is to be done now, after what no longer counts was set aside; the same on all ranks."""
     cadence = None
     if comm.rank == 0:
-        cadence = plan_cadence(read_standing(session.series), wanted, now=session.clock())
+        cadence = plan_run_sequence(read_series_state(session.series), wanted, now=session.clock())
         for surplus in cadence.surplus:
             target = set_aside(session.series.claim, surplus.leaf.folder)
             onlooker.note(f"{surplus.leaf.folder.name} was set aside: {surplus.why}. It is in {target}")
@@ -141,16 +141,16 @@ def _next(session: Session, wanted: Wanted, *, comm: Comm, onlooker: Onlooker) -
 def _add(
     session: Session,
     plan: TrainingResultPlan,
-    phase: Phase,
+    phase: SubmissionPhase,
     storage: Storage,
     *,
     comm: Comm,
     onlooker: Onlooker,
 ) -> None:
     workload = plan.request.workload
-    if phase is Phase.DATASIZE:
+    if phase is SubmissionPhase.DATASIZE:
         add_datasize(session, workload, hosts=plan.hosts, num_accelerators=plan.num_accelerators, comm=comm)
-    elif phase is Phase.DATAGEN:
+    elif phase is SubmissionPhase.DATAGEN:
         recipe = Recipe(dataset=workload.dataset, seed=workload.train.seed, reduction=IRREDUCIBLE)
         data_set = DataSet(workload=workload, recipe=recipe, threads=plan.generates_with, hosts=plan.hosts)
         add_datagen(session, data_set, storage, comm=comm, progress=onlooker.progress)

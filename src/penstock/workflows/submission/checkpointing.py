@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.errors import DataDamaged
 from penstock.results.record import read_record
-from penstock.submission.authoring.run_metadata import LeafFacts
-from penstock.submission.authoring.write_result_dir import separation_of, write_leaf, write_report
-from penstock.submission.tree_layout import Phase
+from penstock.submission.authoring.run_metadata import RunFacts
+from penstock.submission.authoring.write_result_dir import probe_fs_separation, write_report, write_result_dir
+from penstock.submission.tree_layout import SubmissionPhase
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, OpenStorage
@@ -46,10 +46,10 @@ def add_checkpoints(
     onlooker: CheckpointOnlooker,
 ) -> CheckpointResult:
     """One invocation, whose folder is its leaf when this returns; `DataDamaged` where bytes were wrong."""
-    address = session.reserve(Phase.RUN, comm)
+    address = session.reserve(SubmissionPhase.RUN, comm)
     separation = None
     if comm.rank == 0:
-        separation = separation_of(
+        separation = probe_fs_separation(
             reopen().uri, session.series.claim.root, host=comm.host, now=session.clock()
         )
     tree = session.series.claim.root
@@ -64,7 +64,7 @@ def add_checkpoints(
     folder = None
     if comm.rank == 0:
         said = onlooker.tell(replace(result, results_dir=str(address.folder)))
-        facts = LeafFacts(
+        facts = RunFacts(
             address=address,
             workload=request.model.workload,
             accelerator=accelerator,
@@ -76,7 +76,7 @@ def add_checkpoints(
             ended=session.clock(),
             exit_status=0,
         )
-        folder = write_leaf(
+        folder = write_result_dir(
             facts,
             image=session.image,
             stdout=said.stdout,

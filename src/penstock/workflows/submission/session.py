@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from penstock import __file__ as package_file
 from penstock import __version__
 from penstock.results.provenance import git_state
-from penstock.submission.authoring.result_dir import reserve
-from penstock.submission.authoring.write_result_dir import Image
+from penstock.submission.authoring.result_dir import reserve_address
+from penstock.submission.authoring.write_result_dir import ProgramImage
 from penstock.submission.code_image import UNKNOWN, Program, capture
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
-    from penstock.submission.authoring.ownership import Claim
-    from penstock.submission.authoring.result_dir import Address, Series
-    from penstock.submission.tree_layout import Phase
+    from penstock.submission.authoring.ownership import OwnedTree
+    from penstock.submission.authoring.result_dir import ResultDirAddress, Series
+    from penstock.submission.tree_layout import SubmissionPhase
 
 Clock = Callable[[], datetime]
 
@@ -45,16 +45,16 @@ class Session:
     """
 
     series: Series
-    image: Image
+    image: ProgramImage
     place: str
     changed: Mapping[str, Any]
     command: Sequence[str]
     environment: Environment = field(default_factory=dict)
     clock: Clock = lambda: datetime.now(UTC)
 
-    def reserve(self, phase: Phase, comm: Comm) -> Address:
+    def reserve(self, phase: SubmissionPhase, comm: Comm) -> ResultDirAddress:
         """The address of the next leaf, the same on all ranks. Collective."""
-        address = reserve(self.series, phase, now=self.clock()) if comm.rank == 0 else None
+        address = reserve_address(self.series, phase, now=self.clock()) if comm.rank == 0 else None
         found = comm.broadcast(address, awaiting="the place of the next leaf")
         assert found is not None
         return found
@@ -67,12 +67,14 @@ def installed_program() -> Program:
     return Program(folder=folder, version=__version__, commit=state.commit if state else UNKNOWN)
 
 
-def capture_image(claim: Claim, *, comm: Comm, clock: Clock, program: Program | None = None) -> Image:
+def capture_image(
+    claim: OwnedTree, *, comm: Comm, clock: Clock, program: Program | None = None
+) -> ProgramImage:
     """The program's image in the tree's pool, the same on all ranks. Collective."""
     image = None
     if comm.rank == 0:
         captured = program or installed_program()
-        image = Image(program=captured, digest=capture(captured, claim.root, now=clock()))
+        image = ProgramImage(program=captured, digest=capture(captured, claim.root, now=clock()))
     found = comm.broadcast(image, awaiting="the image of the program")
     assert found is not None
     return found

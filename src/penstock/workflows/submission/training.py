@@ -19,9 +19,13 @@ from penstock.results.dlio.folder import log_line, write_log
 from penstock.results.durable import write_json
 from penstock.results.record import read_record
 from penstock.storage.whole import read_object, write_object
-from penstock.submission.authoring.run_metadata import DataSize, LeafFacts
-from penstock.submission.authoring.write_result_dir import separation_of, write_leaf, write_metadata_leaf
-from penstock.submission.tree_layout import DATAGEN_MANIFEST, Phase
+from penstock.submission.authoring.run_metadata import DatasetSize, RunFacts
+from penstock.submission.authoring.write_result_dir import (
+    probe_fs_separation,
+    write_metadata_dir,
+    write_result_dir,
+)
+from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
 from penstock.units import format_bytes, format_seconds
 from penstock.workflows.submission.session import Said
 
@@ -33,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.progress import Progress
     from penstock.results.host import HostFacts
     from penstock.storage import Storage
-    from penstock.submission.authoring.result_dir import Address
+    from penstock.submission.authoring.result_dir import ResultDirAddress
     from penstock.workflows.submission.session import Session
     from penstock.workload.spec import Workload
 
@@ -55,10 +59,10 @@ def add_datasize(
     session: Session, workload: Workload, *, hosts: Sequence[HostFacts], num_accelerators: int, comm: Comm
 ) -> Path:
     """The leaf that says how large the data set is to be: `workload` has the number of files."""
-    address = session.reserve(Phase.DATASIZE, comm)
+    address = session.reserve(SubmissionPhase.DATASIZE, comm)
     folder = None
     if comm.rank == 0:
-        facts = LeafFacts(
+        facts = RunFacts(
             address=address,
             workload=workload,
             accelerator=workload.accelerator,
@@ -71,7 +75,7 @@ def add_datasize(
             exit_status=0,
             data_size=_size_of(workload),
         )
-        folder = write_metadata_leaf(facts, image=session.image, now=session.clock())
+        folder = write_metadata_dir(facts, image=session.image, now=session.clock())
     return _broadcast(folder, comm)
 
 
@@ -79,7 +83,7 @@ def add_datagen(
     session: Session, data_set: DataSet, storage: Storage, *, comm: Comm, progress: Progress
 ) -> Path:
     """Make the data set, or find it whole, and leave the leaf of it and the manifest beside the data."""
-    address = session.reserve(Phase.DATAGEN, comm)
+    address = session.reserve(SubmissionPhase.DATAGEN, comm)
     stages = replace(data_set.workload.workflow, generate_data=True, train=False)
     workload = replace(data_set.workload, workflow=stages)
     began = session.clock()
@@ -95,7 +99,7 @@ def add_datagen(
         manifest = _manifest(workload, address, session)
         write_object(storage, MANIFEST_KEY, [json.dumps(manifest, indent=2).encode()])
         write_json(address.draft, DATAGEN_MANIFEST, manifest)
-        facts = LeafFacts(
+        facts = RunFacts(
             address=address,
             workload=workload,
             accelerator=workload.accelerator,
@@ -109,7 +113,7 @@ def add_datagen(
             data_size=_size_of(workload),
             has_datagen_manifest=True,
         )
-        folder = write_leaf(
+        folder = write_result_dir(
             facts,
             image=session.image,
             stdout="\n".join(lines) + "\n",
@@ -130,11 +134,11 @@ def add_run(
     tell: Tell,
 ) -> TrainingResult:
     """One run, whose folder is its leaf when this returns."""
-    address = session.reserve(Phase.RUN, comm)
+    address = session.reserve(SubmissionPhase.RUN, comm)
     separation = None
     if comm.rank == 0:
         root = session.series.claim.root
-        separation = separation_of(storage.uri, root, host=comm.host, now=session.clock())
+        separation = probe_fs_separation(storage.uri, root, host=comm.host, now=session.clock())
     tree = session.series.claim.root
     of_leaf = replace(request, run_folder=address.draft, results=tree, hydra_subfolder="")
     result = train(of_leaf, storage, comm=comm, progress=progress)
@@ -144,7 +148,7 @@ def add_run(
         if manifest is not None:
             write_json(address.draft, DATAGEN_MANIFEST, manifest)
         said = tell(replace(result, results_dir=str(address.folder)))
-        facts = LeafFacts(
+        facts = RunFacts(
             address=address,
             workload=request.workload,
             accelerator=request.workload.accelerator,
@@ -157,7 +161,7 @@ def add_run(
             exit_status=0,
             has_datagen_manifest=manifest is not None,
         )
-        folder = write_leaf(
+        folder = write_result_dir(
             facts,
             image=session.image,
             stdout=said.stdout,
@@ -168,16 +172,16 @@ def add_run(
     return replace(result, results_dir=str(_broadcast(folder, comm)))
 
 
-def _size_of(workload: Workload) -> DataSize:
+def _size_of(workload: Workload) -> DatasetSize:
     dataset = workload.dataset
-    return DataSize(
+    return DatasetSize(
         num_files_train=dataset.num_files_train,
         num_subfolders_train=dataset.num_subfolders_train,
         total_disk_bytes=expected_bytes(dataset),
     )
 
 
-def _manifest(workload: Workload, address: Address, session: Session) -> dict[str, Any]:
+def _manifest(workload: Workload, address: ResultDirAddress, session: Session) -> dict[str, Any]:
     dataset = workload.dataset
     return {
         "schema_version": 1,

@@ -21,12 +21,12 @@ from penstock.progress import Silent
 from penstock.results.host import HostFacts
 from penstock.storage import open_storage
 from penstock.submission.authoring.data_location import locate_data
-from penstock.submission.authoring.ownership import claim
+from penstock.submission.authoring.ownership import claim_tree
 from penstock.submission.authoring.result_dir import Series
-from penstock.submission.authoring.write_result_dir import Image
+from penstock.submission.authoring.write_result_dir import ProgramImage
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
-from penstock.submission.tree_layout import Benchmark, Phase
+from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workflows.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
 from penstock.workflows.submission.session import Said, Session
 from penstock.workflows.submission.training import DataSet, add_datagen, add_datasize, add_run
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_result import TrainingResult
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
-    from penstock.submission.authoring.run_sequence import Cadence
+    from penstock.submission.authoring.run_sequence import RunSequence
     from penstock.workload.spec import Workload
 
 COMM = SoloComm()
@@ -134,7 +134,7 @@ class SmallResult:
 
     def __post_init__(self) -> None:
         self.program = Program(folder=self._program(), version="1.0")
-        self.claim = claim(self.root, "acme", now=BEGAN, by="tests")
+        self.claim = claim_tree(self.root, "acme", now=BEGAN, by="tests")
         loaded = load("unet3d_b200", overrides=parse_settings(SCALE)).workload
         located = locate_data(loaded, str(self.data))
         self.workload: Workload = located.workload
@@ -147,7 +147,7 @@ class SmallResult:
                 benchmark=Benchmark.TRAINING,
                 model="unet3d",
             ),
-            image=Image(program=self.program, digest=capture(self.program, self.root, now=BEGAN)),
+            image=ProgramImage(program=self.program, digest=capture(self.program, self.root, now=BEGAN)),
             place=located.place,
             changed={**scaled, **located.changes},
             command=("penstock", "submission", "run", "training", "unet3d"),
@@ -195,7 +195,7 @@ class SmallResult:
         (systems / "fast.pdf").write_text("%PDF-1.4")
         (systems / "fast.yaml").write_text(yaml.safe_dump(DESCRIBED))
 
-    def whole(self, progress: Silent | None = None, *, comm: Comm = COMM) -> tuple[Cadence, list[str]]:
+    def whole(self, progress: Silent | None = None, *, comm: Comm = COMM) -> tuple[RunSequence, list[str]]:
         """The whole cadence, and what was said of it."""
         said: list[str] = []
         plan = TrainingResultPlan(
@@ -208,7 +208,7 @@ class SmallResult:
         cadence = make_training(self.session, plan, self.storage, comm=comm, onlooker=onlooker)
         return cadence, said
 
-    def part(self, phase: Phase) -> tuple[Cadence, list[str]]:
+    def part(self, phase: SubmissionPhase) -> tuple[RunSequence, list[str]]:
         """One leaf of the cadence, and what was said."""
         said: list[str] = []
         plan = TrainingResultPlan(

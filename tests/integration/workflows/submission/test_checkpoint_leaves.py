@@ -19,10 +19,10 @@ from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.submission.authoring.data_location import locate_checkpoints
-from penstock.submission.authoring.ownership import claim
+from penstock.submission.authoring.ownership import claim_tree
 from penstock.submission.authoring.result_dir import Series
-from penstock.submission.authoring.series_state import progress_of
-from penstock.submission.authoring.write_result_dir import Image
+from penstock.submission.authoring.series_state import list_progress
+from penstock.submission.authoring.write_result_dir import ProgramImage
 from penstock.submission.check import check
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
@@ -52,7 +52,7 @@ def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
     (place / "program" / "main.py").write_text("print()")
     began = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
     ticks = iter(range(10_000))
-    root = claim(place / "tree", "acme", now=began, by="tests").root
+    root = claim_tree(place / "tree", "acme", now=began, by="tests").root
     model = asked_of(
         load_model("llama3-8b"), time_between_checkpoints_s=0.0, checkpoint_folder=str(apart / "saves")
     )
@@ -60,13 +60,13 @@ def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
     program = Program(folder=place / "program", version="1.0")
     session = Session(
         series=Series(
-            claim=claim(root, "acme", now=began, by="tests"),
+            claim=claim_tree(root, "acme", now=began, by="tests"),
             division=SubmissionDivision.CLOSED,
             system="fast",
             benchmark=Benchmark.CHECKPOINTING,
             model="llama3-8b",
         ),
-        image=Image(program=program, digest=capture(program, root, now=began)),
+        image=ProgramImage(program=program, digest=capture(program, root, now=began)),
         place=located.place,
         changed=located.changes,
         command=("penstock", "submission", "run", "checkpointing", "llama3-8b"),
@@ -132,5 +132,5 @@ def test_a_tree_of_our_own_checkpoints_is_valid_but_for_its_scale(leaf: Path) ->
 def test_the_status_of_a_checkpointing_is_one_of_one(leaf: Path) -> None:
     root = leaf.parents[6]
     now = datetime(2026, 7, 1, 12, 0, 0, tzinfo=UTC)
-    (found,) = progress_of(claim(root, "acme", now=now, by="tests"), load_edition("v3.0"), now=now)
+    (found,) = list_progress(claim_tree(root, "acme", now=now, by="tests"), load_edition("v3.0"), now=now)
     assert (found.num_runs, found.num_wanted, found.lacks) == (1, 1, ())

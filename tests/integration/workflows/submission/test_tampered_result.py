@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.integration.campaign.submission.test_training_result import scaled_edition
+from tests.integration.workflows.submission.test_training_result import scaled_edition
 from tests.support.submission.tampering import WAYS, Lying, Tampering
 
 from penstock.submission.check import check

@@ -11,7 +11,7 @@ from tests.integration.workflows.submission.small import NUM_FILES, SmallResult
 
 from penstock.errors import PenstockError
 from penstock.results.record import Outcome, read_record
-from penstock.submission.authoring.series_state import read_standing
+from penstock.submission.authoring.series_state import read_series_state
 from penstock.submission.code_image import POINTER, POOL, image_name, parse_pointer, tree_digest
 
 
@@ -66,7 +66,7 @@ def test_a_series_says_how_far_it_is(small: SmallResult) -> None:
     small.datasize()
     small.datagen()
     leaves = list(small.runs(2))
-    standing = read_standing(small.session.series)
+    standing = read_series_state(small.session.series)
     assert [leaf.folder for leaf in standing.runs] == leaves
     assert [len(standing.datasizes), len(standing.datagens)] == [1, 1]
     assert standing.attempts == ()
@@ -79,7 +79,7 @@ def test_a_run_that_fails_leaves_no_leaf_but_an_attempt_that_says_why(small: Sma
     victim.write_bytes(victim.read_bytes()[:100])
     with pytest.raises(PenstockError):
         small.run()
-    standing = read_standing(small.session.series)
+    standing = read_series_state(small.session.series)
     assert standing.runs == ()
     assert [attempt.outcome for attempt in standing.attempts] == ["failed"]
     assert not (small.root / "closed/acme/results/fast/training/unet3d/run").exists()

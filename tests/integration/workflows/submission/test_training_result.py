@@ -11,11 +11,11 @@ from tests.integration.workflows.submission.small import SCALE, SmallResult
 
 from penstock.errors import UsageError
 from penstock.progress import Silent
-from penstock.submission.authoring.series_state import read_standing
+from penstock.submission.authoring.series_state import read_series_state
 from penstock.submission.check import check
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Validity, Verdict
-from penstock.submission.tree_layout import MANIFEST, Phase
+from penstock.submission.tree_layout import MANIFEST, SubmissionPhase
 from penstock.testing.rank_threads import on_ranks
 
 SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}
@@ -79,11 +79,11 @@ def test_the_manifest_lists_all_leaves(made: SmallResult) -> None:
 
 
 def test_a_whole_result_is_left_as_it_is(made: SmallResult) -> None:
-    before = read_standing(made.session.series)
+    before = read_series_state(made.session.series)
     cadence, said = made.whole()
     assert cadence.is_complete
     assert said == []
-    assert read_standing(made.session.series) == before
+    assert read_series_state(made.session.series) == before
 
 
 @pytest.fixture
@@ -97,20 +97,20 @@ def begun(tmp_path: Path) -> SmallResult:
 
 
 def test_an_interrupted_result_goes_on_where_it_was(begun: SmallResult) -> None:
-    before = [leaf.folder for leaf in read_standing(begun.session.series).runs]
+    before = [leaf.folder for leaf in read_series_state(begun.session.series).runs]
     _, said = begun.whole()
     assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
-    standing = read_standing(begun.session.series)
+    standing = read_series_state(begun.session.series)
     assert [leaf.folder for leaf in standing.runs][:2] == before
     assert (len(standing.datasizes), len(standing.datagens)) == (1, 1)
 
 
 def test_runs_that_nothing_may_follow_any_more_are_set_aside_not_deleted(begun: SmallResult) -> None:
-    before = [leaf.folder.name for leaf in read_standing(begun.session.series).runs]
+    before = [leaf.folder.name for leaf in read_series_state(begun.session.series).runs]
     begun.clock.now += timedelta(hours=1)
     _, said = begun.whole()
     assert [text.split(" was set aside")[0] for text in said[:2]] == before
-    after = [leaf.folder.name for leaf in read_standing(begun.session.series).runs]
+    after = [leaf.folder.name for leaf in read_series_state(begun.session.series).runs]
     assert len(after) == 6
     assert not set(after) & set(before)
     kept = {path.parent.name for path in (begun.root / ".mlps/trash").glob("**/summary.json")}
@@ -126,13 +126,13 @@ def test_another_result_in_the_same_place_is_refused(begun: SmallResult) -> None
 
 def test_parts_are_made_one_by_one_and_none_twice(tmp_path: Path) -> None:
     small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
-    cadence, said = small.part(Phase.DATAGEN)
+    cadence, said = small.part(SubmissionPhase.DATAGEN)
     assert said == ["datagen: 28 files"]
-    assert cadence.phases == (Phase.DATASIZE, *[Phase.RUN] * 6)
-    cadence, said = small.part(Phase.RUN)
+    assert cadence.phases == (SubmissionPhase.DATASIZE, *[SubmissionPhase.RUN] * 6)
+    cadence, said = small.part(SubmissionPhase.RUN)
     assert said == ["run: 28 files"]
-    assert cadence.phases == (Phase.RUN,) * 5
-    _, said = small.part(Phase.DATAGEN)
+    assert cadence.phases == (SubmissionPhase.RUN,) * 5
+    _, said = small.part(SubmissionPhase.DATAGEN)
     assert said == ["datagen: is there already"]
 
 
@@ -148,12 +148,12 @@ class StoppedIn(Silent):
 
 
 def test_ctrl_c_leaves_the_tree_as_it_was_and_the_same_command_goes_on(begun: SmallResult) -> None:
-    before = read_standing(begun.session.series).runs
+    before = read_series_state(begun.session.series).runs
     usual, begun.clock.run = begun.clock.run, timedelta(seconds=9)
     with pytest.raises(KeyboardInterrupt):
         begun.whole(StoppedIn("epoch 2"))
     begun.clock.run = usual
-    standing = read_standing(begun.session.series)
+    standing = read_series_state(begun.session.series)
     assert standing.runs == before
     assert [attempt.outcome for attempt in standing.attempts] == ["interrupted"]
     _, said = begun.whole()
@@ -166,7 +166,7 @@ def test_several_ranks_make_one_result_and_see_it_alike(tmp_path: Path) -> None:
     outcomes = on_ranks(2, lambda comm: small.whole(comm=comm), hosts=["here"] * 2, timeout_s=250)
     kept = [[leaf.folder for leaf in cadence.kept] for cadence, _ in outcomes]
     assert kept[0] == kept[1]
-    runs = read_standing(small.session.series).runs
+    runs = read_series_state(small.session.series).runs
     assert [leaf.folder for leaf in runs] == kept[0]
     assert {leaf.num_processes for leaf in runs} == {2}
     assert len(list(runs[0].folder.glob("*_output.json"))) == 2

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.submission.authoring.checkpoint_preflight import AskedCheckpoints, breaches, require_allowed
+from penstock.submission.authoring.checkpoint_preflight import (
+    CheckpointPreflight,
+    find_breaches,
+    require_allowed,
+)
 from penstock.submission.edition import load_edition
 from penstock.workload.division_rules import SubmissionDivision
 
-ASKED = AskedCheckpoints(
+ASKED = CheckpointPreflight(
     model="llama3-8b",
     accelerator="b200",
     num_processes=8,
@@ -28,7 +32,7 @@ ASKED = AskedCheckpoints(
 
 def rules_broken(division: SubmissionDivision, **changes: Any) -> list[str]:
     asked = replace(ASKED, **changes)
-    return [breach.rule for breach in breaches(load_edition("v3.0"), division, asked)]
+    return [breach.rule for breach in find_breaches(load_edition("v3.0"), division, asked)]
 
 
 @pytest.mark.parametrize("division", list(SubmissionDivision))

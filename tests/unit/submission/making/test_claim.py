@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import DataDamaged, UsageError
-from penstock.submission.authoring.ownership import Claim, claim, claimed
+from penstock.submission.authoring.ownership import OwnedTree, claim_tree, require_owned_tree
 from penstock.submission.tree_layout import SENTINEL
 from penstock.workload.strict_yaml import parse_yaml
 
 NOW = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 
 
-def claim_for(organisation: str, root: Path) -> Claim:
-    return claim(root, organisation, now=NOW, by="tests")
+def claim_for(organisation: str, root: Path) -> OwnedTree:
+    return claim_tree(root, organisation, now=NOW, by="tests")
 
 
 def test_a_new_folder_becomes_an_organisations_tree(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "tree"
     assert claim_for("acme", root).is_new
-    assert claimed(root).organisation == "acme"
+    assert require_owned_tree(root).organisation == "acme"
     assert [path.name for path in root.iterdir()] == [SENTINEL]
     assert parse_yaml((root / SENTINEL).read_text(), source="sentinel") == {
         "mlperf_results_version": 2,
@@ -72,19 +72,19 @@ def test_of_two_who_claim_at_once_one_gets_it(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         outcomes = list(pool.map(attempt, names))
     assert outcomes.count("refused") == 7
-    assert claimed(tmp_path / "tree").organisation in outcomes
+    assert require_owned_tree(tmp_path / "tree").organisation in outcomes
 
 
 def test_who_writes_into_nobodys_folder_is_told_how_to_claim_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="penstock submission init"):
-        claimed(tmp_path)
+        require_owned_tree(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["- a list", "mlperf_results_version: 1\norgname: a\n", "orgname: [", "{}"])
 def test_a_damaged_sentinel_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / SENTINEL).write_text(text)
     with pytest.raises((DataDamaged, UsageError), match="mlperf-results"):
-        claimed(tmp_path)
+        require_owned_tree(tmp_path)
 
 
 def test_a_tree_of_another_layout_is_refused(tmp_path: Path) -> None:
@@ -92,4 +92,4 @@ def test_a_tree_of_another_layout_is_refused(tmp_path: Path) -> None:
     text = (tmp_path / SENTINEL).read_text().replace("version: 2", "version: 9")
     (tmp_path / SENTINEL).write_text(text)
     with pytest.raises(DataDamaged, match="layout 9, not 2"):
-        claimed(tmp_path)
+        require_owned_tree(tmp_path)

@@ -18,9 +18,9 @@ from penstock.cluster.facts.model import (
     Nic,
     Present,
 )
-from penstock.submission.authoring.description_draft import describe, drift, first_text
+from penstock.submission.authoring.description_draft import diff_description, draft_description, initial_text
 from penstock.submission.parsed_file import read_description
-from penstock.submission.system_description import problems
+from penstock.submission.system_description import find_schema_problems
 
 
 def host(name: str, *, cores: int = 64) -> Present:
@@ -87,9 +87,9 @@ def filled(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_equal_hosts_are_one_kind_of_client() -> None:
-    clients = describe(cluster(host("a"), host("b"), host("c", cores=32)), "fast")["system_under_test"][
-        "clients"
-    ]
+    clients = draft_description(cluster(host("a"), host("b"), host("c", cores=32)), "fast")[
+        "system_under_test"
+    ]["clients"]
     assert [(client["quantity"], client["chassis"]["cpu_cores"]) for client in clients] == [(2, 64), (1, 32)]
     assert clients[0]["chassis"] == {
         "model_name": "Box 1",
@@ -106,31 +106,31 @@ def test_equal_hosts_are_one_kind_of_client() -> None:
 
 def test_what_was_collected_and_filled_in_fits_the_schema(tmp_path: Path) -> None:
     path = tmp_path / "fast.yaml"
-    path.write_text(yaml.safe_dump(filled(describe(cluster(host("a")), "fast")), sort_keys=False))
-    assert problems(read_description(path, tmp_path)) == []
+    path.write_text(yaml.safe_dump(filled(draft_description(cluster(host("a")), "fast")), sort_keys=False))
+    assert find_schema_problems(read_description(path, tmp_path)) == []
 
 
 def test_what_is_to_be_filled_in_has_a_hint_and_a_line_in_the_schemas_words(tmp_path: Path) -> None:
     path = tmp_path / "fast.yaml"
-    path.write_text(first_text(describe(cluster(host("a")), "fast")))
+    path.write_text(initial_text(draft_description(cluster(host("a")), "fast")))
     lines = path.read_text().splitlines()
-    for problem in problems(read_description(path, tmp_path)):
+    for problem in find_schema_problems(read_description(path, tmp_path)):
         around = lines[problem.line - 1 : problem.line + 5]
         assert any("null  # " in line for line in around), problem
-    assert yaml.safe_load(path.read_text()) == describe(cluster(host("a")), "fast")
+    assert yaml.safe_load(path.read_text()) == draft_description(cluster(host("a")), "fast")
 
 
 def test_the_humans_part_is_never_drift() -> None:
-    collected = describe(cluster(host("a")), "fast")
+    collected = draft_description(cluster(host("a")), "fast")
     written = filled(collected)
     written["system_under_test"]["product_nodes"] = [{"quantity": 4}]
     written["system_under_test"]["clients"][0]["drives"][0]["performance"] = {"form_factor": "U.2"}
-    assert drift(written, collected, name="fast.yaml") == ()
+    assert diff_description(written, collected, name="fast.yaml") == ()
 
 
 @pytest.mark.parametrize("change", ["cores", "hosts", "speed"])
 def test_what_machines_say_otherwise_is_a_line_of_the_diff(change: str) -> None:
-    collected = describe(cluster(host("a"), host("b")), "fast")
+    collected = draft_description(cluster(host("a"), host("b")), "fast")
     written = filled(collected)
     client = written["system_under_test"]["clients"][0]
     if change == "cores":
@@ -142,7 +142,7 @@ def test_what_machines_say_otherwise_is_a_line_of_the_diff(change: str) -> None:
     else:
         client["networking"][0]["speed"] = 100
         expected = ["-      speed: 100", "+      speed: 200"]
-    told = drift(written, collected, name="fast.yaml")
+    told = diff_description(written, collected, name="fast.yaml")
     assert [line for line in told if line[0] in "+-" and line[:3] not in ("---", "+++")] == expected
 
 
@@ -156,4 +156,4 @@ def test_an_absent_host_leaves_the_facts_partial() -> None:
         present=(host("a"),),
         absent=(absent,),
     )
-    assert describe(facts, "fast")["system_under_test"]["clients"][0]["quantity"] == 1
+    assert draft_description(facts, "fast")["system_under_test"]["clients"][0]["quantity"] == 1

@@ -10,12 +10,12 @@ import pytest
 
 from penstock.results.host import HostFacts
 from penstock.submission.authoring.data_location import locate_checkpoints, locate_data
-from penstock.submission.authoring.ownership import Claim
-from penstock.submission.authoring.result_dir import Address, Series
-from penstock.submission.authoring.run_metadata import DataSize, LeafFacts, metadata
-from penstock.submission.authoring.run_provenance import CORE_KEYS, core_digest, stamp
+from penstock.submission.authoring.ownership import OwnedTree
+from penstock.submission.authoring.result_dir import ResultDirAddress, Series
+from penstock.submission.authoring.run_metadata import DatasetSize, RunFacts, build_metadata
+from penstock.submission.authoring.run_provenance import CORE_KEYS, build_provenance, core_config_digest
 from penstock.submission.code_image import Program
-from penstock.submission.tree_layout import Benchmark, Phase
+from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workload.division_rules import SubmissionDivision
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
@@ -36,16 +36,16 @@ def host(name: str, memory_bytes: int) -> HostFacts:
     )
 
 
-def facts(phase: Phase = Phase.RUN) -> LeafFacts:
+def facts(phase: SubmissionPhase = SubmissionPhase.RUN) -> RunFacts:
     series = Series(
-        claim=Claim(root=Path("/tree"), organisation="acme"),
+        claim=OwnedTree(root=Path("/tree"), organisation="acme"),
         division=SubmissionDivision.CLOSED,
         system="fast",
         benchmark=Benchmark.TRAINING,
         model="unet3d",
     )
-    return LeafFacts(
-        address=Address(series=series, phase=phase, began=BEGAN),
+    return RunFacts(
+        address=ResultDirAddress(series=series, phase=phase, began=BEGAN),
         workload=workload(),
         accelerator="b200",
         changed={"dataset.num_files_train": 7200},
@@ -55,12 +55,12 @@ def facts(phase: Phase = Phase.RUN) -> LeafFacts:
         command=("penstock", "--secret-token", "hush"),
         ended=BEGAN + timedelta(minutes=18),
         exit_status=0,
-        data_size=DataSize(num_files_train=7200, num_subfolders_train=0, total_disk_bytes=10**12),
+        data_size=DatasetSize(num_files_train=7200, num_subfolders_train=0, total_disk_bytes=10**12),
     )
 
 
 def test_memory_is_the_sum_of_hosts_and_times_are_those_of_the_whole_run() -> None:
-    document = metadata(facts())
+    document = build_metadata(facts())
     assert document["system_info"] == {"total_memory_bytes": 768 << 30, "total_cores": 128}
     assert document["args"]["client_host_memory_in_gb"] == 256.0
     assert document["args"]["hosts"] == ["a", "b"]
@@ -71,15 +71,19 @@ def test_memory_is_the_sum_of_hosts_and_times_are_those_of_the_whole_run() -> No
 
 @pytest.mark.parametrize(
     ("phase", "key"),
-    [(Phase.DATASIZE, "max_accelerators"), (Phase.DATAGEN, "num_processes"), (Phase.RUN, "num_accelerators")],
+    [
+        (SubmissionPhase.DATASIZE, "max_accelerators"),
+        (SubmissionPhase.DATAGEN, "num_processes"),
+        (SubmissionPhase.RUN, "num_accelerators"),
+    ],
 )
-def test_each_phase_counts_its_processes_under_its_own_name(phase: Phase, key: str) -> None:
-    assert metadata(facts(phase))["args"][key] == 8
+def test_each_phase_counts_its_processes_under_its_own_name(phase: SubmissionPhase, key: str) -> None:
+    assert build_metadata(facts(phase))["args"][key] == 8
 
 
 def stamped(asked: Workload) -> str:
     program = Program(folder=Path("/"), version="1.0")
-    found = stamp(asked, Benchmark.TRAINING, program=program, digest="0" * 32, now=BEGAN)
+    found = build_provenance(asked, Benchmark.TRAINING, program=program, digest="0" * 32, now=BEGAN)
     assert found["core_config"]["allowlist"] == "training@1"
     text: str = found["core_config"]["hash"]
     return text
@@ -107,9 +111,9 @@ def test_what_makes_the_workload_is_the_core(change: str) -> None:
 
 
 def test_one_number_has_one_spelling_in_the_core() -> None:
-    assert core_digest({"a": 7}) == core_digest({"a": 7.0}) == core_digest({"a": "7"})
-    assert core_digest({"a": True}) == core_digest({"a": "true"})
-    assert core_digest({"a": 7}) != core_digest({"a": 8})
+    assert core_config_digest({"a": 7}) == core_config_digest({"a": 7.0}) == core_config_digest({"a": "7"})
+    assert core_config_digest({"a": True}) == core_config_digest({"a": "true"})
+    assert core_config_digest({"a": 7}) != core_config_digest({"a": 8})
 
 
 def test_the_folder_of_checkpoints_and_their_number_are_no_part_of_the_core() -> None:

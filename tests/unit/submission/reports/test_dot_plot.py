@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.submission.reports.dot_plot import dot_plot, ticks
-from penstock.submission.reports.result_figures import Figure, spread
+from penstock.submission.reports.result_figures import ResultFigure, compute_spread
 
 
-def figure(values: dict[str, float], name: str = "throughput") -> Figure:
-    return Figure(name=name, unit="samples/s", values=values, spread=spread(values))
+def figure(values: dict[str, float], name: str = "throughput") -> ResultFigure:
+    return ResultFigure(name=name, unit="samples/s", values=values, spread=compute_spread(values))
 
 
 @given(low=st.floats(-1e6, 1e6), width=st.floats(1e-3, 1e6))

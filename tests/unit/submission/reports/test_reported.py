@@ -13,19 +13,24 @@ from tests.support.submission.timed_tree import valid_checkpointing, valid_round
 
 from penstock.submission.edition import load_edition
 from penstock.submission.reports.report_files import plan_folder, plan_tree, write_files
-from penstock.submission.reports.result_report import RESULT_COLUMNS, Reported, document, report_all
-from penstock.submission.tree_layout import JUDGED
+from penstock.submission.reports.result_report import (
+    RESULT_COLUMNS,
+    ResultReport,
+    report_all,
+    report_document,
+)
+from penstock.submission.tree_layout import CHECKED_BENCHMARKS
 
 V1, V3 = load_edition("v1.0"), load_edition("v3.0")
 RATES = [20.0, 20.1, 20.2, 20.3, 20.4]
 
 
-def reported(submission: Submission, root: Path) -> Reported:
+def reported(submission: Submission, root: Path) -> ResultReport:
     (found,) = report_all(submission.write(root), V1)
     return found
 
 
-def values(found: Reported, name: str) -> dict[str, float]:
+def values(found: ResultReport, name: str) -> dict[str, float]:
     return next(figure.values for figure in found.figures.found if figure.name == name)
 
 
@@ -99,7 +104,10 @@ def test_issues_are_told_in_the_row_and_the_document(tmp_path: Path) -> None:
     found = reported(submission, tmp_path)
     assert found.row["Verdict"] == "invalid"
     assert found.row["Issues"] == "structure.folders; structure.system"
-    assert {issue["rule"] for issue in document(found)["issues"]} == {"structure.folders", "structure.system"}
+    assert {issue["rule"] for issue in report_document(found)["issues"]} == {
+        "structure.folders",
+        "structure.system",
+    }
 
 
 def test_the_report_of_v1_is_the_one_that_the_benchmark_writes(tmp_path: Path) -> None:
@@ -177,7 +185,7 @@ def test_what_is_not_judged_is_reported_without_figures_and_nothing_is_written_t
     leaf = "closed/acme/results/fast/vector_database/milvus/DISKANN/run/20260701_100000"
     tree.files[f"{leaf}/summary.json"] = {"recall": 1.0}
     all_reported = list(report_all(tree.write(tmp_path), V3))
-    (other,) = (each for each in all_reported if each.benchmark not in JUDGED)
+    (other,) = (each for each in all_reported if each.benchmark not in CHECKED_BENCHMARKS)
     assert (other.figures.found, other.row["Benchmark Type"]) == ((), "vector_database")
     planned, kept = plan_tree(all_reported)
     assert len(planned) == 4

@@ -11,7 +11,7 @@ import pytest
 from tests.support.submission.numbered_tree import valid_submission
 from tests.support.submission.timed_tree import valid_round
 
-from penstock.submission.check import Judged, check
+from penstock.submission.check import CheckedResult, check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.reports.sarif import sarif
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 EDITION = load_edition("v1.0")
 
 
-def judged_with(*findings: Finding, name: str = "closed/acme/results/fast/unet3d") -> Judged:
-    return Judged(
+def judged_with(*findings: Finding, name: str = "closed/acme/results/fast/unet3d") -> CheckedResult:
+    return CheckedResult(
         name=name,
         organisation="acme",
         division="closed",
@@ -37,7 +37,7 @@ def judged_with(*findings: Finding, name: str = "closed/acme/results/fast/unet3d
     )
 
 
-def results_of(judged: Sequence[Judged], root: Path = Path("/tree")) -> list[dict[str, Any]]:
+def results_of(judged: Sequence[CheckedResult], root: Path = Path("/tree")) -> list[dict[str, Any]]:
     (run,) = sarif(judged, RULES, root)["runs"]
     results: list[dict[str, Any]] = run["results"]
     return results

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.submission.reports.result_figures import MOST_SCORE, spread, student_quantile
+from penstock.submission.reports.result_figures import MOST_SCORE, compute_spread, student_quantile
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ VALUES = st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=12)
 @given(numbers=VALUES)
 @settings(max_examples=50)
 def test_mean_and_deviation_are_those_of_the_population(numbers: list[float]) -> None:
-    found = spread({str(position): number for position, number in enumerate(numbers)})
+    found = compute_spread({str(position): number for position, number in enumerate(numbers)})
     assert found.num == len(numbers)
     assert found.mean == pytest.approx(statistics.fmean(numbers), abs=1e-3)
     assert found.deviation == pytest.approx(statistics.pstdev(numbers), rel=1e-6, abs=1e-3)
@@ -52,7 +52,7 @@ def test_mean_and_deviation_are_those_of_the_population(numbers: list[float]) ->
 def test_the_interval_is_students_of_the_sample() -> None:
     values = {"a": 20.0, "b": 20.1, "c": 20.2, "d": 20.3, "e": 20.4}
     reach = 2.7764451 * statistics.stdev(values.values()) / math.sqrt(5)
-    interval = spread(values).interval
+    interval = compute_spread(values).interval
     assert interval == pytest.approx((20.2 - reach, 20.2 + reach), rel=1e-7)
 
 
@@ -64,7 +64,7 @@ def around(*odd: float) -> dict[str, float]:
 
 
 def test_a_run_apart_from_the_others_is_named_with_the_rule() -> None:
-    (outlier,) = spread(around(120.0)).outliers
+    (outlier,) = compute_spread(around(120.0)).outliers
     assert (outlier.run, outlier.value) == ("odd0", 120.0)
     assert f"> {MOST_SCORE} deviations from the median 100.5" in outlier.rule
     assert "median absolute deviation" in outlier.rule
@@ -76,12 +76,12 @@ def test_the_limit_of_an_outlier_is_the_modified_score(value: float, is_outlier:
     middle = statistics.median(values.values())
     score = 0.6745 * abs(value - middle) / statistics.median(abs(each - middle) for each in values.values())
     assert (score > 3.5) is is_outlier
-    assert [outlier.run for outlier in spread(values).outliers] == ["odd0"] * is_outlier
+    assert [outlier.run for outlier in compute_spread(values).outliers] == ["odd0"] * is_outlier
 
 
 def test_one_run_apart_from_equal_ones_stands_out_and_equal_ones_do_not() -> None:
     equal = {f"run{number}": 7.0 for number in range(5)}
-    assert spread(equal).outliers == ()
-    (outlier,) = spread(equal | {"run9": 8.0}).outliers
+    assert compute_spread(equal).outliers == ()
+    (outlier,) = compute_spread(equal | {"run9": 8.0}).outliers
     assert outlier.run == "run9"
     assert "mean absolute deviation" in outlier.rule

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.submission.check import Judged
+from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.reports.findings_export import FINDING_COLUMNS, findings_csv, to_csv
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=20)
 
 
-def judged_with(*findings: Finding) -> Judged:
-    return Judged(
+def judged_with(*findings: Finding) -> CheckedResult:
+    return CheckedResult(
         name="a/b",
         organisation="acme",
         division="open",

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 
-from penstock.submission.check import Judged
+from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.reports.verdicts_page import verdicts_page
 
 EVIL = '</script><img src=x onerror="alert(1)">'
 
 
-def judged_with(*findings: Finding, name: str = "closed/acme/x") -> Judged:
-    return Judged(
+def judged_with(*findings: Finding, name: str = "closed/acme/x") -> CheckedResult:
+    return CheckedResult(
         name=name,
         organisation="acme",
         division="",
