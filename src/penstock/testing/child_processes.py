@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 PRELOADED = (
     "penstock.checkpoint.manager",
     "penstock.checkpoint.torch_engine",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
 )
-"""Imported once by the fork server, for all of its children; modules that cannot be imported are left out."""
+"""Imported once by the fork server, for all of its children; modules that cannot be imported are left out.
+
+The first DTensor of a process imports torch._dynamo: a CPU second or two for every rank of every job.
+"""
 
 LIMIT_S = 240.0
 """How long a child may take before it counts as hanging."""
