@@ -21,10 +21,10 @@ from typing import Protocol
 
 from harness import Ratio, interleave
 from penstock.storage import open_storage
-from penstock.trace.capture.lines import Kind, Layer
-from penstock.trace.capture.other import dftracer_preload, plan_recording
-from penstock.trace.capture.recorder import Recorder
-from penstock.trace.capture.storage import TracedStorage
+from penstock.trace.capture.external_tracers import dftracer_preload, plan_recording
+from penstock.trace.capture.recorder import TraceRecorder
+from penstock.trace.capture.trace_writer import Kind, Layer
+from penstock.trace.capture.traced_storage import TracedStorage
 
 NUM_READS = int(os.environ.get("PENSTOCK_BENCH_EVENTS", "200000"))
 READ_BYTES = 4096
@@ -89,9 +89,9 @@ class Measured(Protocol):
         """Read, traced or not."""
 
 
-def _added(measured: Measured, folder: Path) -> float:
+def _added(measure_groups: Measured, folder: Path) -> float:
     """What tracing adds to a read."""
-    return max(measured(folder, traced=True) - measured(folder, traced=False), 1e-3)
+    return max(measure_groups(folder, traced=True) - measure_groups(folder, traced=False), 1e-3)
 
 
 def _ours(folder: Path, *, traced: bool) -> float:
@@ -108,7 +108,7 @@ def _read(folder: Path, *, traced: bool, clock: Cost) -> tuple[float, float]:
     """Microseconds a read until all is read, and until the trace is whole."""
     storage = open_storage(str(folder / "data"), {})
     with tempfile.TemporaryDirectory(dir=folder) as traces:
-        recorder = Recorder(Path(traces))
+        recorder = TraceRecorder(Path(traces))
         source = (TracedStorage(storage, recorder) if traced else storage).open("file")
         buffer = memoryview(bytearray(READ_BYTES))
         begin_s = clock()
@@ -126,7 +126,7 @@ def _recording(folder: Path) -> float:
     """CPU microseconds of the thread that records an event."""
     kind = Kind("pread64", "POSIX", Layer.LIBC_IO)
     with tempfile.TemporaryDirectory(dir=folder) as traces:
-        recorder = Recorder(Path(traces))
+        recorder = TraceRecorder(Path(traces))
         record = recorder.record
         begin_s = time.thread_time()
         for at in range(NUM_READS):

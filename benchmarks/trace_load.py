@@ -24,11 +24,11 @@ from tests.support.trace_files import Writing, write_trace
 
 from harness import Ratio, interleave
 from penstock.progress import Silent
-from penstock.trace.opened import find_files, open_traces, trace_files
-from penstock.trace.reading.files import TraceFile, read_selected
-from penstock.trace.reading.pages import read_pieces
-from penstock.trace.reading.selection import EVERYTHING, Selection
-from penstock.trace.table import convert
+from penstock.trace.event_table import convert
+from penstock.trace.reading.chunks import read_pieces
+from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
+from penstock.trace.reading.trace_file import TraceFile, read_matching_events
+from penstock.trace.trace_set import find_trace_files, name_trace_files, open_trace_set
 
 gunzip: Callable[[bytes], bytes] = igzip.decompress
 NUM_FILES = 8
@@ -54,7 +54,7 @@ def measure(repetitions: int) -> list[Ratio]:
         folder = Path(name) / "traces"
         folder.mkdir()
         _write(folder)
-        files = [each.path for each in trace_files(find_files([str(folder)]), run="")]
+        files = find_trace_files([str(folder)])
         _warm_up(files[0])
         ratios = interleave(
             lambda: {
@@ -95,7 +95,7 @@ def _write(folder: Path) -> None:
 def _warm_up(file: Path) -> None:
     """Compile the loops, which is kept for later processes."""
     for where in ("", *SELECTIONS.values()):
-        _read([file], Selection(where=where))
+        _read([file], EventFilter(where=where))
 
 
 def _rate(files: list[Path], work: Callable[[], object]) -> float:
@@ -106,7 +106,7 @@ def _rate(files: list[Path], work: Callable[[], object]) -> float:
 
 
 def _ask_cold(files: list[Path]) -> object:
-    with open_traces({"": [str(file) for file in files]}, progress=Silent()) as traces:
+    with open_trace_set({"": [str(file) for file in files]}, progress=Silent()) as traces:
         return traces.connection.execute(
             BY_NAME.format("events").replace("sum(dur)", "sum(dur_us)")
         ).fetchall()
@@ -114,7 +114,7 @@ def _ask_cold(files: list[Path]) -> object:
 
 def _load(files: list[Path]) -> object:
     with tempfile.TemporaryDirectory() as folder:
-        return convert(trace_files(files, run=""), Path(folder) / "run.events", progress=Silent())
+        return convert(name_trace_files(files, run=""), Path(folder) / "run.events", progress=Silent())
 
 
 def _load_duckdb(files: list[Path]) -> object:
@@ -140,15 +140,15 @@ def _ask_duckdb(files: list[Path]) -> object:
 
 def _selective(files: list[Path]) -> Mapping[str, float]:
     return {
-        name: _rate(files, partial(_read, files, Selection(where=SELECTIONS[name]))) for name in SELECTIONS
+        name: _rate(files, partial(_read, files, EventFilter(where=SELECTIONS[name]))) for name in SELECTIONS
     }
 
 
-def _read(files: list[Path], selection: Selection) -> int:
+def _read(files: list[Path], selection: EventFilter) -> int:
     num_rows = 0
-    with selection.judge() as judge:
+    with selection.open() as judge:
         for file in files:
-            reading = read_selected(TraceFile(path=file), selection, judge)
+            reading = read_matching_events(TraceFile(path=file), selection, judge)
             num_rows += sum(batch.num_rows for batch in reading.batches)
     return num_rows
 
@@ -163,13 +163,13 @@ def _gunzip_whole(files: list[Path]) -> int:
 
 def _print_details(files: list[Path], folder: Path) -> None:
     print(
-        f"  reading into batches: {_rate(files, lambda: _read(files, EVERYTHING)):.2f} M lines a CPU second"
+        f"  reading into batches: {_rate(files, lambda: _read(files, ALL_EVENTS)):.2f} M lines a CPU second"
     )
     target = folder / "run.events"
-    convert(trace_files(files, run=""), target, progress=Silent())
+    convert(name_trace_files(files, run=""), target, progress=Silent())
     packed_bytes = sum(file.stat().st_size for file in files)
     print(f"  the table is {target.stat().st_size / packed_bytes:.2f} of the packed files")
-    with open_traces({"": [str(target)]}, progress=Silent()) as traces:
+    with open_trace_set({"": [str(target)]}, progress=Silent()) as traces:
         for name, query in QUESTIONS.items():
             begin_s = time.perf_counter()
             begin_cpu_s = time.process_time()
@@ -184,10 +184,10 @@ _PEAK = """
 import sys
 from pathlib import Path
 from penstock.progress import Silent
-from penstock.trace.opened import trace_files
-from penstock.trace.table import convert
+from penstock.trace.trace_set import name_trace_files
+from penstock.trace.event_table import convert
 
-convert(trace_files([Path(name) for name in sys.argv[2:]], run=""), Path(sys.argv[1]), progress=Silent())
+convert(name_trace_files([Path(name) for name in sys.argv[2:]], run=""), Path(sys.argv[1]), progress=Silent())
 # The kernel's count for this program alone; what getrusage tells includes the parent before exec.
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 print(int(status["VmHWM"].split()[0]) // 1024)

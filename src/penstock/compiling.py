@@ -51,6 +51,17 @@ def compile_loop(
     return numba.njit(signature, nogil=True)(function)
 
 
+def is_cached(
+    function: Callable[..., Any],
+    environment: Environment | None = None,
+    *,
+    parts: tuple[ModuleType, ...] = (),
+) -> bool:
+    """Whether `compile_loop` would find this function in the cache, so that nothing needs to be said."""
+    folder = _cache_folder((function, *parts), process_environment() if environment is None else environment)
+    return folder is not None and any(folder.rglob(f"*.{function.__name__}-*.nbi"))
+
+
 def _compile_cached(function: Callable[..., Any], signature: str, folder: Path) -> Callable[..., Any]:
     # numba knows one cache folder for the whole process, and looks it up when a function is declared.
     settings: Any = numba.config

@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from penstock.trace.event import SCHEMA
-from penstock.trace.operation import canonical
-from penstock.trace.synthesize.lines import Process
-from penstock.trace.synthesize.plan import plan_rank
+from penstock.trace.event_schema import SCHEMA, canonical
+from penstock.trace.synthesize.planned_calls import plan_rank
+from penstock.trace.synthesize.write_traces import RankProcess
 
 if TYPE_CHECKING:
-    from penstock.trace.synthesize import Description
+    from penstock.trace.synthesize import SynthesisSpec
 
 _MOVING = ("read", "write", "pread", "pwrite", "readv", "writev", "fread", "fwrite")
 
 
-def described_events(description: Description, names: Sequence[str] = ()) -> pa.Table:
+def described_events(description: SynthesisSpec, names: Sequence[str] = ()) -> pa.Table:
     """What a reader should make of the traces of the runs `names` (default: all), damage left out."""
     rows = [
         row for name in names or description.runs for row in _rows(description, name, description.generation)
@@ -42,10 +41,10 @@ def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: filled.get(name) for name in SCHEMA.names}
 
 
-def _rows(description: Description, name: str, generation: int) -> Iterator[dict[str, Any]]:
+def _rows(description: SynthesisSpec, name: str, generation: int) -> Iterator[dict[str, Any]]:
     run = description.runs[name]
     for rank in range(run.ranks):
-        process = Process(rank=rank, host=run.host_of(rank), generation=generation)
+        process = RankProcess(rank=rank, host=run.host_of(rank), generation=generation)
         for call in plan_rank(description, run, rank):
             yield {
                 "ts_us": call.ts_us,

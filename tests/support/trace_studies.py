@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 from tests.support.trace_events import events_table
 
-from penstock.trace.compare.description import Comparison
-from penstock.trace.compare.study import Study
-from penstock.trace.questions.base import through_lens
+from penstock.trace.compare.trace_study import ComparisonSpec, Study
+from penstock.trace.questions.events_view import view_events
 
 if TYPE_CHECKING:
-    from penstock.trace.event import FileAccount
+    from penstock.trace.event_schema import FileAccount
 
 
 @contextmanager
@@ -27,8 +26,9 @@ def small_study(
 ) -> Iterator[Study]:
     """A study of `rows`, each with its `run`; tiers are /fast and /slow unless others are asked for."""
     tiers = asked.pop("tiers", {"fast": "/fast", "slow": "/slow"})
-    wanted = Comparison.model_validate({"runs": {run: f"{run}/*" for run in runs}, "tiers": tiers, **asked})
+    globs = {run: f"{run}/*" for run in runs}
+    wanted = ComparisonSpec.model_validate({"runs": globs, "tiers": tiers, **asked})
     with duckdb.connect() as connection:
         connection.register("events", events_table(rows))
-        events = through_lens(connection, "events", wanted.lens())
+        events = view_events(connection, "events", wanted.dimensions())
         yield Study(events=events, accounts=accounts or {}, asked=wanted)

@@ -19,13 +19,13 @@ def traced(folder: str | None, comm: Comm) -> Iterator[None]:
     if not folder:
         yield
         return
-    from penstock.trace.capture.recorder import shared_recorder
+    from penstock.trace.capture.recorder import get_recorder
 
     place = f"{comm.rank}/{comm.size}"
     export_variables({TRACE: str(Path(folder).absolute()), TRACE_RANK: place})
     try:
         yield
     finally:
-        shared_recorder(str(Path(folder).absolute()), place).close()
+        get_recorder(str(Path(folder).absolute()), place).close()
         withdraw_variable(TRACE)
         withdraw_variable(TRACE_RANK)

@@ -39,7 +39,7 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
 Wrapper = Callable[["Storage", "Environment"], "Storage"]
 """Called with a storage that was just opened and the environment that asked for the wrapping."""
 
-WRAPPERS: Mapping[str, str] = MappingProxyType({TRACE: "penstock.trace.capture.storage:trace_storage"})
+WRAPPERS: Mapping[str, str] = MappingProxyType({TRACE: "penstock.trace.capture.traced_storage:trace_storage"})
 """Variable -> `module:function` of the `Wrapper` that every storage gets where the variable is set."""
 
 ENTRY_POINTS = "penstock.storage"

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.extras import explained_imports
 
 if TYPE_CHECKING:
+    from penstock.trace.api import load
     from penstock.trace.capture.spans import span, steps, traced, tracing_to
-    from penstock.trace.session import load
 
 __all__ = ["load", "span", "steps", "traced", "tracing_to"]
 
 _SPANS = "penstock.trace.capture.spans"
 _HOMES = {
-    "load": "penstock.trace.session",
+    "load": "penstock.trace.api",
     "span": _SPANS,
     "steps": _SPANS,
     "traced": _SPANS,

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from penstock.cli import main
-from penstock.trace.capture.recorder import shared_recorder
-from penstock.trace.compare.description import Comparison
-from penstock.trace.documents import parse_document
-from penstock.trace.expect import Expectations
-from penstock.trace.findings.rules import RULES
-from penstock.trace.questions.ranks import STRAGGLER_RATIO
-from penstock.trace.synthesize import Description, synthesize
-from penstock.trace.synthesize.description import Damage
+from penstock.trace.capture.recorder import get_recorder
+from penstock.trace.compare.comparison import FINDING_RULES
+from penstock.trace.compare.expectations import Expectations
+from penstock.trace.compare.trace_study import ComparisonSpec
+from penstock.trace.questions.breakdowns import STRAGGLER_RATIO
+from penstock.trace.synthesize import SynthesisSpec, synthesize
+from penstock.trace.synthesize.description import FileDamage
+from penstock.trace.yaml_documents import parse_document
 
 if TYPE_CHECKING:
     import pytest
@@ -51,21 +51,21 @@ def test_every_way_of_capturing_on_the_page_is_a_verb(capsys: pytest.CaptureFixt
 def test_the_spans_on_the_page_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(compile(SPANS, "docs/trace.md", "exec"), {"loader": [1, 2], "model": None, "save": str})
-    shared_recorder("traces", "0/1").close()
+    get_recorder("traces", "0/1").close()
     assert list((tmp_path / "traces").glob("*.pfw.gz"))
 
 
 def test_the_descriptions_on_the_page_are_read(tmp_path: Path) -> None:
-    asked = parse_document(Comparison, COMPARISON, source="page")
+    asked = parse_document(ComparisonSpec, COMPARISON, source="page")
     assert asked.lens().tiers["ssd"] == ("/l/ssd", "/nvme")
     named = COMPARISON.replace("{base:", "{new: x.pfw, base:")
     assert len(parse_document(Expectations, named + CHECKS, source="page").checks) == 4
-    made = synthesize(parse_document(Description, TRACES, source="page"), tmp_path / "made")
+    made = synthesize(parse_document(SynthesisSpec, TRACES, source="page"), tmp_path / "made")
     assert made.num_files == {"one": 4}
 
 
 def test_findings_and_damages_on_the_page_are_those_of_the_code() -> None:
-    kinds = get_args(Damage.model_fields["kind"].annotation)
+    kinds = get_args(FileDamage.model_fields["kind"].annotation)
     assert all(f"`{kind}`" in PAGE for kind in kinds)
-    assert all(re.search(rf"^\|.*\b{code}\b", PAGE, re.MULTILINE) for code in RULES)
+    assert all(re.search(rf"^\|.*\b{code}\b", PAGE, re.MULTILINE) for code in FINDING_RULES)
     assert f"more than {STRAGGLER_RATIO:g} times the median" in PAGE

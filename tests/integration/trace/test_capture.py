@@ -24,11 +24,10 @@ from penstock.storage.powers import find_folders, for_large_files
 from penstock.storage.whole import read_object, write_object
 from penstock.testing.storage_contract import StorageContract
 from penstock.trace import span, steps, traced, tracing_to
-from penstock.trace.capture.lines import Kind, Layer
-from penstock.trace.capture.recorder import Recorder, clock_ns
-from penstock.trace.capture.segments import COUNT_SUFFIX, Segments, read_tally
-from penstock.trace.opened import find_files
-from penstock.trace.reading.files import TraceFile, read_file
+from penstock.trace.capture.recorder import TraceRecorder, clock_ns
+from penstock.trace.capture.trace_writer import COUNT_SUFFIX, Kind, Layer, TraceFileWriter, read_event_count
+from penstock.trace.reading.trace_file import TraceFile, read_trace_file
+from penstock.trace.trace_set import find_trace_files
 
 WORK = Kind("work", "app", Layer.PYTHON)
 PROGRAMS = Path(__file__).parent / "programs"
@@ -45,7 +44,7 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_all_threads_are_in_one_trace_that_ends_with_their_number(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, "2/8")
+    recorder = TraceRecorder(tmp_path, "2/8")
 
     def work() -> None:
         for number in range(1000):
@@ -69,7 +68,7 @@ def test_all_threads_are_in_one_trace_that_ends_with_their_number(tmp_path: Path
 
 
 def test_a_recorder_that_is_closed_begins_another_trace(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
+    recorder = TraceRecorder(tmp_path)
     for _ in range(2):
         recorder.record(WORK, clock_ns())
         recorder.close()
@@ -84,13 +83,13 @@ def test_a_killed_process_leaves_a_count_of_what_it_recorded(tmp_path: Path) -> 
     )
     assert ended.returncode == -signal.SIGKILL
     (trace,) = tmp_path.glob("*.pfw.gz")
-    assert read_tally(trace) == 70_000
+    assert read_event_count(trace) == 70_000
     assert num_missing(trace) == 70_000 - len(events_of(tmp_path))
 
 
 def num_missing(trace: Path) -> int:
     """What the reader says that is missing of an unfinished trace; it must know it, and count right."""
-    reading = read_file(TraceFile(path=trace))
+    reading = read_trace_file(TraceFile(path=trace))
     num_rows = sum(batch.num_rows for batch in reading.batches)
     account = reading.account
     assert account.announced_events is not None
@@ -102,28 +101,28 @@ def num_missing(trace: Path) -> int:
 
 
 def test_what_a_process_took_with_it_is_told_though_nothing_was_written(tmp_path: Path) -> None:
-    segments = Segments(tmp_path, "trace")
+    segments = TraceFileWriter(tmp_path, "trace")
     segments.tally.counts[0], segments.tally.counts[5] = 7, 3
     segments.close(complete=False)
     assert num_missing(segments.path) == 10
-    assert find_files([str(tmp_path)]) == find_files([f"{tmp_path}/*"]) == [segments.path]
+    assert find_trace_files([str(tmp_path)]) == find_trace_files([f"{tmp_path}/*"]) == [segments.path]
 
 
 def test_a_trace_that_ended_is_whole_though_its_count_was_left(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
+    recorder = TraceRecorder(tmp_path)
     recorder.record(WORK, clock_ns())
     recorder.close()
     (trace,) = tmp_path.iterdir()
     trace.with_name(trace.name + COUNT_SUFFIX).write_bytes((1).to_bytes(8, "little"))
     assert num_missing(trace) == 0
-    reading = read_file(TraceFile(path=trace))
+    reading = read_trace_file(TraceFile(path=trace))
     list(reading.batches)
     assert (reading.account.announced_events, reading.account.events) == (1, 2)
     assert reading.account.is_whole
 
 
 def test_a_forked_child_has_a_trace_of_its_own_and_the_parents_stays_whole(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
+    recorder = TraceRecorder(tmp_path)
     recorder.record(WORK, clock_ns(), args={"who": "parent"})
     child = multiprocessing.get_context("fork").Process(target=_record_as_child, args=(recorder,))
     child.start()
@@ -136,7 +135,7 @@ def test_a_forked_child_has_a_trace_of_its_own_and_the_parents_stays_whole(tmp_p
     assert not list(tmp_path.glob(f"*{COUNT_SUFFIX}"))
 
 
-def _record_as_child(recorder: Recorder) -> None:
+def _record_as_child(recorder: TraceRecorder) -> None:
     recorder.record(WORK, clock_ns(), args={"who": "child"})
 
 
@@ -154,7 +153,7 @@ def test_workers_of_a_data_loader_trace_what_they_read(method: str, tmp_path: Pa
 
 
 def test_a_write_that_fails_is_taken_back_and_tried_again(tmp_path: Path) -> None:
-    segments = Segments(tmp_path, "trace")
+    segments = TraceFileWriter(tmp_path, "trace")
     segments.append(b"first\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -171,7 +170,7 @@ def test_a_write_that_fails_is_taken_back_and_tried_again(tmp_path: Path) -> Non
 
 
 def test_a_disk_that_refuses_for_a_while_loses_nothing(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path)
+    recorder = TraceRecorder(tmp_path)
     recorder.record(WORK, clock_ns())
     recorder.flush()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -191,7 +190,7 @@ def test_a_disk_that_refuses_for_a_while_loses_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_files_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match=r"A trace could not be written.*file/traces"):
-        Recorder(tmp_path / "file" / "traces").record(WORK, clock_ns())
+        TraceRecorder(tmp_path / "file" / "traces").record(WORK, clock_ns())
 
 
 def test_storage_traces_exact_bytes_and_offsets_where_the_environment_says(tmp_path: Path) -> None:
@@ -219,9 +218,9 @@ def test_storage_traces_exact_bytes_and_offsets_where_the_environment_says(tmp_p
 
 
 def _close_recorder(folder: Path, place: str = "") -> None:
-    from penstock.trace.capture.recorder import shared_recorder
+    from penstock.trace.capture.recorder import get_recorder
 
-    shared_recorder(str(folder), place).close()
+    get_recorder(str(folder), place).close()
 
 
 class TestTracedStorage(StorageContract):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trace.capture.lines import Kind, Layer
-from penstock.trace.capture.recorder import Recorder, clock_ns
-from penstock.trace.reading.files import TraceFile, read_file
+from penstock.trace.capture.recorder import TraceRecorder, clock_ns
+from penstock.trace.capture.trace_writer import Kind, Layer
+from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 TOOLS = Path(sysconfig.get_path("scripts"))
 
@@ -25,7 +25,7 @@ def traces(tmp_path: Path) -> Path:
     folder = tmp_path / "traces"
     kind = Kind("pwrite64", "POSIX", Layer.LIBC_IO)
     for rank in range(2):
-        recorder = Recorder(folder, f"{rank}/2")
+        recorder = TraceRecorder(folder, f"{rank}/2")
         for number in range(3000):
             path = f'/data/{number % 7} "quoted"\\\n'
             recorder.record(kind, clock_ns(), path, 10 * number, 10, 10, {"step": number, "note": 'a "b"'})
@@ -38,7 +38,7 @@ def traces(tmp_path: Path) -> Path:
 def test_dftracers_tools_find_every_event_and_no_bad_line(traces: Path) -> None:
     num_events = 0
     for path in sorted(traces.glob("*.pfw.gz")):
-        reading = read_file(TraceFile(path=path))
+        reading = read_trace_file(TraceFile(path=path))
         num_events += sum(batch.num_rows for batch in reading.batches)
         assert reading.account.is_whole
     assert num_events == 2 * (3000 + 1)

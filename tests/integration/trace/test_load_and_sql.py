@@ -16,9 +16,9 @@ from penstock.cli import main
 from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.trace import load
-from penstock.trace.event import COLUMNS
-from penstock.trace.opened import find_files, open_traces, trace_files
-from penstock.trace.table import convert, read_facts
+from penstock.trace.event_schema import COLUMNS
+from penstock.trace.event_table import convert, read_facts
+from penstock.trace.trace_set import find_trace_files, name_trace_files, open_trace_set
 
 
 @pytest.fixture
@@ -96,9 +96,9 @@ def test_strict_refuses_a_damaged_trace_and_leaves_no_table(
 
 def test_a_table_older_than_its_sources_is_made_again(traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.events"
-    convert(trace_files(find_files([str(traces)]), run=""), out, progress=Silent())
+    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Silent())
     write_trace(traces, Writing(events=900, rank=1, generation=2))
-    with open_traces({"": [str(out)]}, progress=Silent()) as opened:
+    with open_trace_set({"": [str(out)]}, progress=Silent()) as opened:
         assert opened.connection.sql("SELECT count(*) FROM events").fetchall() == [(1701,)]
     facts = read_facts(out)
     assert facts is not None
@@ -107,7 +107,7 @@ def test_a_table_older_than_its_sources_is_made_again(traces: Path, tmp_path: Pa
 
 def test_a_table_outlives_its_sources(traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.events"
-    convert(trace_files(find_files([str(traces)]), run=""), out, progress=Silent())
+    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Silent())
     for path in traces.iterdir():
         path.unlink()
     with load(out) as run:
@@ -117,8 +117,8 @@ def test_a_table_outlives_its_sources(traces: Path, tmp_path: Path) -> None:
 def test_a_table_is_never_written_over_something_else(traces: Path, tmp_path: Path) -> None:
     precious = tmp_path / "thesis.txt"
     precious.write_text("years of work")
-    with pytest.raises(UsageError, match="something else"):
-        convert(trace_files(find_files([str(traces)]), run=""), precious, progress=Silent())
+    with pytest.raises(UsageError, match="not a Penstock event table"):
+        convert(name_trace_files(find_trace_files([str(traces)]), run=""), precious, progress=Silent())
     assert precious.read_text() == "years of work"
 
 
@@ -126,14 +126,14 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from penstock.progress import Silent
-from penstock.trace.opened import find_files, trace_files
-from penstock.trace.table import convert
+from penstock.trace.trace_set import find_trace_files, name_trace_files
+from penstock.trace.event_table import convert
 
 class Killer(Silent):
     def advance(self, amount):
         os.kill(os.getpid(), signal.SIGKILL)
 
-convert(trace_files(find_files([sys.argv[1]]), run=""), Path(sys.argv[2]), progress=Killer())
+convert(name_trace_files(find_trace_files([sys.argv[1]]), run=""), Path(sys.argv[2]), progress=Killer())
 """
 
 
@@ -143,7 +143,7 @@ def test_a_killed_conversion_leaves_no_table_and_the_next_cleans_up(traces: Path
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     assert len(list(out.parent.iterdir())) == 1
-    convert(trace_files(find_files([str(traces)]), run=""), out, progress=Silent())
+    convert(name_trace_files(find_trace_files([str(traces)]), run=""), out, progress=Silent())
     assert list(out.parent.iterdir()) == [out]
 
 
@@ -161,7 +161,7 @@ def test_events_come_as_relation_arrow_and_pandas(traces: Path) -> None:
 
 def test_runs_have_names(traces: Path, tmp_path: Path) -> None:
     out = tmp_path / "run.events"
-    convert(trace_files(find_files([str(traces)]), run="old"), out, progress=Silent())
+    convert(name_trace_files(find_trace_files([str(traces)]), run="old"), out, progress=Silent())
     with load({"table": str(out), "raw": str(traces)}) as run:
         rows = run.sql("SELECT run, count(*) FROM events GROUP BY run ORDER BY run").fetchall()
     assert rows == [("raw", 1201), ("table", 1201)]
@@ -178,7 +178,7 @@ def test_a_parquet_file_of_something_else_is_wrong_usage(
     other = tmp_path / "other.parquet"
     pq.write_table(pa.table({"x": [1]}), other)
     assert main(["trace", "sql", "SELECT 1", str(other)]) == 2
-    assert "no table of events" in capsys.readouterr().err
+    assert "not an event table" in capsys.readouterr().err
     assert main(["trace", "load", str(tmp_path), "-o", str(other)]) == 2
 
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from penstock.trace.reading.columns import BATCH_SCHEMA
-from penstock.trace.reading.files import TraceFile, read_file
+from penstock.trace.reading.event_batch import BATCH_SCHEMA
+from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 if TYPE_CHECKING:
-    from penstock.trace.event import FileAccount
+    from penstock.trace.event_schema import FileAccount
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], FileAccount]:
-    reading = read_file(TraceFile(path=path, run="r"))
+    reading = read_trace_file(TraceFile(path=path, run="r"))
     rows = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA).to_pylist()
     account = reading.account
     parts = account.events + account.salvaged + account.metadata + account.blank + account.dropped

@@ -8,18 +8,28 @@ import pytest
 from tests.support.trace_files import Writing, write_trace
 
 from penstock.errors import UsageError
-from penstock.trace.reading.columns import BATCH_SCHEMA
-from penstock.trace.reading.files import TraceFile, read_selected
-from penstock.trace.reading.needles import NO_NEEDLES
-from penstock.trace.reading.selection import EVERYTHING, Selection
+from penstock.trace.reading.event_batch import BATCH_SCHEMA
+from penstock.trace.reading.event_filter import ALL_EVENTS, NO_PREFILTER, EventFilter
+from penstock.trace.reading.trace_file import TraceFile, read_matching_events
 
 if TYPE_CHECKING:
-    from penstock.trace.event import FileAccount
+    from penstock.trace.event_schema import FileAccount
 
 
-def read(path: Path, selection: Selection) -> tuple[list[dict[str, Any]], FileAccount]:
-    with selection.judge() as judge:
-        reading = read_selected(TraceFile(path=path), selection, judge)
+def read(path: Path, selection: EventFilter) -> tuple[list[dict[str, Any]], FileAccount]:
+    """Read a file with either scanner, which must keep and skip the same lines."""
+    plain, account = read_once(path, selection, is_large=False)
+    compiled, other = read_once(path, selection, is_large=True)
+    assert sorted(compiled, key=str) == sorted(plain, key=str)
+    assert other.document() == account.document()
+    return plain, account
+
+
+def read_once(
+    path: Path, selection: EventFilter, *, is_large: bool
+) -> tuple[list[dict[str, Any]], FileAccount]:
+    with selection.open() as batch_filter:
+        reading = read_matching_events(TraceFile(path=path), selection, batch_filter, is_large=is_large)
         rows = pa.Table.from_batches(list(reading.batches), BATCH_SCHEMA).to_pylist()
     account = reading.account
     taken = account.events + account.salvaged
@@ -54,12 +64,12 @@ def test_a_selection_is_what_the_expression_leaves_of_everything(
     where: str, holds: Any, generation: int, *, is_searched: bool, tmp_path: Path
 ) -> None:
     path = write_trace(tmp_path, Writing(generation=generation, events=2000))
-    everything, _ = read(path, EVERYTHING)
-    selection = Selection(where=where)
+    everything, _ = read(path, ALL_EVENTS)
+    selection = EventFilter(where=where)
     rows, account = read(path, selection)
     assert rows == [row for row in everything if holds(row)]
     assert rows
-    assert (selection.needles() != NO_NEEDLES) is is_searched
+    assert (selection.prefilter() != NO_PREFILTER) is is_searched
     assert (account.skipped > 0) is is_searched
 
 
@@ -67,7 +77,7 @@ def test_an_escape_does_not_hide_a_wanted_event(tmp_path: Path) -> None:
     path = tmp_path / "a.pfw"
     event = '{"name":"open","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":"X","args":{"fname":"%s"}}\n'
     path.write_text(event % "/a/\\u0063heckpoint" + event % "/b")
-    rows, _ = read(path, Selection(where="path LIKE '%checkpoint%'"))
+    rows, _ = read(path, EventFilter(where="path LIKE '%checkpoint%'"))
     assert [row["path"] for row in rows] == ["/a/checkpoint"]
 
 
@@ -76,10 +86,10 @@ def test_a_hash_explained_after_its_event_does_not_hide_it(tmp_path: Path) -> No
     event = '{"name":"open","cat":"POSIX","pid":1,"tid":1,"ts":1,"dur":1,"ph":1,"args":{"fhash":"0a1b"}}\n'
     told = '{"name":"FH","cat":"dftracer","pid":1,"ph":4,"args":{"name":"/a/checkpoint","value":"0a1b"}}\n'
     path.write_text(event + told)
-    rows, _ = read(path, Selection(where="path LIKE '%checkpoint%'"))
+    rows, _ = read(path, EventFilter(where="path LIKE '%checkpoint%'"))
     assert [row["path"] for row in rows] == ["/a/checkpoint"]
 
 
 def test_an_expression_that_duckdb_cannot_apply_is_wrong_usage() -> None:
     with pytest.raises(UsageError, match="paht"):
-        Selection(where="paht = 'x'")
+        EventFilter(where="paht = 'x'")

@@ -11,7 +11,7 @@ import pytest
 
 import penstock.trace
 from penstock.errors import Unavailable, UsageError
-from penstock.trace.capture.other import dftracer_preload, plan_recording
+from penstock.trace.capture.external_tracers import dftracer_preload, plan_recording
 
 PROGRAMS = Path(__file__).parent / "programs"
 needs_dftracer = pytest.mark.skipif(dftracer_preload() is None, reason="dftracer is not installed")

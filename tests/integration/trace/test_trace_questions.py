@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.cli import main
-from penstock.trace.documents import parse_document
-from penstock.trace.synthesize import Description, synthesize
+from penstock.trace.synthesize import SynthesisSpec, synthesize
+from penstock.trace.yaml_documents import parse_document
 
 SPEC = """
 generation: 3
@@ -52,7 +52,7 @@ compare: {baseline: base, app_event: X.checkpoint, tiers: {pfs: /pfs, ssd: /ssd}
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traces") / "made"
-    synthesize(parse_document(Description, SPEC, source="spec"), folder)
+    synthesize(parse_document(SynthesisSpec, SPEC, source="spec"), folder)
     return folder
 
 

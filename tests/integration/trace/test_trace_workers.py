@@ -9,10 +9,9 @@ from tests.support.trace_files import Writing, write_trace
 from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.trace import load
-from penstock.trace.opened import find_files, trace_files
-from penstock.trace.reading.selection import EVERYTHING
-from penstock.trace.table import convert, read_facts
-from penstock.trace.workers import load_by_workers
+from penstock.trace.event_table import convert, read_facts
+from penstock.trace.reading.event_filter import ALL_EVENTS
+from penstock.trace.trace_set import find_trace_files, load_with_dask, name_trace_files
 
 distributed = pytest.importorskip("distributed")
 
@@ -34,12 +33,12 @@ def test_workers_of_a_scheduler_give_the_same_answers(tmp_path: Path) -> None:
 def test_workers_make_the_table_that_threads_make(tmp_path: Path) -> None:
     for rank in range(3):
         write_trace(tmp_path, Writing(events=300, rank=rank, generation=rank + 1))
-    files = trace_files(find_files([str(tmp_path)]), run="base")
+    files = name_trace_files(find_trace_files([str(tmp_path)]), run="base")
     alone, many = tmp_path / "alone.events", tmp_path / "many.events"
     convert(files, alone, progress=Silent())
     with distributed.LocalCluster(processes=False, n_workers=1, dashboard_address="127.0.0.1:0") as cluster:
-        facts = load_by_workers(
-            cluster.scheduler_address, files, many, progress=Silent(), selection=EVERYTHING
+        facts = load_with_dask(
+            cluster.scheduler_address, files, many, progress=Silent(), event_filter=ALL_EVENTS
         )
     assert pq.read_table(many).equals(pq.read_table(alone))
     assert facts == read_facts(many) == read_facts(alone)

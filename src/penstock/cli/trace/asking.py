@@ -17,8 +17,9 @@ from penstock.cli.trace.opening import opened
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.trace.lens import Lens
-    from penstock.trace.questions.base import Answer, Events
+    from penstock.trace.dimensions import Dimensions
+    from penstock.trace.questions.answer import Answer
+    from penstock.trace.questions.events_view import EventsView
 
 
 _WIDE = 1000
@@ -26,7 +27,7 @@ _LIE_DOWN_COLUMNS = 10
 """A single row of more columns is shown as a column."""
 
 
-class Form(StrEnum):
+class AnswerForm(StrEnum):
     """How an answer is printed."""
 
     TABLE = "table"
@@ -54,19 +55,19 @@ By = Annotated[
     str | None,
     typer.Option("--by", metavar="COLUMN,...", help="Columns to ask by: rank, host, op, tier, ..."),
 ]
-FormOption = Annotated[Form, typer.Option("--format", help="For people, or as CSV or Markdown.")]
+FormOption = Annotated[AnswerForm, typer.Option("--format", help="For people, or as CSV or Markdown.")]
 
 
 def make_lens(
     tiers: Sequence[str] | None, classes: Sequence[str] | None, phases: Sequence[str] | None
-) -> Lens:
+) -> Dimensions:
     """The lens that options describe; without tiers, each mount point of this machine is one."""
     from pathlib import Path
 
     from penstock.errors import UsageError
-    from penstock.trace.lens import (
+    from penstock.trace.dimensions import (
         DEFAULT_PHASES,
-        Lens,
+        Dimensions,
         check_pattern,
         parse_phase,
         parse_tier,
@@ -87,7 +88,7 @@ def make_lens(
         mounts = Path("/proc/mounts")
         named = tiers_of_mounts(mounts.read_text(encoding="utf-8")) if mounts.exists() else {}
     rules = (*map(parse_phase, phases or ()), *DEFAULT_PHASES)
-    return Lens(tiers=named, file_classes=patterns, phases=rules)
+    return Dimensions(tiers=named, file_classes=patterns, phases=rules)
 
 
 def columns(by: str | None, default: Sequence[str]) -> Sequence[str]:
@@ -99,34 +100,34 @@ def columns(by: str | None, default: Sequence[str]) -> Sequence[str]:
 def asked(
     files: Sequence[str],
     terminal: Terminal,
-    lens: Lens,
+    lens: Dimensions,
     *,
     where: str = "",
     dask: str = "",
     strict: bool = False,
-) -> Iterator[Events]:
+) -> Iterator[EventsView]:
     """Traces opened and seen through the lens."""
-    from penstock.trace.questions.base import through_lens
+    from penstock.trace.questions.events_view import view_events
 
     with opened(files, terminal, where=where, dask=dask, strict=strict) as traces:
-        yield through_lens(traces.connection, traces.relation, lens)
+        yield view_events(traces.connection, traces.relation, lens)
 
 
-def show(terminal: Terminal, answers: Sequence[Answer], form: Form) -> None:
+def show(terminal: Terminal, answers: Sequence[Answer], form: AnswerForm) -> None:
     """Print answers: the first is the main one, whose rows a JSON document has at its top."""
-    from penstock.trace.questions import render
+    from penstock.trace.questions import answer as rendering
 
     main, *others = answers
     if terminal.as_json:
-        document: dict[str, Any] = render.document(main)
+        document: dict[str, Any] = rendering.document(main)
         if others:
-            document["tables"] = {answer.name: render.document(answer) for answer in others}
+            document["tables"] = {answer.name: rendering.document(answer) for answer in others}
         json.dump(document, sys.stdout, indent=2, allow_nan=False)
         sys.stdout.write("\n")
-    elif form is Form.TABLE:
+    elif form is AnswerForm.TABLE:
         terminal.result({}, lambda console: _draw(console, answers))
     else:
-        draw: Callable[[Answer], str] = render.as_csv if form is Form.CSV else render.as_markdown
+        draw: Callable[[Answer], str] = rendering.as_csv if form is AnswerForm.CSV else rendering.as_markdown
         sys.stdout.write("\n".join(map(draw, answers)))
 
 
@@ -139,9 +140,9 @@ def draw_answer(console: Console, answer: Answer) -> None:
     """Draw one answer as wide as it is: a number that is cut to fit a terminal is a wrong number."""
     from rich.console import Console as AnyConsole
 
-    from penstock.trace.questions import render
+    from penstock.trace.questions import answer as rendering
 
-    rows = render.as_records(answer)
+    rows = rendering.as_records(answer)
     if len(rows) == 1 and len(answer.columns) > _LIE_DOWN_COLUMNS:
         rows = [{"what": what, "value": value} for what, value in rows[0].items()]
     wide = AnyConsole(file=console.file, width=_WIDE, highlight=False, soft_wrap=True, color_system=None)

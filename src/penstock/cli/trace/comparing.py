@@ -15,8 +15,8 @@ from penstock.cli.trace.opening import Dask, Files, Strict, Where, tell_losses
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.trace.compare.comparison import Compared
-    from penstock.trace.expect import Checked
+    from penstock.trace.compare.comparison import ComparisonResult
+    from penstock.trace.compare.expectations import CheckResult
 
 
 def compare(
@@ -41,12 +41,11 @@ def compare(
       penstock trace compare runs.yaml --json
     """
     from penstock.trace.compare.comparison import compare as compare_study
-    from penstock.trace.compare.description import Comparison
-    from penstock.trace.compare.opening import open_study
-    from penstock.trace.documents import read_document
+    from penstock.trace.compare.trace_study import ComparisonSpec, open_study
+    from penstock.trace.yaml_documents import read_document
 
     terminal = Terminal(as_json=as_json)
-    wanted = read_document(Comparison, description)
+    wanted = read_document(ComparisonSpec, description)
     with (
         terminal.progress() as progress,
         open_study(wanted, description.parent, progress=progress, dask=dask) as study,
@@ -54,7 +53,7 @@ def compare(
         tell_losses([each for some in study.accounts.values() for each in some], terminal, strict=strict)
         compared = compare_study(study, progress=progress)
     if out is not None:
-        from penstock.trace.report import write_report
+        from penstock.trace.compare.report import write_report
 
         for path in write_report(compared, out):
             terminal.note(f"left {path}")
@@ -77,9 +76,9 @@ def expect(
 
       penstock trace expect checks.yaml --json
     """
-    from penstock.trace.compare.opening import open_study
-    from penstock.trace.documents import read_document
-    from penstock.trace.expect import Expectations, check_all
+    from penstock.trace.compare.expectations import Expectations, check_all
+    from penstock.trace.compare.trace_study import open_study
+    from penstock.trace.yaml_documents import read_document
 
     terminal = Terminal(as_json=as_json)
     wanted = read_document(Expectations, checks)
@@ -116,7 +115,7 @@ def export(
 
       penstock trace export run.events -o writes.json --where "op = 'write'"
     """
-    from penstock.trace.export import export_perfetto
+    from penstock.trace.perfetto_export import export_perfetto
 
     terminal = Terminal(as_json=as_json)
     lens = make_lens(tier, None, None)
@@ -174,9 +173,9 @@ def synthesize(
         terminal.note(f"Compare them: penstock trace compare {made.runs_yaml} --out report")
 
 
-def comparison_document(compared: Compared) -> dict[str, Any]:
+def comparison_document(compared: ComparisonResult) -> dict[str, Any]:
     """A comparison as JSON."""
-    from penstock.trace.questions.render import document
+    from penstock.trace.questions.answer import document
 
     return {
         "runs": list(compared.runs),
@@ -197,7 +196,7 @@ def comparison_document(compared: Compared) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, compared: Compared) -> None:
+def _draw(console: Console, compared: ComparisonResult) -> None:
     """Mismatches, findings, and the tables that one looks at first; the others are in the report."""
     draw_answer(console, compared.mismatches)
     for finding in compared.findings:
@@ -210,5 +209,5 @@ def _draw(console: Console, compared: Compared) -> None:
     console.print("All tables: --out FOLDER, or --json.")
 
 
-def _check_row(checked: Checked) -> dict[str, str]:
+def _check_row(checked: CheckResult) -> dict[str, str]:
     return {"check": checked.check, "holds": "yes" if checked.holds else "NO", "seen": checked.seen}

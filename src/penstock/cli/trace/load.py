@@ -10,7 +10,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 from penstock.cli.trace.opening import Dask, Files, RankPattern, Strict, Where, tell_losses
 
 if TYPE_CHECKING:
-    from penstock.trace.event import FileAccount
+    from penstock.trace.event_schema import FileAccount
 
 
 def load(
@@ -40,17 +40,17 @@ def load(
     from functools import partial
     from pathlib import Path
 
-    from penstock.trace.opened import find_files, trace_files
-    from penstock.trace.reading.files import RANK_PATTERN
-    from penstock.trace.reading.selection import Selection
-    from penstock.trace.table import convert
-    from penstock.trace.workers import load_by_workers
+    from penstock.trace.event_table import convert
+    from penstock.trace.reading.event_filter import EventFilter
+    from penstock.trace.reading.trace_file import RANK_PATTERN
+    from penstock.trace.trace_set import find_trace_files, load_with_dask, name_trace_files
 
     terminal = Terminal(as_json=as_json)
-    sources = trace_files(find_files(files), run=run, rank_pattern=rank_pattern or RANK_PATTERN)
-    make = partial(load_by_workers, dask) if dask else convert
+    sources = name_trace_files(find_trace_files(files), run=run, rank_pattern=rank_pattern or RANK_PATTERN)
+    make = partial(load_with_dask, dask) if dask else convert
     with terminal.progress() as progress:
-        facts = make(sources, Path(out), progress=progress, selection=Selection(where=where), strict=strict)
+        wanted = EventFilter(where=where)
+        facts = make(sources, Path(out), progress=progress, event_filter=wanted, strict=strict)
     tell_losses(facts.accounts, terminal, strict=strict)
     document = {
         "table": out,

@@ -10,8 +10,8 @@ import typer
 
 if TYPE_CHECKING:
     from penstock.cli.terminal import Terminal
-    from penstock.trace.event import FileAccount
-    from penstock.trace.opened import OpenTraces
+    from penstock.trace.event_schema import FileAccount
+    from penstock.trace.trace_set import TraceSet
 
 Files = Annotated[
     list[str], typer.Argument(metavar="FILES...", help="Trace files, folders, globs, tables of `trace load`.")
@@ -39,19 +39,19 @@ def opened(
     strict: bool = False,
     rank_pattern: str | None = None,
     dask: str = "",
-) -> Iterator[OpenTraces]:
+) -> Iterator[TraceSet]:
     """Open traces for a verb: progress while they are read, then what was lost of them, then the traces."""
-    from penstock.trace.opened import open_traces
-    from penstock.trace.reading.files import RANK_PATTERN
-    from penstock.trace.reading.selection import Selection
+    from penstock.trace.reading.event_filter import EventFilter
+    from penstock.trace.reading.trace_file import RANK_PATTERN
+    from penstock.trace.trace_set import open_trace_set
 
     with ExitStack() as resources:
         with terminal.progress() as progress:
             traces = resources.enter_context(
-                open_traces(
+                open_trace_set(
                     {"": files},
                     progress=progress,
-                    selection=Selection(where=where),
+                    event_filter=EventFilter(where=where),
                     rank_pattern=rank_pattern or RANK_PATTERN,
                     dask=dask,
                 )
@@ -62,7 +62,7 @@ def opened(
 
 def tell_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
     """Say on stderr what was lost; with `strict` it is an error."""
-    from penstock.trace.event import refuse_damaged
+    from penstock.trace.event_schema import refuse_damaged
 
     for account in accounts:
         for line in account.losses():

@@ -13,11 +13,12 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from penstock.cli.terminal import JsonFlag, Terminal
-from penstock.cli.trace.asking import Classes, Form, FormOption, Phases, Tiers, asked, make_lens, show
+from penstock.cli.trace.asking import AnswerForm, Classes, FormOption, Phases, Tiers, asked, make_lens, show
 from penstock.cli.trace.opening import Dask, Files, Strict, Where
 
 if TYPE_CHECKING:
-    from penstock.trace.questions.base import Answer, Events
+    from penstock.trace.questions.answer import Answer
+    from penstock.trace.questions.events_view import EventsView
 
 LENS = frozenset({"tier", "file_class", "phase"})
 """The options of `Asking` that only some questions take."""
@@ -34,11 +35,11 @@ class Asking:
     where: Where = ""
     dask: Dask = ""
     strict: Strict = False
-    form: FormOption = Form.TABLE
+    form: FormOption = AnswerForm.TABLE
     as_json: JsonFlag = False
 
     @contextmanager
-    def events(self) -> Iterator[Events]:
+    def events(self) -> Iterator[EventsView]:
         """The traces, opened and seen through the lens."""
         lens = make_lens(self.tier, self.file_class, self.phase)
         terminal = Terminal(as_json=self.as_json)

@@ -38,7 +38,7 @@ def ops(asking: Asking, *, by: By = None) -> None:
 
       penstock trace ops run.events --by host,name --format csv
     """
-    from penstock.trace.questions.counts import ops as ask
+    from penstock.trace.questions.breakdowns import ops as ask
 
     with asking.events() as events:
         asking.show([ask(events, by=columns(by, ("tier", "op")))])
@@ -54,7 +54,7 @@ def files_(asking: Asking, *, by: By = None, top: Top = None) -> None:
 
       penstock trace files run.events --by path,op --where "path LIKE '%model%'" --json
     """
-    from penstock.trace.questions.counts import files as ask
+    from penstock.trace.questions.breakdowns import files as ask
 
     with asking.events() as events:
         asking.show([ask(events, by=columns(by, ("path",)), top=top)])
@@ -70,7 +70,7 @@ def classes(asking: Asking, *, by: By = None) -> None:
 
       penstock trace classes run.events --class 'weights=^(layer|model)-' --by file_class,tier
     """
-    from penstock.trace.questions.counts import classes as ask
+    from penstock.trace.questions.breakdowns import classes as ask
 
     with asking.events() as events:
         asking.show([ask(events, by=columns(by, ("file_class", "op")))])
@@ -91,7 +91,7 @@ def sizes(
 
       penstock trace sizes run.events --by tier,op --top 5 --json
     """
-    from penstock.trace.questions.sizes import sizes as ask
+    from penstock.trace.questions.breakdowns import sizes as ask
 
     with asking.events() as events:
         asking.show(ask(events, by=columns(by, ("op",)), top=top))
@@ -110,7 +110,7 @@ def file(
 
       penstock trace file /l/ssd/ckpt/model-1-600-0.pt traces/*.pfw.gz --json
     """
-    from penstock.trace.questions.file_events import file_events
+    from penstock.trace.questions.timeline import file_events
 
     with asking.events() as events:
         asking.show([file_events(events, path)])
@@ -126,7 +126,7 @@ def ranks(asking: Asking) -> None:
 
       penstock trace ranks run.events --where "op = 'write'" --json
     """
-    from penstock.trace.questions.ranks import ranks as ask
+    from penstock.trace.questions.breakdowns import ranks as ask
 
     with asking.events() as events:
         asking.show([ask(events)])

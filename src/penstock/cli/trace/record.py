@@ -33,8 +33,8 @@ def record(
     from pathlib import Path
 
     from penstock.errors import UsageError
-    from penstock.trace.capture.other import TRACERS, plan_recording
-    from penstock.trace.capture.other import record as run_recorded
+    from penstock.trace.capture.external_tracers import TRACERS, plan_recording
+    from penstock.trace.capture.external_tracers import record as run_recorded
 
     if tracer not in TRACERS:
         raise UsageError(f"--tracer {tracer}: no such tracer", fix=f"Use one of {', '.join(TRACERS)}.")

@@ -31,7 +31,7 @@ def sql(
 
       penstock trace sql "SELECT max(end_us) - min(ts_us) AS span_us FROM events" run.events --json
     """
-    from penstock.trace.answer import ask
+    from penstock.trace.questions.events_view import ask
 
     terminal = Terminal(as_json=as_json)
     with opened(files, terminal, where=where, strict=strict, rank_pattern=rank_pattern, dask=dask) as traces:

@@ -1,8 +1,8 @@
-"""Where a process records events: a memory append for whoever is traced, the rest on one quiet thread.
+"""Records a process's events: an append to memory in the traced thread, the rest in the background.
 
-Recording takes no lock: each thread has a lane of its own and a count of its own, in memory that survives the
-process. Every so often one thread turns what lies in the lanes into a segment of the trace. A forked child
-begins a trace of its own. Invariant: an event is in the trace, or the count says that it is missing.
+Recording takes no lock: each thread has a queue of its own and a count of its own, in memory that survives
+the process. Four times a second the background thread writes the queues as a segment of the trace. A forked
+child begins a trace of its own. Invariant: an event is in the trace, or the count says that it is missing.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import PenstockError
-from penstock.trace.capture.lines import Kind, LineWriter, Recorded
-from penstock.trace.capture.segments import LANES, Segments
+from penstock.trace.capture.trace_writer import LANES, Kind, LineFormatter, RecordedEvent, TraceFileWriter
 
 logger = logging.getLogger(__name__)
 
@@ -55,20 +54,20 @@ class Lane:
     place: int
     counts: memoryview | SharedCount
     recorded: int = 0
-    waiting: deque[Recorded] = field(default_factory=deque)
+    waiting: deque[RecordedEvent] = field(default_factory=deque)
 
 
-def shared_recorder(folder: str, place: str = "") -> Recorder:
+def get_recorder(folder: str, place: str = "") -> TraceRecorder:
     """The process's one recorder for a folder, made once; `place` is its rank of how many, as `3/8`."""
     return _made_once(str(Path(folder).absolute()), place)
 
 
 @cache
-def _made_once(folder: str, place: str) -> Recorder:
-    return Recorder(Path(folder), place)
+def _made_once(folder: str, place: str) -> TraceRecorder:
+    return TraceRecorder(Path(folder), place)
 
 
-class Recorder:
+class TraceRecorder:
     """Records one process's events into a folder. Any thread may; nothing is created before the first."""
 
     def __init__(self, folder: Path, place: str = "") -> None:
@@ -82,8 +81,8 @@ class Recorder:
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._flushing = threading.Lock()
         self._lanes: list[Lane] = []
-        self._segments: Segments | None = None
-        self._lines = LineWriter(socket.gethostname(), os.getpid(), time.time_ns() - clock_ns())
+        self._segments: TraceFileWriter | None = None
+        self._lines = LineFormatter(socket.gethostname(), os.getpid(), time.time_ns() - clock_ns())
         self._stop = threading.Event()
         self._writer: threading.Thread | None = None
         self._num_lost = 0
@@ -161,7 +160,7 @@ class Recorder:
         """Create the files and the thread, at a process's first event."""
         rank, _, size = self._place.partition("/")
         who = f"{rank}-of-{size}-" if rank else ""
-        self._segments = Segments(self.folder, f"trace-{who}{socket.gethostname()}-{os.getpid()}")
+        self._segments = TraceFileWriter(self.folder, f"trace-{who}{socket.gethostname()}-{os.getpid()}")
         self._unwritten = self._lines.opening(rank=int(rank) if rank else None)
         # A worker of multiprocessing ends without the interpreter's own farewells.
         multiprocessing_ends.Finalize(None, self.close, exitpriority=100)
@@ -200,6 +199,6 @@ class Recorder:
         self._begin()
 
 
-def _taken(waiting: deque[Recorded]) -> list[Recorded]:
+def _taken(waiting: deque[RecordedEvent]) -> list[RecordedEvent]:
     """Up to a batch of what waits. Others only append, so what is counted here is there."""
     return [waiting.popleft() for _ in range(min(len(waiting), BATCH_EVENTS))]

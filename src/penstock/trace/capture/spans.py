@@ -4,8 +4,8 @@
     @penstock.trace.traced(cat="compute")
     for batch in penstock.trace.steps(loader, "train"): ...
 
-They trace where `PENSTOCK_TRACE` names a folder, or into the one given to `tracing_to`; anywhere else they
-cost one look-up. Invariant: a span never changes what it wraps, and its exceptions pass.
+They trace if `PENSTOCK_TRACE` names a folder, or into the one given to `tracing_to`; otherwise they cost one
+look-up. Invariant: a span never changes what it wraps, and exceptions pass through.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from penstock.environment import TRACE, TRACE_RANK, process_environment
-from penstock.trace.capture.lines import Kind, Layer
-from penstock.trace.capture.recorder import Recorder, clock_ns, shared_recorder
+from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
+from penstock.trace.capture.trace_writer import Kind, Layer
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Item = TypeVar("Item")
 Value = int | float | str | bool
 
-_CHOSEN: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+_CHOSEN: ContextVar[TraceRecorder | None] = ContextVar("recorder", default=None)
 
 
 @contextmanager
 def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
     """Trace the spans of this thread or task into `folder`; the trace is whole when this ends."""
-    recorder = shared_recorder(str(folder), "" if rank is None else f"{rank}/{size}")
+    recorder = get_recorder(str(folder), "" if rank is None else f"{rank}/{size}")
     chosen = _CHOSEN.set(recorder)
     try:
         yield
@@ -94,8 +94,8 @@ def _kind(name: str, cat: str) -> Kind:
 
 
 @cache
-def _from_environment() -> Recorder | None:
+def _from_environment() -> TraceRecorder | None:
     """The recorder that this process was started to trace with, if any."""
     environment = process_environment()
     folder = environment.get(TRACE)
-    return shared_recorder(folder, environment.get(TRACE_RANK, "")) if folder else None
+    return get_recorder(folder, environment.get(TRACE_RANK, "")) if folder else None

@@ -1,4 +1,4 @@
-"""Several runs side by side: what they are not comparable in, the tables of a study, and what stands out.
+"""Several runs side by side: how they differ, the tables of a study, and findings.
 
 runs.yaml -> study (events of all runs, accounts of their files) -> mismatches -> tables -> findings -> report
 """

@@ -1,33 +1,114 @@
-"""The whole comparison: mismatches first, then tables, then what stands out."""
+"""Compares the runs of a study: how they differ, then tables, then findings. `compare` is the whole way.
+
+To add a finding, write a `FindingRule` into one of the `*_findings` modules and add it to `FINDING_RULES`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.progress import Progress, Silent
-from penstock.trace.compare import tables
-from penstock.trace.compare.mismatches import mismatches
-from penstock.trace.compare.one_file import file_tables, followed_files
-from penstock.trace.findings.rules import find
+from penstock.trace.compare import study_tables
+from penstock.trace.compare.call_findings import extra_calls, redundant_lookups, small_writes
+from penstock.trace.compare.rank_findings import missing_ranks, stragglers, summed_threads
+from penstock.trace.compare.study_tables import file_tables, followed_files
+from penstock.trace.compare.tier_findings import cache_read_by_flush, slower_tier, unserved_reads
+from penstock.trace.compare.trace_study import spans
+from penstock.trace.questions.answer import Answer, Column, Value
+from penstock.trace.questions.breakdowns import ranks
+from penstock.trace.questions.events_view import IS_IO
+from penstock.trace.questions.timeline import timeline
 
 if TYPE_CHECKING:
-    from penstock.trace.compare.study import Study
-    from penstock.trace.findings.base import Finding
-    from penstock.trace.questions.base import Answer
-from penstock.trace.questions.ranks import ranks
-from penstock.trace.questions.timeline import timeline
+    from penstock.trace.compare.trace_study import Rule, Study, TraceFinding
+
+
+def mismatches(study: Study) -> Answer:
+    """A row for each thing in which a run differs from the baseline, and for each run that lost lines."""
+    rows: list[Sequence[Value]] = []
+    for what, column, where in _THINGS:
+        seen = _sets(study, column, where)
+        base = seen.get(study.baseline, set())
+        for run in study.runs:
+            here = seen.get(run, set())
+            if what == "hosts" and len(here) == len(base):
+                continue  # other machines of the same number are no obstacle
+            if here != base:
+                rows.append((what, run, len(here), len(base), spans(base - here), spans(here - base)))
+    rows += _lost(study)
+    columns = [
+        Column("what"), Column("run"), Column("here"), Column(study.baseline), Column("missing"),
+        Column("added"),
+    ]  # fmt: skip
+    notes = [] if rows else [f"All runs have the ranks, hosts, steps and files of {study.baseline}."]
+    return Answer(
+        name="mismatches",
+        title=f"What differs from {study.baseline}",
+        columns=columns,
+        rows=rows,
+        notes=notes,
+    )
+
+
+_THINGS = (
+    ("ranks", "rank", "rank IS NOT NULL"),
+    ("hosts", "host", "host IS NOT NULL"),
+    ("steps", "step", "step IS NOT NULL"),
+    ("written files", "parse_filename(path)", f"{IS_IO} AND op IN ('write', 'pwrite') AND path IS NOT NULL"),
+)
+
+
+def _sets(study: Study, column: str, where: str) -> dict[str, set[Any]]:
+    found: dict[str, set[Any]] = {}
+    for run, value in study.events.ask(f"SELECT DISTINCT run, {column} FROM {{events}} WHERE {where}"):
+        found.setdefault(run, set()).add(value)
+    return found
+
+
+def _lost(study: Study) -> list[Sequence[Value]]:
+    rows: list[Sequence[Value]] = []
+    for run in study.runs:
+        accounts = study.accounts.get(run, ())
+        harmed = [account for account in accounts if not account.is_whole]
+        if harmed:
+            lost = sum(account.dropped for account in harmed)
+            salvaged = sum(account.salvaged for account in harmed)
+            faults = sum(len(account.faults) for account in harmed)
+            said = f"{lost} lines dropped, {salvaged} salvaged, {faults} torn files"
+            rows.append(
+                ("damaged files", run, len(harmed), None, said, ", ".join(a.file for a in harmed[:2]))
+            )
+    return rows
+
+
+FINDING_RULES: Final[Mapping[str, Rule]] = {
+    "F1": missing_ranks,
+    "F2": extra_calls,
+    "F3": summed_threads,
+    "F4": cache_read_by_flush,
+    "F5": slower_tier,
+    "F6": small_writes,
+    "F7": redundant_lookups,
+    "F8": stragglers,
+    "F9": unserved_reads,
+}
+
+
+def find(study: Study) -> list[TraceFinding]:
+    """What every rule finds."""
+    return [finding for rule in FINDING_RULES.values() for finding in rule(study)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ComparisonResult:
     """What a comparison says, in the order in which it is to be read."""
 
     runs: Sequence[str]
     baseline: str
     mismatches: Answer
-    findings: Sequence[Finding]
+    findings: Sequence[TraceFinding]
     tables: Sequence[Answer]
     charts: Sequence[Answer]
 
@@ -36,39 +117,39 @@ class Compared:
         return next(table for table in (*self.tables, *self.charts) if table.name == name)
 
 
-def compare(study: Study, *, progress: Progress | None = None) -> Compared:
+def compare(study: Study, *, progress: Progress | None = None) -> ComparisonResult:
     """Ask everything of the study."""
     progress = progress or Silent()
     progress.begin("comparing", 5)
     differing = mismatches(study)
     progress.advance(1)
-    times = tables.times(study)
+    times = study_tables.times(study)
     whole = [
-        tables.load_report(study),
+        study_tables.load_report(study),
         times,
-        tables.time_changes(study, times),
-        tables.measures(study),
-        tables.volumes(study),
-        tables.classes(study),
-        tables.class_calls(study),
-        tables.class_writes(study),
-        tables.file_writes(study),
+        study_tables.time_changes(study, times),
+        study_tables.measures(study),
+        study_tables.volumes(study),
+        study_tables.classes(study),
+        study_tables.class_calls(study),
+        study_tables.class_writes(study),
+        study_tables.file_writes(study),
     ]
     progress.advance(1)
     single = file_tables(study, followed_files(study))
     calls = [
-        tables.call_times(study),
-        tables.call_bytes(study),
-        tables.median_sizes(study),
-        tables.write_sizes(study),
-        tables.longest_files(study),
+        study_tables.call_times(study),
+        study_tables.call_bytes(study),
+        study_tables.median_sizes(study),
+        study_tables.write_sizes(study),
+        study_tables.longest_files(study),
     ]
     progress.advance(1)
-    charts = [timeline(study.events), ranks(study.events), tables.size_histogram(study)]
+    charts = [timeline(study.events), ranks(study.events), study_tables.size_histogram(study)]
     progress.advance(1)
     found = find(study)
     progress.advance(1)
-    return Compared(
+    return ComparisonResult(
         runs=study.runs,
         baseline=study.baseline,
         mismatches=differing,

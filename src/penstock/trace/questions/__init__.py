@@ -1,1 +1,1 @@
-"""Questions to events: each module one question, asked in SQL, answered as a table that renders anywhere."""
+"""Questions to events, one function each: asked in SQL, answered as a table that renders anywhere."""

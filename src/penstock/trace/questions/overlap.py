@@ -1,7 +1,7 @@
 """How much of the I/O ran at the same time as other I/O, and as computation: exactly, from intervals.
 
-`union_us`, `sum_us` and `concurrency` are those of the I/O; what computes at the same time is a real overlap
-of intervals, not a difference of totals.
+`union_us`, `sum_us` and `concurrency` are those of the I/O; its overlap with computation is one of intervals,
+not a difference of totals.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.errors import UsageError
-from penstock.trace.lens import quoted
-from penstock.trace.questions.base import GROUPINGS, Answer, Column, Events, Unit, Value, check_keys
-from penstock.trace.sweep import NOTHING, Unions, unions
+from penstock.trace.dimensions import sql_literal
+from penstock.trace.interval_union import NO_TIME, UnionTimes, union_times
+from penstock.trace.questions.answer import Answer, Column, Unit, Value
+from penstock.trace.questions.events_view import GROUPINGS, EventsView, check_keys
 
 
-def overlap(events: Events, *, by: Sequence[str] = ("pid",), of: str = "io") -> Answer:
+def overlap(events: EventsView, *, by: Sequence[str] = ("pid",), of: str = "io") -> Answer:
     """A row for each value of `by`; `of` is the phase that counts as I/O, `all`: everything but compute."""
     check_keys(by, GROUPINGS)
     notes = []
-    counted = "phase <> 'compute'" if of == "all" else f"phase = {quoted(of)}"
+    counted = "phase <> 'compute'" if of == "all" else f"phase = {sql_literal(of)}"
     if of == "io" and not events.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
         counted = "phase <> 'compute'"
         notes.append("No event is of the phase io: everything but compute is counted.")
@@ -29,8 +30,8 @@ def overlap(events: Events, *, by: Sequence[str] = ("pid",), of: str = "io") -> 
     if not counts and of not in ("io", "all"):
         known = ", ".join(row[0] for row in events.ask("SELECT DISTINCT phase FROM {events} ORDER BY phase"))
         raise UsageError(f"No event is of the phase {of!r}", fix=f"There are the phases {known}.")
-    busy = unions(events, by, first=counted, second="phase = 'compute'")
-    rows = [_row(row[:-2], row[-2], row[-1], busy.get(row[:-2], NOTHING)) for row in counts]
+    busy = union_times(events, by, first=counted, second="phase = 'compute'")
+    rows = [_row(row[:-2], row[-2], row[-1], busy.get(row[:-2], NO_TIME)) for row in counts]
     columns = [
         *(Column(key) for key in by),
         Column("num_events", Unit.COUNT),
@@ -45,7 +46,7 @@ def overlap(events: Events, *, by: Sequence[str] = ("pid",), of: str = "io") -> 
     return Answer(name="overlap", title=f"I/O and compute by {keys}", columns=columns, rows=rows, notes=notes)
 
 
-def _row(key: Sequence[Value], num_events: int, sum_us: int, busy: Unions) -> tuple[Value, ...]:
+def _row(key: Sequence[Value], num_events: int, sum_us: int, busy: UnionTimes) -> tuple[Value, ...]:
     io_us, compute_us, either_us = busy.first_us, busy.second_us, busy.either_us
     return (
         *key,

@@ -1,17 +1,18 @@
-"""What a trace is of: hosts, ranks, files, time; compute, I/O and their overlap; sizes by function."""
+"""What a trace contains: hosts, ranks, files, time; compute, I/O and their overlap; sizes by function."""
 
 from __future__ import annotations
 
-from penstock.trace.questions.base import IS_IO, Answer, Column, Events, Unit
-from penstock.trace.sweep import unions
+from penstock.trace.interval_union import union_times
+from penstock.trace.questions.answer import Answer, Column, Unit
+from penstock.trace.questions.events_view import IS_IO, EventsView
 
 
-def summary(events: Events) -> tuple[Answer, Answer]:
+def summary(events: EventsView) -> tuple[Answer, Answer]:
     """The facts, and a row for each function."""
     return _facts(events), _functions(events)
 
 
-def _facts(events: Events) -> Answer:
+def _facts(events: EventsView) -> Answer:
     who = events.ask_one("""
         SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)),
                count(DISTINCT (host, pid, tid))
@@ -22,8 +23,8 @@ def _facts(events: Events) -> Answer:
         FROM {events}""")
     counts = (*who, *what)
     (sum_us,) = events.ask_one(f"SELECT coalesce(sum(dur_us), 0)::BIGINT FROM {{events}} WHERE {IS_IO}")
-    busy = unions(events, (), first=IS_IO, second="phase = 'compute'")[()]
-    app_us = unions(events, (), first="phase = 'app_io'")[()].first_us
+    busy = union_times(events, (), first=IS_IO, second="phase = 'compute'")[()]
+    app_us = union_times(events, (), first="phase = 'app_io'")[()].first_us
     io_us, compute_us, either_us = busy.first_us, busy.second_us, busy.either_us
     facts: list[tuple[str, Unit, float | None]] = [
         *zip(
@@ -52,7 +53,7 @@ def _facts(events: Events) -> Answer:
     )
 
 
-def _functions(events: Events) -> Answer:
+def _functions(events: EventsView) -> Answer:
     rows = events.ask("""
         SELECT cat, op, count(*), sum(dur_us)::BIGINT, sum(size_bytes)::BIGINT, min(size_bytes),
                quantile_cont(size_bytes, 0.25), avg(size_bytes), quantile_cont(size_bytes, 0.5),

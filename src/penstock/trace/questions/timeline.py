@@ -1,15 +1,16 @@
-"""What went on when: bytes, operations and concurrency in buckets of time, by tier.
+"""What happened when: I/O in buckets of time by tier, and the events of one file in order.
 
-An event that spans several buckets is shared out by the time it spent in each; it counts as an operation
-where it began. A bucket's concurrency is the mean over the whole bucket.
+An event that spans several buckets is divided by the time it spent in each; it counts as an operation where
+it began. A bucket's concurrency is the mean over the whole bucket.
 """
 
 from __future__ import annotations
 
 from penstock.errors import UsageError
-from penstock.trace.lens import quoted
-from penstock.trace.questions.base import IS_IO, IS_READ, IS_WRITE, Answer, Column, Events, Unit
-from penstock.trace.questions.measures import measured
+from penstock.trace.dimensions import sql_literal
+from penstock.trace.interval_union import measure_groups
+from penstock.trace.questions.answer import Answer, Column, Unit
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
 
 _BUCKETS_WANTED = 100
 _MOST_BUCKETS = 100_000
@@ -22,7 +23,7 @@ _EXTRA = (
 )
 
 
-def timeline(events: Events, *, bucket_us: int | None = None) -> Answer:
+def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
     """A row for each bucket of each run and tier in which something went on."""
     span_us = events.ask_one(f"""
         SELECT coalesce(max(span), 1) FROM (
@@ -32,12 +33,12 @@ def timeline(events: Events, *, bucket_us: int | None = None) -> Answer:
     width = bucket_us or _round_width(span_us)
     if span_us // width > _MOST_BUCKETS:
         raise UsageError(f"The trace has {span_us // width:,} such buckets", fix="Take larger ones.")
-    cut = Events(connection=events.connection, relation=_cut(events, width))
+    cut = EventsView(connection=events.connection, relation=_cut(events, width))
     keys = ("run", "tier", "bucket")
     rows = [
         (run, tier, bucket * width, width, started, read, written, read * 1e6 / width, written * 1e6 / width,
          inside / width, union_us / width)
-        for run, tier, bucket, _, _, union_us, _, started, read, written, inside in measured(
+        for run, tier, bucket, _, _, union_us, _, started, read, written, inside in measure_groups(
             cut, keys, where="true", extra=_EXTRA
         )
     ]  # fmt: skip
@@ -59,10 +60,10 @@ def timeline(events: Events, *, bucket_us: int | None = None) -> Answer:
     return Answer(name="timeline", title="Timeline", columns=columns, rows=rows, notes=[note])
 
 
-def _cut(events: Events, width: int) -> str:
+def _cut(events: EventsView, width: int) -> str:
     """Events cut at the edges of buckets; nearly all lie in one, and are spared the general case."""
     origins = events.ask("SELECT run, min(ts_us) FROM {events} GROUP BY run")
-    cases = "".join(f" WHEN {quoted(run)} THEN {origin_us}" for run, origin_us in origins)
+    cases = "".join(f" WHEN {sql_literal(run)} THEN {origin_us}" for run, origin_us in origins)
     origin = f"CASE run{cases} ELSE 0 END" if cases else "0"
     shifted = f"""
         SELECT run, tier, op, size_bytes, dur_us AS whole_us, ts_us - {origin} AS since_us,
@@ -87,3 +88,42 @@ def _round_width(span_us: int) -> int:
     while wanted > 10 * power:
         power *= 10
     return next(step * power for step in (1, 2, 5, 10) if wanted <= step * power)
+
+
+def file_events(events: EventsView, path: str) -> Answer:
+    """Events of `path`: a whole path, or the base name of a file that occurs once."""
+    chosen = _chosen(events, path)
+    rows = events.ask(f"""
+        SELECT run, rank, tid, ts_us - (SELECT min(ts_us) FROM {{events}}), dur_us, name, op, size_bytes,
+               "offset", ret
+        FROM {{events}} WHERE path = {sql_literal(chosen)} ORDER BY ts_us, end_us, tid, name""")
+    columns = [
+        Column("run"),
+        Column("rank"),
+        Column("tid"),
+        Column("since_start_us", Unit.MICROSECONDS),
+        Column("dur_us", Unit.MICROSECONDS),
+        Column("name"),
+        Column("op"),
+        Column("size_bytes", Unit.BYTES),
+        Column("offset", Unit.BYTES),
+        Column("ret"),
+    ]
+    return Answer(name="file", title=chosen, columns=columns, rows=rows)
+
+
+def _chosen(events: EventsView, path: str) -> str:
+    found = events.ask(f"""
+        SELECT DISTINCT path FROM {{events}}
+        WHERE path = {sql_literal(path)} OR ends_with(path, {sql_literal("/" + path.lstrip("/"))})
+        ORDER BY path <> {sql_literal(path)}, path LIMIT 6""")
+    paths = [row[0] for row in found]
+    if path in paths or len(paths) == 1:
+        return str(paths[0])
+    if paths:
+        raise UsageError(f"Several files end in {path!r}: {', '.join(paths)}", fix="Write the whole path.")
+    near = events.ask(f"""
+        SELECT path FROM (SELECT DISTINCT path FROM {{events}} WHERE path IS NOT NULL)
+        ORDER BY levenshtein(path, {sql_literal(path)}), path LIMIT 1""")
+    advice = f"The nearest name is {near[0][0]}." if near else "This trace names no files at all."
+    raise UsageError(f"No event is of a file {path!r}", fix=advice)

@@ -1,1 +1,1 @@
-"""Reading trace files, whatever wrote them: bytes -> pages of lines -> batches of events, all accounted."""
+"""Reading trace files of any dialect: bytes -> chunks of lines -> batches of events and an account."""

@@ -1,7 +1,7 @@
 """Chrome traces as one JSON document, as browsers, Perfetto and PyTorch's profiler write them.
 
-An event is an object of the array `traceEvents`, or of the array that is the document. What accounts call
-lines are objects here. Invariants: memory is bounded; a damaged object costs itself, never those behind it.
+An event is an object of the array `traceEvents`, or of the array that is the document. Accounts count objects
+as lines. Invariants: memory is bounded; a damaged object does not affect those behind it.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.trace.reading.columns import Clock, Origin, batch_of
-from penstock.trace.reading.odd import Fate, OddLine, read_document, read_odd
-from penstock.trace.reading.rows import count
+from penstock.trace.reading.event_batch import (
+    BATCH_ROWS,
+    EventOrigin,
+    FileContext,
+    LineFate,
+    ParsedLine,
+    build_batch,
+    count_line,
+)
+from penstock.trace.reading.lenient_json import HashKind, parse_event, parse_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from penstock.trace.event import FileAccount
-    from penstock.trace.reading.texts import Kind
+    from penstock.trace.event_schema import FileAccount
 
-_ROWS: Final = 1 << 15
 _OBJECT_LIMIT: Final = 1 << 20
-"""Characters of the largest object that is waited for."""
+"""Characters after which an object that does not end is taken for damaged."""
 _ARRAY: Final = re.compile(r'"traceEvents"\s*:\s*\[')
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _NEXT: Final = re.compile(r"\{\s*\"")
@@ -33,36 +38,36 @@ _NEXT: Final = re.compile(r"\{\s*\"")
 class ChromeDocument:
     """Reads the pieces of one document."""
 
-    def __init__(self, origin: Origin, account: FileAccount) -> None:
+    def __init__(self, origin: EventOrigin, account: FileAccount) -> None:
         self._origin = origin
         self._account = account
         self._decoder = json.JSONDecoder(parse_constant=str)
         self._spans: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
-        self._ranks: dict[int, int] = {}
+        self._context = FileContext()
         self._is_ended = False
 
-    def batches(self, pieces: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
+    def read(self, pieces: Iterable[bytes]) -> Iterator[pa.RecordBatch]:
         """The document's events, roughly in its order."""
         rows: list[Mapping[str, Any]] = []
-        for odd in self._objects(pieces):
-            if odd.row is not None:
-                rows.append(odd.row)
-            if len(rows) >= _ROWS:
-                yield batch_of(rows, self._origin, Clock(ranks=self._ranks))
+        for parsed in self._objects(pieces):
+            if parsed.row is not None:
+                rows.append(parsed.row)
+            if len(rows) >= BATCH_ROWS:
+                yield build_batch(rows, self._origin, self._context)
                 rows = []
         num_open = sum(map(len, self._spans.values()))
         if num_open:
             self._account.faults.append(f"{num_open} spans begin and never end")
         if rows:
-            yield batch_of(rows, self._origin, Clock(ranks=self._ranks))
+            yield build_batch(rows, self._origin, self._context)
 
-    def _objects(self, pieces: Iterable[bytes]) -> Iterator[OddLine]:
+    def _objects(self, pieces: Iterable[bytes]) -> Iterator[ParsedLine]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")
         text, is_inside = "", False
         for piece in pieces:
             text += decoder.decode(piece)
             if not is_inside:
-                start = _array_start(text)
+                start = _find_array(text)
                 is_inside = start >= 0
                 text = text[start:] if is_inside else text
             if is_inside:
@@ -72,8 +77,8 @@ class ChromeDocument:
         if not self._is_ended:
             self._account.faults.append("the document ends before its array of events does")
 
-    def _take(self, text: str, *, is_last: bool) -> Generator[OddLine, None, str]:
-        """Take whole objects from the text's beginning; gives what is left of it."""
+    def _take(self, text: str, *, is_last: bool) -> Generator[ParsedLine, None, str]:
+        """Parse the objects at the beginning of the text; returns the rest of it."""
         at = 0
         while not self._is_ended:
             between = _BETWEEN.match(text, at)
@@ -88,35 +93,35 @@ class ChromeDocument:
             except (ValueError, RecursionError):
                 if not is_last and len(text) - at < _OBJECT_LIMIT:
                     break
-                found = _NEXT.search(text, at + 1)
-                end = found.start() if found else len(text)
-                yield self._counted(read_odd(text[at:end].encode(), _unbound, 1000), text[at:end])
+                match = _NEXT.search(text, at + 1)
+                end = match.start() if match else len(text)
+                yield self._count(parse_line(text[at:end].encode(), _unbound, 1000), text[at:end])
             else:
-                yield self._counted(self._whole(document), text[at:end])
+                yield self._count(self._parse_object(document), text[at:end])
             at = end
         return text[at:]
 
-    def _counted(self, odd: OddLine, text: str) -> OddLine:
+    def _count(self, parsed: ParsedLine, text: str) -> ParsedLine:
         self._account.lines += 1
-        count(odd, text[:400].encode(), self._account)
-        return odd
+        count_line(parsed, text[:400].encode(), self._account)
+        return parsed
 
-    def _whole(self, document: Any) -> OddLine:
+    def _parse_object(self, document: Any) -> ParsedLine:
         if not isinstance(document, dict):
-            return OddLine(Fate.DROPPED, reason="not an object")
+            return ParsedLine(LineFate.DROPPED, reason="not an object")
         phase, thread = document.get("ph"), (str(document.get("pid")), str(document.get("tid")))
         if phase == "B":
             self._spans.setdefault(thread, []).append(document)
-            return OddLine(Fate.METADATA)
+            return ParsedLine(LineFate.METADATA)
         if phase == "E":
             opened = self._spans.get(thread)
             if not opened:
-                return OddLine(Fate.DROPPED, reason="ends what never began")
-            document = _joined(opened.pop(), document)
-        return read_document(document, _unbound, 1000)
+                return ParsedLine(LineFate.DROPPED, reason="ends what never began")
+            document = _join_span(opened.pop(), document)
+        return parse_event(document, _unbound, 1000)
 
 
-def _joined(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
+def _join_span(begin: Mapping[str, Any], end: Mapping[str, Any]) -> dict[str, Any]:
     """A span's two events as one complete event."""
     try:
         dur = end["ts"] - begin["ts"]
@@ -131,15 +136,15 @@ def _arguments(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _unbound(_kind: Kind, value: bytes) -> str:
+def _unbound(_kind: HashKind, value: bytes) -> str:
     """Chrome's traces have no hashes; what looks like one stands for itself."""
     return value.decode()
 
 
-def _array_start(text: str) -> int:
+def _find_array(text: str) -> int:
     """Where the first event of the array begins; -1 if the array doesn't begin here."""
-    found = _ARRAY.search(text)
-    if found:
-        return found.end()
+    match = _ARRAY.search(text)
+    if match:
+        return match.end()
     bare = text.lstrip()
     return len(text) - len(bare) + 1 if bare.startswith("[") else -1

@@ -14,9 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from penstock.trace.operation import canonical
-from penstock.trace.reading.columns import size_of, whole
-from penstock.trace.reading.odd import Fate, OddLine
+from penstock.trace.event_schema import canonical
+from penstock.trace.reading.event_batch import LineFate, ParsedLine, parse_int64, transfer_size
 
 FIRST_LINE: Final = re.compile(
     rb"\s*(?:\[pid\s+\d+\]\s+|\d+\s+)?\d{9,11}\.\d{6}\s+(?:[a-z_]\w*\(|<\.\.\.|\+\+\+|---)"
@@ -112,48 +111,48 @@ class Strace:
         self._unfinished: dict[int, tuple[int, str]] = {}
         self._num_timeless = 0
 
-    def read(self, line: str) -> OddLine:
+    def parse(self, line: str) -> ParsedLine:
         """What the line is: a call, a part of one, a signal or an exit, or damage."""
         if not line.strip():
-            return OddLine(Fate.BLANK)
+            return ParsedLine(LineFate.BLANK)
         found = _LINE.fullmatch(line)
         if found is None:
-            return OddLine(Fate.DROPPED, reason="not a line of strace")
+            return ParsedLine(LineFate.DROPPED, reason="not a line of strace")
         bracketed, plain, seconds, fraction, rest = found.groups()
         tid = int(bracketed or plain or 0)
         ts_us = int(seconds) * 1_000_000 + int(fraction)
         if rest.startswith(("+++", "---")):
-            return OddLine(Fate.METADATA)
+            return ParsedLine(LineFate.METADATA)
         if rest.endswith(_UNFINISHED):
             self._unfinished[tid] = (ts_us, rest.removesuffix(_UNFINISHED).rstrip())
-            return OddLine(Fate.METADATA)
+            return ParsedLine(LineFate.METADATA)
         return self._finished(tid, ts_us, rest)
 
-    def finish(self) -> Iterable[OddLine]:
+    def finish(self) -> Iterable[ParsedLine]:
         """Calls that never returned."""
         for tid, (ts_us, text) in self._unfinished.items():
             name = text.partition("(")[0]
             if name.isidentifier():
                 row = self._row(tid, ts_us, name, text.partition("(")[2], None)
-                yield OddLine(Fate.SALVAGED, row=row, reason="never returned")
+                yield ParsedLine(LineFate.SALVAGED, row=row, reason="never returned")
             else:
-                yield OddLine(Fate.DROPPED, reason="cut short")
+                yield ParsedLine(LineFate.DROPPED, reason="cut short")
 
     def faults(self) -> Iterable[str]:
         """Whether durations are missing."""
         if self._num_timeless:
             yield f"{self._num_timeless} calls have no duration: strace tells it with -T"
 
-    def _finished(self, tid: int, ts_us: int, text: str) -> OddLine:
+    def _finished(self, tid: int, ts_us: int, text: str) -> ParsedLine:
         resumed = _RESUMED.fullmatch(text)
         if resumed is not None:
             if tid not in self._unfinished:
-                return OddLine(Fate.DROPPED, reason="resumes what never began")
+                return ParsedLine(LineFate.DROPPED, reason="resumes what never began")
             ts_us, head = self._unfinished.pop(tid)
             text = head + resumed[2]
         call = _CALL.fullmatch(text)
         if call is None:
-            return OddLine(Fate.DROPPED, reason="cut short" if "(" in text else "not a call")
+            return ParsedLine(LineFate.DROPPED, reason="cut short" if "(" in text else "not a call")
         name, arguments, ret, error, seconds, fraction = call.groups()
         row = self._row(tid, ts_us, name, arguments, _number(ret))
         if seconds is not None:
@@ -162,7 +161,7 @@ class Strace:
             self._num_timeless += 1
         if error and ret == "-1":
             row["args"] = json.dumps({**json.loads(row["args"]), "errno": error})
-        return OddLine(Fate.EVENT, row=row)
+        return ParsedLine(LineFate.EVENT, row=row)
 
     def _row(self, tid: int, ts_us: int, name: str, arguments: str, ret: int | None) -> dict[str, Any]:
         process = self._processes.setdefault(tid, _Process(tid))
@@ -184,8 +183,8 @@ class Strace:
             "pid": process.pid,
             "tid": tid,
             "path": path,
-            "size_bytes": size_of(name, cat, {"ret": ret}),
-            "offset": whole(arguments.rpartition(",")[2].strip()) if op in _OFFSET_CALLS else None,
+            "size_bytes": transfer_size(name, cat, {"ret": ret}),
+            "offset": parse_int64(arguments.rpartition(",")[2].strip()) if op in _OFFSET_CALLS else None,
             "ret": ret,
             "args": json.dumps(_told(number, arguments), separators=(",", ":")),
         }

@@ -1,9 +1,9 @@
-"""Traces made from a description: what one studies, tests and teaches with.
+"""Traces made from a description, for studies, tests and teaching.
 
 description -> planned calls of a rank -> lines of a generation -> damage -> trace files
 """
 
-from penstock.trace.synthesize.description import Description, read_description, shipped_names
-from penstock.trace.synthesize.write import Synthesized, synthesize
+from penstock.trace.synthesize.description import SynthesisSpec, read_description, shipped_names
+from penstock.trace.synthesize.write_traces import SynthesizedTraces, synthesize
 
-__all__ = ["Description", "Synthesized", "read_description", "shipped_names", "synthesize"]
+__all__ = ["SynthesisSpec", "SynthesizedTraces", "read_description", "shipped_names", "synthesize"]

@@ -1,7 +1,6 @@
-"""What a synthetic trace shall contain: runs of ranks that do patterns of calls, and how long those take.
+"""The description of synthetic traces: runs of ranks, their patterns of calls, and how long those take.
 
-Place in the flow: the edge of synthesis. One invariant: a description fixes every byte of the traces; nothing
-in it is drawn by chance.
+Invariant: a description fixes every byte of the traces; nothing is random.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from penstock.errors import UsageError
-from penstock.trace.documents import Document, parse_document, read_document
+from penstock.trace.yaml_documents import YamlDocument, parse_document, read_document
 
 Count = Annotated[int, Field(ge=0)]
 Ranks = Literal["all", "others"] | tuple[Count, ...]
 """Which ranks: named ones, all, or those of the run that no earlier entry of the same list named."""
 
 
-class Call(Document):
+class Call(YamlDocument):
     """Calls of one operation: one for each of `sizes`, or as many as `total_bytes` has chunks, or `count`."""
 
     op: str
@@ -43,7 +42,7 @@ class Call(Document):
         return [None] * (1 if self.count is None else self.count)
 
 
-class Pattern(Document):
+class Pattern(YamlDocument):
     """What is done with one file. In its path stand {copy}, {step}, {epoch}, {rank}, {host} and places."""
 
     path: str = ""
@@ -51,14 +50,14 @@ class Pattern(Document):
     calls: tuple[Call, ...]
 
 
-class Lane(Document):
+class Lane(YamlDocument):
     """Where calls happen: so long after a checkpoint began; on the main thread or on fresh threads."""
 
     after_us: Count = 0
     threads: Count = 0
 
 
-class Doing(Document):
+class PatternUse(YamlDocument):
     """A pattern done by ranks, in every checkpoint or once; `fixed_us`: times by file name and operation."""
 
     pattern: str
@@ -69,7 +68,7 @@ class Doing(Document):
     fixed_us: dict[str, dict[str, list[Count]]] = Field(default_factory=dict)
 
 
-class Budget(Document):
+class TimeBudget(YamlDocument):
     """How long calls take over the whole run, to the microsecond: by rank, and for each of the `others`.
 
     A call belongs to the first budget that speaks of its pattern and operation; there is no budget a call
@@ -81,7 +80,7 @@ class Budget(Document):
     us: dict[int | Literal["others"], Count]
 
 
-class Checkpoints(Document):
+class CheckpointTimes(YamlDocument):
     """When checkpoints begin."""
 
     steps: tuple[Count, ...] = (0,)
@@ -90,7 +89,7 @@ class Checkpoints(Document):
     every_us: Count = 1_000_000
 
 
-class Damage(Document):
+class FileDamage(YamlDocument):
     """A damage to the trace file of one rank; `line` counts its events from 0, negative ones from the end."""
 
     kind: Literal[
@@ -109,18 +108,18 @@ class Damage(Document):
     line: int = -1
 
 
-class Run(Document):
+class Run(YamlDocument):
     """One job: its ranks on its hosts (dealt in blocks), and what they do."""
 
     ranks: Annotated[int, Field(gt=0)] = 1
     world: int | None = None
     hosts: tuple[str, ...] = ("host0",)
     start_us: Count = 1_700_000_000_000_000
-    checkpoints: Checkpoints = Checkpoints()
+    checkpoints: CheckpointTimes = CheckpointTimes()
     places: dict[str, str] = Field(default_factory=dict)
-    does: tuple[Doing, ...]
-    budgets: tuple[Budget, ...] = ()
-    damage: tuple[Damage, ...] = ()
+    does: tuple[PatternUse, ...]
+    budgets: tuple[TimeBudget, ...] = ()
+    damage: tuple[FileDamage, ...] = ()
 
     def host_of(self, rank: int) -> str:
         """Blocks of ranks by host, as `srun` deals them."""
@@ -128,7 +127,7 @@ class Run(Document):
         return self.hosts[min(rank // each, len(self.hosts) - 1)]
 
 
-class Description(Document):
+class SynthesisSpec(YamlDocument):
     """A set of runs. `compare` is written beside the traces, ready for `penstock trace compare`."""
 
     generation: Literal[1, 2, 3] = 3
@@ -161,18 +160,18 @@ def shipped_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in _shipped().iterdir())
 
 
-def read_description(name_or_path: str) -> Description:
+def read_description(name_or_path: str) -> SynthesisSpec:
     """A shipped description by its name, or the one in a file."""
     if name_or_path in shipped_names():
         text = _shipped().joinpath(f"{name_or_path}.yaml").read_text(encoding="utf-8")
-        return parse_document(Description, text, source=name_or_path)
+        return parse_document(SynthesisSpec, text, source=name_or_path)
     path = Path(name_or_path)
     if not path.exists():
         raise UsageError(
             f"There is no description {name_or_path!r}",
             fix=f"Name a YAML file, or one of the shipped: {', '.join(shipped_names())}.",
         )
-    return read_document(Description, path)
+    return read_document(SynthesisSpec, path)
 
 
 def _shipped() -> Any:

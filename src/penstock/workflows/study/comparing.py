@@ -12,24 +12,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.trace.compare.comparison import compare
-from penstock.trace.compare.description import Comparison
-from penstock.trace.compare.opening import open_study
-from penstock.trace.documents import read_document
-from penstock.trace.report import write_report
+from penstock.trace.compare.report import write_report
+from penstock.trace.compare.trace_study import ComparisonSpec, open_study
+from penstock.trace.yaml_documents import read_document
 from penstock.workflows.study.findings import RULES
 from penstock.workflows.study.records import TRACES, write_runs
 from penstock.workflows.study.row import SAVE_EVENT
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
-    from penstock.trace.compare.comparison import Compared
+    from penstock.trace.compare.comparison import ComparisonResult
     from penstock.workflows.study.request import StudyRequest
 
 
-def compare_rows(request: StudyRequest, progress: Progress) -> tuple[Compared, Sequence[Path]]:
+def compare_rows(request: StudyRequest, progress: Progress) -> tuple[ComparisonResult, Sequence[Path]]:
     """What the traces of all rows say, and the files of its report."""
     path = write_runs(request.out, description(request))
-    with open_study(read_document(Comparison, path), request.out, progress=progress) as opened:
+    with open_study(read_document(ComparisonSpec, path), request.out, progress=progress) as opened:
         compared = compare(opened, progress=progress)
         own = [finding for rule in RULES for finding in rule(opened)]
     compared = replace(compared, findings=[*own, *compared.findings])

@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from penstock.trace.findings.base import Finding, Weight
-from penstock.trace.intervals import measures_sql
-from penstock.trace.lens import quoted
-from penstock.trace.questions.base import IS_IO, IS_WRITE, Answer, Column, Unit, Value
+from penstock.trace.compare.trace_study import TraceFinding, Weight
+from penstock.trace.dimensions import sql_literal
+from penstock.trace.interval_union import union_sql
+from penstock.trace.questions.answer import Answer, Column, Unit, Value
+from penstock.trace.questions.events_view import IS_IO, IS_WRITE
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.workflows.study.row import SAVE_EVENT, STEP_EVENT
 
 if TYPE_CHECKING:
-    from penstock.trace.compare.study import Study
-    from penstock.trace.findings.base import Rule
+    from penstock.trace.compare.trace_study import Rule, Study
 
 _CACHED: Final = ("cached_flushed", "cached", "single", "single_flushed", "interval_flushed")
 _FLUSHED_AND_NOT: Final = (("cached_flushed", "cached"), ("single_flushed", "single"))
 _WORTH_SAYING: Final = 0.02
 
 
-def cache_pays_off(study: Study) -> list[Finding]:
+def cache_pays_off(study: Study) -> list[TraceFinding]:
     """S1: what training waited for saves to caches, beside what it waited for the slow level."""
     waited = _waited(study)
     base = next((name for name in ("direct_slow", "bypass") if name in waited), None)
@@ -56,10 +56,11 @@ def cache_pays_off(study: Study) -> list[Finding]:
         name="s1", title="What training waited for saves, on the slowest rank", columns=columns, rows=table
     )
     weight = Weight.COST if losing else Weight.NOTE
-    return [Finding(code="S1", weight=weight, title=title, runs=[base, *rows], says=says, evidence=evidence)]
+    runs = [base, *rows]
+    return [TraceFinding(code="S1", weight=weight, title=title, runs=runs, says=says, evidence=evidence)]
 
 
-def flush_costs_training(study: Study) -> list[Finding]:
+def flush_costs_training(study: Study) -> list[TraceFinding]:
     """S2: how much longer steps and saves took beside a flush."""
     steps, waited = _steps(study), _waited(study)
     pairs = [(a, b) for a, b in _FLUSHED_AND_NOT if a in steps and b in steps]
@@ -84,7 +85,7 @@ def flush_costs_training(study: Study) -> list[Finding]:
         ]
         is_cost = mean / quiet - 1 > _WORTH_SAYING or longer > _WORTH_SAYING * waited[without][1]
         findings.append(
-            Finding(
+            TraceFinding(
                 code="S2",
                 weight=Weight.COST if is_cost else Weight.NOTE,
                 title=f"{run}: what the flush costs training",
@@ -96,7 +97,7 @@ def flush_costs_training(study: Study) -> list[Finding]:
     return findings
 
 
-def redundancy_costs(study: Study) -> list[Finding]:
+def redundancy_costs(study: Study) -> list[TraceFinding]:
     """S3: how much longer saves took that are protected."""
     waited = _waited(study)
     if not {"cached", "single"} <= waited.keys():
@@ -112,7 +113,7 @@ def redundancy_costs(study: Study) -> list[Finding]:
         f"{format_seconds(single / 1e6)}: {protected / single - 1:+.0%}."
     )
     return [
-        Finding(
+        TraceFinding(
             code="S3",
             weight=Weight.COST if protected > single else Weight.NOTE,
             title="What redundancy costs",
@@ -123,11 +124,11 @@ def redundancy_costs(study: Study) -> list[Finding]:
     ]
 
 
-def flush_rates(study: Study) -> list[Finding]:
+def flush_rates(study: Study) -> list[TraceFinding]:
     """S4: how fast what was cached became durable, beside what the slow level takes."""
     limit = study.asked.device_rates_bytes_per_s().get("slow")
     flushed = [name for name in study.runs if name.endswith("_flushed")]
-    source = measures_sql(
+    source = union_sql(
         "{events}",
         ("run",),
         where=f"{IS_IO} AND {IS_WRITE} AND tier = 'slow'",
@@ -154,7 +155,7 @@ def flush_rates(study: Study) -> list[Finding]:
             name=f"s4_{run}", title="Flushed", columns=columns, rows=[(run, written, busy_us, rate)]
         )
         findings.append(
-            Finding(
+            TraceFinding(
                 code="S4",
                 weight=Weight.NOTE,
                 title=f"{run}: the flush",
@@ -174,7 +175,7 @@ def _waited(study: Study) -> dict[str, tuple[int, int]]:
     rows = study.events.ask(f"""
         SELECT run, max(number), max(total)::BIGINT FROM (
             SELECT run, rank, count(*) AS number, sum(dur_us) AS total FROM {{events}}
-            WHERE name = {quoted(SAVE_EVENT)} GROUP BY run, rank) GROUP BY run""")
+            WHERE name = {sql_literal(SAVE_EVENT)} GROUP BY run, rank) GROUP BY run""")
     return {run: (number, total) for run, number, total in rows}
 
 
@@ -183,5 +184,5 @@ def _steps(study: Study) -> dict[str, tuple[int, float, int]]:
     rows = study.events.ask(f"""
         SELECT run, arg_max(number, mean), max(mean), max(longest) FROM (
             SELECT run, rank, count(*) AS number, avg(dur_us) AS mean, max(dur_us) AS longest
-            FROM {{events}} WHERE name = {quoted(STEP_EVENT)} GROUP BY run, rank) GROUP BY run""")
+            FROM {{events}} WHERE name = {sql_literal(STEP_EVENT)} GROUP BY run, rank) GROUP BY run""")
     return {run: (number, mean, longest) for run, number, mean, longest in rows}

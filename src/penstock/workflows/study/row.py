@@ -16,8 +16,8 @@ from penstock.environment import TRACE, TRACE_RANK
 from penstock.storage import open_storage
 from penstock.storage.limited import Limited
 from penstock.trace import span, tracing_to
-from penstock.trace.capture.recorder import shared_recorder
-from penstock.trace.capture.storage import trace_storage
+from penstock.trace.capture.recorder import get_recorder
+from penstock.trace.capture.traced_storage import trace_storage
 from penstock.workflows.study.configurations import Level
 from penstock.workflows.study.records import RowRecord, trace_folder
 from penstock.workflows.study.savers import make_saver
@@ -88,7 +88,7 @@ def perform(row: Configuration, trainer: Trainer, stage: Stage) -> RowRecord:
             drain_s = _timed(saver.close, DRAIN_EVENT)
         took_s = time.monotonic() - began_s
     finally:
-        shared_recorder(str(traces), f"{comm.rank}/{comm.size}").close()
+        get_recorder(str(traces), f"{comm.rank}/{comm.size}").close()
     seen = comm.gather((blocked_s, drain_s, took_s), awaiting=f"all ranks to finish {row.name}")
     _clear(row, stage)
     return RowRecord(

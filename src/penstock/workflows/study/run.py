@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
     from penstock.progress import Progress
-    from penstock.trace.compare.comparison import Compared
+    from penstock.trace.compare.comparison import ComparisonResult
     from penstock.workflows.study.request import StudyRequest
 
 COMPARING_TIMEOUT_S: Final = 3600.0
@@ -49,7 +49,7 @@ class StudyResult:
 
     record: StudyRecord
     rows: tuple[RowRecord, ...]
-    compared: Compared
+    compared: ComparisonResult
     report: Sequence[Path]
 
 

@@ -7,12 +7,12 @@ import signal
 import sys
 from pathlib import Path
 
-from penstock.trace.capture.lines import Kind, Layer
-from penstock.trace.capture.recorder import Recorder, clock_ns
+from penstock.trace.capture.recorder import TraceRecorder, clock_ns
+from penstock.trace.capture.trace_writer import Kind, Layer
 
 folder, number = Path(sys.argv[1]), int(sys.argv[2])
 work = Kind("work", "app", Layer.PYTHON)
-recorder = Recorder(folder)
+recorder = TraceRecorder(folder)
 for step in range(number):
     recorder.record(work, clock_ns(), args={"step": step})
     if step == number // 2:

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trace.compare.comparison import Compared, compare
-from penstock.trace.compare.description import Comparison
-from penstock.trace.compare.opening import open_study
-from penstock.trace.documents import read_document
+from penstock.trace.compare.comparison import ComparisonResult, compare
+from penstock.trace.compare.trace_study import ComparisonSpec, open_study
 from penstock.trace.synthesize import read_description, synthesize
+from penstock.trace.yaml_documents import read_document
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +20,7 @@ def study_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def compared(study_folder: Path) -> Compared:
-    asked = read_document(Comparison, study_folder / "runs.yaml")
+def compared(study_folder: Path) -> ComparisonResult:
+    asked = read_document(ComparisonSpec, study_folder / "runs.yaml")
     with open_study(asked, study_folder) as study:
         return compare(study)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.trace.report import write_report
+from penstock.trace.compare.report import write_report
 
 if TYPE_CHECKING:
-    from penstock.trace.compare.comparison import Compared
+    from penstock.trace.compare.comparison import ComparisonResult
 
 
 @pytest.fixture(scope="session")
-def report(compared: Compared, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def report(compared: ComparisonResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     write_report(compared, folder)
     return folder
@@ -67,7 +67,7 @@ def test_the_page_stands_alone(report: Path) -> None:
     assert '<link rel="stylesheet"' not in text
 
 
-def test_tables_parquet_holds_every_cell_exactly(report: Path, compared: Compared) -> None:
+def test_tables_parquet_holds_every_cell_exactly(report: Path, compared: ComparisonResult) -> None:
     cells = pq.read_table(report / "tables.parquet").to_pylist()
     (cell,) = [
         each for each in cells if (each["table"], each["row"], each["column"]) == ("t1", 1, "scr_pfs_one")

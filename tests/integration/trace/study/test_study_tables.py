@@ -8,32 +8,31 @@ from typing import Any
 
 import pytest
 
-from penstock.trace.compare.comparison import Compared, compare
-from penstock.trace.compare.description import Comparison
-from penstock.trace.compare.opening import open_study
-from penstock.trace.documents import read_document
-from penstock.trace.questions.render import as_markdown
-from penstock.trace.report import markdown
+from penstock.trace.compare import report
+from penstock.trace.compare.comparison import ComparisonResult, compare
+from penstock.trace.compare.trace_study import ComparisonSpec, open_study
+from penstock.trace.questions.answer import as_markdown
 from penstock.trace.synthesize import read_description, synthesize
+from penstock.trace.yaml_documents import read_document
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "trace" / "seven_runs.md"
 
 
-def rows(compared: Compared, table: str, **match: Any) -> list[Mapping[str, Any]]:
+def rows(compared: ComparisonResult, table: str, **match: Any) -> list[Mapping[str, Any]]:
     found = compared.table(table).records()
     return [row for row in found if all(row[key] == value for key, value in match.items())]
 
 
-def row(compared: Compared, table: str, **match: Any) -> Mapping[str, Any]:
+def row(compared: ComparisonResult, table: str, **match: Any) -> Mapping[str, Any]:
     (found,) = rows(compared, table, **match)
     return found
 
 
-def by_name(compared: Compared, table: str, run: str, **match: Any) -> dict[str, Any]:
+def by_name(compared: ComparisonResult, table: str, run: str, **match: Any) -> dict[str, Any]:
     return {each["name"]: each[run] for each in rows(compared, table, **match) if each[run] is not None}
 
 
-def test_t0_counts_files_lines_and_the_one_damaged_line(compared: Compared) -> None:
+def test_t0_counts_files_lines_and_the_one_damaged_line(compared: ComparisonResult) -> None:
     report = {each["run"]: each for each in rows(compared, "t0")}
     assert [report[run]["num_files"] for run in compared.runs] == [16, 16, 16, 16, 16, 8, 16]
     assert [report[run]["num_salvaged"] for run in compared.runs] == [0, 0, 0, 0, 0, 0, 1]
@@ -41,7 +40,7 @@ def test_t0_counts_files_lines_and_the_one_damaged_line(compared: Compared) -> N
     assert report["scr_ssd_nf_one"]["num_ranks"] == 8
 
 
-def test_t1_is_the_seven_by_three_table(compared: Compared) -> None:
+def test_t1_is_the_seven_by_three_table(compared: ComparisonResult) -> None:
     assert [list(each) for each in compared.table("t1").rows] == [
         ["application event", 103057664, 126296083, 378215081, 349139191, 145122746, 153369808, 167234010],
         ["lustre I/O", 72638980, None, 1471540838, 19608824, 118421190, 0, 1060072770],
@@ -51,7 +50,7 @@ def test_t1_is_the_seven_by_three_table(compared: Compared) -> None:
     assert "| lustre I/O | 72.638980 | 0 | 1471.540838 |" in printed
 
 
-def test_t1_measures_set_sums_beside_unions_and_concurrency(compared: Compared) -> None:
+def test_t1_measures_set_sums_beside_unions_and_concurrency(compared: ComparisonResult) -> None:
     flush = row(compared, "t1_measures", run="scr_pfs_one", tier="lustre")
     assert flush["max_sum_us"] == 1060072770
     assert flush["max_union_us"] < flush["max_sum_us"] / 10
@@ -61,7 +60,7 @@ def test_t1_measures_set_sums_beside_unions_and_concurrency(compared: Compared) 
     assert direct["max_sum_us"] == direct["max_union_us"] == direct["max_thread_us"] == 72638980
 
 
-def test_t2_has_all_the_digits_of_the_bytes(compared: Compared) -> None:
+def test_t2_has_all_the_digits_of_the_bytes(compared: ComparisonResult) -> None:
     whole = row(compared, "t2", run="base_ssd", tier="ssd")
     half = row(compared, "t2", run="scr_ssd_nf_one", tier="ssd")
     assert repr(whole["total_GiB"]) == "577.07171420753"
@@ -70,7 +69,7 @@ def test_t2_has_all_the_digits_of_the_bytes(compared: Compared) -> None:
     assert round(half["per_process_gib"], 2) == round(whole["per_process_gib"], 2)
 
 
-def test_t3_tells_bytes_and_time_of_each_class(compared: Compared) -> None:
+def test_t3_tells_bytes_and_time_of_each_class(compared: ComparisonResult) -> None:
     def shown(run: str) -> dict[str, tuple[str, str]]:
         return {
             each["file_class"]: (f"{each['max_size_gib']:.6f}", f"{each['max_sum_us'] / 1e6:.6f}")
@@ -95,7 +94,7 @@ def test_t3_tells_bytes_and_time_of_each_class(compared: Compared) -> None:
     ]  # fmt: skip
 
 
-def test_t4_counts_calls_of_each_class(compared: Compared) -> None:
+def test_t4_counts_calls_of_each_class(compared: ComparisonResult) -> None:
     assert by_name(compared, "t4", "base", file_class="model.pt") == {
         "write": 288, "open64": 96, "__fxstat64": 96, "lseek64": 96, "close": 96,
     }  # fmt: skip
@@ -112,7 +111,7 @@ def test_t4_counts_calls_of_each_class(compared: Compared) -> None:
     }  # fmt: skip
 
 
-def test_t5_tells_the_writes_of_each_file(compared: Compared) -> None:
+def test_t5_tells_the_writes_of_each_file(compared: ComparisonResult) -> None:
     files = [
         each
         for run in ("base_ssd", "scr_ssd_nf_one")
@@ -125,7 +124,7 @@ def test_t5_tells_the_writes_of_each_file(compared: Compared) -> None:
     assert (spread["num_files"], spread["min_writes"], spread["max_writes"]) == (528, 5, 5)
 
 
-def test_t6_counts_the_calls_of_one_file(compared: Compared) -> None:
+def test_t6_counts_the_calls_of_one_file(compared: ComparisonResult) -> None:
     plain = by_name(compared, "t6", "base", file="model-1-600-0.pt", tier="lustre")
     assert plain == {"write": 3, "open64": 1, "__fxstat64": 1, "lseek64": 1, "close": 1}
     cached = by_name(compared, "t6", "scr_ssd_nf_one", file="model-1-600-0.pt")
@@ -138,7 +137,7 @@ def test_t6_counts_the_calls_of_one_file(compared: Compared) -> None:
     assert by_name(compared, "t6", "base", file="layer-*-1-600-0.pt")["write"] == 220
 
 
-def test_t7_times_the_calls_of_one_file(compared: Compared) -> None:
+def test_t7_times_the_calls_of_one_file(compared: ComparisonResult) -> None:
     assert by_name(compared, "t7", "base_ssd", file="model-1-600-0.pt") == {
         "__fxstat64": 2, "close": 9, "lseek64": 1, "open64": 111, "write": 151,
     }  # fmt: skip
@@ -148,7 +147,7 @@ def test_t7_times_the_calls_of_one_file(compared: Compared) -> None:
 
 
 @pytest.mark.parametrize("run", ["base_ssd", "scr_ssd_nf_one"])
-def test_t8_counts_the_sizes_that_one_file_was_written_with(compared: Compared, run: str) -> None:
+def test_t8_counts_the_sizes_that_one_file_was_written_with(compared: ComparisonResult, run: str) -> None:
     def sizes(file: str) -> dict[int, int]:
         return {
             each["bytes"]: each[run] for each in rows(compared, "t8", file=file, tier="ssd", name="write")
@@ -160,7 +159,7 @@ def test_t8_counts_the_sizes_that_one_file_was_written_with(compared: Compared, 
     assert sizes("layer-*-1-600-0.pt") == dict.fromkeys(layer, 44)
 
 
-def test_t9_shows_the_calls_after_the_close_24_seconds_later(compared: Compared) -> None:
+def test_t9_shows_the_calls_after_the_close_24_seconds_later(compared: ComparisonResult) -> None:
     life = rows(compared, "t9", run="scr_ssd_nf_one")
     assert [each["name"] for each in life] == [
         "open64", "__fxstat64", "write", "write", "write", "lseek64", "close",
@@ -171,7 +170,7 @@ def test_t9_shows_the_calls_after_the_close_24_seconds_later(compared: Compared)
     assert 23_900_000 < life[7]["since_start_us"] - close["since_start_us"] - close["dur_us"] < 24_000_000
 
 
-def test_t10_times_each_call_on_a_tier(compared: Compared) -> None:
+def test_t10_times_each_call_on_a_tier(compared: ComparisonResult) -> None:
     assert by_name(compared, "t10", "scr_pfs_one", tier="lustre") == {
         "__lxstat": 1416893, "__xstat": 314929, "__xstat64": 1076, "access": 23796, "chmod": 1043387,
         "chown": 1463341, "close": 1201000, "fsync": 10568369, "ftruncate": 15173, "lseek": 66,
@@ -184,7 +183,7 @@ def test_t10_times_each_call_on_a_tier(compared: Compared) -> None:
     }  # fmt: skip
 
 
-def test_t11_tells_the_bytes_of_each_call_on_a_tier(compared: Compared) -> None:
+def test_t11_tells_the_bytes_of_each_call_on_a_tier(compared: ComparisonResult) -> None:
     flushed = by_name(compared, "t11", "scr_pfs_one", tier="lustre")
     assert {name: f"{size:.6f}" for name, size in flushed.items()} == {
         "write": "576.791053",
@@ -193,11 +192,11 @@ def test_t11_tells_the_bytes_of_each_call_on_a_tier(compared: Compared) -> None:
     assert f"{by_name(compared, 't11', 'base', tier='lustre')['write']:.6f}" == "577.071714"
 
 
-def test_t12_has_exact_medians(compared: Compared) -> None:
+def test_t12_has_exact_medians(compared: ComparisonResult) -> None:
     assert by_name(compared, "t12", "base", tier="lustre") == {"write": 704.0}
 
 
-def test_t13_describes_the_sizes_of_writes(compared: Compared) -> None:
+def test_t13_describes_the_sizes_of_writes(compared: ComparisonResult) -> None:
     def shown(run: str) -> list[str]:
         found = row(compared, "t13", run=run, tier="lustre")
         return [f"{found[name]:.2f}" for name in ("count", "mean", "std", "min", "25%", "50%", "75%", "max")]
@@ -211,16 +210,18 @@ def test_t13_describes_the_sizes_of_writes(compared: Compared) -> None:
     ]  # fmt: skip
 
 
-def test_mismatches_are_said_before_any_number(compared: Compared) -> None:
+def test_mismatches_are_said_before_any_number(compared: ComparisonResult) -> None:
     found = {(each["what"], each["run"]): each for each in compared.mismatches.records()}
     ranks = found["ranks", "scr_ssd_nf_one"]
     assert (ranks["here"], ranks["base"], ranks["missing"]) == (8, 16, "8-15")
     assert ("damaged files", "scr_pfs_one") in found
-    text = markdown.render(compared)
+    text = report.render_markdown(compared)
     assert text.index("What the runs differ in") < text.index("What stands out") < text.index("T1 Times")
 
 
-def test_f1_names_the_eight_missing_ranks_and_shows_that_each_rank_wrote_as_much(compared: Compared) -> None:
+def test_f1_names_the_eight_missing_ranks_and_shows_that_each_rank_wrote_as_much(
+    compared: ComparisonResult,
+) -> None:
     (finding,) = [each for each in compared.findings if each.code == "F1"]
     assert finding.runs == ["scr_ssd_nf_one"]
     assert "8, 9, 10, 11, 12, 13, 14, 15" in finding.says[0]
@@ -229,7 +230,7 @@ def test_f1_names_the_eight_missing_ranks_and_shows_that_each_rank_wrote_as_much
     assert model["per_rank"] == model["per_rank_base"] == 18
 
 
-def test_f2_counts_the_calls_that_each_file_costs_more(compared: Compared) -> None:
+def test_f2_counts_the_calls_that_each_file_costs_more(compared: ComparisonResult) -> None:
     finding = next(
         each for each in compared.findings if each.code == "F2" and each.runs == ["scr_ssd_nf_one"]
     )
@@ -242,7 +243,7 @@ def test_f2_counts_the_calls_that_each_file_costs_more(compared: Compared) -> No
     assert "+4 stat" in finding.says[0]
 
 
-def test_f3_unmasks_sums_over_threads(compared: Compared) -> None:
+def test_f3_unmasks_sums_over_threads(compared: ComparisonResult) -> None:
     found = {
         (each.runs[0], each.evidence.records()[0]["tier"]): each
         for each in compared.findings
@@ -256,7 +257,7 @@ def test_f3_unmasks_sums_over_threads(compared: Compared) -> None:
     assert "97 threads" in found["scr_pfs_one", "lustre"].says[0]
 
 
-def test_f4_sees_the_flush_read_the_cache(compared: Compared) -> None:
+def test_f4_sees_the_flush_read_the_cache(compared: ComparisonResult) -> None:
     found = [each for each in compared.findings if each.code == "F4"]
     assert [each.runs[0] for each in found] == ["scr_ssd_a_pfs", "scr_pfs_one"]
     evidence = found[1].evidence.records()[0]
@@ -264,25 +265,25 @@ def test_f4_sees_the_flush_read_the_cache(compared: Compared) -> None:
     assert evidence["read_back_bytes"] == 619626034992
 
 
-def test_f5_says_that_the_nearer_tier_is_slower(compared: Compared) -> None:
+def test_f5_says_that_the_nearer_tier_is_slower(compared: ComparisonResult) -> None:
     (finding,) = [each for each in compared.findings if each.code == "F5"]
     assert finding.title == "base_ssd: checkpoints are slower on ssd than on lustre"
     assert [each["app_us"] for each in finding.evidence.records()] == [103057664, 126296083]
 
 
-def test_the_whole_report_is_what_it_was(compared: Compared) -> None:
+def test_the_whole_report_is_what_it_was(compared: ComparisonResult) -> None:
     # After a wanted change: penstock trace synthesize seven_runs -o S; penstock trace compare S/runs.yaml
-    assert markdown.render(compared) == GOLDEN.read_text(encoding="utf-8")
+    assert report.render_markdown(compared) == GOLDEN.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", [2, 3])
 def test_the_tables_do_not_depend_on_the_format_of_the_traces(
-    compared: Compared, tmp_path: Path, generation: int
+    compared: ComparisonResult, tmp_path: Path, generation: int
 ) -> None:
     description = read_description("seven_runs").model_copy(update={"generation": generation})
     synthesize(description, tmp_path / "study")
-    asked = read_document(Comparison, tmp_path / "study" / "runs.yaml")
+    asked = read_document(ComparisonSpec, tmp_path / "study" / "runs.yaml")
     with open_study(asked, tmp_path / "study") as study:
         again = compare(study)
     for table in compared.tables:
@@ -291,8 +292,8 @@ def test_the_tables_do_not_depend_on_the_format_of_the_traces(
 
 
 @pytest.mark.slow
-def test_workers_of_dask_come_to_the_same_report(compared: Compared, study_folder: Path) -> None:
-    asked = read_document(Comparison, study_folder / "runs.yaml")
+def test_workers_of_dask_come_to_the_same_report(compared: ComparisonResult, study_folder: Path) -> None:
+    asked = read_document(ComparisonSpec, study_folder / "runs.yaml")
     with open_study(asked, study_folder, dask="local") as study:
         again = compare(study)
-    assert markdown.render(again) == markdown.render(compared)
+    assert report.render_markdown(again) == report.render_markdown(compared)

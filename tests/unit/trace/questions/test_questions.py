@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pytest
 from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
-from penstock.trace.lens import Lens
-from penstock.trace.questions.base import Answer, Events, through_lens
-from penstock.trace.questions.counts import classes, files, ops
-from penstock.trace.questions.file_events import file_events
+from penstock.trace.dimensions import Dimensions
+from penstock.trace.questions.breakdowns import classes, files, ops, ranks, sizes
+from penstock.trace.questions.events_view import EventsView, view_events
 from penstock.trace.questions.overlap import overlap
-from penstock.trace.questions.ranks import ranks
-from penstock.trace.questions.sizes import sizes
 from penstock.trace.questions.summary import summary
-from penstock.trace.questions.timeline import timeline
+from penstock.trace.questions.timeline import file_events, timeline
+
+if TYPE_CHECKING:
+    from penstock.trace.questions.answer import Answer
 
 A, B = {"rank": 0, "host": "a"}, {"rank": 1, "host": "b", "pid": 2}
 F, G = "/fast/f-1.pt", "/slow/g-2.pt"
@@ -33,18 +33,18 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def events() -> Iterator[Events]:
+def events() -> Iterator[EventsView]:
     with duckdb.connect() as connection:
         connection.register("events", events_table(ROWS))
-        lens = Lens(tiers={"fast": ["/fast"], "slow": ["/slow"]})
-        yield through_lens(connection, "events", lens)
+        dimensions = Dimensions(tiers={"fast": ["/fast"], "slow": ["/slow"]})
+        yield view_events(connection, "events", dimensions)
 
 
 @pytest.fixture
-def nothing() -> Iterator[Events]:
+def nothing() -> Iterator[EventsView]:
     with duckdb.connect() as connection:
         connection.register("events", events_table([]))
-        yield through_lens(connection, "events", Lens())
+        yield view_events(connection, "events", Dimensions())
 
 
 def only_row(answer: Answer, **match: Any) -> Mapping[str, Any]:
@@ -52,7 +52,7 @@ def only_row(answer: Answer, **match: Any) -> Mapping[str, Any]:
     return row
 
 
-def test_overlap_tells_union_sum_and_concurrency_and_what_computed_meanwhile(events: Events) -> None:
+def test_overlap_tells_union_sum_and_concurrency_and_what_computed_meanwhile(events: EventsView) -> None:
     row = only_row(overlap(events), pid=1)
     assert (row["union_us"], row["sum_us"], row["concurrency"]) == (80, 110, 110 / 80)
     assert (row["compute_us"], row["overlap_us"]) == (100, 10)
@@ -61,26 +61,28 @@ def test_overlap_tells_union_sum_and_concurrency_and_what_computed_meanwhile(eve
     assert (idle["union_us"], idle["sum_us"], idle["overlap_us"], idle["io_alone_us"]) == (400, 400, 0, 400)
 
 
-def test_overlap_is_asked_by_any_columns_of_events(events: Events) -> None:
+def test_overlap_is_asked_by_any_columns_of_events(events: EventsView) -> None:
     assert [row["host"] for row in overlap(events, by=("host",)).records()] == ["a", "b"]
     assert [row["tid"] for row in overlap(events, by=("pid", "tid")).records()] == [1, 2, 1]
     with pytest.raises(UsageError, match="rank"):
         overlap(events, by=("rnak",))
 
 
-def test_a_phase_that_no_event_is_of_is_refused_with_those_there_are(events: Events) -> None:
+def test_a_phase_that_no_event_is_of_is_refused_with_those_there_are(events: EventsView) -> None:
     assert only_row(overlap(events, of="all"), pid=2)["sum_us"] == 400
     with pytest.raises(UsageError, match="There are the phases compute, io"):
         overlap(events, of="i'o")
 
 
-def test_where_nothing_is_traced_as_io_all_but_compute_is_counted_and_that_is_said(events: Events) -> None:
+def test_where_nothing_is_traced_as_io_all_but_compute_is_counted_and_that_is_said(
+    events: EventsView,
+) -> None:
     answer = overlap(events.only("cat = 'ai'"))
     assert answer.rows == []
     assert "everything but compute" in answer.notes[0]
 
 
-def test_the_summary_counts_and_measures(events: Events) -> None:
+def test_the_summary_counts_and_measures(events: EventsView) -> None:
     facts, functions = summary(events)
     row = facts.records()[0]
     assert (row["num_hosts"], row["num_ranks"], row["num_files"], row["num_events"]) == (2, 2, 2, 6)
@@ -90,7 +92,7 @@ def test_the_summary_counts_and_measures(events: Events) -> None:
     assert (write["min_bytes"], write["median_bytes"], write["max_bytes"]) == (1000, 2000, 3000)
 
 
-def test_operations_files_and_classes_have_calls_bytes_and_times(events: Events) -> None:
+def test_operations_files_and_classes_have_calls_bytes_and_times(events: EventsView) -> None:
     write = only_row(ops(events), op="write")
     assert (write["tier"], write["num_events"], write["written_bytes"]) == ("fast", 2, 4000)
     assert (write["sum_us"], write["union_us"], write["max_us"]) == (100, 70, 50)
@@ -99,42 +101,42 @@ def test_operations_files_and_classes_have_calls_bytes_and_times(events: Events)
     assert only_row(classes(events), file_class="f.pt", op="open")["num_files"] == 1
 
 
-def test_sizes_are_described_exactly_and_counted(events: Events) -> None:
+def test_sizes_are_described_exactly_and_counted(events: EventsView) -> None:
     described, counted = sizes(events)
     assert only_row(described, op="write")["p25_bytes"] == 1500
     assert counted.records()[1] == {"op": "write", "size_bytes": 1000, "num_events": 1}
     assert [row["op"] for row in sizes(events, top=1)[1].records()] == ["read", "write"]
 
 
-def test_a_file_is_named_by_its_end_and_its_events_come_in_order(events: Events) -> None:
+def test_a_file_is_named_by_its_end_and_its_events_come_in_order(events: EventsView) -> None:
     answer = file_events(events, "f-1.pt")
     assert answer.title == "/fast/f-1.pt"
     assert [row["name"] for row in answer.records()] == ["open64", "write", "write"]
     assert answer.records()[0]["since_start_us"] == 90
 
 
-def test_a_file_that_no_event_names_gets_the_nearest_name(events: Events, nothing: Events) -> None:
+def test_a_file_that_no_event_names_gets_the_nearest_name(events: EventsView, nothing: EventsView) -> None:
     with pytest.raises(UsageError, match=r"nearest name is /fast/f-1\.pt"):
         file_events(events, "/fast/f-2.pt")
     with pytest.raises(UsageError, match="no files at all"):
         file_events(nothing, "x")
 
 
-def test_an_end_that_several_files_share_is_refused_with_their_names(events: Events) -> None:
+def test_an_end_that_several_files_share_is_refused_with_their_names(events: EventsView) -> None:
     both = events.connection
     both.register("events", events_table([{"path": "/a/x"}, {"path": "/b/x"}]))
     with pytest.raises(UsageError, match="/a/x, /b/x"):
-        file_events(through_lens(both, "events", Lens()), "x")
+        file_events(view_events(both, "events", Dimensions()), "x")
 
 
-def test_a_rank_that_is_busy_much_longer_than_the_median_is_a_straggler(events: Events) -> None:
+def test_a_rank_that_is_busy_much_longer_than_the_median_is_a_straggler(events: EventsView) -> None:
     found = {row["rank"]: row for row in ranks(events).records()}
     assert found[1]["is_straggler"]
     assert not found[0]["is_straggler"]
     assert found[1]["to_median"] == 400 / 240
 
 
-def test_a_timeline_shares_long_events_out_to_their_buckets(events: Events) -> None:
+def test_a_timeline_shares_long_events_out_to_their_buckets(events: EventsView) -> None:
     answer = timeline(events, bucket_us=100)
     slow = [row for row in answer.records() if row["tier"] == "slow"]
     assert [row["since_start_us"] for row in slow] == [100, 200, 300, 400, 500]
@@ -144,17 +146,17 @@ def test_a_timeline_shares_long_events_out_to_their_buckets(events: Events) -> N
     assert (fast[1]["concurrency"], fast[1]["busy_share"]) == (1.0, 0.7)
 
 
-def test_a_timeline_of_too_many_buckets_is_refused(events: Events) -> None:
+def test_a_timeline_of_too_many_buckets_is_refused(events: EventsView) -> None:
     events.connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 10**9}]))
     with pytest.raises(UsageError, match="larger"):
         timeline(events, bucket_us=1)
 
 
-def test_a_timeline_finds_a_round_width_for_itself(events: Events) -> None:
+def test_a_timeline_finds_a_round_width_for_itself(events: EventsView) -> None:
     assert "0.000005 s" in timeline(events).notes[0] or "5e-06 s" in timeline(events).notes[0]
 
 
-def test_every_question_answers_a_trace_without_events(nothing: Events) -> None:
+def test_every_question_answers_a_trace_without_events(nothing: EventsView) -> None:
     answers = [
         overlap(nothing),
         *summary(nothing),

@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.trace.documents import parse_document
-from penstock.trace.synthesize import Description, read_description
-from penstock.trace.synthesize.plan import plan_rank, share_exactly
+from penstock.trace.synthesize import SynthesisSpec, read_description
+from penstock.trace.synthesize.planned_calls import plan_rank, share_exactly
+from penstock.trace.yaml_documents import parse_document
 
 
-def described(text: str) -> Description:
-    return parse_document(Description, text, source="test.yaml")
+def described(text: str) -> SynthesisSpec:
+    return parse_document(SynthesisSpec, text, source="test.yaml")
 
 
 SMALL = """

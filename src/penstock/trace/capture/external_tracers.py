@@ -1,0 +1,106 @@
+"""Traces of any program, through the dftracer package's preload library or through strace.
+
+Planning is pure; then the program runs, with its own output and exit code. Invariant: the program runs with
+its own arguments, traced or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from penstock.errors import Unavailable, UsageError
+
+Tracer = Literal["auto", "dftracer", "strace"]
+
+TRACERS: Mapping[str, Tracer] = {"auto": "auto", "dftracer": "dftracer", "strace": "strace"}
+
+WATCHED_CALLS = "trace=%file,%desc"
+"""Calls that take a file name or a descriptor: all I/O, and none of memory, signals or time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordingPlan:
+    """How a program will be run."""
+
+    tracer: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Variables on top of the caller's."""
+
+
+def plan_recording(
+    command: Sequence[str], folder: Path, *, tracer: Tracer = "auto", data: Sequence[str] = ()
+) -> RecordingPlan:
+    """How to run `command` so that its trace lands in `folder`. `data` limits dftracer to these folders."""
+    if not command:
+        raise UsageError(
+            "no command to record", fix="Write it after --: penstock trace record -- python train.py"
+        )
+    preload = None if tracer == "strace" else dftracer_preload()
+    if preload is not None:
+        return RecordingPlan(
+            tracer="dftracer",
+            argv=tuple(command),
+            environment={
+                "LD_PRELOAD": str(preload),
+                "DFTRACER_ENABLE": "1",
+                # Without it events have no paths, no bytes and no hosts.
+                "DFTRACER_INC_METADATA": "1",
+                "DFTRACER_INIT": "PRELOAD",
+                "DFTRACER_LOG_FILE": str(folder / "trace"),
+                "DFTRACER_DATA_DIR": ":".join(data) or "all",
+            },
+        )
+    strace = shutil.which("strace")
+    if tracer == "dftracer" or strace is None:
+        missing = "dftracer" if tracer == "dftracer" else "strace"
+        raise Unavailable(
+            f"{missing} is not installed, and without it nothing records other programs",
+            fix="pip install dftracer, or apt-get install strace.",
+        )
+    # One file a process (-ff), so that none waits for another, and descriptors with their paths (-y).
+    options = ("-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(folder / "trace.strace"))
+    return RecordingPlan(tracer="strace", argv=(strace, *options, "--", *command), environment={})
+
+
+def dftracer_preload() -> Path | None:
+    """The library that the dftracer package preloads into programs, where the package is installed."""
+    found = find_spec("dftracer")
+    for folder in found.submodule_search_locations or () if found is not None else ():
+        for library in sorted(Path(folder).rglob("libdftracer_preload*.so")):
+            return library
+    return None
+
+
+def record(recording: RecordingPlan, folder: Path) -> int:
+    """Run the program to its end; its exit code, or 128 and the signal that ended it, as a shell tells it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **recording.environment}
+    # Ctrl-C reaches the program too: it ends by its own manners, and so does its trace.
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ended = subprocess.run(
+            recording.argv,
+            env=environment,
+            check=False,
+            preexec_fn=_take_interrupts,
+        )
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no program {recording.argv[0]}", fix="Check its name, or give its path."
+        ) from None
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    return ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
+
+
+def _take_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

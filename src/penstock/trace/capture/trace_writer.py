@@ -1,0 +1,237 @@
+"""Writes the trace of one process: recorded events as lines of JSON, in gzip segments, beside an event count.
+
+Lines are of the third generation of DFTracer's format: files and hosts are named once per process, in lines
+of their own, and by hash after that. A segment is a whole gzip member, or is not there: a write that fails is
+taken back. The event count is a memory-mapped file beside the trace, so the kernel keeps it however the
+process ends; it is removed when the trace is closed in good order. Invariants: whatever a path contains, a
+line is one line of valid JSON; trace and count together tell how many events are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+from isal import igzip
+
+from penstock.errors import OutOfSpace, PenstockError, StorageError
+
+COMPLETE: Final = 1
+METADATA: Final = 4
+
+
+class Layer(IntEnum):
+    """Which part of a process an event belongs to, as the format numbers them."""
+
+    TRACER = 1
+    LIBC_IO = 3
+    PYTHON = 6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """What all events of one sort share. Each is itself alone: finding it in a table costs nothing."""
+
+    name: str
+    cat: str
+    layer: Layer
+
+
+RecordedEvent = tuple[
+    Kind, int, int, str | None, int | None, int | None, int | None, Mapping[str, Any] | None
+]
+"""One event, as it is recorded: its kind, when it began and ended in nanoseconds of the monotonic clock, its
+path, offset, count and return value, and what else is to be said. A plain tuple, because one is made for
+every event."""
+
+
+@dataclass(slots=True)
+class LineFormatter:
+    """Makes one process's lines. `epoch_ns` is what the monotonic clock lacks to be the time since 1970."""
+
+    host: str
+    pid: int
+    epoch_ns: int
+    num_events: int = 0
+    _files: dict[str, str] = field(default_factory=dict)
+    _heads: dict[Kind, str] = field(default_factory=dict)
+
+    def opening(self, *, rank: int | None) -> bytes:
+        """What names this process: its host, its unit of time, its rank."""
+        host = self._hash_of_host()
+        named = [
+            self._metadata("HH", {"name": self.host, "value": host}),
+            self._metadata("CM", {"name": "time_metric", "value": "US"}),
+        ]
+        if rank is not None:
+            named.append(self._metadata("PR", {"name": "rank", "value": rank}))
+            named.append(self._metadata("process_name", {"name": "process_name", "value": f"Rank {rank}"}))
+        return b"".join(named)
+
+    def events(self, thread: int, recorded: Iterable[RecordedEvent]) -> bytes:
+        """The lines of what one thread recorded."""
+        lines: list[str] = []
+        files, heads, epoch_ns = self._files, self._heads, self.epoch_ns
+        number, tail = self.num_events, f'"ph":{COMPLETE},"args":{{"hhash":"{self._hash_of_host()}"'
+        for kind, began_ns, ended_ns, path, offset, count, ret, others in recorded:
+            args = "" if path is None else files.get(path) or self._name_file(path, lines)
+            if ret is not None:
+                args += f',"ret":{ret}'
+            if offset is not None:
+                args += f',"offset":{offset}'
+            if count is not None:
+                args += f',"count":{count}'
+            if others:
+                args += "," + json.dumps(others, default=str)[1:-1]
+            began_us = (began_ns + epoch_ns) // 1000
+            number += 1
+            lines.append(
+                f'{{"id":{number},{heads.get(kind) or self._head(kind)},"tid":{thread},"ts":{began_us},'
+                f'"dur":{(ended_ns + epoch_ns) // 1000 - began_us},{tail}{args}}}}}\n'
+            )
+        self.num_events = number
+        return "".join(lines).encode()
+
+    def ending(self, at_ns: int) -> bytes:
+        """The last line: how many events came before it, for whoever wants to know that all are there."""
+        at_us = (at_ns + self.epoch_ns) // 1000
+        return (
+            f'{{"id":{self.num_events + 1},"name":"end","cat":"dftracer","type":{Layer.TRACER:d},'
+            f'"pid":{self.pid},"tid":{self.pid},"ts":{at_us},"dur":0,"ph":{COMPLETE},'
+            f'"args":{{"hhash":"{self._hash_of_host()}","num_events":{self.num_events}}}}}\n'
+        ).encode()
+
+    def _hash_of_host(self) -> str:
+        return xxhash.xxh3_64_hexdigest(self.host.encode())
+
+    def _head(self, kind: Kind) -> str:
+        """What all lines of a kind have in common; made once."""
+        name, cat = json.dumps(kind.name), json.dumps(kind.cat)
+        head = f'"name":{name},"cat":{cat},"type":{kind.layer:d},"pid":{self.pid}'
+        self._heads[kind] = head
+        return head
+
+    def _name_file(self, path: str, lines: list[str]) -> str:
+        """The argument that names a file, after a line that says what it stands for; made once."""
+        value = xxhash.xxh3_64_hexdigest(path.encode(errors="surrogateescape"))
+        lines.append(self._metadata("FH", {"name": path, "value": value}).decode())
+        self._files[path] = f',"fhash":"{value}"'
+        return self._files[path]
+
+    def _metadata(self, name: str, args: Mapping[str, Any]) -> bytes:
+        line = {
+            "name": name,
+            "cat": "dftracer",
+            "type": int(Layer.TRACER),
+            "pid": self.pid,
+            "tid": self.pid,
+            "ph": METADATA,
+            "args": {"hhash": self._hash_of_host(), **args},
+        }
+        return (json.dumps(line, separators=(",", ":")) + "\n").encode()
+
+
+COUNT_SUFFIX: Final = ".count"
+LANES: Final = 4096
+"""Threads of one process that are counted by themselves; further ones share the last place."""
+
+_FAST = 1
+
+
+class EventCount:
+    """How many events each thread recorded, in a file that is mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            # Without its blocks, a full disk would end the process at the first count.
+            os.posix_fallocate(descriptor, 0, LANES * 8)
+            shared = mmap.mmap(descriptor, LANES * 8)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+        # Never let go of: a thread may record until the process ends.
+        self.counts = memoryview(shared).cast("q")
+
+
+def read_event_count(trace: Path) -> int | None:
+    """How many events the process of an unfinished trace recorded; None for a finished one."""
+    try:
+        content = trace.with_name(trace.name + COUNT_SUFFIX).read_bytes()
+    except FileNotFoundError:
+        return None
+    return sum(memoryview(content[: len(content) // 8 * 8]).cast("q"))
+
+
+class TraceFileWriter:
+    """The trace file being written."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.path, self._descriptor = _create(folder, stem)
+        self._size_bytes = 0
+        try:
+            self.tally = EventCount(self.path.with_name(self.path.name + COUNT_SUFFIX))
+        except OSError as error:
+            os.close(self._descriptor)
+            self.path.unlink()
+            raise _refused(error, self.path) from error
+
+    def append(self, lines: bytes) -> None:
+        """Add one segment; `StorageError` if it could not be written whole, and then nothing of it stays."""
+        segment = memoryview(igzip.compress(lines, _FAST))
+        written = 0
+        try:
+            while written < len(segment):
+                written += os.write(self._descriptor, segment[written:])
+        except OSError as error:
+            os.ftruncate(self._descriptor, self._size_bytes)
+            raise _refused(error, self.path) from error
+        self._size_bytes += written
+
+    def close(self, *, complete: bool) -> None:
+        """End the file; the count goes where all that it counts is in the trace."""
+        os.close(self._descriptor)
+        if complete:
+            self.tally.path.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Let go of a parent's file in a forked child."""
+        os.close(self._descriptor)
+
+
+def _create(folder: Path, stem: str) -> tuple[Path, int]:
+    """A new file: a process that got the number of an earlier one does not write into its trace."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for attempt in range(1000):
+            path = folder / f"{stem}{f'-{attempt}' if attempt else ''}.pfw.gz"
+            try:
+                return path, os.open(path, flags, 0o644)
+            except FileExistsError:
+                continue
+    except OSError as error:
+        raise _refused(error, folder) from error
+    raise StorageError(f"1000 traces of {stem} lie here already", uri=str(folder), fix="Use another folder.")
+
+
+def _refused(error: OSError, path: Path) -> PenstockError:
+    if error.errno in (28, 122):
+        return OutOfSpace(
+            f"No space for a trace: {error.strerror}", uri=str(path), fix="Trace to another disk."
+        )
+    return StorageError(
+        f"A trace could not be written: {error.strerror}",
+        uri=str(path),
+        fix="Trace to a folder that takes files.",
+    )

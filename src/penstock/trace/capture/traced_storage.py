@@ -1,0 +1,159 @@
+"""A storage that traces its requests: exact bytes and offsets, also past the page cache.
+
+It wraps a storage, so nothing is intercepted. A write is traced from its submission until the storage
+releases the buffer, so writes in flight overlap in the trace as they do in reality. Invariant: the storage
+inside gets exactly the calls that it would get without a trace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from penstock.environment import TRACE, TRACE_RANK
+from penstock.storage.powers import for_large_files
+from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
+from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
+from penstock.trace.capture.trace_writer import Kind, Layer
+
+if TYPE_CHECKING:
+    from penstock.environment import Environment
+    from penstock.storage.base import ObjectInfo, Release, Sink, Source, Storage
+
+FILES: Final = "POSIX"
+OBJECTS: Final = "OBJECT"
+_FILE_SCHEMES: Final = ("file", "direct")
+
+
+class Kinds:
+    """The kinds of event of one storage: files under the names of their calls, objects under the same."""
+
+    def __init__(self, cat: str) -> None:
+        self.create, self.open, self.write, self.read, self.finish, self.close, self.list = (
+            Kind(name, cat, Layer.LIBC_IO)
+            for name in ("creat64", "open64", "pwrite64", "pread64", "fsync", "close", "opendir")
+        )
+        self.stat, self.delete, self.sync = (
+            Kind(name, cat, Layer.LIBC_IO) for name in ("stat", "unlink", "syncfs")
+        )
+
+
+def trace_storage(storage: Storage, environment: Environment) -> Storage:
+    """`storage` as one that traces where the environment says; all of a process share one trace."""
+    return TracedStorage(storage, get_recorder(environment[TRACE], environment.get(TRACE_RANK, "")))
+
+
+class TracedStorage(WrappedStorage):
+    """Traces every verb of the storage inside."""
+
+    def __init__(self, inside: Storage, recorder: TraceRecorder) -> None:
+        super().__init__(inside, trace=str(recorder.folder))
+        self._recorder = recorder
+        scheme, _, root = inside.uri.partition("://")
+        self._kinds = Kinds(FILES if scheme in _FILE_SCHEMES else OBJECTS)
+        self._root = (root if scheme in _FILE_SCHEMES else inside.uri).partition("?")[0].rstrip("/")
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Begin an object inside."""
+        began_ns, path = clock_ns(), self._path(key)
+        sink = self.inside.create(key, size_bytes)
+        self._recorder.record(self._kinds.create, began_ns, path)
+        return TracedSink(sink, self._recorder, self._kinds, path)
+
+    def open(self, key: str) -> Source:
+        """Open the object inside."""
+        began_ns, path = clock_ns(), self._path(key)
+        source = self.inside.open(key)
+        self._recorder.record(self._kinds.open, began_ns, path)
+        return TracedSource(source, self._recorder, self._kinds, path)
+
+    def past_cache(self) -> Storage:
+        """The same tree past the page cache, traced alike: a traced run takes the way that any run takes."""
+        return TracedStorage(for_large_files(self.inside), self._recorder)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """The objects inside; traced when the last one came."""
+        began_ns, num_seen = clock_ns(), 0
+        for seen in self.inside.list(prefix):
+            num_seen += 1
+            yield seen
+        self._recorder.record(self._kinds.list, began_ns, self._path(prefix), args={"entries": num_seen})
+
+    def stat(self, key: str) -> ObjectInfo:
+        """The facts inside."""
+        began_ns = clock_ns()
+        seen = self.inside.stat(key)
+        self._recorder.record(self._kinds.stat, began_ns, self._path(key), ret=0)
+        return seen
+
+    def delete(self, key: str) -> None:
+        """Delete inside."""
+        began_ns = clock_ns()
+        self.inside.delete(key)
+        self._recorder.record(self._kinds.delete, began_ns, self._path(key), ret=0)
+
+    def sync(self, prefix: str = "") -> None:
+        """Make durable inside."""
+        began_ns = clock_ns()
+        self.inside.sync(prefix)
+        self._recorder.record(self._kinds.sync, began_ns, self._path(prefix), ret=0)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}" if key else self._root
+
+
+class TracedSink(WrappedSink):
+    """Traces each buffer until it is released, and what it takes to finish."""
+
+    def __init__(self, inside: Sink, recorder: TraceRecorder, kinds: Kinds, path: str) -> None:
+        super().__init__(inside)
+        self._recorder, self._kinds, self._path = recorder, kinds, path
+        self._offset = 0
+        self._failed = threading.Event()
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        """Submit inside; the event ends when the buffer is let go."""
+        began_ns, offset, num_bytes = clock_ns(), self._offset, buffer.nbytes
+        self._offset += num_bytes
+
+        def released() -> None:
+            if not self._failed.is_set():
+                self._recorder.record(self._kinds.write, began_ns, self._path, offset, num_bytes, num_bytes)
+            if release is not None:
+                release()
+
+        self.inside.submit(buffer, released)
+
+    def finish(self) -> ObjectInfo:
+        """Finish inside."""
+        began_ns = clock_ns()
+        seen = self.inside.finish()
+        self._recorder.record(self._kinds.finish, began_ns, self._path, ret=0)
+        return seen
+
+    def abort(self) -> None:
+        """Abort inside; what is released from now on was not written."""
+        self._failed.set()
+        self.inside.abort()
+
+
+class TracedSource(WrappedSource):
+    """Traces each range that is read."""
+
+    def __init__(self, inside: Source, recorder: TraceRecorder, kinds: Kinds, path: str) -> None:
+        super().__init__(inside)
+        self._recorder, self._kinds, self._path = recorder, kinds, path
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Read inside."""
+        began_ns = clock_ns()
+        self.inside.read_into(offset, buffer)
+        num_bytes = buffer.nbytes
+        self._recorder.record(self._kinds.read, began_ns, self._path, offset, num_bytes, num_bytes)
+
+    def close(self) -> None:
+        """Close inside."""
+        began_ns = clock_ns()
+        self.inside.close()
+        self._recorder.record(self._kinds.close, began_ns, self._path, ret=0)

@@ -1,0 +1,325 @@
+"""The tables of a study: T0 to T5 and T10 to T14 of whole runs, T6 to T9 of single files through all runs.
+
+"max" tables take the process with the largest sum, as studies of file-per-process checkpoints do; what such
+sums hide (threads side by side) is in the measures table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.trace.compare.trace_study import PROCESS, Study, longest_process_sql, pivot
+from penstock.trace.dimensions import sql_literal
+from penstock.trace.interval_union import union_sql
+from penstock.trace.questions.answer import Answer, Column, Unit, Value
+from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
+
+GIB = 1 << 30
+_TOP_FILES = 5
+
+
+def load_report(study: Study) -> Answer:
+    """T0: what was read of each run's files, and what was lost."""
+    rows: list[Sequence[Value]] = []
+    for run in study.runs:
+        accounts = study.accounts.get(run, ())
+        ranks = {rank for account in accounts for rank in account.ranks}
+        hosts = {host for account in accounts for host in account.hosts}
+        rows.append(
+            (
+                run,
+                len(accounts),
+                sum(account.lines for account in accounts),
+                sum(account.events for account in accounts),
+                sum(account.salvaged for account in accounts),
+                sum(account.dropped for account in accounts),
+                sum(bool(account.faults) for account in accounts),
+                len(ranks),
+                len(hosts),
+            )
+        )
+    names = ("num_files", "num_lines", "num_events", "num_salvaged", "num_dropped", "num_faulty_files",
+             "num_ranks", "num_hosts")  # fmt: skip
+    columns = [Column("run"), *(Column(name, Unit.COUNT) for name in names)]
+    return Answer(name="t0", title="T0 What was read", columns=columns, rows=rows)
+
+
+def times(study: Study) -> Answer:
+    """T1: the application's event and each tier, of the process with the largest sum."""
+    rows = [["application event", *_by_run(study, longest_process_sql(("run",), where=study.is_app))]]
+    for tier in study.tiers:
+        where = f"{IS_IO} AND tier = {sql_literal(tier)}"
+        rows.append([f"{tier} I/O", *_by_run(study, longest_process_sql(("run",), where=where))])
+    columns = [Column("time"), *study.run_columns(Unit.MICROSECONDS)]
+    note = (
+        "Sums of durations, of the process where they are largest; a bare 0: the run never touched the tier."
+    )
+    title = "T1 Times, in seconds"
+    return Answer(name="t1", title=title, columns=columns, rows=rows, notes=[note], missing="0")
+
+
+def time_changes(study: Study, table: Answer) -> Answer:
+    """T1 against the baseline, as shares of it."""
+    base = study.runs.index(study.baseline) + 1
+    rows = [[row[0], *(_change(value, row[base]) for value in row[1:])] for row in table.rows]
+    columns = [Column("time"), *study.run_columns(Unit.SHARE)]
+    title = f"T1 Change against {study.baseline}"
+    return Answer(name="t1_change", title=title, columns=columns, rows=rows)
+
+
+def measures(study: Study) -> Answer:
+    """T1 by every measure of time, and what the tiers really gave."""
+    columns = [
+        Column("run"),
+        Column("tier"),
+        Column("max_sum_us", Unit.MICROSECONDS),
+        Column("max_union_us", Unit.MICROSECONDS),
+        Column("max_thread_us", Unit.MICROSECONDS),
+        Column("concurrency", Unit.RATIO),
+        Column("run_union_us", Unit.MICROSECONDS),
+        Column("total_bytes", Unit.BYTES),
+        Column("busy_rate", Unit.RATE),
+    ]
+    note = (
+        "Sum and union are of the process where they are largest, thread is the largest sum of one thread; "
+        "the rate is all bytes by the time in which any process of the run was busy with the tier."
+    )
+    rows = [*_measure_rows(study, IS_IO), *_measure_rows(study, study.is_app, tier="'(application event)'")]
+    order = {run: number for number, run in enumerate(study.runs)}
+    rows.sort(key=lambda row: (order[str(row[0])], str(row[1])))
+    return Answer(name="t1_measures", title="T1 Measures of time", columns=columns, rows=rows, notes=[note])
+
+
+def _measure_rows(study: Study, where: str, *, tier: str = "tier") -> list[Sequence[Value]]:
+    source = f"(SELECT * REPLACE ({tier} AS tier) FROM {{events}} WHERE {where})"
+    return list(
+        study.events.ask(f"""
+        WITH process AS ({union_sql(source, ("run", "tier", "host", "pid"))}),
+             thread AS (
+                SELECT run, tier, sum(dur_us) AS total FROM {source} GROUP BY run, tier, {PROCESS}, tid),
+             whole AS ({union_sql(source, ("run", "tier"), extra=", sum(size_bytes)::BIGINT AS moved")})
+        SELECT p.run, p.tier, max(p.sum_us), max(p.union_us),
+               (SELECT max(total)::BIGINT FROM thread t
+                WHERE t.run = p.run AND t.tier IS NOT DISTINCT FROM p.tier),
+               arg_max(p.concurrency, p.sum_us), any_value(w.union_us), any_value(w.moved),
+               any_value(w.moved * 1e6 / nullif(w.union_us, 0))
+        FROM process p JOIN whole w ON w.run = p.run AND w.tier IS NOT DISTINCT FROM p.tier
+        GROUP BY p.run, p.tier""")
+    )
+
+
+def volumes(study: Study) -> Answer:
+    """T2: bytes on each tier, whole and normalised, because runs may differ in ranks and files."""
+    rows = study.events.ask(f"""
+        SELECT run, tier, sum(size_bytes)::BIGINT, sum(size_bytes) / {GIB}::DOUBLE,
+               coalesce(sum(size_bytes) FILTER (WHERE {IS_WRITE}), 0)::BIGINT,
+               coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT,
+               count(DISTINCT ({PROCESS})), count(DISTINCT path),
+               sum(size_bytes) / {GIB}::DOUBLE / count(DISTINCT ({PROCESS})),
+               sum(size_bytes) / {GIB}::DOUBLE / count(DISTINCT path)
+        FROM {{events}} WHERE {IS_IO} AND tier IS NOT NULL GROUP BY run, tier
+        ORDER BY {study.in_order()}, tier""")
+    columns = [
+        Column("run"),
+        Column("tier"),
+        Column("total_bytes", Unit.COUNT),
+        Column("total_GiB"),
+        Column("written_bytes", Unit.BYTES),
+        Column("read_bytes", Unit.BYTES),
+        Column("num_processes", Unit.COUNT),
+        Column("num_files", Unit.COUNT),
+        Column("per_process_gib", Unit.GIB),
+        Column("per_file_gib", Unit.GIB),
+    ]
+    return Answer(name="t2", title="T2 Bytes on each tier", columns=columns, rows=rows)
+
+
+def classes(study: Study) -> Answer:
+    """T3: bytes and time of each class of files, of the process where each is largest."""
+    rows = study.events.ask(f"""
+        SELECT run, file_class, max(moved) / {GIB}::DOUBLE, max(took)::BIGINT FROM (
+            SELECT run, file_class, coalesce(sum(size_bytes), 0) AS moved, sum(dur_us) AS took
+            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, {PROCESS})
+        GROUP BY run, file_class ORDER BY {study.in_order()}, file_class""")
+    columns = [
+        Column("run"), Column("file_class"), Column("max_size_gib", Unit.GIB),
+        Column("max_sum_us", Unit.MICROSECONDS),
+    ]  # fmt: skip
+    return Answer(name="t3", title="T3 Classes of files", columns=columns, rows=rows)
+
+
+def class_calls(study: Study) -> Answer:
+    """T4: how often each call was made on each class of files."""
+    sql = f"""SELECT file_class, name, run, count(*) FROM {{events}}
+              WHERE {IS_IO} AND path IS NOT NULL GROUP BY ALL"""
+    keys = ("file_class", "name")
+    return pivot(study, "t4", "T4 Calls by class of files", keys=keys, sql=sql, unit=Unit.COUNT)
+
+
+def file_writes(study: Study) -> Answer:
+    """T5: the writes of each file, those that took longest first."""
+    rows = study.events.ask(f"""
+        SELECT run, file_class, path, sum(dur_us)::BIGINT AS took, sum(size_bytes) / {GIB}::DOUBLE, count(*)
+        FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND path IS NOT NULL GROUP BY run, file_class, path
+        ORDER BY {study.in_order()}, file_class, took DESC, path""")
+    columns = [
+        Column("run"), Column("file_class"), Column("path"), Column("sum_us", Unit.MICROSECONDS),
+        Column("size_gib", Unit.GIB), Column("num_writes", Unit.COUNT),
+    ]  # fmt: skip
+    return Answer(name="t5", title="T5 Writes of each file", columns=columns, rows=rows)
+
+
+def class_writes(study: Study) -> Answer:
+    """T5 in short: the spread of files' write times in each class."""
+    rows = study.events.ask(f"""
+        SELECT run, file_class, count(*), min(num_writes), max(num_writes), min(took), median(took), max(took)
+        FROM (SELECT run, file_class, sum(dur_us)::BIGINT AS took, count(*) AS num_writes FROM {{events}}
+              WHERE {IS_IO} AND {IS_WRITE} AND path IS NOT NULL GROUP BY run, file_class, path)
+        GROUP BY run, file_class ORDER BY {study.in_order()}, file_class""")
+    columns = [
+        Column("run"), Column("file_class"), Column("num_files", Unit.COUNT),
+        Column("min_writes", Unit.COUNT), Column("max_writes", Unit.COUNT),
+        *(Column(f"{name}_us", Unit.MICROSECONDS) for name in ("min", "median", "max")),
+    ]  # fmt: skip
+    return Answer(name="t5_spread", title="T5 Spread of files' write times", columns=columns, rows=rows)
+
+
+def call_times(study: Study) -> Answer:
+    """T10: time of each call on each tier, of the process where its sum is largest."""
+    where = f"{IS_IO} AND tier IS NOT NULL"
+    sql = longest_process_sql(("tier", "name", "run"), where=where)
+    keys = ("tier", "name")
+    return pivot(
+        study,
+        "t10",
+        "T10 Times of calls on each tier, in seconds",
+        keys=keys,
+        sql=sql,
+        unit=Unit.MICROSECONDS,
+    )
+
+
+def call_bytes(study: Study) -> Answer:
+    """T11: bytes that each call moved on each tier, over all processes."""
+    sql = f"""SELECT tier, name, run, sum(size_bytes) / {GIB}::DOUBLE FROM {{events}}
+              WHERE {IS_IO} AND tier IS NOT NULL AND size_bytes IS NOT NULL GROUP BY ALL"""
+    return pivot(study, "t11", "T11 GiB moved by calls", keys=("tier", "name"), sql=sql, unit=Unit.GIB)
+
+
+def median_sizes(study: Study) -> Answer:
+    """T12: exact medians of sizes."""
+    sql = f"""SELECT tier, name, run, quantile_cont(size_bytes, 0.5) FROM {{events}}
+              WHERE {IS_IO} AND tier IS NOT NULL AND size_bytes IS NOT NULL GROUP BY ALL"""
+    keys = ("tier", "name")
+    return pivot(study, "t12", "T12 Median bytes of a call", keys=keys, sql=sql, unit=Unit.NUMBER)
+
+
+def write_sizes(study: Study) -> Answer:
+    """T13: writes described, with the sample deviation and interpolated quantiles of pandas."""
+    rows = study.events.ask(f"""
+        SELECT run, tier, count(*), avg(size_bytes), stddev_samp(size_bytes), min(size_bytes),
+               quantile_cont(size_bytes, 0.25), quantile_cont(size_bytes, 0.5),
+               quantile_cont(size_bytes, 0.75), max(size_bytes)
+        FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND tier IS NOT NULL
+        GROUP BY run, tier ORDER BY {study.in_order()}, tier""")
+    names = ("mean", "std", "min", "25%", "50%", "75%", "max")
+    columns = [
+        Column("run"), Column("tier"), Column("count", Unit.COUNT),
+        *(Column(name, Unit.NUMBER) for name in names),
+    ]  # fmt: skip
+    return Answer(name="t13", title="T13 Sizes of writes, in bytes", columns=columns, rows=rows)
+
+
+def size_histogram(study: Study) -> Answer:
+    """How many transfers, and bytes, fall between two powers of two."""
+    rows = study.events.ask(f"""
+        SELECT run, CASE WHEN {IS_WRITE} THEN 'write' ELSE 'read' END AS direction,
+               (2 ** floor(log2(size_bytes)))::BIGINT AS from_bytes, count(*), sum(size_bytes)::BIGINT
+        FROM {{events}} WHERE {IS_IO} AND size_bytes > 0 AND ({IS_WRITE} OR {IS_READ})
+        GROUP BY run, direction, from_bytes ORDER BY {study.in_order()}, direction, from_bytes""")
+    columns = [
+        Column("run"), Column("direction"), Column("from_bytes", Unit.BYTES),
+        Column("num_events", Unit.COUNT),
+        Column("total_bytes", Unit.BYTES),
+    ]  # fmt: skip
+    return Answer(name="size_histogram", title="Sizes of transfers", columns=columns, rows=rows)
+
+
+def longest_files(study: Study) -> Answer:
+    """T14: the files that took longest to write, and the same files in the baseline."""
+    rows = study.events.ask(f"""
+        WITH written AS (
+            SELECT run, tier, parse_filename(path) AS file_name, sum(dur_us)::BIGINT AS took,
+                   count(*) AS num_writes
+            FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND path IS NOT NULL GROUP BY run, tier, path)
+        SELECT run, tier, file_name, took, num_writes,
+               (SELECT max(took) FROM written b
+                WHERE b.run = {sql_literal(study.baseline)} AND b.file_name = written.file_name)
+        FROM written
+        QUALIFY row_number() OVER (PARTITION BY run, tier ORDER BY took DESC, file_name) <= {_TOP_FILES}
+        ORDER BY {study.in_order()}, tier, took DESC, file_name""")
+    columns = [
+        Column("run"), Column("tier"), Column("file"), Column("write_us", Unit.MICROSECONDS),
+        Column("num_writes", Unit.COUNT), Column(f"in_{study.baseline}_us", Unit.MICROSECONDS),
+    ]  # fmt: skip
+    return Answer(name="t14", title="T14 Files that took longest to write", columns=columns, rows=rows)
+
+
+def _by_run(study: Study, sql: str) -> list[Value]:
+    found = dict(study.events.ask(sql))
+    return [found.get(run) for run in study.runs]
+
+
+def _change(value: Value, base: Value) -> Value:
+    comparable = isinstance(value, int | float) and isinstance(base, int | float) and base
+    return value / base - 1 if comparable else None  # type: ignore[operator]
+
+
+def followed_files(study: Study) -> Sequence[str]:
+    """The files asked for; or else the one whose calls differ most between runs."""
+    if study.asked.files:
+        return study.asked.files
+    found = study.events.ask(f"""
+        SELECT file_name FROM (
+            SELECT parse_filename(path) AS file_name, run, count(*) AS num_calls
+            FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY ALL)
+        GROUP BY file_name ORDER BY count(*) DESC, max(num_calls) - min(num_calls) DESC, file_name LIMIT 1""")
+    return [name for (name,) in found]
+
+
+def file_tables(study: Study, names: Sequence[str]) -> tuple[Answer, Answer, Answer, Answer]:
+    """T6 calls, T7 times, T8 sizes, T9 the events of the first file in order."""
+    wanted = ", ".join(f"({sql_literal(name)})" for name in names) or "('')"
+    source = f"""(SELECT * FROM {{events}} JOIN (VALUES {wanted}) AS wanted(chosen)
+                 ON parse_filename(path) GLOB chosen WHERE {IS_IO})"""
+    keys = ("file", "tier", "name")
+    calls = pivot(
+        study, "t6", "T6 Calls on single files", keys=keys, unit=Unit.COUNT,
+        sql=f"SELECT chosen, tier, name, run, count(*) FROM {source} GROUP BY ALL",
+    )  # fmt: skip
+    times = pivot(
+        study, "t7", "T7 Times of calls on single files, in seconds", keys=keys, unit=Unit.MICROSECONDS,
+        sql=f"SELECT chosen, tier, name, run, sum(dur_us)::BIGINT FROM {source} GROUP BY ALL",
+    )  # fmt: skip
+    sizes = pivot(
+        study, "t8", "T8 How often single files were moved by each size", unit=Unit.COUNT,
+        keys=("file", "tier", "name", "bytes"),
+        sql=f"""SELECT chosen, tier, name, size_bytes, run, count(*) FROM {source}
+                WHERE size_bytes IS NOT NULL GROUP BY ALL""",
+    )  # fmt: skip
+    return calls, times, sizes, _life(study, names[0] if names else "")
+
+
+def _life(study: Study, name: str) -> Answer:
+    rows = study.events.ask(f"""
+        WITH origins AS (SELECT run, min(ts_us) AS origin_us FROM {{events}} GROUP BY run)
+        SELECT run, tier, ts_us - origin_us, dur_us, name, size_bytes, rank, tid
+        FROM {{events}} JOIN origins USING (run)
+        WHERE {IS_IO} AND parse_filename(path) GLOB {sql_literal(name)}
+        ORDER BY {study.in_order()}, ts_us, end_us, name""")
+    columns = [
+        Column("run"), Column("tier"), Column("since_start_us", Unit.MICROSECONDS),
+        Column("dur_us", Unit.MICROSECONDS), Column("name"), Column("size_bytes", Unit.COUNT),
+        Column("rank"), Column("tid"),
+    ]  # fmt: skip
+    return Answer(name="t9", title=f"T9 Events of {name} in order", columns=columns, rows=rows)

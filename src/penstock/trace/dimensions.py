@@ -1,0 +1,148 @@
+"""Dimensions of events, as derived columns in SQL: tiers of storage, classes of files, phases.
+
+Pure. Invariant: text of users enters SQL only through `sql_literal`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from penstock.errors import UsageError
+
+PhaseOf = Callable[[str, str, Mapping[str, Any]], str | None]
+"""A phase by name, cat and args of an event, in Python; None leaves it to the rules."""
+
+OTHER: Final = "other"
+"""The tier of files below none of the prefixes, and the phase of events that no rule speaks of."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRule:
+    """Events that meet all `conditions` (`name~text`, `cat=POSIX|STDIO`, `args.key=value`) are of `phase`."""
+
+    phase: str
+    conditions: tuple[str, ...]
+
+
+DEFAULT_PHASES: Final = (
+    PhaseRule("compute", ("name~compute",)),
+    PhaseRule("app_io", ("cat~reader|checkpoint",)),
+    PhaseRule("io", ("cat=POSIX|STDIO|OBJECT",)),
+)
+"""The application's own spans of I/O contain the calls that they make, so the two are never added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    """Tiers by path prefix (the longest counts), file classes by regular expression on the base name.
+
+    A file that no class of one's own matches is of the class that is left of its name without digits and
+    dashes. Rules of phases are tried in order.
+    """
+
+    tiers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    file_classes: Mapping[str, str] = field(default_factory=dict)
+    phases: Sequence[PhaseRule] = DEFAULT_PHASES
+    phase_of: PhaseOf | None = None
+
+    def columns_sql(self) -> str:
+        """The three derived columns of a SELECT over events."""
+        tier, file_class, phase = self.tier_sql(), self.file_class_sql(), self.phase_sql()
+        return f"{tier} AS tier, {file_class} AS file_class, {phase} AS phase"
+
+    def tier_sql(self) -> str:
+        """NULL for events without a path."""
+        prefixes = sorted(
+            ((prefix.rstrip("/"), name) for name, some in self.tiers.items() for prefix in some),
+            key=lambda pair: -len(pair[0]),
+        )
+        cases = "".join(
+            f" WHEN path = {sql_literal(prefix or '/')} OR starts_with(path, {sql_literal(prefix + '/')})"
+            f" THEN {sql_literal(name)}"
+            for prefix, name in prefixes
+        )
+        return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE {sql_literal(OTHER)} END"
+
+    def file_class_sql(self) -> str:
+        """NULL for events without a path."""
+        base = "parse_filename(path, false, 'forward_slash')"
+        cases = "".join(
+            f" WHEN regexp_matches({base}, {sql_literal(pattern)}) THEN {sql_literal(name)}"
+            for name, pattern in self.file_classes.items()
+        )
+        return f"CASE WHEN path IS NULL THEN NULL{cases} ELSE regexp_replace({base}, '[0-9-]+', '', 'g') END"
+
+    def phase_sql(self) -> str:
+        """Never NULL."""
+        cases = "".join(
+            f" WHEN {' AND '.join(map(_condition_sql, rule.conditions))} THEN {sql_literal(rule.phase)}"
+            for rule in self.phases
+        )
+        return f"CASE{cases} ELSE {sql_literal(OTHER)} END" if cases else sql_literal(OTHER)
+
+
+def parse_phase(text: str) -> PhaseRule:
+    """A rule as on the command line: `flush=name~flush,cat=POSIX`."""
+    phase, equals, rest = text.partition("=")
+    rule = PhaseRule(phase.strip(), tuple(part.strip() for part in rest.split(",") if part.strip()))
+    if not equals or not rule.phase or not rule.conditions:
+        raise UsageError(
+            f"{text!r} is not a rule of a phase", fix="Write for example --phase flush=name~flush,cat=POSIX."
+        )
+    for condition in rule.conditions:
+        _condition_sql(condition)
+    return rule
+
+
+def parse_tier(text: str) -> tuple[str, str]:
+    """A tier as on the command line: `ssd=/l/ssd`."""
+    name, equals, prefix = text.partition("=")
+    if not equals or not name or not prefix.startswith("/"):
+        raise UsageError(f"{text!r} is not a tier", fix="Write for example --tier ssd=/l/ssd.")
+    return name, prefix
+
+
+def tiers_of_mounts(mounts: str) -> dict[str, list[str]]:
+    """Each mount point of /proc/mounts as a tier of its own; what the kernel makes up is left out."""
+    unreal = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue", "debugfs", "tracefs", "securityfs"}
+    points = (line.split()[1:3] for line in mounts.splitlines() if line.count(" ") >= 2)
+    return {point: [point] for point, kind in points if kind not in unreal}
+
+
+def check_pattern(pattern: str) -> str:
+    """A regular expression of a user, or an error that shows it."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"{pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+def sql_literal(text: str) -> str:
+    """A text as a literal of SQL."""
+    escaped = text.replace("'", "''")
+    return f"'{escaped}'"
+
+
+_CONDITION: Final = re.compile(r"(name|op|cat|path|args\.[\w.]+)\s*(!=|=|~)\s*(.+)")
+
+
+def _condition_sql(condition: str) -> str:
+    match = _CONDITION.fullmatch(condition)
+    if match is None:
+        raise UsageError(
+            f"{condition!r} is no condition of a phase",
+            fix="Write name~part, cat=POSIX|STDIO, op!=close or args.key=value.",
+        )
+    column, comparison, values = match.groups()
+    if column.startswith("args."):
+        column = f"json_extract_string(args, {sql_literal('$.' + column.removeprefix('args.'))})"
+    alternatives = [each.strip() for each in values.split("|")]
+    if comparison == "~":
+        tests = " OR ".join(f"contains({column}, {sql_literal(each)})" for each in alternatives)
+        return f"coalesce({tests}, false)"
+    inside = f"coalesce({column} IN ({', '.join(map(sql_literal, alternatives))}), false)"
+    return f"NOT {inside}" if comparison == "!=" else inside

@@ -1,0 +1,225 @@
+"""The event schema: the columns of an event, one name for each operation, and the account of each file.
+
+    trace files -> reading -> events (this schema) -> table -> questions -> comparison, findings
+
+Readers make rows of this schema, questions ask them; neither knows the other. Invariants: times are whole
+microseconds with `end_us = ts_us + dur_us`, and every line of a file is counted exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import pyarrow as pa
+
+from penstock.errors import TraceDamaged
+
+
+@dataclass(frozen=True, slots=True)
+class EventColumn:
+    """One column: its Arrow type, whether a value may be missing, and what it says."""
+
+    name: str
+    type: pa.DataType
+    meaning: str
+    may_be_missing: bool = False
+
+
+COLUMNS: Final = (
+    EventColumn("ts_us", pa.int64(), "when it began: microseconds since 1970 by the clock of its host"),
+    EventColumn("dur_us", pa.int64(), "how long it took"),
+    EventColumn("end_us", pa.int64(), "when it ended: ts_us + dur_us"),
+    EventColumn("op", pa.string(), "what was done, by one name whatever the libc's: open, stat, write"),
+    EventColumn("name", pa.string(), "the same as traced: open64, __xstat, write"),
+    EventColumn("cat", pa.string(), "the layer that traced it: POSIX, STDIO, OBJECT, checkpoint"),
+    EventColumn("pid", pa.int64(), "process, as traced (a rank in traces of DLIO)"),
+    EventColumn("tid", pa.int64(), "thread, as traced"),
+    EventColumn("rank", pa.int32(), "rank of the process in its job", may_be_missing=True),
+    EventColumn("host", pa.string(), "machine", may_be_missing=True),
+    EventColumn("path", pa.string(), "file that was worked on", may_be_missing=True),
+    EventColumn("size_bytes", pa.int64(), "bytes that were moved", may_be_missing=True),
+    EventColumn("offset", pa.int64(), "where in the file", may_be_missing=True),
+    EventColumn("ret", pa.int64(), "what the call returned", may_be_missing=True),
+    EventColumn("epoch", pa.int32(), "epoch of the training", may_be_missing=True),
+    EventColumn("step", pa.int32(), "step of the training", may_be_missing=True),
+    EventColumn("args", pa.string(), "JSON text of everything else that was traced of it"),
+    EventColumn("run", pa.string(), "the run that the file belongs to"),
+    EventColumn("file", pa.string(), "the trace file that it was read from"),
+)
+
+SCHEMA: Final = pa.schema([pa.field(each.name, each.type, each.may_be_missing) for each in COLUMNS])
+
+SAMPLES_KEPT: Final = 5
+"""Damaged lines that a file's account shows; all are counted."""
+
+
+def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
+    """Raise TraceDamaged if anything of these files was lost or guessed."""
+    damaged = [account for account in accounts if not account.is_whole]
+    if damaged:
+        raise TraceDamaged(
+            f"Of {len(accounts)} files, {len(damaged)} lost something: {damaged[0].losses()[0]}",
+            fix="Read them without --strict to ask what is left.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DamagedLine:
+    """One damaged line: where it stands, what is wrong with it, how it begins."""
+
+    line: int
+    reason: str
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class FileAccount:
+    """What became of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
+
+    `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
+    explains other lines, `blank` lines are empty or a bracket, `skipped` ones were not asked for.
+    `unwanted` events were read and left out of the table. `announced_events` is what the file's writer
+    counted, in the file's ending or beside it, None if it didn't say; `missing` of them are not in the file.
+    `faults` concern the file as a whole: a torn end.
+    """
+
+    file: str
+    dialect: str = ""
+    lines: int = 0
+    events: int = 0
+    salvaged: int = 0
+    metadata: int = 0
+    blank: int = 0
+    dropped: int = 0
+    skipped: int = 0
+    unwanted: int = 0
+    salvaged_reasons: Counter[str] = field(default_factory=Counter)
+    dropped_reasons: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    samples: list[DamagedLine] = field(default_factory=list)
+    announced_events: int | None = None
+    missing: int = 0
+    hosts: set[str] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
+    size_bytes: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing was lost and nothing had to be guessed."""
+        return not (self.dropped or self.salvaged or self.faults)
+
+    def count_damage(self, line: int, reason: str, text: str, *, salvaged: bool) -> None:
+        """Count one damaged line, and keep it as a sample while there are few."""
+        if salvaged:
+            self.salvaged += 1
+            self.salvaged_reasons[reason] += 1
+        else:
+            self.dropped += 1
+            self.dropped_reasons[reason] += 1
+        if len(self.samples) < SAMPLES_KEPT:
+            self.samples.append(DamagedLine(line, reason, text[:200]))
+
+    def document(self) -> Mapping[str, Any]:
+        """The account as JSON."""
+        return {
+            "file": self.file,
+            "dialect": self.dialect,
+            "size_bytes": self.size_bytes,
+            "lines": self.lines,
+            "events": self.events,
+            "salvaged": self.salvaged,
+            "metadata": self.metadata,
+            "blank": self.blank,
+            "dropped": self.dropped,
+            "skipped": self.skipped,
+            "unwanted": self.unwanted,
+            "salvaged_reasons": dict(self.salvaged_reasons),
+            "dropped_reasons": dict(self.dropped_reasons),
+            "faults": self.faults,
+            "samples": [{"line": one.line, "reason": one.reason, "text": one.text} for one in self.samples],
+            "announced_events": self.announced_events,
+            "missing": self.missing,
+            "hosts": sorted(self.hosts),
+            "ranks": sorted(self.ranks),
+        }
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Self:
+        """The account that `document` was made of."""
+        changed = {
+            "salvaged_reasons": Counter(document["salvaged_reasons"]),
+            "dropped_reasons": Counter(document["dropped_reasons"]),
+            "samples": [DamagedLine(**each) for each in document["samples"]],
+            "hosts": set(document["hosts"]),
+            "ranks": set(document["ranks"]),
+        }
+        return cls(**{**document, **changed})
+
+    def losses(self) -> list[str]:
+        """What was lost or guessed, for people, a line each."""
+        told = [f"{self.file}: {fault}" for fault in self.faults]
+        if self.dropped or self.salvaged:
+            counts = {f"{reason}, dropped": count for reason, count in self.dropped_reasons.items()}
+            counts |= {f"{reason}, salvaged": count for reason, count in self.salvaged_reasons.items()}
+            kinds = "; ".join(f"{count:,} {reason}" for reason, count in counts.items())
+            told.append(
+                f"{self.file}: {self.dropped + self.salvaged:,} of {self.lines:,} lines damaged: {kinds}"
+            )
+            told.extend(f"  line {one.line}: {one.reason}: {one.text!r}" for one in self.samples)
+        return told
+
+
+_SPELLINGS: Final = {
+    "access": "faccessat faccessat2",
+    "chmod": "fchmodat fchmodat2",
+    "chown": "fchownat",
+    "fadvise": "fadvise64 posix_fadvise posix_fadvise64",
+    "fallocate": "fallocate64 posix_fallocate posix_fallocate64",
+    "fcntl": "fcntl64",
+    "fopen": "fopen64",
+    "freopen": "freopen64",
+    "fseek": "fseeko fseeko64",
+    "fstat": "fstat64 fstatat fstatat64 newfstatat __fxstat __fxstat64 __fxstatat __fxstatat64",
+    "fstatfs": "fstatfs64",
+    "ftell": "ftello ftello64",
+    "ftruncate": "ftruncate64",
+    "getdents": "getdents64",
+    "link": "linkat",
+    "lseek": "lseek64 _llseek",
+    "lstat": "lstat64 __lxstat __lxstat64",
+    "mkdir": "mkdirat",
+    "mknod": "mknodat",
+    "mmap": "mmap64 mmap2",
+    "open": "open64 openat openat64 openat2 creat creat64 __open __open64 __open_2 __open64_2",
+    "pread": "pread64",
+    "preadv": "preadv64 preadv2 preadv64v2",
+    "pwrite": "pwrite64",
+    "pwritev": "pwritev64 pwritev2 pwritev64v2",
+    "readdir": "readdir64",
+    "readlink": "readlinkat",
+    "rename": "renameat renameat2",
+    "sendfile": "sendfile64",
+    "stat": "stat64 statx __xstat __xstat64",
+    "statfs": "statfs64",
+    "symlink": "symlinkat",
+    "truncate": "truncate64",
+    "unlink": "unlinkat",
+    "utime": "utimes utimensat futimens futimesat",
+}
+
+_CANONICAL: Final = {
+    spelling: canonical for canonical, spellings in _SPELLINGS.items() for spelling in spellings.split()
+}
+
+
+def canonical(name: str) -> str:
+    """The operation that `name` is a spelling of; a name that is none of libc's stays what it is."""
+    return _CANONICAL.get(name, name)
+
+
+def spellings(op: str) -> tuple[str, ...]:
+    """All names that are told as `op`."""
+    return (op, *_SPELLINGS.get(op, "").split())

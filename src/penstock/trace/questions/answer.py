@@ -1,0 +1,141 @@
+"""The answer to a question: a table with exact numbers, and its rendering as JSON, CSV, Markdown and cells.
+
+    EventsView -> question -> Answer -> terminal, CSV, JSON, Markdown, report
+
+Invariants: an answer holds microseconds, bytes and counts as integers, and only rendering rounds; seconds are
+printed to the microsecond, so printed sums can be checked by hand.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from penstock.units import format_bytes, format_rate
+
+Value = int | float | str | bool | None
+
+
+class Unit(StrEnum):
+    """What a column's numbers are, so that each reader gets them in a fitting form."""
+
+    TEXT = "text"
+    COUNT = "count"
+    BYTES = "bytes"
+    GIB = "GiB"
+    NUMBER = "number"
+    MICROSECONDS = "us"
+    RATE = "bytes/s"
+    RATIO = "ratio"
+    SHARE = "share"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of an answer; its name carries the unit, as `union_us`. `head` is for people, if other."""
+
+    name: str
+    unit: Unit = Unit.TEXT
+    head: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A table: `name` in files; `title`, `notes` and what stands for a missing value are for people."""
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Value]]
+    notes: Sequence[str] = ()
+    missing: str = "-"
+
+    def records(self) -> list[dict[str, Value]]:
+        """One mapping a row."""
+        names = [column.name for column in self.columns]
+        return [dict(zip(names, row, strict=True)) for row in self.rows]
+
+
+def document(answer: Answer) -> dict[str, Any]:
+    """The answer as JSON; `rows` are objects."""
+    return {
+        "name": answer.name,
+        "title": answer.title,
+        "units": {column.name: column.unit.value for column in answer.columns},
+        "rows": answer.records(),
+        "notes": list(answer.notes),
+    }
+
+
+def as_csv(answer: Answer) -> str:
+    """A header and rows, missing values empty."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([column.name for column in answer.columns])
+    writer.writerows(["" if value is None else value for value in row] for row in answer.rows)
+    return text.getvalue()
+
+
+def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
+    """A heading, the table, the notes; tables longer than `most_rows` say how much is left out."""
+    shown = answer.rows if most_rows is None else answer.rows[:most_rows]
+    lines = [f"### {answer.title}", ""]
+    if answer.rows:
+        heads = [heading(column) for column in answer.columns]
+        lines += [_line(heads), _line(["---" if c.unit is Unit.TEXT else "---:" for c in answer.columns])]
+        lines += [_line([text.replace("|", "\\|") for text in cells(answer, row)]) for row in shown]
+    else:
+        lines.append("(no rows)")
+    left = len(answer.rows) - len(shown)
+    notes = [*answer.notes, *([f"{left:,} more rows in tables.parquet."] if left else [])]
+    return "\n".join([*lines, *(line for note in notes for line in ("", note))]) + "\n"
+
+
+def as_records(answer: Answer) -> list[dict[str, str]]:
+    """Readable cells by heading, as tables on a terminal want them."""
+    heads = [heading(column) for column in answer.columns]
+    return [dict(zip(heads, cells(answer, row), strict=True)) for row in answer.rows]
+
+
+def heading(column: Column) -> str:
+    """What stands above a column for people: units that cells print themselves are left out."""
+    if column.head:
+        return column.head
+    if column.unit is Unit.MICROSECONDS:
+        return f"{column.name.removesuffix('_us').replace('_', ' ')} s"
+    if column.unit is Unit.GIB:
+        return f"{column.name.removesuffix('_gib').replace('_', ' ')} GiB"
+    return column.name.removesuffix("_bytes").removeprefix("num_").replace("_", " ")
+
+
+def cells(answer: Answer, row: Sequence[Value]) -> list[str]:
+    """One row for people."""
+    return [
+        answer.missing if value is None else _FORMATS[column.unit](value)
+        for column, value in zip(answer.columns, row, strict=True)
+    ]
+
+
+def _text(value: Any) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+def _line(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+_FORMATS: Final[Mapping[Unit, Callable[[Any], str]]] = {
+    Unit.TEXT: _text,
+    Unit.COUNT: lambda value: f"{value:,}",
+    Unit.BYTES: format_bytes,
+    Unit.GIB: lambda value: f"{value:.6f}",
+    Unit.NUMBER: lambda value: f"{value:,.2f}" if isinstance(value, float) else f"{value:,}",
+    Unit.MICROSECONDS: lambda value: f"{value / 1e6:.6f}",
+    Unit.RATE: format_rate,
+    Unit.RATIO: lambda value: f"{value:.2f}",
+    Unit.SHARE: lambda value: f"{100 * value:.1f} %",
+}

@@ -1,0 +1,189 @@
+"""One trace file of any dialect as batches of events and an account: what tables and their workers call.
+
+    bytes -> decompressed pieces -> dialect, by the first bytes -> chunks of lines -> events, batch by batch
+
+To add a dialect: a member of `Dialect`, its first bytes in `detect_dialect`, a reader in `_read_dialect`.
+Invariant: after the last batch the account is complete, and what is wrong with the file stands in it; only a
+file that cannot be read at all is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from penstock.trace.capture.trace_writer import read_event_count
+from penstock.trace.event_schema import FileAccount
+from penstock.trace.reading.chrome import ChromeDocument
+from penstock.trace.reading.chunks import read_pieces, split_chunks
+from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
+from penstock.trace.reading.event_batch import EventOrigin, read_lines
+from penstock.trace.reading.event_filter import NO_PREFILTER
+from penstock.trace.reading.json_lines import JsonLines
+from penstock.trace.reading.strace import FIRST_LINE, Strace
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from penstock.trace.reading.event_filter import BatchFilter, EventFilter, Prefilter
+
+
+class Dialect(StrEnum):
+    """The forms of traces that can be read."""
+
+    JSON_LINES = "json lines"
+    CHROME = "chrome"
+    STRACE = "strace"
+    DARSHAN = "darshan dxt"
+
+
+LARGE_BYTES: Final = 4 << 20
+"""About 20,000 lines: Python parses fewer of them sooner than the compiled scanner is loaded."""
+
+_GZIP_RATIO: Final = 16
+"""Roughly what gzip makes of traces."""
+_HEAD_BYTES: Final = 1 << 16
+_TRACE_EVENTS: Final = re.compile(
+    rb'\s*\{[^\n]*?"traceEvents"\s*:|\s*\{\s*("(?:schemaVersion|displayTimeUnit|otherData|deviceProperties|metadata|traceEvents)")'
+)
+
+
+def detect_dialect(head: bytes) -> Dialect:
+    """The dialect of a file that begins with `head`; anything unknown is JSON lines, dropped one by one."""
+    head = head[:_HEAD_BYTES]
+    if FIRST_LINE.match(head):
+        return Dialect.STRACE
+    if MARK.search(head[:4096]):
+        return Dialect.DARSHAN
+    if _TRACE_EVENTS.match(head) or _is_one_array(head):
+        return Dialect.CHROME
+    return Dialect.JSON_LINES
+
+
+def _is_one_array(head: bytes) -> bool:
+    """Whether a line does not hold one event: it holds several, or a part of one."""
+    bare = head.lstrip()
+    if not bare.startswith(b"["):
+        return False
+    line = bare[1:].lstrip().partition(b"\n")[0].rstrip(b", \r]")
+    if not line.startswith(b"{"):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return b"},{" in line or b"}, {" in line or b'"' not in line or line.endswith((b"{", b'"', b":"))
+    return False
+
+
+RANK_PATTERN = r"(?:^|[^a-z])(?:trace-|rank[-_.]?)(\d{1,9})(?![0-9a-z])"
+"""Finds the rank in a file's name: `trace-3-of-16.pfw`, `run_rank3.pfw`; not digits of a longer word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFile:
+    """A file to read: its path, its name in tables, its run, and how its file name gives the rank."""
+
+    path: Path
+    name: str = ""
+    run: str = ""
+    rank_pattern: str = RANK_PATTERN
+
+    @property
+    def origin(self) -> EventOrigin:
+        """What all its events have in common."""
+        match = re.search(self.rank_pattern, self.path.name, re.IGNORECASE)
+        return EventOrigin(self.run, self.name or self.path.name, int(match[1]) if match else None)
+
+    @property
+    def estimated_bytes(self) -> int:
+        """Its size when decompressed, roughly."""
+        size_bytes = self.path.stat().st_size
+        return size_bytes * _GZIP_RATIO if self.path.suffix == ".gz" else size_bytes
+
+
+@dataclass(slots=True)
+class TraceReading:
+    """A file that is being read: iterate over `batches`, then look at `account`."""
+
+    account: FileAccount
+    batches: Iterator[pa.RecordBatch] = field(repr=False)
+
+
+def are_large(files: Iterable[TraceFile]) -> bool:
+    """Whether these files are worth the compiled scanner, which takes half a second to load."""
+    return sum(file.estimated_bytes for file in files) >= LARGE_BYTES
+
+
+def read_trace_file(
+    file: TraceFile,
+    advance: Callable[[int], None] = lambda _: None,
+    prefilter: Prefilter = NO_PREFILTER,
+    *,
+    is_large: bool | None = None,
+) -> TraceReading:
+    """Begin to read; `advance` is called with bytes taken from disk. OSError if the file cannot be read.
+
+    With a `prefilter`, events whose lines it rules out are left out where that is cheap. `is_large` chooses
+    the compiled scanner, which changes nothing but the speed; by default the file's own size decides.
+    """
+    size_bytes = file.path.stat().st_size
+    account = FileAccount(file=file.name or file.path.name, size_bytes=size_bytes)
+    is_large = are_large([file]) if is_large is None else is_large
+    return TraceReading(account, _read_batches(file, account, advance, prefilter, is_large))
+
+
+def read_matching_events(
+    file: TraceFile,
+    event_filter: EventFilter,
+    batch_filter: BatchFilter,
+    advance: Callable[[int], None] = lambda _: None,
+    *,
+    is_large: bool | None = None,
+) -> TraceReading:
+    """Begin to read the events for which `event_filter` holds; `batch_filter` is the same, opened."""
+    reading = read_trace_file(file, advance, event_filter.prefilter(), is_large=is_large)
+    return TraceReading(reading.account, batch_filter.apply(reading.batches, reading.account))
+
+
+def _read_batches(
+    file: TraceFile,
+    account: FileAccount,
+    advance: Callable[[int], None],
+    prefilter: Prefilter,
+    is_large: bool,  # noqa: FBT001 - a private function's
+) -> Iterator[pa.RecordBatch]:
+    # Read before the trace: what a program that still runs records meanwhile must not count as missing.
+    account.announced_events = read_event_count(file.path)
+    pieces = read_pieces(file.path, account.faults.append, advance)
+    head = next(pieces, b"")
+    dialect = detect_dialect(head)
+    account.dialect = dialect.value
+    if dialect is Dialect.JSON_LINES:
+        json_lines = JsonLines(file.origin, account, prefilter, is_large=is_large)
+        batches = json_lines.read(split_chunks(chain([head], pieces)))
+    else:
+        batches = _read_dialect(dialect, chain([head], pieces), file.origin, account)
+    for batch in batches:
+        _note_hosts_and_ranks(batch, account)
+        yield batch
+
+
+def _read_dialect(
+    dialect: Dialect, pieces: Iterable[bytes], origin: EventOrigin, account: FileAccount
+) -> Iterator[pa.RecordBatch]:
+    """The events of a dialect that Python parses."""
+    if dialect is Dialect.CHROME:
+        return ChromeDocument(origin, account).read(pieces)
+    parser = Strace() if dialect is Dialect.STRACE else DarshanDxt()
+    return read_lines(split_chunks(pieces), parser, origin, account)
+
+
+def _note_hosts_and_ranks(batch: pa.RecordBatch, account: FileAccount) -> None:
+    account.hosts.update(host for host in batch.column("host").dictionary.to_pylist() if host is not None)
+    account.ranks.update(rank for rank in batch.column("rank").unique().to_pylist() if rank is not None)

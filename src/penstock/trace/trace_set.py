@@ -1,0 +1,266 @@
+"""A trace set: raw files, event tables or both, opened as one relation of DuckDB, and what was lost of them.
+
+    names, globs, folders -> raw files -> a temporary table, by threads or Dask workers \
+                          -> event tables ---------------------------------------------- -> view `events`
+
+`open_trace_set` shows the whole way. Raw files become a table in a temporary folder, which is removed when
+the set is closed. Invariant: a table that is older than its sources is rebuilt before it is asked.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import duckdb
+
+from penstock.errors import UsageError
+from penstock.extras import explained_imports
+from penstock.progress import Progress, Silent
+from penstock.trace.capture.trace_writer import COUNT_SUFFIX
+from penstock.trace.dimensions import sql_literal
+from penstock.trace.event_schema import COLUMNS, FileAccount
+from penstock.trace.event_table import EventTableFacts, TableForm, convert, join_tables, read_facts
+from penstock.trace.reading.event_filter import ALL_EVENTS, EventFilter
+from penstock.trace.reading.trace_file import RANK_PATTERN, TraceFile
+
+LOCAL: Final = "local"
+"""Stands for a scheduler with workers on this machine only."""
+
+_TIMEOUT: Final = "120s"
+"""For a scheduler to answer; starting workers takes a while on a busy machine."""
+
+
+RELATION: Final = "events"
+"""The name of the events in questions and in users' SQL."""
+
+_TRACES: Final = ("*.pfw", "*.pfw.gz", "*.strace", "*.strace.[0-9]*")
+"""Searched for in folders: tracers' files, and strace's of whole programs and of single processes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSet:
+    """Opened traces: a connection on which `relation` holds the events, and the accounts of their files."""
+
+    connection: duckdb.DuckDBPyConnection
+    accounts: Sequence[FileAccount]
+    relation: str = RELATION
+
+    def losses(self) -> list[str]:
+        """What was lost or guessed, for people, one line each; empty if nothing was."""
+        return [line for account in self.accounts for line in account.losses()]
+
+
+def find_trace_files(patterns: Sequence[str]) -> list[Path]:
+    """The files that names, globs and folders match, each once, in the order of the patterns."""
+    paths: dict[Path, None] = {}
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            matches = sorted(trace for kind in _TRACES for trace in path.rglob(kind))
+        else:
+            matches = [path] if path.exists() else _expand_glob(pattern)
+        if not matches:
+            raise UsageError(
+                "No trace files in this folder" if path.is_dir() else "No such file",
+                where=pattern,
+                fix="Name trace files, a folder of them, a quoted glob, or an event table.",
+            )
+        paths.update(dict.fromkeys(match for match in matches if not match.is_dir()))
+    return list(paths)
+
+
+def _expand_glob(pattern: str) -> list[Path]:
+    """What a glob matches, except the event counts beside unfinished traces."""
+    matches = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - absolute globs, too
+    return [Path(match) for match in matches if not match.endswith(COUNT_SUFFIX)]
+
+
+def name_trace_files(paths: Sequence[Path], *, run: str, rank_pattern: str = RANK_PATTERN) -> list[TraceFile]:
+    """Files to read, each under the shortest name that distinguishes it from the others."""
+    names = [path.name for path in paths]
+    unique = len(set(names)) == len(names)
+    return [
+        TraceFile(path=path, name=path.name if unique else str(path), run=run, rank_pattern=rank_pattern)
+        for path in paths
+    ]
+
+
+@contextmanager
+def open_trace_set(
+    runs: Mapping[str, Sequence[str]],
+    *,
+    progress: Progress,
+    event_filter: EventFilter = ALL_EVENTS,
+    rank_pattern: str = RANK_PATTERN,
+    dask: str = "",
+) -> Iterator[TraceSet]:
+    """Open the files of named runs (names, globs, folders, tables) as one relation `events`.
+
+    With `dask` (`local`, or a scheduler's address) its workers read raw files. They must share all folders
+    with this process, including the one for temporary files.
+    """
+    with TemporaryDirectory(prefix="penstock-trace-") as folder, duckdb.connect() as connection:
+        connection.execute("SET temp_directory = ?", [folder])
+        tables: list[tuple[str, Path]] = []
+        accounts: list[FileAccount] = []
+        for number, (run, patterns) in enumerate(runs.items()):
+            raw: list[Path] = []
+            for path in find_trace_files(patterns):
+                facts = read_facts(path)
+                if facts is None:
+                    raw.append(path)
+                    continue
+                tables.append((run, path))
+                accounts.extend(_refresh(path, facts, progress).accounts)
+            if raw:
+                files = name_trace_files(raw, run=run, rank_pattern=rank_pattern)
+                made = Path(folder) / str(number)
+                made.mkdir()
+                for target, facts in _convert(files, made, progress, event_filter, dask):
+                    tables.append((run, target))
+                    accounts.extend(facts.accounts)
+        connection.execute(f"CREATE TEMP VIEW {RELATION} AS {_union_tables(tables, event_filter)}")
+        yield TraceSet(connection=connection, accounts=accounts)
+
+
+def _convert(
+    files: Sequence[TraceFile], folder: Path, progress: Progress, event_filter: EventFilter, dask: str
+) -> list[tuple[Path, EventTableFacts]]:
+    """Tables of raw files in `folder`, and their facts."""
+    if not dask:
+        target = folder / "run.events"
+        return [
+            (
+                target,
+                convert(
+                    files, target, progress=progress, event_filter=event_filter, form=TableForm.TEMPORARY
+                ),
+            )
+        ]
+    with connect_dask(dask) as client:
+        targets, facts = convert_with_dask(
+            client, files, folder, progress=progress, event_filter=event_filter
+        )
+    return list(zip(targets, facts, strict=True))
+
+
+def _refresh(path: Path, facts: EventTableFacts, progress: Progress) -> EventTableFacts:
+    """The facts of a table, rebuilt if its sources have changed."""
+    if not facts.is_stale():
+        return facts
+    if not facts.can_be_rebuilt():
+        raise UsageError(
+            "This event table is out of date, and some of its trace files are gone",
+            where=str(path),
+            fix="Load the remaining files into a new table: penstock trace load.",
+        )
+    logger.info("%s is older than its trace files: rebuilding it", path)
+    files = [source.file for source in facts.sources]
+    return convert(files, path, progress=progress, event_filter=EventFilter(where=facts.where))
+
+
+def _union_tables(tables: Sequence[tuple[str, Path]], event_filter: EventFilter) -> str:
+    where = f" WHERE {event_filter.where}" if event_filter.where else ""
+    parts = [
+        f"SELECT {_select_columns(run)} FROM read_parquet({sql_literal(str(path))})" for run, path in tables
+    ]
+    return f"SELECT * FROM ({' UNION ALL '.join(parts)}){where}"
+
+
+def _select_columns(run: str) -> str:
+    """All columns, with the name that the run was opened by; without one, a table keeps its own run names."""
+    renamed = f"{sql_literal(run)} AS run" if run else "run"
+    return ", ".join(renamed if column.name == "run" else f'"{column.name}"' for column in COLUMNS)
+
+
+@contextmanager
+def connect_dask(scheduler: str) -> Iterator[Any]:
+    """A Dask client of `scheduler` (`local`, or an address as tcp://host:8786).
+
+    Raises Unavailable if Dask is not installed, UsageError if no scheduler answers.
+    """
+    with explained_imports("dask"):
+        distributed = importlib.import_module("distributed")
+    with ExitStack() as resources:
+        if scheduler == LOCAL:
+            cluster = distributed.LocalCluster(
+                dashboard_address="127.0.0.1:0", threads_per_worker=1, host="127.0.0.1"
+            )
+            resources.enter_context(cluster)
+            scheduler = cluster.scheduler_address
+        try:
+            client = resources.enter_context(distributed.Client(scheduler, timeout=_TIMEOUT))
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"No Dask scheduler answers: {error}",
+                where=f"--dask {scheduler}",
+                fix="Write --dask local, or the address that dask scheduler printed, as tcp://host:8786.",
+            ) from error
+        yield client
+
+
+def convert_with_dask(
+    client: Any,
+    files: Sequence[TraceFile],
+    folder: Path,
+    *,
+    progress: Progress,
+    event_filter: EventFilter,
+    form: TableForm = TableForm.TEMPORARY,
+) -> tuple[list[Path], list[EventTableFacts]]:
+    """Make one table per file in `folder`, which the workers must share; the tables, and their facts."""
+    distributed = importlib.import_module("distributed")
+    progress.begin("reading traces", float(len(files)))
+    targets = [folder / f"{number:06d}.events" for number in range(len(files))]
+    futures = client.map(
+        _convert_one, files, targets, [event_filter] * len(files), [form] * len(files), pure=False
+    )
+    facts: dict[Any, EventTableFacts] = {}
+    for future, result in distributed.as_completed(futures, with_results=True):
+        facts[future.key] = result
+        progress.advance(1)
+    return targets, [facts[future.key] for future in futures]
+
+
+def load_with_dask(
+    scheduler: str,
+    files: Sequence[TraceFile],
+    target: Path,
+    *,
+    progress: Progress,
+    event_filter: EventFilter,
+    strict: bool = False,
+) -> EventTableFacts:
+    """Make the table that `convert` would make; the workers must share the target's folder."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        TemporaryDirectory(prefix=f".{target.name}.{os.getpid()}.", dir=target.parent.absolute()) as folder,
+        connect_dask(scheduler) as client,
+    ):
+        tables, facts = convert_with_dask(
+            client,
+            files,
+            Path(folder),
+            progress=progress,
+            event_filter=event_filter,
+            form=TableForm.PERMANENT,
+        )
+        return join_tables(tables, facts, target, strict=strict)
+
+
+def _convert_one(
+    file: TraceFile, target: Path, event_filter: EventFilter, form: TableForm
+) -> EventTableFacts:
+    return convert([file], target, progress=Silent(), event_filter=event_filter, form=form, threads=1)
+
+
+logger = logging.getLogger(__name__)

@@ -1,0 +1,86 @@
+"""Checks hold or do not, show what they saw, and say what they cannot mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.trace_studies import small_study
+
+from penstock.errors import UsageError
+from penstock.trace.compare.expectations import CheckResult, Expectations, check_all
+from penstock.trace.event_schema import FileAccount
+
+ROWS: list[dict[str, Any]] = [
+    {"run": "base", "name": "write", "path": "/fast/x", "size_bytes": 100, "dur_us": 50, "rank": 0},
+    {"run": "new", "name": "write", "path": "/fast/x", "size_bytes": 100, "dur_us": 70, "rank": 0},
+    {"run": "new", "name": "X.checkpoint", "cat": "checkpoint", "dur_us": 90, "rank": 0},
+]
+
+
+def check(*checks: Any) -> list[CheckResult]:
+    asked = Expectations.model_validate({"runs": {"base": "a", "new": "b"}, "checks": checks})
+    accounts = {"new": [FileAccount(file="t", lines=4, events=2, dropped=2, ranks={0})]}
+    with small_study(ROWS, accounts=accounts) as study:
+        return check_all(study, asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "holds"),
+    [
+        ("new.fast.max_union_us <= 1.1 * base.fast.max_union_us", False),
+        ("new.fast.max_union_us <= 1.5 * base.fast.max_union_us", True),
+        ("new.num_dropped == 0", False),
+        ("0 < new.fast.total_bytes == base.fast.total_bytes", True),
+        ("new.app.max_sum_us - 40 >= (base.fast.max_sum_us + 50) / 2", True),
+        ("base.app.max_sum_us == 0", True),
+        ("new.slow.total_bytes != 0", False),
+        ('new["fast"].max_sum_us > -1', True),
+        ("findings.F1 == 0", True),
+    ],
+)
+def test_a_comparison_of_figures_holds_or_not(text: str, *, holds: bool) -> None:
+    assert check(text)[0].holds is holds
+
+
+def test_a_failing_check_shows_the_figures_it_saw() -> None:
+    assert check("new.fast.max_union_us < base.fast.max_union_us")[0].seen == (
+        "new.fast.max_union_us = 70, base.fast.max_union_us = 50"
+    )
+
+
+def test_a_query_must_say_true() -> None:
+    good = {"name": "large writes", "sql": "SELECT min(size_bytes) >= 100 FROM events WHERE op = 'write'"}
+    bad = {"name": "no rows", "sql": "SELECT true FROM events WHERE false"}
+    nested = {
+        "name": "by tier",
+        "sql": "WITH t AS (SELECT tier FROM events) SELECT count(*) = 2 FROM t WHERE tier = 'fast';",
+    }
+    assert check(nested)[0].holds
+    with pytest.raises(UsageError, match="nonsense"):
+        check({"name": "wrong", "sql": "SELECT nonsense FROM events"})
+    assert [(each.check, each.holds) for each in check(good, bad)] == [
+        ("large writes", True),
+        ("no rows", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("new.fast.max_union_us", "compares nothing"),
+        ("new.fast <", "is no comparison"),
+        ("nwe.fast.max_sum_us < 3", "names 'nwe'; there is base, new, findings"),
+        ("new.fast.speed < 3", "names 'new.fast.speed'; there is"),
+        ("new.fast < 3", "needs one of"),
+        ("new.fast.max_sum_us.x < 3", "nothing below it"),
+        ("__import__('os') == 0", "uses"),
+        ("new.fast.max_sum_us is 3", "other than"),
+        ("'a' < 3", "uses"),
+    ],
+)
+def test_a_check_that_means_nothing_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        check(text)
+    assert said in str(refused.value)
+    assert "Write for example" in str(refused.value)

@@ -1,0 +1,130 @@
+"""Each rule finds what it looks for, and nothing where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.trace_studies import small_study
+
+from penstock.trace.compare.comparison import FINDING_RULES, find
+
+if TYPE_CHECKING:
+    from penstock.trace.compare.trace_study import TraceFinding
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def event(run: str, name: str = "write", *, tier: str = "slow", **more: Any) -> dict[str, Any]:
+    return {"run": run, "name": name, "path": f"/{tier}/f-0.pt", "rank": 0, "pid": 0, "dur_us": 1, **more}
+
+
+def found(code: str, rows: Sequence[dict[str, Any]], **asked: Any) -> list[TraceFinding]:
+    with small_study(rows, **asked) as study:
+        return FINDING_RULES[code](study)
+
+
+def test_alike_and_ordinary_runs_have_no_findings() -> None:
+    rows = [
+        event(run, name, ts_us=at, dur_us=10, size_bytes=MIB if name == "write" else None)
+        for run in ("base", "new")
+        for at, name in ((0, "open"), (10, "write"), (20, "close"))
+    ]
+    with small_study(rows) as study:
+        assert find(study) == []
+
+
+def test_f1_names_missing_ranks() -> None:
+    rows = [event("base", rank=rank, pid=rank, size_bytes=9) for rank in range(3)]
+    rows += [event("new", rank=1, pid=1, size_bytes=9)]
+    (finding,) = found("F1", rows)
+    assert finding.runs == ["new"]
+    assert "ranks 0, 2 are missing" in finding.says[0]
+
+
+def test_f1_also_sees_a_baseline_that_is_the_smaller_one() -> None:
+    rows = [event("new", rank=rank, pid=rank, size_bytes=9) for rank in range(3)] + [
+        event("base", size_bytes=9)
+    ]
+    assert [finding.runs for finding in found("F1", rows)] == [["base"]]
+
+
+def test_f1_says_nothing_where_ranks_are_unknown() -> None:
+    assert found("F1", [event("base", rank=None), event("new", rank=None)]) == []
+
+
+def test_f2_counts_calls_a_file_and_ignores_more_reads_and_writes() -> None:
+    rows = [event("base", "open"), event("base"), event("new", "open"), event("new"), event("new")]
+    assert found("F2", rows) == []
+    (finding,) = found("F2", [*rows, event("new", "__xstat"), event("new", "stat", dur_us=4)])
+    (row,) = finding.evidence.records()
+    assert (row["op"], row["per_file"], row["per_file_base"], row["extra_us"]) == ("stat", 2, 0, 5)
+
+
+def test_f3_needs_calls_side_by_side_in_one_process() -> None:
+    apart = [event("base", ts_us=0, dur_us=10), event("base", ts_us=0, dur_us=10, pid=1)]
+    assert found("F3", apart) == []
+    beside = [event("new", ts_us=0, dur_us=10, tid=tid) for tid in range(4)]
+    (finding,) = found("F3", beside)
+    row = finding.evidence.records()[0]
+    assert (row["sum_us"], row["union_us"], row["concurrency"], row["num_threads"]) == (40, 10, 4, 4)
+
+
+def test_f4_sees_other_threads_read_back_what_was_written_while_another_tier_is() -> None:
+    written = [event("new", tier="fast", size_bytes=100, tid=1)]
+    read = [event("new", "read", tier="fast", size_bytes=100, tid=2)]
+    flushed = [event("new", tier="slow", size_bytes=100, tid=2)]
+    (finding,) = found("F4", [*written, *read, *flushed])
+    assert "flush to slow reads fast" in finding.title
+    assert found("F4", [*written, *read]) == []
+    own = [{**read[0], "tid": 1}]
+    assert found("F4", [*written, *own, *flushed]) == []
+
+
+def test_f5_compares_runs_that_write_the_same_bytes_to_one_tier_each() -> None:
+    def run(name: str, tier: str, app_us: int, size: int = 1000) -> list[dict[str, Any]]:
+        app = {"run": name, "name": "X.checkpoint", "cat": "checkpoint", "dur_us": app_us, "pid": 0}
+        return [app, event(name, tier=tier, size_bytes=size, dur_us=app_us)]
+
+    (finding,) = found("F5", [*run("base", "slow", 100), *run("new", "fast", 130)])
+    assert finding.title == "new: checkpoints are slower on fast than on slow"
+    assert found("F5", [*run("base", "slow", 100), *run("new", "fast", 90)]) == []
+    assert found("F5", [*run("base", "slow", 100), *run("new", "fast", 130, size=500)]) == []
+    assert found("F5", [*run("base", "slow", 100), *run("new", "slow", 130)]) == []
+
+
+def test_f6_counts_small_writes_that_are_a_habit() -> None:
+    small = [event("base", ts_us=at, size_bytes=KIB) for at in range(120)]
+    (finding,) = found("F6", small)
+    assert finding.evidence.records()[0]["num_small"] == 120
+    assert found("F6", small[:50]) == []
+    large = [event("base", ts_us=at, size_bytes=MIB) for at in range(400)]
+    assert found("F6", small + large) == []
+
+
+def test_f7_counts_lookups_of_one_process_in_one_file() -> None:
+    rows = [event("base", "stat", path=f"/slow/f-{number}.pt") for number in range(12) for _ in range(3)]
+    (finding,) = found("F7", rows)
+    assert finding.evidence.records()[0]["num_lookups"] == 36
+    shared = [{**row, "pid": number} for number, row in enumerate(rows)]
+    assert found("F7", shared) == []
+
+
+def test_f8_names_the_ranks_that_are_busy_longest() -> None:
+    rows = [event("base", rank=rank, pid=rank, dur_us=400 if rank == 2 else 100) for rank in range(5)]
+    (finding,) = found("F8", rows)
+    assert "rank 2; longest rank 2" in finding.says[0]
+
+
+@pytest.mark.parametrize(("rate", "expected"), [("1GB/s", 1), ("100GB/s", 0)])
+def test_f9_finds_reads_faster_than_their_device(rate: str, expected: int) -> None:
+    rows = [event("base", "read", tier="fast", size_bytes=8 * MIB, dur_us=2000)]
+    assert len(found("F9", rows, device_rates={"fast": rate})) == expected
+
+
+def test_f9_without_a_rate_takes_only_memory_for_memory() -> None:
+    slow = [event("base", "read", size_bytes=8 * MIB, dur_us=2000)]
+    fast = [event("base", "read", size_bytes=8 * MIB, dur_us=400)]
+    assert found("F9", slow) == []
+    assert len(found("F9", fast)) == 1

@@ -1,0 +1,71 @@
+"""Answers as text: exact for programs, readable for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.trace.questions.answer import Answer, Column, Unit, as_csv, as_markdown, as_records, document
+
+ANSWER = Answer(
+    name="ops",
+    title="Operations",
+    columns=[
+        Column("op"),
+        Column("num_events", Unit.COUNT),
+        Column("sum_us", Unit.MICROSECONDS),
+        Column("total_bytes", Unit.BYTES),
+        Column("size_gib", Unit.GIB),
+        Column("concurrency", Unit.RATIO),
+        Column("busy_share", Unit.SHARE),
+        Column("read_rate", Unit.RATE),
+        Column("is_late"),
+    ],
+    rows=[
+        ["write|x", 12345, 1_000_001, 2048, 0.5, 1.25, 0.125, 1024.0, True],
+        ["read", 1, 2, None, None, None, None, None, False],
+    ],
+    notes=["A note."],
+)
+
+
+def test_csv_is_exact_and_leaves_missing_values_empty() -> None:
+    assert as_csv(ANSWER).splitlines() == [
+        "op,num_events,sum_us,total_bytes,size_gib,concurrency,busy_share,read_rate,is_late",
+        "write|x,12345,1000001,2048,0.5,1.25,0.125,1024.0,True",
+        "read,1,2,,,,,,False",
+    ]
+
+
+def test_markdown_prints_seconds_to_the_microsecond_and_escapes_bars() -> None:
+    text = as_markdown(ANSWER)
+    assert (
+        "| op | events | sum s | total | size GiB | concurrency | busy share | read rate | is late |" in text
+    )
+    assert "| write\\|x | 12,345 | 1.000001 | 2 KiB | 0.500000 | 1.25 | 12.5 % | 1 KiB/s | yes |" in text
+    assert text.endswith("\nA note.\n")
+
+
+def test_a_long_table_says_how_much_is_left_out() -> None:
+    assert "1 more rows in tables.parquet." in as_markdown(ANSWER, most_rows=1)
+    assert "more rows" not in as_markdown(ANSWER, most_rows=2)
+
+
+def test_an_answer_without_rows_says_so() -> None:
+    empty = Answer(name="x", title="X", columns=[Column("a")], rows=[])
+    assert "(no rows)" in as_markdown(empty)
+    assert as_records(empty) == []
+
+
+def test_json_has_exact_numbers_and_units() -> None:
+    made = document(ANSWER)
+    assert made["rows"][0]["sum_us"] == 1_000_001
+    assert made["rows"][1]["total_bytes"] is None
+    assert made["units"]["read_rate"] == "bytes/s"
+
+
+@pytest.mark.parametrize(("missing", "shown"), [("-", "-"), ("0", "0")])
+def test_a_table_says_what_stands_for_a_missing_value(missing: str, shown: str) -> None:
+    answer = Answer(
+        name="x", title="X", columns=[Column("a_us", Unit.MICROSECONDS)], rows=[[None]], missing=missing
+    )
+    assert as_records(answer) == [{"a s": shown}]
