@@ -27,7 +27,7 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, verify_file, write_file
 from penstock.storage import ObjectInfo, Release
 from penstock.storage.aligned import aligned_buffer, copy_bytes
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Parquet
 

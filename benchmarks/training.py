@@ -35,14 +35,14 @@ from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES
 from penstock.bench.training.harness_limit import EventList, ZeroCostStorage, run_ceiling
 from penstock.bench.training.training_loop import Loop, phase_works
 from penstock.bench.training.training_run import Prepared, prepare
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import Recipe, write_manifest
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
 from penstock.results.events import Phase
 from penstock.storage import Storage, open_storage
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import DataFormat
 from penstock.workload.duration import Duration
 from penstock.workload.loading import load

@@ -19,7 +19,7 @@ from penstock.checkpoint.staging.base import RankShare, SaveCancelled, ShareStat
 from penstock.checkpoint.sums import sum_of
 from penstock.errors import DataDamaged, UsageError
 from penstock.progress import Progress, Silent
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.object_io import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import Stored

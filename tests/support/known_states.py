@@ -19,7 +19,7 @@ from penstock.testing.child_processes import Located
 
 if TYPE_CHECKING:
     from penstock.storage import Storage
-    from penstock.storage.files.calls import FileCalls
+    from penstock.storage.files.system_calls import FileCalls
 
 NUM_ROWS = 300
 SHORT_TIMEOUT_S = 60.0

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Final
 from penstock.checkpoint.commit.catalog import open_shelf
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Seal
 from penstock.checkpoint.commit.transaction import begin
+from penstock.cluster.base_comm import SoloComm
 from penstock.cluster.collectives import all_gather_results
-from penstock.cluster.solo import SoloComm
-from penstock.storage.files.buffered import BufferedAccess
-from penstock.storage.posix import FileOptions, PosixStorage
+from penstock.storage.files.access import BufferedAccess
+from penstock.storage.files.file_storage import FileOptions, FileStorage
+from penstock.storage.object_io import read_object, write_object
 from penstock.storage.uri import Location
-from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
-    from penstock.storage.files.calls import FileCalls
+    from penstock.storage.files.system_calls import FileCalls
 
 NUM_FILES: Final = 2
 """Of each rank."""
@@ -61,9 +61,9 @@ def save_known_alone(calls: FileCalls, *, root: Path, name: str, generation: int
     save_known(files_below(root, calls), name, generation, SoloComm())
 
 
-def files_below(root: Path, calls: FileCalls) -> PosixStorage:
+def files_below(root: Path, calls: FileCalls) -> FileStorage:
     """Files below `root` through these system calls."""
-    return PosixStorage(Location("file", str(root)), FileOptions(), BufferedAccess(), calls=calls)
+    return FileStorage(Location("file", str(root)), FileOptions(), BufferedAccess(), calls=calls)
 
 
 def assert_known(storage: Storage, num_ranks: int = 1) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import Unavailable
-from penstock.storage.residency import SupportsLocalPaths, drop_file
+from penstock.storage.residency import SupportsLocalPaths, evict_file
 
 if TYPE_CHECKING:
     from penstock.bench.training.training_files import TrainingFiles
@@ -98,7 +98,7 @@ def _drop_or_doubt(paths: Sequence[str], size_bytes: int) -> tuple[bool, int, in
 def _drop_objects(paths: Sequence[str]) -> tuple[int, int, int]:
     before = resident = total = 0
     for path in paths:
-        drop = drop_file(path)
+        drop = evict_file(path)
         before += drop.before.resident_bytes
         resident += drop.after.resident_bytes
         total += drop.after.total_bytes
@@ -161,7 +161,7 @@ def _drop_own(
 ) -> tuple[int, int, int]:
     before = resident = total = 0
     for key in files.keys(first=first, step=step):
-        drop = drop_file(storage.local_path(key))
+        drop = evict_file(storage.local_path(key))
         before += drop.before.resident_bytes
         resident += drop.after.resident_bytes
         total += drop.after.total_bytes

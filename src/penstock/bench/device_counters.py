@@ -14,9 +14,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from penstock.cluster.counters.reading import Hardware, find_hardware, read_sample
-from penstock.cluster.counters.sampler import INTERVAL_S, Sampler
-from penstock.cluster.counters.sight import Sight, sight_of
+from penstock.cluster.counter_coverage import CounterCoverage, find_coverage
+from penstock.cluster.host_counters import (
+    INTERVAL_S,
+    CounterSampler,
+    HostHardware,
+    find_hardware,
+    read_sample,
+)
 from penstock.results.counters import CounterSpool, SampledHost
 from penstock.results.delivery import Traffic, reconcile
 
@@ -25,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.results.delivery import Delivery, Direction
 
 ROOT: Final = Path("/")
-_NO_HARDWARE: Final = Hardware(boot_id="", drives=(), nics=(), ports=())
+_NO_HARDWARE: Final = HostHardware(boot_id="", drives=(), nics=(), ports=())
 
 
 class Observer:
@@ -37,8 +42,8 @@ class Observer:
         self._moved: dict[Direction, Counter[str]] = {"read": Counter(), "write": Counter()}
         self._failure: str | None = None
         self._hardware = _NO_HARDWARE
-        self._sight = Sight(watched="nothing", reason="it was not looked at")
-        self._sampler: Sampler | None = None
+        self._sight = CounterCoverage(watched="nothing", reason="it was not looked at")
+        self._sampler: CounterSampler | None = None
         self._open_things = ExitStack()
         hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
         self._samples = hosts.index(comm.host) == comm.rank
@@ -49,7 +54,7 @@ class Observer:
                 self._failure = f"{type(error).__name__}: {error}"
 
     def _begin(self, run_folder: Path, uri: str, root: Path) -> None:
-        self._sight = sight_of(uri, proc=root / "proc")
+        self._sight = find_coverage(uri, proc=root / "proc")
         hardware = self._hardware = find_hardware(root)
         host = SampledHost(
             host=self._comm.host,
@@ -62,7 +67,7 @@ class Observer:
         )
         spool = self._open_things.enter_context(CounterSpool(run_folder, host))
         self._sampler = self._open_things.enter_context(
-            Sampler(lambda: read_sample(hardware, root), spool.append)
+            CounterSampler(lambda: read_sample(hardware, root), spool.append)
         )
 
     @contextmanager

@@ -22,7 +22,7 @@ from penstock.checkpoint.opened import Format, Opened, open_checkpoint, uri_of
 from penstock.checkpoint.verify import verify
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError
 from penstock.progress import Progress, Silent
-from penstock.storage.whole import exists
+from penstock.storage.object_io import exists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

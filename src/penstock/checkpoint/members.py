@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from penstock.cluster.carried import ByteComm
+    from penstock.cluster.base_comm import BaseComm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Members:
     """One rank's view of those it saves and loads with. `group` is torch's; None where there is only one."""
 
-    comm: ByteComm
+    comm: BaseComm
     group: Any = None
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ def borrowed_members(process_group: Any = None) -> Members:
         return Members(SoloComm(gethostname()))
     import torch.distributed as dist  # noqa: PLC0415 - loads torch, which is there by now
 
-    from penstock.cluster.torch import TorchComm  # noqa: PLC0415 - likewise
+    from penstock.cluster.torch_comm import TorchComm  # noqa: PLC0415 - likewise
 
     if "gloo" not in str(dist.get_backend_config(process_group)):
         return own_members(process_group)

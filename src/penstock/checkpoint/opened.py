@@ -36,7 +36,7 @@ from penstock.checkpoint.manifest import Manifest, SummedContents, read_manifest
 from penstock.checkpoint.pieces import UNKNOWN, Contents, StoredObject
 from penstock.checkpoint.sums import sum_of
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
-from penstock.storage.whole import exists, read_object
+from penstock.storage.object_io import exists, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.foreign.zip_directory import ReadRange
     from penstock.checkpoint.sums import Bytes
     from penstock.storage import Storage
-    from penstock.storage.base import Source
+    from penstock.storage.protocol import Source
 
 
 class Format(StrEnum):

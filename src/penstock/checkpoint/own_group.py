@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.cluster.carried import ByteComm
-from penstock.cluster.torch import LONGEST_CALL, TorchMoving, broken_connection
+from penstock.cluster.base_comm import BaseComm
+from penstock.cluster.torch_comm import LONGEST_CALL, TorchPendingTransfer, broken_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.cluster.wait import Wait
+    from penstock.cluster.polling import PollingWait
 
 
 def make_group(ranks: Sequence[int]) -> Any:
@@ -34,7 +34,7 @@ def make_group(ranks: Sequence[int]) -> Any:
     return group_of(own_store, list(ranks).index(dist.get_rank()), len(ranks), LONGEST_CALL)
 
 
-class GroupComm(ByteComm):
+class GroupComm(BaseComm):
     """All ranks of a group that `make_group` made."""
 
     def __init__(self, host: str, group: Any) -> None:
@@ -49,21 +49,21 @@ class GroupComm(ByteComm):
         """A transfer between the same ranks; gloo keeps its messages apart from those of collectives."""
         return GroupTransfer(self._group, f"rank {self.rank} on {self.host}")
 
-    def _finish(self, work: Any, wait: Wait) -> None:
+    def _finish(self, work: Any, wait: PollingWait) -> None:
         wait.until(work.is_completed)
         work.wait()
 
-    def _move_nothing(self, wait: Wait) -> None:
+    def _move_nothing(self, wait: PollingWait) -> None:
         self._finish(self._group.allreduce([torch.zeros(1)]), wait)
 
-    def _broadcast_bytes(self, payload: bytes | None, wait: Wait) -> bytes:
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
         size_bytes = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
         self._finish(self._group.broadcast(size_bytes, 0), wait)
         received = _tensor(int(size_bytes), payload)
         self._finish(self._group.broadcast(received, 0), wait)
         return received.numpy().tobytes()
 
-    def _gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
         # gloo gathers equal shapes only: everyone sends as much as the longest payload.
@@ -72,7 +72,7 @@ class GroupComm(ByteComm):
         self._finish(self._group.allgather([parts], [_tensor(longest, payload)]), wait)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def _lead_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def _lead_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
         longest = max(int(size) for size in sizes)
@@ -90,11 +90,11 @@ class GroupTransfer:
         self._group: Any = group
         self._place = place
 
-    def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> TorchMoving:
+    def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
         """Begin to send the whole of `buffer`."""
         return self._begun("send", buffer, to, tag)
 
-    def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> TorchMoving:
+    def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
         """Begin to fill the whole of `buffer`."""
         return self._begun("recv", buffer, source, tag)
 
@@ -102,14 +102,14 @@ class GroupTransfer:
         """Let the group go."""
         self._group = None
 
-    def _begun(self, verb: str, buffer: memoryview, peer: int, tag: int) -> TorchMoving:
+    def _begun(self, verb: str, buffer: memoryview, peer: int, tag: int) -> TorchPendingTransfer:
         if not buffer.nbytes:
-            return TorchMoving(None, self._place)
+            return TorchPendingTransfer(None, self._place)
         try:
             work = getattr(self._group, verb)([torch.frombuffer(buffer, dtype=torch.uint8)], peer, tag)
         except RuntimeError as error:
             raise broken_connection(error, "a connection", self._place) from error
-        return TorchMoving(work, self._place)
+        return TorchPendingTransfer(work, self._place)
 
 
 def _tensor(size_bytes: int, payload: bytes | None) -> torch.Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from penstock.progress import Progress
     from penstock.storage import Storage
-    from penstock.storage.base import Source
+    from penstock.storage.protocol import Source
 
 logger = logging.getLogger(__name__)
 

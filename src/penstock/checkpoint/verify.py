@@ -32,14 +32,14 @@ from penstock.checkpoint.scanning import (
 from penstock.checkpoint.sums import sum_of
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress, Silent
-from penstock.storage.powers import for_large_files
-from penstock.storage.whole import read_object
+from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.object_io import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.storage import Storage
-    from penstock.storage.base import Source
+    from penstock.storage.protocol import Source
 
 _MOST_NAMES: Final = 5
 """So many items are named of those that cannot be checked."""
@@ -141,7 +141,7 @@ def damage_in_files(
         if not wrong or wrong[0].begin > 0:
             work += stretches(file.name, _segments(file, manifest.names))
     seen.begin("bytes", sum(stretch.size_bytes for stretch in work))
-    return damage + scan(for_large_files(storage), lambda file: f"{folder}/{file}", work, seen)
+    return damage + scan(prefer_direct_access(storage), lambda file: f"{folder}/{file}", work, seen)
 
 
 def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[Damage]:
@@ -212,7 +212,7 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
     work = list(_archive_stretches([item for item in items if _can_unpack(item.descriptors)]))
     counted = _Counted(progress)
     progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
-    damage = scan(for_large_files(opened.storage), opened.key, work, counted)
+    damage = scan(prefer_direct_access(opened.storage), opened.key, work, counted)
     return result(
         checked_bytes=counted.num_bytes,
         damage=tuple(damage),

@@ -73,10 +73,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _as_rank(words: Sequence[str]) -> None:
     """Run as the rank that this process is, rank 0 of 1 where no launcher started it."""
-    from penstock.cluster.join import joined_job
+    from penstock.cluster.supervision.rank_process import join_job
 
     environment = process_environment()
-    with joined_job(environment, timeout_s=LONGEST_WAIT_S) as comm:
+    with join_job(environment, timeout_s=LONGEST_WAIT_S) as comm:
         _open_session(words, comm, environment).run()
 
 

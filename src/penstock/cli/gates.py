@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
-    from penstock.cluster.gates.base import Gate, GateFinding, Undertaking
-    from penstock.cluster.gates.inspect import Inspection
+    from penstock.cluster.gates.gate_model import Gate, GateFinding, PreflightRequest
+    from penstock.cluster.gates.preflight import PreflightResult
 
 CLOSED_GATES = 3
 
@@ -27,17 +27,17 @@ SkipGate = Annotated[
 
 
 def look_at_gates(
-    doing: Undertaking,
+    doing: PreflightRequest,
     *,
     skips: Sequence[str] | None,
     is_strict: bool,
     comm: Comm,
     terminal: Terminal,
-) -> Inspection:
+) -> PreflightResult:
     """Look at all gates, and say what does not pass. Where `is_strict`, the caller stops if that says so."""
-    from penstock.cluster.gates.inspect import inspect
+    from penstock.cluster.gates.preflight import run_preflight
 
-    inspection = inspect(doing, comm, skips=gates_named(skips or ()), is_strict=is_strict)
+    inspection = run_preflight(doing, comm, skips=gates_named(skips or ()), is_strict=is_strict)
     preflight = inspection.preflight
     if not preflight.is_stopped:
         doubtful = [each for each in preflight.findings if each.is_closed or each.verdict == "warning"]
@@ -55,9 +55,9 @@ def look_at_gates(
 
 def gates_named(names: Iterable[str]) -> tuple[Gate, ...]:
     """The gates of these names."""
-    from penstock.cluster.gates.base import gate_named
+    from penstock.cluster.gates.gate_model import parse_gate
 
-    return tuple(gate_named(name) for name in names)
+    return tuple(parse_gate(name) for name in names)
 
 
 def findings_document(findings: Sequence[GateFinding]) -> list[dict[str, Any]]:

@@ -134,31 +134,31 @@ class _Asked:
 
     def or_ranks(self, unsaid_ranks: int | None, environment: Environment) -> _Asked:
         """With so many ranks, where neither the caller nor a launcher says how many."""
-        from penstock.cluster.ranked import already_ranked
+        from penstock.cluster.launcher_env import detect_rank
 
         is_said = self.ranks is not None or self.hosts or self.hostfile
-        if unsaid_ranks is None or is_said or already_ranked(environment) is not None:
+        if unsaid_ranks is None or is_said or detect_rank(environment) is not None:
             return self
         return replace(self, ranks=unsaid_ranks)
 
     def starts_others(self, environment: Environment) -> bool:
         """Whether this process is to launch ranks, rather than to be one."""
-        from penstock.cluster.ranked import already_ranked
+        from penstock.cluster.launcher_env import detect_rank
 
         several = self.ranks not in (None, 1) or self.hosts or self.hostfile
-        return bool(several) and already_ranked(environment) is None
+        return bool(several) and detect_rank(environment) is None
 
 
 def _launch(asked: _Asked, *, words: list[str], environment: Environment) -> int:
     """Start this very command line on all ranks; the exit code is rank 0's."""
-    from penstock.cluster.launch import LaunchRequest, launcher_name, plan_launch
-    from penstock.cluster.supervise import run_ranks
+    from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name, plan_launch
+    from penstock.cluster.supervision.job_launch import launch_job
 
     request = LaunchRequest(
         ranks=asked.ranks,
         hosts=asked.hosts,
         hostfile=asked.hostfile,
-        launcher=launcher_name(asked.launcher),
+        launcher=parse_launcher_name(asked.launcher),
         launcher_args=tuple(asked.launcher_arg or ()),
         env_names=tuple(asked.env or ()),
     )
@@ -166,16 +166,16 @@ def _launch(asked: _Asked, *, words: list[str], environment: Environment) -> int
     told = dict(environment) if columns is None else {**environment, PROGRESS_COLUMNS: columns}
     if asked.trace is not None:
         told[TRACE] = str(Path(asked.trace).absolute())
-    return run_ranks(plan_launch(request, [sys.executable, "-m", "penstock", *words], told))
+    return launch_job(plan_launch(request, [sys.executable, "-m", "penstock", *words], told))
 
 
 def _join(
     command: Callable[..., int | None], given: dict[str, Any], *, asked: _Asked, environment: Environment
 ) -> int | None:
     """Run the command as the rank that this process is, rank 0 of 1 if no launcher started it."""
-    from penstock.cluster.join import joined_job
+    from penstock.cluster.supervision.rank_process import join_job
 
     timeout_s = values.seconds("--timeout", asked.timeout)
-    job = joined_job(environment, ranks=asked.ranks, timeout_s=timeout_s)
+    job = join_job(environment, ranks=asked.ranks, timeout_s=timeout_s)
     with job as comm, traced(asked.trace or environment.get(TRACE), comm):
         return command(comm, **given)

@@ -1,12 +1,16 @@
-"""The narrow waist between ranks: what processes of one job say to each other, whoever carries it.
+"""The protocols between ranks: collective calls (`Comm`), and bytes from one rank to another.
 
-Every call is collective: all ranks make the same calls in the same order. Every wait has a limit and says
-what it awaited. Invariant: a call returns on all ranks or raises on all of them that are still alive.
+Every call of a `Comm` is collective: all ranks make the same calls in the same order. Every wait has a limit
+and names what it awaited. Invariant: a call returns on all ranks or raises on all of them that are still
+alive. Point-to-point transfers stand apart because they are not collective: two ranks move bytes while the
+others do something else, and any thread may call.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
+
+from penstock.errors import Unavailable
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -47,3 +51,44 @@ class Comm(Protocol):
         self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
     ) -> Number:
         """The sum, minimum or maximum over ranks, on every rank."""
+
+
+class PendingTransfer(Protocol):
+    """Bytes on their way. Their buffer belongs to the transfer until `wait` returns or raises."""
+
+    def wait(self, *, awaiting: str, timeout_s: float) -> None:
+        """Return when they have left, or arrived; `WaitTimeout` in the end, `RankError` if a rank is gone."""
+
+
+class PointToPoint(Protocol):
+    """One rank's way to all others. A message meets the receive of the same two ranks and the same tag."""
+
+    rank: int
+    size: int
+
+    def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> PendingTransfer:
+        """Begin to send the whole of `buffer`."""
+
+    def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> PendingTransfer:
+        """Begin to fill the whole of `buffer`, with a message of just that length."""
+
+    def close(self) -> None:
+        """Let go of what was made for this transfer; collective."""
+
+
+@runtime_checkable
+class SupportsPointToPoint(Protocol):
+    """A communicator whose carrier can move bytes between two ranks."""
+
+    def transfer(self) -> PointToPoint:
+        """A transfer between the same ranks; collective."""
+
+
+def open_point_to_point(comm: Comm) -> PointToPoint:
+    """A transfer between the ranks of `comm`; collective."""
+    if isinstance(comm, SupportsPointToPoint):
+        return comm.transfer()
+    raise Unavailable(
+        f"{type(comm).__name__} cannot move bytes between two ranks",
+        fix="Run under MPI or torch.distributed.",
+    )

@@ -30,13 +30,13 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
 from penstock.errors import ShortTransfer, StorageError
-from penstock.storage.files.calls import explaining
-from penstock.storage.posix import open_buffered
+from penstock.storage.files.file_storage import open_buffered
+from penstock.storage.files.system_calls import translate_os_errors
+from penstock.storage.object_io import write_object
 from penstock.storage.uri import Location
-from penstock.storage.whole import write_object
 
 if TYPE_CHECKING:
-    from penstock.storage.base import ObjectInfo
+    from penstock.storage.protocol import ObjectInfo
 
 
 VERSION: Final = 1
@@ -86,7 +86,7 @@ class Listing:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with explaining("Opening a listing", str(path)):
+        with translate_os_errors("Opening a listing", str(path)):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 self._num_files, self._names_bytes = self._read_head(descriptor)
@@ -207,7 +207,7 @@ def list_files(
     Needs room for the names twice beside `path` while it works. A name that comes twice is a `StorageError`,
     because no storage has two objects of one name: the stream is then not one listing.
     """
-    with explaining("Sorting names", str(path)):
+    with translate_os_errors("Sorting names", str(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=path.parent, prefix=".listing-") as folder:
             runs = _Runs(Path(folder), max_runs)

@@ -18,7 +18,7 @@ from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.errors import ObjectNotFound
-from penstock.storage.space import require_free_space
+from penstock.storage.volumes import require_free_space
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm

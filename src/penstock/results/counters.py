@@ -22,7 +22,7 @@ from penstock.errors import ObjectNotFound, StorageError
 from penstock.results.durable import publishing
 
 if TYPE_CHECKING:
-    from penstock.cluster.counters.reading import Sample
+    from penstock.cluster.host_counters import CounterSample
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class CounterSpool:
         self._before: Mapping[str, int] = {}
         self._write({"format": FORMAT_VERSION, **asdict(host)})
 
-    def append(self, sample: Sample) -> None:
+    def append(self, sample: CounterSample) -> None:
         """Keep what has changed."""
         before = self._before
         changed = {name: value for name, value in sample.values.items() if before.get(name) != value}

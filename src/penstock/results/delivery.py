@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.cluster.counters.reading import Hardware
-    from penstock.cluster.counters.sight import Sight
+    from penstock.cluster.counter_coverage import CounterCoverage
+    from penstock.cluster.host_counters import HostHardware
 
 LEAST_SHARE: Final = 0.9
 """Below it bytes have come from elsewhere: devices move whole blocks, and networks add headers."""
@@ -57,8 +57,8 @@ class Traffic:
     """What one host counted while the application moved its bytes; `failure`: why it could not."""
 
     host: str
-    sight: Sight
-    hardware: Hardware
+    sight: CounterCoverage
+    hardware: HostHardware
     moved: Mapping[str, int]
     failure: str | None = None
 

@@ -12,15 +12,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.storage.posix import open_buffered
+from penstock.storage.files.file_storage import open_buffered
+from penstock.storage.object_io import write_object
 from penstock.storage.uri import Location
-from penstock.storage.whole import write_object
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-    from penstock.storage.base import Sink
-    from penstock.storage.posix import PosixStorage
+    from penstock.storage.files.file_storage import FileStorage
+    from penstock.storage.protocol import Sink
 
 
 def write_file(folder: Path, name: str, content: bytes) -> None:
@@ -49,7 +49,7 @@ def publishing(folder: Path, name: str) -> Iterator[io.RawIOBase]:
         undo.pop_all()
 
 
-def _storage(folder: Path) -> PosixStorage:
+def _storage(folder: Path) -> FileStorage:
     return open_buffered(Location("file", str(folder.absolute())), {}, 0)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import UsageError
-from penstock.storage.files.calls import explaining
+from penstock.storage.files.system_calls import translate_os_errors
 
 RUN_FILE: Final = "run.json"
 CLUSTER_FILE: Final = "cluster.json"
@@ -50,7 +50,7 @@ def run_folder_name(name: str, now: datetime, run_id: str) -> str:
 
 def make_run_folder(folder: Path) -> Path:
     """Make a new folder for a run; its parent is made where it is missing."""
-    with explaining("Making the folder of this run", str(folder)):
+    with translate_os_errors("Making the folder of this run", str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     return folder
@@ -58,7 +58,7 @@ def make_run_folder(folder: Path) -> Path:
 
 def take_run_folder(folder: Path) -> None:
     """Make `folder` ready for a run: make it where it is missing, clear it of what an earlier run left."""
-    with explaining("Making the folder of this run", str(folder)):
+    with translate_os_errors("Making the folder of this run", str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / RUN_FILE).is_file():
             return
@@ -92,5 +92,5 @@ def run_folders(parent: Path) -> list[Path]:
     """The runs right below `parent`, or `parent` itself if it is one, by name."""
     if is_run(parent):
         return [parent]
-    with explaining("Listing the runs", str(parent)):
+    with translate_os_errors("Listing the runs", str(parent)):
         return sorted(folder for folder in parent.iterdir() if is_run(folder))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from penstock import __version__
-from penstock.cluster.gates.base import Preflight  # noqa: TC001 - pydantic reads the annotations
+from penstock.cluster.gates.gate_model import Preflight  # noqa: TC001 - pydantic reads the annotations
 from penstock.errors import StorageError, UsageError
 from penstock.results.delivery import Delivery  # noqa: TC001 - likewise
 from penstock.results.durable import write_file, write_text
@@ -45,7 +45,7 @@ from penstock.results.spec import spec_values
 from penstock.units import format_seconds
 
 if TYPE_CHECKING:
-    from penstock.cluster.facts.model import ClusterFacts
+    from penstock.cluster.facts.host_facts import ClusterFacts
     from penstock.environment import Environment
     from penstock.workload.spec import Workload
 

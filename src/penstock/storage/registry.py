@@ -19,19 +19,19 @@ from penstock.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
-    from penstock.storage.base import Storage
+    from penstock.storage.protocol import Storage
 
 Opener = Callable[[Location, "Environment", int], "Storage"]
 """Called with the location (its options included), the environment and this process's rank."""
 
 SCHEMES: Mapping[str, str] = MappingProxyType(
     {
-        "file": "penstock.storage.posix:open_buffered",
-        "direct": "penstock.storage.posix:open_direct",
+        "file": "penstock.storage.files.file_storage:open_buffered",
+        "direct": "penstock.storage.files.file_storage:open_direct",
         "s3": "penstock.storage.objects:open_objects",
         "gs": "penstock.storage.objects:open_objects",
         "az": "penstock.storage.objects:open_objects",
-        "mem": "penstock.storage.memory:open_memory",
+        "mem": "penstock.storage.in_memory:open_memory",
     }
 )
 """Scheme -> `module:function` of its `Opener`."""

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from penstock.errors import Unavailable
-from penstock.storage.files.calls import explaining, raise_on_failure
+from penstock.storage.files.system_calls import raise_on_failure, translate_os_errors
 from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Storage
+    from penstock.storage.protocol import Storage
 
 CACHESTAT = 451
 """The system call's number: the same on every architecture that Python runs on, save Alpha."""
@@ -56,7 +56,7 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class Eviction:
     """What an attempt to drop pages achieved."""
 
     before: Residency
@@ -110,9 +110,9 @@ COUNTERS: Mapping[Method, PageCounter] = MappingProxyType(
 _NOT_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
-def measure_file(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
+def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
     """How much of one file is resident, by the first of `counters` that works here."""
-    with explaining("Asking for resident pages", f"file://{path}"):
+    with translate_os_errors("Asking for resident pages", f"file://{path}"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             return _measure(descriptor, counters)
@@ -120,35 +120,35 @@ def measure_file(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -
             os.close(descriptor)
 
 
-def measure_objects(storage: Storage, prefix: str = "") -> Residency:
+def measure_residency(storage: Storage, prefix: str = "") -> Residency:
     """How much of all files below `prefix` is resident."""
-    return _sum(measure_file(path) for path in _paths(storage, prefix))
+    return _sum(measure_file_residency(path) for path in _paths(storage, prefix))
 
 
-def drop_file(path: str) -> Drop:
+def evict_file(path: str) -> Eviction:
     """Write back and drop the pages of one file. Pages that are mapped or locked elsewhere stay."""
-    with explaining("Dropping pages", f"file://{path}"):
+    with translate_os_errors("Dropping pages", f"file://{path}"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             before = _measure(descriptor, COUNTERS)
             # The kernel drops clean pages only.
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            return Drop(before=before, after=_measure(descriptor, COUNTERS))
+            return Eviction(before=before, after=_measure(descriptor, COUNTERS))
         finally:
             os.close(descriptor)
 
 
-def drop_objects(storage: Storage, prefix: str = "") -> Drop:
+def evict_objects(storage: Storage, prefix: str = "") -> Eviction:
     """Drop the pages of all files below `prefix`. `Unavailable` for a storage that is not of files."""
     before, after = _nothing(), _nothing()
     for path in _paths(storage, prefix):
-        drop = drop_file(path)
+        drop = evict_file(path)
         before, after = before + drop.before, after + drop.after
-    return Drop(before=before, after=after)
+    return Eviction(before=before, after=after)
 
 
-def drop_everything(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
+def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
     """Drop the whole page cache of this node, its folders' too: for root, and felt by everybody on it."""
     os.sync()
     try:

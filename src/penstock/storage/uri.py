@@ -1,16 +1,24 @@
-"""Names of places: URIs become `Location`s, keys are checked before they touch a root.
+"""URIs, keys and options: text from outside becomes a `Location`, a checked key, or typed options.
 
-A URI is taken literally (no percent-decoding); what follows a `?` in one with a scheme are options:
+A URI is taken literally, without percent-decoding; what follows a `?` are options:
 `s3://bucket/prefix?client=minio&part_bytes=16MiB`. Invariant: no key that passes `check_key` leaves its root.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.errors import AccessRefused, UsageError
+from penstock.suggest import did_you_mean
+from penstock.units import parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 
 FILE_SCHEMES = ("file", "direct")
 
@@ -89,3 +97,74 @@ def check_prefix(prefix: str, root_uri: str) -> str:
     """`prefix` without a closing slash, if it is empty or a folder below the root; else `AccessRefused`."""
     folder = prefix.removesuffix("/")
     return check_key(folder, root_uri) if folder else ""
+
+
+T = TypeVar("T", bound="DataclassInstance")
+
+_WORDS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
+    """A `kind` with the `given` values, parsed after its fields' names and types; the rest are defaults."""
+    hints = get_type_hints(kind)
+    known = [spec.name for spec in fields(kind) if spec.init]
+    values: dict[str, Any] = {}
+    for name, text in given.items():
+        if name not in known:
+            hint = did_you_mean(name, known, cutoff=0.4, form="'{}'")
+            raise UsageError(f"Unknown option {name!r}", where=where, fix=f"{hint}Known: {', '.join(known)}.")
+        try:
+            values[name] = _parser(name, hints[name])(text)
+        except UsageError as error:
+            raise UsageError(f"Option {name!r}: {error.what}", where=where, fix=error.fix) from error
+    return kind(**values)
+
+
+def _parser(name: str, hint: Any) -> Callable[[str], Any]:
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in get_args(hint) if option is not types.NoneType)
+    if get_origin(hint) is Literal:
+        return lambda text: _choice(text, get_args(hint))
+    if get_origin(hint) is tuple:
+        return lambda text: tuple(part for part in text.split(",") if part)
+    if hint is bool:
+        return _truth
+    if hint is float:
+        return parse_seconds if name.endswith("_s") else _number
+    if hint is int:
+        return parse_bytes if name.endswith("_bytes") else _whole_number
+    return str
+
+
+def _choice(text: str, choices: tuple[str, ...]) -> str:
+    if text not in choices:
+        raise UsageError(f"{text!r} is not a choice", fix=f"Choose one of {', '.join(choices)}.")
+    return text
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in _WORDS:
+        raise UsageError(f"{text!r} is neither true nor false", fix="Write true or false.")
+    return _WORDS[text.lower()]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is not a number", fix="Write a number, for example 0.5.") from error
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise UsageError(f"{text!r} is not a whole number", fix="Write digits only.")
+    return int(text)

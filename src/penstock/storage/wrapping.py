@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from penstock.storage.base import ObjectInfo, OptionValue, Release, Sink, Source, Storage
     from penstock.storage.counters import Counters
+    from penstock.storage.protocol import ObjectInfo, OptionValue, Release, Sink, Source, Storage
 
 
 class WrappedStorage:

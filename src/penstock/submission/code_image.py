@@ -21,7 +21,7 @@ from typing import Final
 
 from penstock.errors import DataDamaged
 from penstock.results.durable import write_json, write_text
-from penstock.storage.files.calls import explaining
+from penstock.storage.files.system_calls import translate_os_errors
 
 POOL: Final = "code-images"
 POOL_MARK: Final = ".mlps-image-pool"
@@ -105,7 +105,7 @@ def capture(program: Program, root: Path, *, now: datetime) -> str:
 def _copy(program: Program, image: Path, *, digest: str, now: datetime) -> None:
     """Beside its place first: a crash leaves a hidden folder, which no digest covers and no judge reads."""
     draft = image.with_name(f".{image.name}-{secrets.token_hex(4)}")
-    with explaining("Copying the program's files", str(draft)):
+    with translate_os_errors("Copying the program's files", str(draft)):
         for name in files_that_count(program.folder):
             target = draft / name
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from penstock.cluster.collectives import all_gather_results
-from penstock.cluster.join import join
-from penstock.cluster.transfer import SupportsTransfer, open_transfer
+from penstock.cluster.comm import SupportsPointToPoint, open_point_to_point
+from penstock.cluster.supervision.rank_process import join_ranks
 from penstock.environment import process_environment
 from penstock.errors import RankError, RankFailed, WaitTimeout
 
@@ -134,9 +134,9 @@ def _a_failed_step_fails_everywhere(comm: Comm) -> None:
 
 
 def _bytes_go_round_a_ring(comm: Comm) -> None:
-    if not isinstance(comm, SupportsTransfer):
+    if not isinstance(comm, SupportsPointToPoint):
         return
-    transfer = open_transfer(comm)
+    transfer = open_point_to_point(comm)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if comm.size > 1:
         for tag, num_bytes in ((3, BIG_BYTES), (0, 1), (7, 0)):
@@ -193,7 +193,7 @@ def _error_of(kind: type[Kind], call: Callable[[], object]) -> Kind:
 
 def main() -> None:
     """Check the communicator of this process's job."""
-    comm = join(process_environment())
+    comm = join_ranks(process_environment())
     check_comm(comm)
     comm.close()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.storage.files.calls import FileCalls
+from penstock.storage.files.system_calls import FileCalls
 from penstock.testing.child_processes import LIMIT_S, clean_context, ending, run_children
 from penstock.testing.file_faults import CallFault, CallLog, KillAtFileCall, NoSync, faulty_calls
 

@@ -17,7 +17,7 @@ from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
 from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
 
 if TYPE_CHECKING:
-    from penstock.storage.base import ObjectInfo, Release, Sink, Source, Storage
+    from penstock.storage.protocol import ObjectInfo, Release, Sink, Source, Storage
 
 Verb = Literal["create", "submit", "finish", "abort", "open", "read_into", "list", "stat", "delete", "sync"]
 """A call that a caller of storage makes, on the storage itself or on a sink or source of it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-from penstock.storage.files.calls import REAL_CALLS, FileCalls
+from penstock.storage.files.system_calls import REAL_CALLS, FileCalls
 
 Call = Callable[..., Any]
 

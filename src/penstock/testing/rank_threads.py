@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.cluster.carried import ByteComm
+from penstock.cluster.base_comm import BaseComm
 from penstock.errors import RankError, WaitTimeout
 
 if TYPE_CHECKING:
-    from penstock.cluster.wait import Wait
+    from penstock.cluster.polling import PollingWait
 
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ class Board:
             return self.lines.setdefault((source, to, tag), SimpleQueue())
 
 
-class ThreadComm(ByteComm):
+class ThreadComm(BaseComm):
     """One thread's view of a job of threads."""
 
     def __init__(self, board: Board, rank: int, host: str = "") -> None:
@@ -60,13 +60,13 @@ class ThreadComm(ByteComm):
         """A transfer over the same board."""
         return ThreadTransfer(self.board, self.rank)
 
-    def _move_nothing(self, wait: Wait) -> None:
+    def _move_nothing(self, wait: PollingWait) -> None:
         self._gather_bytes(b"", wait)
 
-    def _broadcast_bytes(self, payload: bytes | None, wait: Wait) -> bytes:
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
         return self._gather_bytes(payload or b"", wait)[0]
 
-    def _gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
         row = self.board.post(self._call, self.rank, payload)
         wait.until(lambda: len(row) == self.size)
         return [row[rank] for rank in range(self.size)]

@@ -1,4 +1,4 @@
-"""The contract suite of `Storage`: every promise of `penstock.storage.base`, as tests to inherit.
+"""The contract suite of `Storage`: every promise of `penstock.storage.protocol`, as tests to inherit.
 
 A back end subclasses it in a class named `Test...` with one fixture. For readable failures, call
 `pytest.register_assert_rewrite("penstock.testing.storage_contract")` in `conftest.py`.
@@ -26,8 +26,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, UsageError
-from penstock.storage.base import ObjectInfo, OptionValue, Release, Sink, Storage
-from penstock.storage.whole import exists, read_object, write_object
+from penstock.storage.object_io import exists, read_object, write_object
+from penstock.storage.protocol import ObjectInfo, OptionValue, Release, Sink, Storage
 
 # ruff: noqa: D102 - a test's name is its sentence
 
@@ -434,4 +434,4 @@ class NamingContract(_Suite):
 
 
 class StorageContract(WritingContract, ReadingContract, NamingContract):
-    """All promises of `penstock.storage.base`. Subclass it and give the `storage` fixture."""
+    """All promises of `penstock.storage.protocol`. Subclass it and give the `storage` fixture."""

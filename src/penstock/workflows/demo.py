@@ -26,8 +26,8 @@ from penstock.bench.probe.measurement import headline_rows, measurement_rows
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
 from penstock.checkpoint.pipe.base import PipeSettings
+from penstock.cluster.base_comm import SoloComm
 from penstock.cluster.doctor import Diagnosis, examine
-from penstock.cluster.solo import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import Recipe
 from penstock.dataset.generate import generate

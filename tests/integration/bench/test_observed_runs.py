@@ -11,15 +11,15 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from tests.unit.cluster.counters.test_reading_counters import host
+from tests.unit.cluster.test_host_counters import host
 
 from penstock.bench.device_counters import Observer
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
 from penstock.cli import main
-from penstock.cluster.counters.sight import sight_of
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.counter_coverage import find_coverage
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import Recipe
 from penstock.dataset.generate import generate
@@ -49,8 +49,8 @@ WORKLOAD = Workload(
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of 64 MiB, on a file system whose device counts."""
     folder = tmp_path_factory.mktemp("observed") / "data"
-    if sight_of(str(folder)).watched != "device":
-        pytest.skip(f"no device counts here: {sight_of(str(folder)).reason}")
+    if find_coverage(str(folder)).watched != "device":
+        pytest.skip(f"no device counts here: {find_coverage(str(folder)).reason}")
     recipe = Recipe(dataset=WORKLOAD.dataset, seed=3, reduction=IRREDUCIBLE)
     generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=2, progress=Silent())
     return folder

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.support.known_steps import assert_known, files_below, save_known, save_known_alone
 
-from penstock.cluster.solo import SoloComm
-from penstock.storage.files.calls import REAL_CALLS
+from penstock.cluster.base_comm import SoloComm
+from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.testing.crash import Program, count_calls, sweep
 from penstock.testing.file_faults import NoSync, faulty_calls
 from penstock.testing.power_cut import Disk, Kind, OperationLog

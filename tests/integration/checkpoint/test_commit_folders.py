@@ -18,14 +18,14 @@ from penstock.checkpoint.commit.catalog import open_shelf
 from penstock.checkpoint.commit.folder_commit import FolderDrafts
 from penstock.checkpoint.commit.protocol import LEASE_S, Draft, Seal
 from penstock.checkpoint.commit.transaction import _LeaseKeeper, begin, open_drafts
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import ObjectNotFound, PenstockError
+from penstock.storage.object_io import write_object
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.whole import write_object
 from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
 
 if TYPE_CHECKING:
-    from penstock.storage.posix import PosixStorage
+    from penstock.storage.files.file_storage import FileStorage
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ NAME = "step-1"
 SEAL = Seal(manifest=b"{}", metadata=b"m", sizes={})
 
 
-def files(root: Path, *faults: CallFault) -> PosixStorage:
+def files(root: Path, *faults: CallFault) -> FileStorage:
     return files_below(root, faulty_calls(NoSync(), *faults))
 
 

@@ -15,14 +15,14 @@ from penstock.checkpoint.commit.folder_commit import FolderDrafts
 from penstock.checkpoint.commit.protocol import LEASE_S, MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.shared_draft import SharedDraft
 from penstock.checkpoint.commit.transaction import begin
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import StorageError, UsageError
-from penstock.storage.powers import find_folders
-from penstock.storage.whole import write_object
+from penstock.storage.capabilities import find_folder_tree
+from penstock.storage.object_io import write_object
 from penstock.testing.file_faults import Call, CallLog, NoSync, faulty_calls
 
 if TYPE_CHECKING:
-    from penstock.storage.files.calls import FileCalls
+    from penstock.storage.files.system_calls import FileCalls
 
 NAME, SAVE_ID = "step-1", "0123456789abcdef"
 FILES = ("__0_0.distcp", "__0_1.distcp")
@@ -76,7 +76,7 @@ def seal_of(generation: int) -> Seal:
 
 def shared(root: Path, calls: FileCalls = UNSYNCED, node: int = 0) -> SharedDraft:
     storage = files_below(root, calls)
-    tree = find_folders(storage)
+    tree = find_folder_tree(storage)
     assert tree is not None
     return SharedDraft(storage, tree, NAME, SAVE_ID, node=node)
 
@@ -211,7 +211,7 @@ def test_many_threads_publish_one_draft(tmp_path: Path) -> None:
 def test_what_nobody_wants_any_more_is_swept_once_its_lease_is_over(tmp_path: Path) -> None:
     copied(tmp_path, over=False)
     storage = files_below(tmp_path, UNSYNCED)
-    tree = find_folders(storage)
+    tree = find_folder_tree(storage)
     assert tree is not None
 
     def left_after(seconds: float) -> list[str]:

@@ -30,8 +30,8 @@ from penstock.checkpoint.step_writer import save
 from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import write_object
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

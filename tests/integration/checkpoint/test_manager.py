@@ -25,7 +25,7 @@ from penstock.errors import (
     UsageError,
     WaitTimeout,
 )
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.registry import open_here
 from penstock.testing.file_faults import FailFileCall, faulty_calls
 

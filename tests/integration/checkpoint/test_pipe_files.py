@@ -12,9 +12,8 @@ from penstock.checkpoint.pipe.read import read_objects
 from penstock.checkpoint.pipe.write import write_objects
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, StorageError
-from penstock.storage.files.buffered import BufferedAccess
-from penstock.storage.files.direct import DirectAccess
-from penstock.storage.posix import FileAccess, FileOptions, PosixStorage
+from penstock.storage.files.access import BufferedAccess, DirectAccess
+from penstock.storage.files.file_storage import FileAccess, FileOptions, FileStorage
 from penstock.storage.uri import Location
 from penstock.testing.file_faults import CallFault, FailFileCall, ShortTransfers, faulty_calls
 
@@ -35,8 +34,8 @@ class Keyed:
         return Content(1, planned.key).verify(buffer, offset)
 
 
-def _storage(folder: Path, access: FileAccess, *faults: CallFault, in_flight: int = 1) -> PosixStorage:
-    return PosixStorage(
+def _storage(folder: Path, access: FileAccess, *faults: CallFault, in_flight: int = 1) -> FileStorage:
+    return FileStorage(
         Location("file", str(folder), {}),
         FileOptions(writes_in_flight=in_flight),
         access,

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from penstock.cli import main
-from penstock.cluster.facts.asking import Processes
+from penstock.cluster.facts.agent_processes import AgentProcesses
 
 FORKED = ("--launcher-arg=-launcher", "--launcher-arg=fork")
 
@@ -173,7 +173,7 @@ def _children() -> set[int]:
 def test_a_hanging_process_is_ended_at_its_limit_even_if_it_does_not_listen() -> None:
     before = _children()
     deaf = ("sh", "-c", "trap '' TERM; echo began; while :; do sleep 100; done")
-    (answer,) = Processes(lambda _host: deaf, os.environ)(["b"], timeout_s=0.2)
+    (answer,) = AgentProcesses(lambda _host: deaf, os.environ)(["b"], timeout_s=0.2)
     assert answer.exit_code is None
     assert _children() <= before
 
@@ -181,14 +181,14 @@ def test_a_hanging_process_is_ended_at_its_limit_even_if_it_does_not_listen() ->
 def test_many_deaf_hosts_are_all_ended() -> None:
     before = _children()
     deaf = ("sh", "-c", "trap '' TERM; while :; do sleep 100; done")
-    answers = list(Processes(lambda _host: deaf, os.environ)([f"h{n}" for n in range(8)], timeout_s=0.5))
+    answers = list(AgentProcesses(lambda _host: deaf, os.environ)([f"h{n}" for n in range(8)], timeout_s=0.5))
     assert {answer.exit_code for answer in answers} == {None}
     assert _children() <= before
 
 
 def test_leaving_early_ends_what_was_started() -> None:
     before = _children()
-    ask = Processes(lambda host: ("sh", "-c", f"test {host} = a || exec sleep 100"), os.environ)
+    ask = AgentProcesses(lambda host: ("sh", "-c", f"test {host} = a || exec sleep 100"), os.environ)
     answers = ask(["a", "b", "c"], timeout_s=60)
     assert next(answers).host == "a"
     answers.close()
@@ -196,7 +196,7 @@ def test_leaving_early_ends_what_was_started() -> None:
 
 
 def test_each_host_has_its_own_exit_code_and_words() -> None:
-    ask = Processes(
+    ask = AgentProcesses(
         lambda host: ("sh", "-c", f"echo {host}; echo no >&2; exit {host}"), os.environ, at_once=2
     )
     answers = {answer.host: answer for answer in ask(["3", "4", "5"], timeout_s=60)}
@@ -206,6 +206,6 @@ def test_each_host_has_its_own_exit_code_and_words() -> None:
 
 
 def test_a_program_that_is_not_there_is_an_answer_too() -> None:
-    (answer,) = Processes(lambda _host: ("/no/such/program",), os.environ)(["a"], timeout_s=60)
+    (answer,) = AgentProcesses(lambda _host: ("/no/such/program",), os.environ)(["a"], timeout_s=60)
     assert answer.exit_code == 127
     assert "/no/such/program" in answer.stderr

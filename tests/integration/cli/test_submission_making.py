@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.cluster.gates.base import Gate
+from penstock.cluster.gates.gate_model import Gate
 
 SMALL = ("--set", "dataset.num_files_train=48")
 

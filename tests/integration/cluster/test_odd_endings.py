@@ -180,9 +180,9 @@ def test_a_verdict_in_a_foreign_job_is_the_launchers_exit_code(jobs: Jobs) -> No
 
 def test_a_size_that_contradicts_the_launcher_is_told_by_every_rank(jobs: Jobs) -> None:
     program = (
-        "from penstock.cluster.join import joined_job\n"
+        "from penstock.cluster.supervision.rank_process import join_job\n"
         "from penstock.environment import process_environment\n"
-        "with joined_job(process_environment(), ranks=4): raise AssertionError\n"
+        "with join_job(process_environment(), ranks=4): raise AssertionError\n"
     )
     job = jobs.run("-c", program, launcher=(str(BIN / "mpiexec"), "-n", "2"))
     assert job.end() != 0

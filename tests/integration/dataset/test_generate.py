@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.support.s3.server import BUCKET
 
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, Recipe, read_manifest, require_same
 from penstock.dataset.generate import Generated, generate
@@ -26,7 +26,7 @@ from penstock.dataset.verify_dataset import Verified, verify
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.testing.faults import FailAfter
 from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset

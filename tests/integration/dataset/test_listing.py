@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from penstock.dataset.file_listing import HEAD, MAGIC, RECORD, Listing, list_files
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, StorageError
-from penstock.storage.base import ObjectInfo
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.protocol import ObjectInfo
 
 Files = dict[str, int]
 
@@ -224,7 +224,7 @@ AT_SCALE = """
 import sys
 from pathlib import Path
 from penstock.dataset.file_listing import list_files
-from penstock.storage.base import ObjectInfo
+from penstock.storage.protocol import ObjectInfo
 
 count = 300_000
 objects = (

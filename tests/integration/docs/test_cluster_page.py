@@ -8,10 +8,9 @@ from pathlib import Path
 
 from tests.unit.cluster.facts.known_hosts import cluster, present
 
-from penstock.cluster.facts.likeness import LARGEST_SKEW_S, MEMORY_SLACK, check_likeness
-from penstock.cluster.facts.model import VERSION, HostReport
-from penstock.cluster.gates.base import Gate
-from penstock.cluster.gates.judge import (
+from penstock.cluster.facts.homogeneity import LARGEST_SKEW_S, MEMORY_SLACK, check_homogeneity
+from penstock.cluster.facts.host_facts import VERSION, HostReport
+from penstock.cluster.gates.gate_checks import (
     NEEDS,
     RESERVE,
     RESULTS_BYTES,
@@ -19,7 +18,8 @@ from penstock.cluster.gates.judge import (
     SHARED_MEMORY_NEEDED,
     SHARED_MEMORY_WANTED,
 )
-from penstock.cluster.gates.probe import PATIENCE_S
+from penstock.cluster.gates.gate_model import Gate
+from penstock.cluster.gates.storage_probe import PATIENCE_S
 from penstock.results.delivery import LEAST_BYTES, LEAST_SHARE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_every_field_of_a_report_is_on_the_page() -> None:
 
 def test_every_check_is_on_the_page() -> None:
     of_packages = present("a").report.versions.keys()
-    subjects = {check.subject for check in check_likeness(cluster(present("a")))}
+    subjects = {check.subject for check in check_homogeneity(cluster(present("a")))}
     assert subjects - of_packages <= QUOTED
 
 

@@ -11,7 +11,8 @@ from typing import NoReturn
 import pytest
 
 from penstock.errors import ObjectNotFound, StorageError, Unavailable
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import write_object
 from penstock.storage.registry import open_storage
 from penstock.storage.residency import (
     COUNTERS,
@@ -19,13 +20,12 @@ from penstock.storage.residency import (
     Residency,
     count_by_cachestat,
     count_by_mincore,
-    drop_everything,
-    drop_file,
-    drop_objects,
-    measure_file,
-    measure_objects,
+    drop_page_cache,
+    evict_file,
+    evict_objects,
+    measure_file_residency,
+    measure_residency,
 )
-from penstock.storage.whole import write_object
 from penstock.storage.wrapping import WrappedStorage
 from penstock.testing.storage_contract import arbitrary_bytes
 
@@ -34,7 +34,7 @@ SIZE = 2 * 2**20 + 123
 
 def has_cachestat(path: Path) -> bool:
     try:
-        return measure_file(str(path), {"cachestat": count_by_cachestat}).method == "cachestat"
+        return measure_file_residency(str(path), {"cachestat": count_by_cachestat}).method == "cachestat"
     except Unavailable:
         return False
 
@@ -68,42 +68,42 @@ def in_memory() -> Iterator[Path]:
 
 
 def test_a_file_just_written_is_resident_to_the_byte(cached: Path, method: Method) -> None:
-    found = measure_file(str(cached), {method: COUNTERS[method]})
+    found = measure_file_residency(str(cached), {method: COUNTERS[method]})
     assert found == Residency(resident_bytes=SIZE, total_bytes=SIZE, method=method)
     assert found.fraction == 1.0
 
 
 def test_dropped_is_dropped_by_either_method(cached: Path, method: Method) -> None:
-    drop = drop_file(str(cached))
+    drop = evict_file(str(cached))
     assert drop.before.fraction == 1.0
     assert drop.after.resident_bytes == 0
-    assert measure_file(str(cached), {method: COUNTERS[method]}).fraction == 0.0
+    assert measure_file_residency(str(cached), {method: COUNTERS[method]}).fraction == 0.0
     assert cached.read_bytes() == arbitrary_bytes(SIZE)
 
 
 def test_a_file_read_in_part_is_resident_in_part_and_both_methods_agree(cached: Path) -> None:
-    drop_file(str(cached))
+    evict_file(str(cached))
     descriptor = os.open(cached, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     for page in (0, 7, 100):
         os.pread(descriptor, 10, page * 4096)
     os.close(descriptor)
-    by_mincore = measure_file(str(cached), {"mincore": count_by_mincore})
+    by_mincore = measure_file_residency(str(cached), {"mincore": count_by_mincore})
     assert 0 < by_mincore.fraction < 0.5
     if has_cachestat(cached):
-        by_cachestat = measure_file(str(cached), {"cachestat": count_by_cachestat})
+        by_cachestat = measure_file_residency(str(cached), {"cachestat": count_by_cachestat})
         assert by_cachestat.resident_bytes == by_mincore.resident_bytes
 
 
 def test_memory_file_systems_cannot_be_dropped_and_are_reported_so(in_memory: Path) -> None:
-    drop = drop_file(str(in_memory))
+    drop = evict_file(str(in_memory))
     assert (drop.before.fraction, drop.after.fraction) == (1.0, 1.0)
-    assert measure_file(str(in_memory), {"mincore": count_by_mincore}).fraction == 1.0
+    assert measure_file_residency(str(in_memory), {"mincore": count_by_mincore}).fraction == 1.0
 
 
 def test_an_empty_file_has_nothing_resident(tmp_path: Path, method: Method) -> None:
     (tmp_path / "empty").touch()
-    found = measure_file(str(tmp_path / "empty"), {method: COUNTERS[method]})
+    found = measure_file_residency(str(tmp_path / "empty"), {method: COUNTERS[method]})
     assert (found.resident_bytes, found.total_bytes, found.fraction) == (0, 0, 0.0)
 
 
@@ -111,10 +111,10 @@ def test_a_kernel_without_cachestat_is_asked_by_mincore(cached: Path) -> None:
     def not_here(_descriptor: int, _size_bytes: int) -> NoReturn:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
-    found = measure_file(str(cached), {"cachestat": not_here, "mincore": count_by_mincore})
+    found = measure_file_residency(str(cached), {"cachestat": not_here, "mincore": count_by_mincore})
     assert (found.method, found.fraction) == ("mincore", 1.0)
     with pytest.raises(Unavailable, match="does not tell") as caught:
-        measure_file(str(cached), {"cachestat": not_here, "mincore": not_here})
+        measure_file_residency(str(cached), {"cachestat": not_here, "mincore": not_here})
     assert "cachestat, mincore" in str(caught.value)
 
 
@@ -123,7 +123,7 @@ def test_a_question_that_fails_is_an_error_and_not_a_figure(cached: Path) -> Non
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(StorageError, match="resident pages failed"):
-        measure_file(str(cached), {"cachestat": broken, "mincore": count_by_mincore})
+        measure_file_residency(str(cached), {"cachestat": broken, "mincore": count_by_mincore})
 
 
 def test_either_question_about_no_file_fails_with_the_systems_number() -> None:
@@ -136,49 +136,49 @@ def test_either_question_about_no_file_fails_with_the_systems_number() -> None:
 
 def test_an_absent_file_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFound, match="absent"):
-        measure_file(str(tmp_path / "absent"))
+        measure_file_residency(str(tmp_path / "absent"))
     with pytest.raises(ObjectNotFound, match="absent"):
-        drop_file(str(tmp_path / "absent"))
+        evict_file(str(tmp_path / "absent"))
 
 
 def test_all_objects_below_a_prefix_are_dropped_and_no_others(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path), {})
     for key in ("a/1", "a/b/2", "c/3"):
         write_object(storage, key, [arbitrary_bytes(100_000)])
-    assert measure_objects(storage).total_bytes == 300_000
-    assert measure_objects(storage).fraction == 1.0
-    drop = drop_objects(storage, "a")
+    assert measure_residency(storage).total_bytes == 300_000
+    assert measure_residency(storage).fraction == 1.0
+    drop = evict_objects(storage, "a")
     assert (drop.before.resident_bytes, drop.after.resident_bytes) == (200_000, 0)
     assert drop.after.total_bytes == 200_000
-    assert measure_objects(storage).resident_bytes == 100_000
+    assert measure_residency(storage).resident_bytes == 100_000
 
 
 def test_wrapping_a_storage_hides_its_files_from_nobody(tmp_path: Path) -> None:
     storage = WrappedStorage(open_storage(str(tmp_path), {}))
     write_object(storage, "key", [bytes(5000)])
-    assert measure_objects(storage).resident_bytes == 5000
-    assert drop_objects(storage).after.fraction == 0.0
+    assert measure_residency(storage).resident_bytes == 5000
+    assert evict_objects(storage).after.fraction == 0.0
 
 
 def test_a_storage_without_files_has_no_pages_to_drop() -> None:
     with pytest.raises(Unavailable, match="holds only files") as caught:
-        drop_objects(MemoryStorage())
+        evict_objects(MemoryStorage())
     assert "mem://" in str(caught.value)
 
 
 def test_no_objects_are_not_resident(tmp_path: Path) -> None:
-    assert measure_objects(open_storage(str(tmp_path), {})).fraction == 0.0
+    assert measure_residency(open_storage(str(tmp_path), {})).fraction == 0.0
 
 
 def test_dropping_everything_writes_the_kernels_word(tmp_path: Path) -> None:
     control = tmp_path / "drop_caches"
-    drop_everything(control)
+    drop_page_cache(control)
     assert control.read_text() == "3\n"
 
 
 def test_dropping_everything_without_the_right_names_another_way(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="cannot be dropped as a whole") as caught:
-        drop_everything(tmp_path / "no" / "such" / "control")
+        drop_page_cache(tmp_path / "no" / "such" / "control")
     assert "file by file" in caught.value.fix
 
 
@@ -186,7 +186,7 @@ def test_dropping_everything_without_the_right_names_another_way(tmp_path: Path)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may drop the whole page cache")
 def test_dropping_everything_drops_this_file_too(cached: Path) -> None:
     try:
-        drop_everything()
+        drop_page_cache()
     except Unavailable as refused:
         pytest.skip(str(refused))
-    assert measure_file(str(cached)).fraction < 1.0
+    assert measure_file_residency(str(cached)).fraction < 1.0

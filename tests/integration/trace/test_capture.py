@@ -20,8 +20,8 @@ import pytest
 from penstock.environment import TRACE, TRACE_RANK
 from penstock.errors import StorageError
 from penstock.storage import open_storage
-from penstock.storage.powers import find_folders, for_large_files
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
+from penstock.storage.object_io import read_object, write_object
 from penstock.testing.storage_contract import StorageContract
 from penstock.trace import span, steps, traced, tracing_to
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns
@@ -202,7 +202,7 @@ def test_storage_traces_exact_bytes_and_offsets_where_the_environment_says(tmp_p
     storage.stat("a/b")
     storage.sync()
     storage.delete("a/b")
-    assert find_folders(storage) is not None, "what the storage inside can do stays at hand"
+    assert find_folder_tree(storage) is not None, "what the storage inside can do stays at hand"
     _close_recorder(tmp_path / "traces")
     (trace,) = (tmp_path / "traces").glob("*.pfw.gz")
     lines = lines_of(trace)
@@ -236,7 +236,7 @@ class TestTracedStorage(StorageContract):
 def test_a_traced_storage_takes_large_files_past_the_page_cache_and_traces_them(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     storage = open_storage(str(tmp_path / "data"), {TRACE: str(tmp_path / "traces")})
-    large = for_large_files(storage)
+    large = prefer_direct_access(storage)
     assert large.options["publish"] == "in_place"
     write_object(large, "large", [bytes(8192)])
     _close_recorder(tmp_path / "traces")

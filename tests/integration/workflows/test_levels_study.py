@@ -11,7 +11,7 @@ import pytest
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.workflows.study.configurations import configurations
 from penstock.workflows.study.request import Saving, StudyRequest
@@ -66,7 +66,7 @@ def play(request: StudyRequest) -> Told | None:
 
     import torch.distributed as dist
 
-    from penstock.cluster.torch import TorchComm
+    from penstock.cluster.torch_comm import TorchComm
     from penstock.progress import Silent
     from penstock.workflows.study.run import study
 

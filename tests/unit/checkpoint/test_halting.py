@@ -22,8 +22,8 @@ from penstock.checkpoint.manager.graceful_stop import (
     order_halt,
 )
 from penstock.errors import DataDamaged, UsageError
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import exists, write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import exists, write_object
 
 
 @dataclass(slots=True)

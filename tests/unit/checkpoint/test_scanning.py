@@ -22,8 +22,8 @@ from penstock.checkpoint.scanning import (
 )
 from penstock.checkpoint.sums import sum_of
 from penstock.progress import Silent
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import write_object
 from penstock.testing.faults import FailAtCall
 
 

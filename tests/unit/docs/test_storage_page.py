@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.objects.buffers import GATHER_COPY
+from penstock.storage.files.file_storage import DirectOptions
 from penstock.storage.objects.client import CLIENTS
-from penstock.storage.objects.settings import ObjectOptions
-from penstock.storage.options import parse_options
-from penstock.storage.posix import DirectOptions
+from penstock.storage.objects.client_settings import ObjectOptions
+from penstock.storage.objects.part_cutter import GATHER_COPY
+from penstock.storage.uri import parse_options
 
 PAGE = (Path(__file__).parents[3] / "docs" / "storage.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\| ", PAGE, re.MULTILINE))

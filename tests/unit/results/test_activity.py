@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cluster.counters.reading import Sample
+from penstock.cluster.host_counters import CounterSample
 from penstock.results.activity import Activity, activities
 from penstock.results.counters import CounterSpool, SampledHost, read_counters
 from penstock.results.events import SPAN_TYPE, STEP_TYPE, RankClock, RankEvents, SpanEvent, SpanKind
@@ -52,7 +52,7 @@ def _found(folder: Path, *events: RankEvents, boot_id: str = "") -> tuple[Activi
             for second in range(6):
                 done = 1000 if second >= 3 else 0
                 spool.append(
-                    Sample(
+                    CounterSample(
                         monotonic_ns=second * S,
                         values={
                             "disk.vda.read_bytes": 7 + done // 10,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cluster.counters.reading import Sample
+from penstock.cluster.host_counters import CounterSample
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results.counters import (
     COUNTERS_FILE,
@@ -35,7 +35,7 @@ def fill(folder: Path, samples: list[dict[str, int]], rank: int = 0) -> list[tup
     rows, before = [], dict[str, int]()
     with CounterSpool(folder, host(rank)) as spool:
         for moment, values in enumerate(samples):
-            spool.append(Sample(monotonic_ns=moment, values=values))
+            spool.append(CounterSample(monotonic_ns=moment, values=values))
             rows += [
                 (f"node{rank}", moment, name, value)
                 for name, value in values.items()

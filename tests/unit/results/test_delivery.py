@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.counters.reading import Hardware
-from penstock.cluster.counters.sight import Sight, Watched
+from penstock.cluster.counter_coverage import CounterCoverage, Watched
+from penstock.cluster.host_counters import HostHardware
 from penstock.results.delivery import DeliveryVerdict, Direction, Traffic, reconcile
 
 MIB = 1 << 20
-HARDWARE = Hardware(boot_id="", drives=("vda", "nvme0n1"), nics=("eth0",), ports=("mlx5_0/1",))
+HARDWARE = HostHardware(boot_id="", drives=("vda", "nvme0n1"), nics=("eth0",), ports=("mlx5_0/1",))
 
 
 def traffic(
@@ -30,7 +30,9 @@ def traffic(
     }
     return Traffic(
         host=host,
-        sight=Sight(watched=watched, device="vda" if watched == "device" else "", reason="tmpfs shows none"),
+        sight=CounterCoverage(
+            watched=watched, device="vda" if watched == "device" else "", reason="tmpfs shows none"
+        ),
         hardware=HARDWARE,
         moved={names[name]: size for name, size in moved.items()},
         failure=failure,

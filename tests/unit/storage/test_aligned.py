@@ -17,7 +17,7 @@ from penstock.storage.aligned import (
     flat,
     round_up,
 )
-from penstock.storage.files.direct import straight_range
+from penstock.storage.files.access import aligned_range
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 2**20 + 5])
@@ -96,7 +96,7 @@ def test_what_goes_straight_is_aligned_in_memory_and_in_the_file(
     offset: int, length: int, shift: int, alignment: int
 ) -> None:
     buffer = aligned_buffer(24_192)[shift : shift + length]
-    straight = straight_range(buffer, offset, alignment)
+    straight = aligned_range(buffer, offset, alignment)
     assert 0 <= straight.start <= straight.stop <= length
     if straight:
         assert (offset + straight.start) % alignment == 0

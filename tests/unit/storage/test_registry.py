@@ -8,16 +8,16 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.storage import registry
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.posix import PosixStorage
+from penstock.storage.files.file_storage import FileStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.registry import open_storage
 
 
 def test_each_file_scheme_opens_its_own_access() -> None:
     buffered = open_storage("file:///nowhere/yet", {})
     direct = open_storage("direct:///nowhere/yet", {})
-    assert isinstance(buffered, PosixStorage)
-    assert isinstance(direct, PosixStorage)
+    assert isinstance(buffered, FileStorage)
+    assert isinstance(direct, FileStorage)
     assert (buffered.options["access"], direct.options["access"]) == ("buffered", "direct")
     assert (buffered.uri, direct.uri) == ("file:///nowhere/yet", "direct:///nowhere/yet")
 
@@ -64,7 +64,7 @@ def test_a_scheme_like_no_other_lists_the_known_ones() -> None:
 
 
 def test_another_packages_scheme_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = EntryPoint("theirs", "penstock.storage.memory:open_memory", registry.ENTRY_POINTS)
+    theirs = EntryPoint("theirs", "penstock.storage.in_memory:open_memory", registry.ENTRY_POINTS)
     other = EntryPoint("other", "nowhere:opener", registry.ENTRY_POINTS)
     monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints([other, theirs]))
     assert isinstance(open_storage("theirs://place", {}), MemoryStorage)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import OutOfSpace, StorageError
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import exists, read_object, write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import exists, read_object, write_object
 from penstock.testing.faults import (
     FailAfter,
     FailAtCall,
@@ -22,7 +22,7 @@ from penstock.testing.faults import (
 from penstock.testing.storage_contract import ReleaseLedger, StorageContract
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Sink, Storage
+    from penstock.storage.protocol import Sink, Storage
 
 
 class StoppedClock:

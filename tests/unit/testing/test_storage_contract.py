@@ -9,13 +9,13 @@ import pytest
 
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.counters import Counters
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import exists
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import exists
 from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
 from penstock.testing.storage_contract import ReleaseLedger, StorageContract, pieces_of
 
 if TYPE_CHECKING:
-    from penstock.storage.base import ObjectInfo, Release, Sink, Source, Storage
+    from penstock.storage.protocol import ObjectInfo, Release, Sink, Source, Storage
 
 
 class ForgetsReleases(WrappedStorage):

@@ -20,10 +20,10 @@ from penstock.bench.model_state.state_layout import checkpoint_folder
 from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.content import CONTENT_VERSION
 from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.storage.object_io import read_object, write_object
 from penstock.storage.residency import SupportsLocalPaths
-from penstock.storage.space import nearest_folder, require_free_space, volume_identity
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.volumes import nearest_folder, read_volume_id, require_free_space
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -249,4 +249,4 @@ def volume_of(uri: str) -> str:
     location = parse_uri(uri)
     if location.scheme not in FILE_SCHEMES:
         return ""
-    return volume_identity(nearest_folder(Path(location.root)))
+    return read_volume_id(nearest_folder(Path(location.root)))

@@ -20,7 +20,7 @@ from penstock.workload.choices import CheckpointMode
 if TYPE_CHECKING:
     from penstock.bench.model_state import StateLayout
     from penstock.checkpoint.pipe.base import PipeSettings
-    from penstock.cluster.gates.inspect import Inspection
+    from penstock.cluster.gates.preflight import PreflightResult
     from penstock.environment import Environment
     from penstock.results.host import FactsOf
     from penstock.storage import Storage
@@ -56,7 +56,7 @@ class CheckpointRequest:
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
     facts_of: FactsOf = read_host
-    inspection: Inspection | None = None
+    inspection: PreflightResult | None = None
 
     @property
     def shape(self) -> Shape:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.pipe.base import StreamRecord, WrongByte
     from penstock.checkpoint.pipe.ranks import PhaseFigures
     from penstock.results.delivery import Delivery
-    from penstock.storage.base import OptionValue
+    from penstock.storage.protocol import OptionValue
 
 
 GIB: Final = 2**30

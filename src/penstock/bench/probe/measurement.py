@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.bench.probe import timed_streams
 from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask, StreamTimes
-from penstock.storage.residency import drop_file
+from penstock.storage.residency import evict_file
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _drop_from_memory(step: Step, place: Place) -> tuple[int, int]:
         return 0, 0
     resident_bytes = file_bytes = 0
     for key in place.keys:
-        left = drop_file(str(place.folder / key)).after
+        left = evict_file(str(place.folder / key)).after
         resident_bytes += left.resident_bytes
         file_bytes += left.total_bytes
     return resident_bytes, file_bytes

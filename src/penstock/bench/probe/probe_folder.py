@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, Self
 from penstock.bench.probe.probe_plan import MODES, Mode
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.storage import open_storage
-from penstock.storage.space import nearest_folder, require_free_space
+from penstock.storage.volumes import nearest_folder, require_free_space
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm

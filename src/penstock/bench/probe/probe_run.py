@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
     from penstock.progress import Progress
-    from penstock.storage.base import OptionValue
+    from penstock.storage.protocol import OptionValue
 
 _CALIBRATION_BLOCKS: Final = 4
 _CALIBRATION_BLOCK_BYTES: Final = 8 << 20

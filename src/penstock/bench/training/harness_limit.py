@@ -21,7 +21,7 @@ from penstock.bench.training.training_result import Ceiling
 from penstock.errors import ObjectNotFound
 from penstock.results.events import SPAN_TYPE, STEP_TYPE, Phase, RankEvents, SpanEvent, StepEvent
 from penstock.results.figures import phase_figures
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
     from penstock.bench.training.training_checkpoints import CheckpointWish
     from penstock.bench.training.training_files import OpenFormat
-    from penstock.cluster.gates.inspect import Inspection
+    from penstock.cluster.gates.preflight import PreflightResult
     from penstock.environment import Environment
     from penstock.results.host import FactsOf
     from penstock.workload.spec import Workload
@@ -52,4 +52,4 @@ class TrainingRequest:
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
     facts_of: FactsOf = read_host
-    inspection: Inspection | None = None
+    inspection: PreflightResult | None = None

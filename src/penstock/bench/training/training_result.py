@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.results.figures import PhaseFigures
     from penstock.results.utilization import EpochRate
     from penstock.storage import Counters
-    from penstock.storage.base import OptionValue
+    from penstock.storage.protocol import OptionValue
 
 STAGES_FILE: Final = "stages.json"
 

@@ -29,9 +29,9 @@ from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_te
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.torch_dcp.rank_items import RankItems, seal_of
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.object_io import write_object
 from penstock.storage.registry import open_here
-from penstock.storage.whole import write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -226,4 +226,4 @@ def _written(work: Work) -> RankShare:
     memory = StagingMemory(work.staging_bytes)
     staged = Staged(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
     storage = open_here(work.folder, rank=work.rank)
-    return staged.write_to(for_large_files(storage), lambda name: name)
+    return staged.write_to(prefer_direct_access(storage), lambda name: name)

@@ -23,7 +23,7 @@ from penstock.checkpoint.loading.load import Loader
 from penstock.checkpoint.members import Members
 from penstock.checkpoint.opened import open_checkpoint
 from penstock.checkpoint.tensors import is_tensor
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import DataDamaged, UsageError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import Unavailable
-from penstock.storage.powers import find_folders, innermost
+from penstock.storage.capabilities import find_folder_tree, unwrap
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.manifest import read_manifest
 from penstock.checkpoint.sums import sum_of
 from penstock.errors import StorageError, UsageError
+from penstock.storage.object_io import read_object, write_object
 from penstock.storage.registry import open_here
 from penstock.storage.uri import FILE_SCHEMES
-from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.protocol import Committed
@@ -175,16 +175,16 @@ class Steps:
 
 def open_shelf(storage: Storage) -> Shelf:
     """What is committed in this storage."""
-    tree = find_folders(storage)
+    tree = find_folder_tree(storage)
     return FolderShelf(storage, tree) if tree is not None else RecordShelf(storage)
 
 
 def local_path(storage: Storage, key: str) -> Path:
     """Where an object lies on this machine; `Unavailable` for a storage that is no file system."""
-    if find_folders(storage) is None:
+    if find_folder_tree(storage) is None:
         raise Unavailable(
             "Files of one's own need paths, and this storage has none",
             where=storage.uri,
             fix="Give a cache=, a folder on each node: files are written there and flushed.",
         )
-    return Path(parse_uri(innermost(storage).uri).root) / key
+    return Path(parse_uri(unwrap(storage).uri).root) / key

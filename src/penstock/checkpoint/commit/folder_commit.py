@@ -31,15 +31,15 @@ from penstock.checkpoint.commit.protocol import (
 )
 from penstock.checkpoint.manifest import read_manifest
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError, Unavailable, UsageError
-from penstock.storage.files.sink import is_unfinished
+from penstock.storage.files.file_sink import is_unfinished
+from penstock.storage.object_io import exists, read_object, write_object
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.whole import exists, read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.storage import Storage
-    from penstock.storage.powers import Entry, FolderTree
+    from penstock.storage.capabilities import FolderEntry, FolderTree
 
 HIDDEN_PREFIX: Final = ".penstock-"
 """How all names begin that are no checkpoints."""
@@ -117,7 +117,7 @@ class FolderDrafts:
                 logger.debug("Left %s where it is: %s", entry.name, error)
         return swept
 
-    def _sweep_one(self, entry: Entry, *, has_draft: bool) -> bool:
+    def _sweep_one(self, entry: FolderEntry, *, has_draft: bool) -> bool:
         name, age_s = entry.name, self._clock() - entry.modified_s
         if entry.is_folder:
             return self._sweep_folder(name, age_s)

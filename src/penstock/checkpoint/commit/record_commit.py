@@ -30,15 +30,15 @@ from penstock.checkpoint.commit.protocol import (
     require_whole,
 )
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
+from penstock.storage.object_io import read_object, write_object
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from penstock.storage import Storage
-    from penstock.storage.base import ObjectInfo
-    from penstock.storage.powers import SupportsConditions
+    from penstock.storage.capabilities import SupportsConditionalWrites
+    from penstock.storage.protocol import ObjectInfo
 
 RECORD_NAME: Final = "penstock-commit.json"
 LEASE_ENDING: Final = ".lease"
@@ -54,7 +54,7 @@ class RecordDrafts:
     def __init__(
         self,
         storage: Storage,
-        conditional: SupportsConditions,
+        conditional: SupportsConditionalWrites,
         *,
         owner: Callable[[], ProcessId] = current_process,
         clock: Callable[[], float] = time.time,

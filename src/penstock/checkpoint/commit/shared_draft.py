@@ -34,15 +34,15 @@ from penstock.checkpoint.commit.protocol import (
     require_whole,
 )
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
-from penstock.storage.files.sink import is_unfinished
+from penstock.storage.files.file_sink import is_unfinished
+from penstock.storage.object_io import read_object, write_object
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.whole import read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.storage import Storage
-    from penstock.storage.powers import FolderTree
+    from penstock.storage.capabilities import FolderTree
 
 IDENTITY_BYTES: Final = 80
 """A manifest begins with its own sum: so much of it tells it from any other."""

@@ -20,7 +20,11 @@ from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, Draft
 from penstock.checkpoint.commit.record_commit import RecordDrafts
 from penstock.cluster.collectives import all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import PenstockError, StorageError
-from penstock.storage.powers import conditional, find_folders, for_large_files
+from penstock.storage.capabilities import (
+    find_folder_tree,
+    prefer_direct_access,
+    require_conditional_writes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -52,8 +56,12 @@ def begin(storage: Storage, name: str, comm: Comm, *, drafts: Drafts | None = No
 
 def open_drafts(storage: Storage) -> Drafts:
     """The commit protocol that this storage takes: by renaming folders, or by records."""
-    tree = find_folders(storage)
-    return FolderDrafts(storage, tree) if tree is not None else RecordDrafts(storage, conditional(storage))
+    tree = find_folder_tree(storage)
+    return (
+        FolderDrafts(storage, tree)
+        if tree is not None
+        else RecordDrafts(storage, require_conditional_writes(storage))
+    )
 
 
 class Place:
@@ -74,7 +82,7 @@ class Place:
     @cached_property
     def for_data(self) -> Storage:
         """The storage to write data files to: past the page cache where that can be, and in place."""
-        return for_large_files(self.storage)
+        return prefer_direct_access(self.storage)
 
     def commit(self, make_seal: Callable[[], Seal]) -> Committed:
         """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.

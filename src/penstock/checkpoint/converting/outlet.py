@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.checkpoint.pipe.memory import WarmMemory
 
 if TYPE_CHECKING:
-    from penstock.storage.base import Sink
+    from penstock.storage.protocol import Sink
 
 BUFFER_BYTES: Final = 8 << 20
 NUM_BUFFERS: Final = 6

@@ -15,13 +15,13 @@ import numpy as np
 from penstock.checkpoint.dcp.items import HEAD_BYTES
 from penstock.checkpoint.pieces import UNKNOWN, Ints, TensorFacts
 from penstock.errors import DataDamaged
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.checkpoint.opened import Opened
-    from penstock.storage.base import Source
+    from penstock.storage.protocol import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Elements:
 
     def __init__(self, opened: Opened) -> None:
         self._opened = opened
-        self._storage = for_large_files(opened.storage)
+        self._storage = prefer_direct_access(opened.storage)
         self._sources: dict[int, Source] = {}
         self._decoded: tuple[int, memoryview] | None = None
         self._begins: dict[int, int | None] = {}

@@ -24,7 +24,7 @@ from penstock.checkpoint.manifest import manifest_bytes, manifest_of
 from penstock.checkpoint.pieces import UNKNOWN, Contents, StoredBoxes, StoredObject
 from penstock.checkpoint.staging.base import WrittenFile
 from penstock.checkpoint.sums import running_sum, sum_of
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,7 +15,7 @@ from penstock.checkpoint.converting.slabs import Elements, slab_bytes, slabs
 from penstock.checkpoint.dtypes import element_type
 from penstock.checkpoint.foreign.safetensors import INDEX_NAME
 from penstock.errors import UsageError
-from penstock.storage.whole import write_object
+from penstock.storage.object_io import write_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

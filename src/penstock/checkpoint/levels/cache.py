@@ -28,7 +28,7 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import GroupRecord,
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES, KeyOf, Protector
 from penstock.checkpoint.loading.opening import DescribedStorage
 from penstock.cluster.collectives import all_gather_results
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.process_id import current_process
 from penstock.storage.uri import parse_uri
 
@@ -153,7 +153,7 @@ class CacheLevel:
             undo.callback(staged.cancel)
             undo.callback(self.drop, draft)
             shares = self._together(
-                lambda: staged.write_to(for_large_files(self.storage), draft.key, progress),
+                lambda: staged.write_to(prefer_direct_access(self.storage), draft.key, progress),
                 f"all ranks to write their files of {draft.name}",
             )
             records = self._protect(draft, shares, scheme_for(number, self._schemes))

@@ -15,14 +15,14 @@ from penstock.checkpoint.commit.transaction import open_drafts
 from penstock.checkpoint.levels.redundancy.recoverability import NodeHolding
 from penstock.checkpoint.levels.redundancy.redundancy_record import GroupRecord, read_record, record_bytes
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.storage.powers import find_folders
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.capabilities import find_folder_tree
+from penstock.storage.object_io import read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
     from penstock.storage import Storage
-    from penstock.storage.powers import FolderTree
+    from penstock.storage.capabilities import FolderTree
 
 RECORD_PREFIX: Final = "redundancy-"
 DOUBT_PREFIX: Final = ".penstock-doubt-"
@@ -154,7 +154,7 @@ class NodeCache:
 
 def folders_of(storage: Storage) -> FolderTree:
     """The folders of a cache; `UsageError` for a storage that has none."""
-    tree = find_folders(storage)
+    tree = find_folder_tree(storage)
     if tree is None:
         raise UsageError(
             "A cache is a folder of each node", where=storage.uri, fix="Give a path, such as /local/ssd/run."

@@ -25,8 +25,8 @@ from penstock.checkpoint.sums import sum_of, sum_of_object
 from penstock.checkpoint.verify import damage_in_files
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import DataDamaged, RankFailed, StorageError
-from penstock.storage.powers import for_large_files
-from penstock.storage.whole import read_object
+from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.object_io import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,7 @@ def _is_damaged(held: Stored, manifest: Manifest, found: Assessment, rank: int) 
     bad = [
         file.name
         for file in found.kept_by(rank)
-        if sum_of_object(for_large_files(held.storage), held.key(file.name)).hex() != file.sum
+        if sum_of_object(prefer_direct_access(held.storage), held.key(file.name)).hex() != file.sum
     ]
     for name in bad:
         logger.warning("%s: %s: its checksum differs", held.uri, name)
@@ -122,7 +122,7 @@ class Fetched:
     ) -> RankShare:
         """Copy this rank's files."""
         copies = [Copy(from_key=self._stored.key(file.name), to_key=key_of(file.name)) for file in self._mine]
-        source = for_large_files(self._stored.storage)
+        source = prefer_direct_access(self._stored.storage)
         copy_files(copies, source, storage, threads=NUM_THREADS, pace=Pace(None))
         size_bytes = sum(file.size_bytes for file in self._mine)
         if progress is not None:
@@ -270,4 +270,6 @@ def _copy_shares(cache: CacheLevel, found: Assessment, place: Place, name: str, 
         return
     held = cache.holds(name)
     copies = [Copy(from_key=held.key(file.name), to_key=place.key(file.name)) for file in files]
-    copy_files(copies, for_large_files(held.storage), place.for_data, threads=NUM_THREADS, pace=Pace(None))
+    copy_files(
+        copies, prefer_direct_access(held.storage), place.for_data, threads=NUM_THREADS, pace=Pace(None)
+    )

@@ -20,7 +20,7 @@ from penstock.checkpoint.levels.recovery import Fetched, damaged_shares
 from penstock.checkpoint.manager.step_store import DurableKeeper, Find, wanted_of
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import RankFailed, StorageError, UsageError
-from penstock.storage.powers import find_folders
+from penstock.storage.capabilities import find_folder_tree
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def open_flusher(
 def _why_no_daemon(durable: DurableKeeper, path: str | None) -> str:
     if path is None:
         return "the durable level was handed over as an open storage, which no other process has"
-    if find_folders(durable.on_storage.storage) is None:
+    if find_folder_tree(durable.on_storage.storage) is None:
         return f"{durable.uri} is no file system"
     if "?" in parse_uri(path).root:
         return f"{path!r} cannot be written as a URI"

@@ -33,7 +33,7 @@ from penstock.checkpoint.tensors import destinations
 from penstock.cluster.collectives import run_on_all_ranks
 from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.plan.records import LoadPlan
     from penstock.checkpoint.tensors import Holding
     from penstock.progress import Progress
-    from penstock.storage.base import Storage
+    from penstock.storage.protocol import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class _Load:
         self._choice = choice
         self._buffers = buffers
         self._options = options
-        self._storage: Storage = for_large_files(opened.storage)
+        self._storage: Storage = prefer_direct_access(opened.storage)
 
     def run(self, state: State, progress: Progress, readable: Sequence[str] | None) -> LoadReport:
         began_s = time.perf_counter()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.opened import Opened
     from penstock.checkpoint.pieces import Contents, Ints
     from penstock.cluster.comm import Comm
-    from penstock.storage.base import Source
+    from penstock.storage.protocol import Source
 
 NUM_THREADS = 16
 """Heads are small, so it is latency that counts."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.pieces import Ints
     from penstock.checkpoint.plan.records import LoadPlan
     from penstock.progress import Progress
-    from penstock.storage.base import Source, Storage
+    from penstock.storage.protocol import Source, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.opened import Opened, open_checkpoint, open_folder
 from penstock.cluster.collectives import all_gather_results, run_on_all_ranks
 from penstock.errors import ObjectNotFound
-from penstock.storage.memory import MemorySource
-from penstock.storage.whole import read_object
+from penstock.storage.in_memory import MemorySource
+from penstock.storage.object_io import read_object
 from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.cluster.comm import Comm
-    from penstock.storage.base import Source, Storage
+    from penstock.storage.protocol import Source, Storage
 
 
 class DescribedStorage(WrappedStorage):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.loading.extents import Block, Part, Span
     from penstock.progress import Progress
-    from penstock.storage.base import Source
+    from penstock.storage.protocol import Source
 
 STEP_BYTES = 1 << 20
 """Bytes are summed and copied in steps that stay in the processor's cache."""

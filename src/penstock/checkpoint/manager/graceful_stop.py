@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.cluster.allocation import slurm_end_s
+from penstock.cluster.launcher_env import read_slurm_end_s
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.object_io import read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,7 +159,7 @@ class Halting:
     def __post_init__(self) -> None:
         limit = self.settings.time_limit
         now_s = self._asked_s = self.clock()
-        left_s = slurm_end_s() - self.wall_clock() if limit == "slurm" else limit
+        left_s = read_slurm_end_s() - self.wall_clock() if limit == "slurm" else limit
         self._ends_s = None if left_s is None else now_s + left_s
         self._signals = SignalWatch(self.settings.signals)
 

@@ -34,8 +34,8 @@ from penstock.checkpoint.verify import damage_in_files
 from penstock.cluster.collectives import format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.progress import Silent
+from penstock.storage.object_io import read_object
 from penstock.storage.uri import check_key
-from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ from penstock.storage.aligned import PAGE_BYTES, round_up
 if TYPE_CHECKING:
     from penstock.checkpoint.pipe.base import PipeSettings
     from penstock.checkpoint.pipe.memory import WarmMemory
-    from penstock.storage.base import Release
+    from penstock.storage.protocol import Release
 
 
 class Ownership(Enum):

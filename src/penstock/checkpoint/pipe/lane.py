@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.pipe.base import FillOrder, Producer
     from penstock.progress import Progress
-    from penstock.storage.base import Sink, Storage
+    from penstock.storage.protocol import Sink, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

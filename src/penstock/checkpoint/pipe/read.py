@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.checkpoint.pipe.base import Measurement, PipeSettings, PlannedObject, Verifier
-    from penstock.storage.base import Source, Storage
+    from penstock.storage.protocol import Source, Storage
 
 MOST_WRONG_BYTES: Final = 1000
 """So many places are kept; a phase with more is not worth listing further."""

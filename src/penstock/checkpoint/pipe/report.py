@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.checkpoint.pipe.stamps import Column, Stamps
-    from penstock.storage.base import Storage
+    from penstock.storage.protocol import Storage
 
 _NS_PER_S = 1e9
 

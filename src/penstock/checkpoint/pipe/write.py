@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         PlannedObject,
         Producer,
     )
-    from penstock.storage.base import Storage
+    from penstock.storage.protocol import Storage
 
 
 def write_objects(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.commit.protocol import Seal
     from penstock.checkpoint.pieces import Ints
     from penstock.progress import Progress
-    from penstock.storage.base import Storage
+    from penstock.storage.protocol import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.staging.memory import StagingMemory
     from penstock.checkpoint.staging.payloads import Payload
     from penstock.progress import Progress
-    from penstock.storage.base import Sink, Storage
+    from penstock.storage.protocol import Sink, Storage
 
 MOST_CHUNK_BYTES = 16 << 20
 """Larger writes are no faster, and make the last one of a file a longer wait."""

@@ -37,10 +37,10 @@ from penstock.checkpoint.plan.loading import rank_load_plan, share_loading
 from penstock.checkpoint.plan.records import LoadOptions
 from penstock.checkpoint.plan.records import LoadPlan as SharedPlan
 from penstock.checkpoint.step_reader import DEFAULT_TIMEOUT_S
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import UsageError
 from penstock.progress import Silent
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -169,7 +169,7 @@ class Reader(StorageReader):
             meeting.callback(members.close)
             means = Means(
                 opened=opened,
-                storage=for_large_files(opened.storage),
+                storage=prefer_direct_access(opened.storage),
                 carrier=None if members.group is None else GlooLines(members.group),
                 buffers=self._buffers,
                 progress=Silent(),

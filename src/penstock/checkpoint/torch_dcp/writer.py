@@ -25,9 +25,9 @@ from penstock.checkpoint.staging.packing import pack_file
 from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.checkpoint.torch_dcp.rank_items import RankItems, seal_of
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import UsageError
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Writer(StorageWriter):
         settings = pipe_settings(share.images, self._options.writers, self._memory.budget_bytes)
         # Memory is this writer's own, so an earlier save of its has long given it back.
         staged = Staged(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
-        written = staged.write_to(for_large_files(storage), assigned.draft.key)
+        written = staged.write_to(prefer_direct_access(storage), assigned.draft.key)
         return items.results(written, self._transforms)
 
     def _uri(self) -> str:

@@ -251,13 +251,13 @@ def inspected(
     from dataclasses import replace
     from functools import partial
 
-    from penstock.cluster.gates.base import Undertaking
+    from penstock.cluster.gates.gate_model import PreflightRequest
     from penstock.environment import untraced
     from penstock.storage import open_storage
 
     num_writes = request.model.workload.checkpoint.num_checkpoints_write
     options = values.assignments("--option", words.option or ())
-    doing = Undertaking(
+    doing = PreflightRequest(
         environment=request.environment,
         uri=words.to,
         reopen=partial(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from penstock.cluster.gates.base import GateFinding, Undertaking
+    from penstock.cluster.gates.gate_model import GateFinding, PreflightRequest
 
 _COLOURS = {"pass": "green", "warning": "yellow", "not checked": "yellow", "fail": "red"}
 _ORDER = ("fail", "not checked", "warning")
@@ -93,12 +93,12 @@ def check(
 def _check_file(file: Path, terminal: Terminal) -> int:
     from dataclasses import asdict
 
-    from penstock.cluster.facts.likeness import check_likeness, overall
-    from penstock.cluster.facts.model import read_cluster
+    from penstock.cluster.facts.homogeneity import check_homogeneity, overall_verdict
+    from penstock.cluster.facts.host_facts import read_cluster_facts
 
-    facts = read_cluster(file)
-    checks = check_likeness(facts)
-    verdict = overall(checks)
+    facts = read_cluster_facts(file)
+    checks = check_homogeneity(facts)
+    verdict = overall_verdict(checks)
     document = {
         "verdict": verdict,
         "is_partial": facts.is_partial,
@@ -112,14 +112,14 @@ def _check_file(file: Path, terminal: Terminal) -> int:
 
 def _undertaking(
     data: str | None, results: Path | None, option: list[str] | None, *, written_bytes: int
-) -> Undertaking:
-    from penstock.cluster.gates.base import Undertaking
+) -> PreflightRequest:
+    from penstock.cluster.gates.gate_model import PreflightRequest
     from penstock.environment import process_environment, untraced
     from penstock.storage import open_storage
 
     environment = untraced(process_environment())
     options = values.assignments("--option", option or ())
-    return Undertaking(
+    return PreflightRequest(
         environment=environment,
         uri=data,
         reopen=None if data is None else partial(open_storage, data, environment, options=options),
@@ -128,11 +128,11 @@ def _undertaking(
     )
 
 
-def _check_gates(doing: Undertaking, names: list[str] | None, *, comm: Comm, terminal: Terminal) -> int:
-    from penstock.cluster.gates.base import Gate
-    from penstock.cluster.gates.inspect import inspect
+def _check_gates(doing: PreflightRequest, names: list[str] | None, *, comm: Comm, terminal: Terminal) -> int:
+    from penstock.cluster.gates.gate_model import Gate
+    from penstock.cluster.gates.preflight import run_preflight
 
-    found = inspect(doing, comm, gates=gates_named(names) if names else tuple(Gate)).preflight.findings
+    found = run_preflight(doing, comm, gates=gates_named(names) if names else tuple(Gate)).preflight.findings
     verdict = _gravest(found)
     document = {"verdict": verdict, "ranks": comm.size, "gates": findings_document(found)}
     lines = [(str(each.verdict), str(each.gate), each.found, each.fix) for each in found]

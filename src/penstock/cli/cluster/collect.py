@@ -15,7 +15,7 @@ from penstock.cli.terminal import JsonFlag, Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.cluster.facts.model import ClusterFacts, Present
+    from penstock.cluster.facts.host_facts import ClusterFacts, PresentHost
 
 _Hosts = Annotated[
     str | None, typer.Option("--hosts", metavar="A,B:4", help="The hosts to ask; without: this one.")
@@ -82,7 +82,7 @@ def collect(
     """
     from datetime import UTC, datetime
 
-    from penstock.cluster.facts.gather import gather
+    from penstock.cluster.facts.collect_facts import collect_from_hosts
     from penstock.environment import process_environment
     from penstock.results.durable import write_text
 
@@ -97,7 +97,7 @@ def collect(
         timeout_s=timeout_s,
         environment=environment,
     )
-    facts = gather(
+    facts = collect_from_hosts(
         ask,
         asked.hosts,
         via=asked.via,
@@ -124,7 +124,7 @@ def _draw(console: Console, facts: ClusterFacts, output: Path) -> None:
     )
 
 
-def _row(present: Present) -> dict[str, str]:
+def _row(present: PresentHost) -> dict[str, str]:
     from penstock.units import format_bytes
 
     report = present.report

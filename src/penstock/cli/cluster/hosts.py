@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, get_args
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.cluster.facts.asking import Ask
-    from penstock.cluster.facts.model import Via
+    from penstock.cluster.facts.agent_processes import QueryHosts
+    from penstock.cluster.facts.host_facts import Via
     from penstock.environment import Environment
 
 WAYS = ("local", "ssh", "slurm", "mpi")
@@ -57,11 +57,16 @@ def way_to(
     python: str,
     timeout_s: float,
     environment: Environment,
-) -> Ask:
+) -> QueryHosts:
     """Asks each host by a process of its own."""
-    from penstock.cluster.facts.asking import Processes
-    from penstock.cluster.facts.commands import here, launched, over_ssh, ssh_environment
-    from penstock.cluster.launch import LaunchRequest, launcher_name
+    from penstock.cluster.facts.agent_processes import (
+        AgentProcesses,
+        launcher_agent_command,
+        local_command,
+        ssh_command,
+        ssh_environment,
+    )
+    from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name
     from penstock.errors import UsageError
 
     if launcher != "auto" and asked.via != "mpi":
@@ -71,20 +76,22 @@ def way_to(
             fix="Leave one of them out.",
         )
     if asked.via == "local":
-        return Processes(here(python), environment)
+        return AgentProcesses(local_command(python), environment)
     if asked.via == "ssh":
-        return Processes(over_ssh(python, arguments, timeout_s=timeout_s), ssh_environment(environment))
+        return AgentProcesses(
+            ssh_command(python, arguments, timeout_s=timeout_s), ssh_environment(environment)
+        )
     # Without --overlap a step waits until the job's other steps leave its processors.
     request = (
         LaunchRequest(launcher="srun", launcher_args=("--overlap", *arguments))
         if asked.via == "slurm"
-        else LaunchRequest(launcher=launcher_name(launcher), launcher_args=tuple(arguments))
+        else LaunchRequest(launcher=parse_launcher_name(launcher), launcher_args=tuple(arguments))
     )
-    return Processes(launched(request, environment, python), environment)
+    return AgentProcesses(launcher_agent_command(request, environment, python), environment)
 
 
 def _known(way: str) -> Via:
-    from penstock.cluster.facts.model import Via
+    from penstock.cluster.facts.host_facts import Via
     from penstock.errors import UsageError
 
     for known in get_args(Via):
@@ -94,13 +101,13 @@ def _known(way: str) -> Via:
 
 
 def _named(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
-    from penstock.cluster.placement import host_names, hostfile_names
+    from penstock.cluster.host_slots import parse_host_names, parse_hostfile_names
     from penstock.errors import UsageError
 
     if hosts is not None and hostfile is not None:
         raise UsageError("--hosts and --hostfile both say which hosts to ask", fix="Give one of them.")
     if hosts is not None:
-        return host_names(hosts)
+        return parse_host_names(hosts)
     if hostfile is None:
         return ()
     try:
@@ -109,11 +116,11 @@ def _named(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
         raise UsageError(
             f"The host file cannot be read: {error}", fix="Name a text file with one host a line."
         ) from error
-    return hostfile_names(text, where=str(hostfile))
+    return parse_hostfile_names(text, where=str(hostfile))
 
 
 def _allocated(environment: Environment) -> tuple[str, ...]:
-    from penstock.cluster.nodelist import expand_nodelist
+    from penstock.cluster.host_slots import expand_nodelist
 
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     return expand_nodelist(nodes) if nodes else ()

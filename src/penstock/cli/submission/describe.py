@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from penstock.cluster.facts.model import ClusterFacts
+    from penstock.cluster.facts.host_facts import ClusterFacts
     from penstock.submission.authoring.ownership import OwnedTree
     from penstock.submission.system_description import SchemaProblem
     from penstock.workload.division_rules import SubmissionDivision
@@ -95,15 +95,15 @@ def _facts(cluster: Path | None) -> ClusterFacts:
     """Those of the file, whole; else this machine's own."""
     from datetime import UTC, datetime
 
-    from penstock.cluster.facts.model import read_cluster
-    from penstock.cluster.facts.over_ranks import facts_of_ranks
-    from penstock.cluster.solo import SoloComm
+    from penstock.cluster.base_comm import SoloComm
+    from penstock.cluster.facts.collect_facts import collect_from_ranks
+    from penstock.cluster.facts.host_facts import read_cluster_facts
     from penstock.environment import process_environment
     from penstock.errors import UsageError
 
     if cluster is None:
-        return facts_of_ranks(SoloComm(), process_environment(), now=lambda: datetime.now(UTC))
-    facts = read_cluster(cluster)
+        return collect_from_ranks(SoloComm(), process_environment(), now=lambda: datetime.now(UTC))
+    facts = read_cluster_facts(cluster)
     if facts.is_partial:
         missing = ", ".join(each.host for each in facts.absent)
         raise UsageError(

@@ -108,9 +108,9 @@ def inspected(
     asked: Asked, words: RunWords, skips: list[str] | None, *, comm: Comm, terminal: Terminal
 ) -> Asked:
     """The same, once its gates were looked at; those of a result that is handed in must stand open."""
-    from penstock.cluster.gates.base import Undertaking
+    from penstock.cluster.gates.gate_model import PreflightRequest
 
-    doing = Undertaking(
+    doing = PreflightRequest(
         environment=asked.request.environment,
         uri=words.data,
         reopen=data_at(words.data, words.option, rank=comm.rank, is_traced=False),

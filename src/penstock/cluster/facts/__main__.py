@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from socket import gethostname
 
-from penstock.cluster.facts.frame import framed
-from penstock.cluster.facts.reading import read_report
+from penstock.cluster.facts.host_facts import frame_document
+from penstock.cluster.facts.read_host import read_report
 from penstock.environment import process_environment
 
 if __name__ == "__main__":
     report = read_report(gethostname(), process_environment())
-    sys.stdout.write(framed(report.model_dump_json()))
+    sys.stdout.write(frame_document(report.model_dump_json()))

@@ -23,7 +23,7 @@ from penstock.dataset.formats.format_protocol import (
 )
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 
 if TYPE_CHECKING:
     from penstock.storage import ObjectInfo, Source, Storage

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Final
 
 from penstock.results.history.entries import Began, Entry, Moved, format_entry, parse_entry
-from penstock.storage.files.calls import explaining
 from penstock.storage.files.durable import sync_folder, sync_open_file
+from penstock.storage.files.system_calls import translate_os_errors
 
 FOLDER: Final = ".penstock"
 FILE: Final = "history.jsonl"
@@ -82,7 +82,7 @@ class HistoryFile:
 
     def read(self) -> Lines:
         """All entries; an absent file is an empty history."""
-        with explaining("Reading the history of runs", str(self.path)):
+        with translate_os_errors("Reading the history of runs", str(self.path)):
             try:
                 content = self.path.read_bytes()
             except FileNotFoundError:
@@ -91,7 +91,7 @@ class HistoryFile:
 
     @contextmanager
     def _appending(self) -> Iterator[Callable[[Entry], None]]:
-        with explaining("Writing the history of runs", str(self.path)):
+        with translate_os_errors("Writing the history of runs", str(self.path)):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             is_new = not self.path.exists()
             descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -20,7 +20,7 @@ from penstock.results.history.file import HistoryFile
 from penstock.results.layout import RUN_FILE, is_run, resolve_run, run_folders
 from penstock.results.overview import view_run
 from penstock.results.provenance import is_alive
-from penstock.storage.files.calls import explaining
+from penstock.storage.files.system_calls import translate_os_errors
 
 if TYPE_CHECKING:
     from penstock.results.overview import RunView
@@ -168,7 +168,7 @@ def subfolders(folder: Path) -> list[Path]:
     """The folders right below, by name; none where there is no such folder."""
     if not folder.is_dir():
         return []
-    with explaining("Listing the runs", str(folder)):
+    with translate_os_errors("Listing the runs", str(folder)):
         return sorted(each for each in folder.iterdir() if each.is_dir())
 
 

@@ -17,8 +17,8 @@ from penstock.errors import UsageError
 from penstock.results.history.entries import Moved
 from penstock.results.history.file import HistoryFile
 from penstock.results.history.kept import subfolders
-from penstock.storage.files.calls import explaining
 from penstock.storage.files.durable import rename_durably
+from penstock.storage.files.system_calls import translate_os_errors
 
 if TYPE_CHECKING:
     from penstock.results.history.kept import KeptRun
@@ -36,7 +36,7 @@ def remove(parent: Path, runs: Sequence[KeptRun], now: datetime) -> str:
     history = HistoryFile(parent)
     batch = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     place = history.trash / batch
-    with explaining("Removing runs", str(place)):
+    with translate_os_errors("Removing runs", str(place)):
         place.mkdir(parents=True)
         for run in runs:
             _move(run, place / run.folder)
@@ -54,7 +54,7 @@ def restore(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
                 fix=f"Move it away first; the removed one stays in the trash, batch {run.batch}.",
             )
     history = HistoryFile(parent)
-    with explaining("Restoring runs", str(parent)):
+    with translate_os_errors("Restoring runs", str(parent)):
         for run in runs:
             _move(run, parent / run.folder)
             history.append(
@@ -66,7 +66,7 @@ def restore(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
 def delete(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
     """Delete folders in the trash for good; a kill on the way leaves the rest there."""
     history = HistoryFile(parent)
-    with explaining("Emptying the trash", str(history.trash)):
+    with translate_os_errors("Emptying the trash", str(history.trash)):
         for run in runs:
             assert run.path is not None
             shutil.rmtree(run.path)

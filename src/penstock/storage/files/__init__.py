@@ -1,1 +1,1 @@
-"""How files are written, read, found and named: the parts of `penstock.storage.posix`."""
+"""How files are written, read, found and named: the parts of `penstock.storage.files.file_storage`."""

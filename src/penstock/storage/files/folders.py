@@ -1,25 +1,28 @@
-"""Folders below one root: verified to lie inside it, created durably on demand, walked as a stream.
+"""The folders below one root: verified to lie inside it, created durably on demand, walked, renamed, removed.
 
-Every key becomes a path here. Invariant: no path that comes out leads, through symbolic links, to a
-place outside the root as the tree stands when its folder is first used; verified folders are remembered.
+Every key becomes a path here. Invariant: no path that comes out leads, through symbolic links, to a place
+outside the root as the tree stands when its folder is first used; verified folders are remembered.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from penstock.errors import AccessRefused, ObjectNotFound
-from penstock.storage.files.calls import FileCalls, clash_failure, explaining
+from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound, StorageError, Unavailable
+from penstock.storage.capabilities import FolderEntry
+from penstock.storage.files.system_calls import FileCalls, map_name_clash, map_os_error, translate_os_errors
+from penstock.storage.uri import check_key, check_prefix
 
 NUM_REMEMBERED = 4096
 """Folders whose check is not repeated; beyond it the longest known is forgotten."""
 
 
-class Folders:
+class VerifiedFolders:
     """The folders of one storage. `keep_names` makes every new folder's name survive a power cut."""
 
     def __init__(self, root: str, scheme: str, calls: FileCalls, *, keep_names: bool) -> None:
@@ -75,7 +78,7 @@ class Folders:
 
     def require_root(self) -> None:
         """Raise unless the root is there: a mistyped path should not look like an empty storage."""
-        with explaining("Looking for the root folder", self.uri_of(self.root)):
+        with translate_os_errors("Looking for the root folder", self.uri_of(self.root)):
             facts = os.stat(self.root)
         if not stat.S_ISDIR(facts.st_mode):
             raise ObjectNotFound(
@@ -86,7 +89,7 @@ class Folders:
 
     def resolve(self, path: str) -> str:
         """Where `path` ends once all links are followed, if that is inside the root, too."""
-        with explaining("Following the path", self.uri_of(path)):
+        with translate_os_errors("Following the path", self.uri_of(path)):
             real = os.path.realpath(path, strict=True)
             real_root = os.path.realpath(self.root, strict=True)
         if real != real_root and not real.startswith(real_root.rstrip("/") + "/"):
@@ -128,7 +131,7 @@ class Folders:
             self.sync_folder(os.path.dirname(folder))
 
     def _sync(self, path: str, flags: int) -> None:
-        with explaining("Making it durable", self.uri_of(path)), ExitStack() as exits:
+        with translate_os_errors("Making it durable", self.uri_of(path)), ExitStack() as exits:
             descriptor = self._calls.open(path, os.O_RDONLY | flags, 0)
             exits.callback(self._calls.close, descriptor)
             self._calls.fsync(descriptor)
@@ -139,7 +142,7 @@ class Folders:
         except FileExistsError:
             return
         except OSError as error:
-            raise clash_failure(error, self.uri_of(path)) from error
+            raise map_name_clash(error, self.uri_of(path)) from error
 
 
 def _listing(calls: FileCalls, path: str) -> list[os._ScandirIterator[str]]:
@@ -169,3 +172,131 @@ class _Remembered:
     def clear(self) -> None:
         with self._lock:
             self._paths.clear()
+
+
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class FileFolderTree:
+    """The folders below one root; see `penstock.storage.capabilities.FolderTree`."""
+
+    def __init__(self, folders: VerifiedFolders, calls: FileCalls) -> None:
+        self._folders = folders
+        self._calls = calls
+
+    def make(self, folder: str) -> None:
+        """Make a new folder and what is missing above it."""
+        path = self._path(folder, make_parent=True)
+        try:
+            self._calls.mkdir(path)
+        except OSError as error:
+            raise self._refusal(error, "Making a folder", path) from error
+        self._folders.sync_folder(os.path.dirname(path))
+
+    def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
+        """What lies directly in a folder; what vanishes meanwhile is left out."""
+        try:
+            path = self._folders.existing(check_prefix(folder, self._folders.uri_of(self._folders.root)))
+            with translate_os_errors("Listing", self._folders.uri_of(path)):
+                listing = self._calls.scandir(path)
+        except ObjectNotFound:
+            return
+        with listing, translate_os_errors("Listing", self._folders.uri_of(path)):
+            for found in listing:
+                if not found.name.startswith(prefix):
+                    continue
+                try:
+                    facts = found.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                yield FolderEntry(
+                    name=found.name,
+                    is_folder=stat.S_ISDIR(facts.st_mode),
+                    is_plain=stat.S_ISREG(facts.st_mode),
+                    size_bytes=facts.st_size,
+                    modified_s=facts.st_mtime,
+                )
+
+    def move(self, folder: str, to: str) -> None:
+        """Rename a folder; rename(2) itself refuses to replace one that is not empty."""
+        old, new = self._path(folder), self._path(to, make_parent=True)
+        try:
+            self._calls.rename(old, new)
+        except OSError as error:
+            raise self._refusal(error, "Renaming", new) from error
+        self._folders.forget()
+
+    def exchange(self, one: str, other: str) -> None:
+        """Let two folders change names in one step."""
+        paths = self._path(one), self._path(other)
+        try:
+            self._calls.exchange(*paths)
+        except OSError as error:
+            if error.errno in _CANNOT_EXCHANGE:
+                raise Unavailable(
+                    "This file system cannot exchange two folders in one step",
+                    where=self._folders.uri_of(paths[1]),
+                    fix="Keep checkpoints on a local or a parallel file system that can.",
+                ) from error
+            raise self._refusal(error, "Exchanging folders", paths[1]) from error
+        self._folders.forget()
+
+    def sync(self, folder: str = "") -> None:
+        """Make the names directly in a folder survive a power cut."""
+        self._folders.sync_folder(
+            self._folders.existing(check_prefix(folder, self._folders.uri_of(self._folders.root)))
+        )
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder and all in it."""
+        try:
+            path = self._path(name)
+        except ObjectNotFound:
+            return
+        with translate_os_errors("Removing", self._folders.uri_of(path)):
+            try:
+                facts = self._calls.lstat(path)
+            except FileNotFoundError:
+                return
+            if stat.S_ISDIR(facts.st_mode):
+                self._remove_below(path)
+                self._folders.forget()
+            else:
+                self._unlink(path)
+
+    def _path(self, key: str, *, make_parent: bool = False) -> str:
+        parent, _, name = check_key(key, self._folders.uri_of(self._folders.root)).rpartition("/")
+        above = self._folders.ready(parent) if make_parent else self._folders.existing(parent)
+        return os.path.join(above, name)
+
+    def _remove_below(self, path: str) -> None:
+        """Everything below, then the folder: one level of names is held in memory for each level of depth."""
+        try:
+            with self._calls.scandir(path) as listing:
+                found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in listing]
+        except FileNotFoundError:
+            return
+        for below, is_folder in found:
+            if is_folder:
+                self._remove_below(below)
+            else:
+                self._unlink(below)
+        try:
+            self._calls.rmdir(path)
+        except FileNotFoundError:
+            return
+
+    def _unlink(self, path: str) -> None:
+        try:
+            self._calls.unlink(path)
+        except FileNotFoundError:
+            return
+
+    def _refusal(self, error: OSError, doing: str, path: str) -> StorageError:
+        uri = self._folders.uri_of(path)
+        if error.errno in _TAKEN:
+            return AlreadyThere(
+                f"{doing} failed: the name is taken", uri=uri, fix="Choose another name.", errno=error.errno
+            )
+        return map_os_error(error, doing, uri)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from penstock.storage.objects.settings import ObjectOptions, resolve
-from penstock.storage.objects.store import ObjectStorage
+from penstock.storage.objects.client_settings import ObjectOptions, resolve_location
+from penstock.storage.objects.object_storage import ObjectStorage
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
@@ -20,4 +20,4 @@ def open_objects(location: Location, environment: Environment, rank: int) -> Obj
     `Unavailable` without an endpoint, credentials or the client's library; `rank` decides whose turn it is
     among several endpoints.
     """
-    return ObjectStorage(resolve(location, environment), rank)
+    return ObjectStorage(resolve_location(location, environment), rank)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Protocol, cast, runtime_checkable
 
 from penstock.errors import Unavailable
-from penstock.storage.objects.settings import ClientName, ClientSettings
+from penstock.storage.objects.client_settings import ClientName, ClientSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class ObjectClient(Protocol):
 
 
 @runtime_checkable
-class SupportsParts(Protocol):
+class SupportsPartUpload(Protocol):
     """A client that shows parts: each is sent, retried and acknowledged alone, on any endpoint."""
 
     def begin_upload(self, key: str) -> str:
@@ -69,7 +69,7 @@ class SupportsParts(Protocol):
 
 
 @runtime_checkable
-class SupportsStream(Protocol):
+class SupportsStreamUpload(Protocol):
     """A client that takes a whole stream of parts and tells only at the end."""
 
     stream_retries: bool
@@ -85,7 +85,7 @@ class SupportsStream(Protocol):
 
 
 @runtime_checkable
-class SupportsConditions(Protocol):
+class SupportsConditionalPut(Protocol):
     """A client that can put on a condition, which the service itself judges."""
 
     has_conditions: bool

@@ -28,7 +28,7 @@ from urllib3.exceptions import (
 )
 
 from penstock.storage.objects.client import RemoteObject
-from penstock.storage.objects.refusals import Kind, RequestFailed
+from penstock.storage.objects.errors_map import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
     import http.client
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from minio.credentials.credentials import Credentials
     from minio.datatypes import Object
 
-    from penstock.storage.objects.settings import ClientSettings
+    from penstock.storage.objects.client_settings import ClientSettings
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
 
@@ -215,7 +215,7 @@ def _translated() -> Iterator[None]:
 _UNREACHED = (NewConnectionError, NameResolutionError, ConnectTimeoutError, SSLError, ConnectionRefusedError)
 
 
-def _kind(error: Exception) -> Kind:
+def _kind(error: Exception) -> FailureKind:
     if isinstance(error, ReadTimeoutError | TimeoutError):
         return "timeout"
     return "connect" if isinstance(error, _UNREACHED) else "reset"

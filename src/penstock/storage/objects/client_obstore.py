@@ -22,13 +22,13 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from penstock.errors import Unavailable
 from penstock.storage.objects.client import RemoteObject
-from penstock.storage.objects.refusals import Kind, RequestFailed
+from penstock.storage.objects.errors_map import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ClientConfig, RetryConfig
 
-    from penstock.storage.objects.settings import ClientSettings
+    from penstock.storage.objects.client_settings import ClientSettings
 
 _STATUS = re.compile(r"status: (\d{3})|status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -231,7 +231,7 @@ def read_failure(text: str) -> RequestFailed:
     )
 
 
-def _kind(text: str) -> Kind:
+def _kind(text: str) -> FailureKind:
     if "TimedOut" in text or "kind: Timeout" in text:
         return "timeout"
     if "kind: Connect" in text or "dns error" in text:

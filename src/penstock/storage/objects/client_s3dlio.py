@@ -21,14 +21,14 @@ import s3dlio  # type: ignore[import-untyped] # it ships neither stubs nor annot
 
 from penstock.errors import UsageError
 from penstock.storage.objects.client import ObjectClient, RemoteObject
+from penstock.storage.objects.client_env import ProcessWideSettings, export_credentials
 from penstock.storage.objects.client_obstore import ObstoreClient
-from penstock.storage.objects.process import ToldOnce, export_credentials
-from penstock.storage.objects.refusals import Kind, RequestFailed
+from penstock.storage.objects.errors_map import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
-    from penstock.storage.objects.settings import ClientSettings
+    from penstock.storage.objects.client_settings import ClientSettings
 
-_LIBRARY = ToldOnce("s3dlio")  # the library's state is the process's, and so is what we know of it
+_LIBRARY = ProcessWideSettings("s3dlio")  # the library's state is the process's, and so is what we know of it
 _SECRETS = frozenset({"AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"})
 _STATUS = re.compile(r"(?:HTTP|status) (\d{3})\b")
 _CODE = re.compile(r"service error: (?:unhandled error )?\(?(\w+)")
@@ -168,7 +168,7 @@ def read_failure(text: str) -> RequestFailed:
     return RequestFailed(_kind(text), text)
 
 
-def _kind(text: str) -> Kind:
+def _kind(text: str) -> FailureKind:
     if "Connect)" in text or "dns error" in text:
         return "connect"
     if "timed out" in text or "timeout" in text:

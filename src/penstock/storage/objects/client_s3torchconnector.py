@@ -18,11 +18,11 @@ from s3torchconnectorclient._mountpoint_s3_client import HeadObjectResult, Mount
 
 from penstock.errors import UsageError
 from penstock.storage.objects.client import RemoteObject
-from penstock.storage.objects.process import export_credentials
-from penstock.storage.objects.refusals import Kind, RequestFailed
+from penstock.storage.objects.client_env import export_credentials
+from penstock.storage.objects.errors_map import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
-    from penstock.storage.objects.settings import ClientSettings
+    from penstock.storage.objects.client_settings import ClientSettings
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ def read_failure(text: str) -> RequestFailed:
     return RequestFailed(_kind(text), text)
 
 
-def _kind(text: str) -> Kind:
+def _kind(text: str) -> FailureKind:
     if "CONNECTION_REFUSED" in text or "DNS" in text or "CONNECT_TIMEOUT" in text:
         return "connect"
     return "timeout" if "TIMEOUT" in text else "reset"

@@ -1,7 +1,8 @@
-"""Attempts: every request goes through `Requests.call`, which picks endpoints, retries, counts and explains.
+"""Retries: `RetryingRequests.call` picks an endpoint, sends, counts, backs off, and maps the last error.
 
-Endpoints take turns, each rank beginning with another; a retry moves on to the next. Invariant: a request
-is sent at most `attempts` times, and every attempt is in the counters.
+Every request of a storage goes through it. Endpoints take turns, each rank beginning with another one; a
+retry moves on to the next. Invariant: a request is sent at most `attempts` times, and every attempt is in the
+counters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.storage.objects.refusals import Asked, RequestFailed, explain
+from penstock.storage.objects.errors_map import RequestContext, RequestFailed, map_request_error
 
 if TYPE_CHECKING:
     from penstock.storage.counters import Counters
@@ -35,7 +36,7 @@ class Endpoint:
     client: ObjectClient
 
 
-class Requests:
+class RetryingRequests:
     """All requests of one storage. Threads share it."""
 
     def __init__(
@@ -75,15 +76,15 @@ class Requests:
             try:
                 return action(endpoint.client)
             except RequestFailed as failure:
-                asked = Asked(verb, uri, self._bucket, endpoint.url, wanted_bytes, attempt)
+                asked = RequestContext(verb, uri, self._bucket, endpoint.url, wanted_bytes, attempt)
                 self.wait_for_retry(failure, asked)
         raise AssertionError
 
-    def wait_for_retry(self, failure: RequestFailed, asked: Asked) -> None:
+    def wait_for_retry(self, failure: RequestFailed, asked: RequestContext) -> None:
         """Count a failed attempt and wait for the next; raise its explanation if there is to be none."""
         self._counters.add(errors=0 if failure.is_missing else 1, retries=failure.hidden_retries)
         if asked.attempts >= self._attempts or not failure.is_transient:
-            raise explain(failure, asked) from failure
+            raise map_request_error(failure, asked) from failure
         logger.info("%s %s: attempt %d failed: %s", asked.verb, asked.uri, asked.attempts, failure)
         self._counters.add(retries=1)
         self._sleep(self.backoff_before(asked.attempts + 1))

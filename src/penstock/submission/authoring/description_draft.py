@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 if TYPE_CHECKING:
-    from penstock.cluster.facts.model import ClusterFacts, Drive, HostReport, Nic
+    from penstock.cluster.facts.host_facts import ClusterFacts, Drive, HostReport, Nic
 
 _GIB: Final = 2**30
 _GB: Final = 10**9

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import DataDamaged, UsageError
 from penstock.results.durable import write_text
-from penstock.storage.files.calls import explaining
-from penstock.storage.files.sink import is_unfinished
+from penstock.storage.files.file_sink import is_unfinished
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.submission.tree_layout import SENTINEL
 from penstock.workload.strict_yaml import parse_yaml
 
@@ -106,7 +106,7 @@ def _read(root: Path) -> _Sentinel | None:
 
 
 def _require_empty(root: Path) -> None:
-    with explaining("Looking for what is there", str(root)):
+    with translate_os_errors("Looking for what is there", str(root)):
         names = sorted(path.name for path in root.iterdir()) if root.exists() else []
     # Whoever claims it at the same time is judged by the link, not by what is on its way there.
     found = [name for name in names if SENTINEL not in name and not is_unfinished(name)]
@@ -129,7 +129,7 @@ def _put(root: Path, organisation: str, *, now: datetime, by: str) -> bool:
     )
     draft = f".{SENTINEL}-{secrets.token_hex(4)}"
     write_text(root, draft, yaml.safe_dump(document.model_dump(), sort_keys=False))
-    with explaining("Claiming the folder", str(root)):
+    with translate_os_errors("Claiming the folder", str(root)):
         try:
             (root / SENTINEL).hardlink_to(root / draft)
         except FileExistsError:

@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from penstock.results.history.file import HistoryFile
-from penstock.storage.files.calls import explaining
 from penstock.storage.files.durable import rename_durably, sync_folder
+from penstock.storage.files.system_calls import translate_os_errors
 from penstock.submission.authoring.ownership import OwnedTree, require_plain_name
 from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase, log_names, metadata_name
 
@@ -104,7 +104,7 @@ def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) ->
 
 def _made(draft: Path) -> bool:
     """Whether this call made the folder; an attempt of the same second may have it."""
-    with explaining("Making the folder of a leaf", str(draft)):
+    with translate_os_errors("Making the folder of a leaf", str(draft)):
         draft.parent.mkdir(parents=True, exist_ok=True)
         try:
             draft.mkdir()
@@ -116,7 +116,7 @@ def _made(draft: Path) -> bool:
 def publish(address: ResultDirAddress) -> Path:
     """Give a draft its name in the tree; after a power cut it has either name, and all its files."""
     folder = address.folder
-    with explaining("Publishing a leaf", str(folder)):
+    with translate_os_errors("Publishing a leaf", str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         sync_folder(address.draft)
         rename_durably(address.draft, folder)
@@ -128,7 +128,7 @@ def publish(address: ResultDirAddress) -> Path:
 def set_aside(claim: OwnedTree, folder: Path) -> Path:
     """Move a folder of the tree to the trash, where it can be taken back from by hand."""
     target = claim.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(claim.root)
-    with explaining("Moving a leaf to the trash", str(folder)):
+    with translate_os_errors("Moving a leaf to the trash", str(folder)):
         target.parent.mkdir(parents=True)
         rename_durably(folder, target)
     return target

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from penstock.environment import TRACE, TRACE_RANK
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
 from penstock.trace.capture.trace_writer import Kind, Layer
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
-    from penstock.storage.base import ObjectInfo, Release, Sink, Source, Storage
+    from penstock.storage.protocol import ObjectInfo, Release, Sink, Source, Storage
 
 FILES: Final = "POSIX"
 OBJECTS: Final = "OBJECT"
@@ -70,7 +70,7 @@ class TracedStorage(WrappedStorage):
 
     def past_cache(self) -> Storage:
         """The same tree past the page cache, traced alike: a traced run takes the way that any run takes."""
-        return TracedStorage(for_large_files(self.inside), self._recorder)
+        return TracedStorage(prefer_direct_access(self.inside), self._recorder)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """The objects inside; traced when the last one came."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.environment import TRACE, TRACE_RANK
 from penstock.storage import open_storage
-from penstock.storage.limited import Limited
+from penstock.storage.rate_limit import RateLimitedStorage
 from penstock.trace import span, tracing_to
 from penstock.trace.capture.recorder import get_recorder
 from penstock.trace.capture.traced_storage import trace_storage
@@ -61,7 +61,7 @@ class Stage:
         storage = open_storage(str(self.root(row, level) / folder), self.environment)
         limit = self.request.slow_bytes_per_s
         if level is Level.SLOW and limit is not None:
-            storage = Limited(storage, limit / size)
+            storage = RateLimitedStorage(storage, limit / size)
         traces = trace_folder(self.request.out, row.name)
         return trace_storage(storage, {TRACE: str(traces), TRACE_RANK: f"{self.comm.rank}/{size}"})
 

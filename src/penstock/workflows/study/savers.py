@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from penstock.checkpoint import Flush, Manager
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 from penstock.workflows.study.configurations import Level
 from penstock.workflows.study.request import KEPT, Saving
 
@@ -45,7 +45,7 @@ class FileSaver:
     """Each rank writes its files, durable, into a folder a checkpoint; nobody commits them."""
 
     def __init__(self, storage: Storage, root: Path, trainer: Trainer) -> None:
-        self._storage = for_large_files(storage)
+        self._storage = prefer_direct_access(storage)
         self._root = root
         self._trainer = trainer
         self._crew = ThreadPoolExecutor(WRITERS, thread_name_prefix="study-files")

@@ -18,7 +18,7 @@ from penstock.errors import ObjectNotFound
 from penstock.results.dlio.folder import log_line, write_log
 from penstock.results.durable import write_json
 from penstock.results.record import read_record
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.object_io import read_object, write_object
 from penstock.submission.authoring.run_metadata import DatasetSize, RunFacts
 from penstock.submission.authoring.write_result_dir import (
     probe_fs_separation,

@@ -18,7 +18,7 @@ from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, aske
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.pipe.base import PipeSettings
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.progress import Silent
 from penstock.results.layout import run_folders

@@ -20,7 +20,7 @@ from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, aske
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.pipe.base import PipeSettings
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
 from penstock.progress import Silent
@@ -29,11 +29,11 @@ from penstock.results.layout import run_folders
 from penstock.results.record import Outcome, read_record
 from penstock.results.tables import read_events
 from penstock.storage import open_storage
-from penstock.storage.files.buffered import BufferedAccess
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.posix import FileOptions, PosixStorage
+from penstock.storage.files.access import BufferedAccess
+from penstock.storage.files.file_storage import FileOptions, FileStorage
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import exists, read_object, write_object
 from penstock.storage.uri import Location
-from penstock.storage.whole import exists, read_object, write_object
 from penstock.storage.wrapping import WrappedSink, WrappedStorage
 from penstock.testing.faults import FailAtCall, Full, Late
 from penstock.testing.file_faults import FailFileCall, faulty_calls
@@ -283,7 +283,7 @@ def test_a_full_disk_ends_the_run_names_the_file_and_keeps_whole_checkpoints(tmp
     """Eighteen writes a checkpoint, and one for the marker: the disk fills up in the second one."""
     calls = faulty_calls(FailFileCall.and_all_after("pwrite", 24, errno.ENOSPC))
     location = Location("file", str(tmp_path / "ckpt"))
-    storage = PosixStorage(location, FileOptions(fsync=False), BufferedAccess(), calls=calls)
+    storage = FileStorage(location, FileOptions(fsync=False), BufferedAccess(), calls=calls)
     ground = Ground(lambda: storage, tmp_path / "runs")
     with pytest.raises(RankFailed, match=r"ckpt/global_epoch1_step2/zero_pp_rank_0_mp_rank_0_.*_states\.pt"):
         ground.run(writes=3, reads=3)

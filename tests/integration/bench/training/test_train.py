@@ -20,7 +20,7 @@ from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_files import checked_places, open_files, validate
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, Recipe
 from penstock.dataset.generate import generate
@@ -31,7 +31,7 @@ from penstock.results.layout import run_folders
 from penstock.results.record import Outcome, read_record
 from penstock.results.tables import read_events
 from penstock.storage import open_storage
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
 from penstock.workload.choices import DataFormat, Shuffle
 from penstock.workload.duration import Duration

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.errors import UsageError
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 
 pytest.importorskip("torch")
 

@@ -19,7 +19,7 @@ from penstock.testing.child_processes import Located
 from penstock.testing.crash import Program, sweep
 
 if TYPE_CHECKING:
-    from penstock.storage.files.calls import FileCalls
+    from penstock.storage.files.system_calls import FileCalls
 
 
 def manager_of(rank: int, root: Path, size: int, cache: Any) -> Manager:

@@ -24,7 +24,7 @@ from penstock.checkpoint.levels.flush.journal import JournalReader, Standing, pa
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.verify import verify
 from penstock.errors import OutOfSpace
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.registry import open_here
 from penstock.storage.residency import count_by_mincore
 from penstock.storage.wrapping import WrappedStorage
@@ -32,7 +32,7 @@ from penstock.storage.wrapping import WrappedStorage
 if TYPE_CHECKING:
     from penstock.checkpoint.levels.flush.flusher import FlushState
     from penstock.storage import Storage
-    from penstock.storage.base import Sink
+    from penstock.storage.protocol import Sink
 
 NUM_ITEMS = 40_000
 
@@ -53,7 +53,7 @@ class Watched(WrappedStorage):
         return super().create(key, size_bytes)
 
     def past_cache(self) -> Watched:
-        return Watched(for_large_files(open_here(self.uri)), self._created, self._refused)
+        return Watched(prefer_direct_access(open_here(self.uri)), self._created, self._refused)
 
 
 class Opener:
@@ -342,7 +342,7 @@ def resident_pages(path: Path) -> int:
 
 
 def test_reading_the_cache_leaves_the_page_cache_as_it_was(tmp_path: Path) -> None:
-    if "direct" not in for_large_files(open_here(str(tmp_path))).uri:
+    if "direct" not in prefer_direct_access(open_here(str(tmp_path))).uri:
         pytest.skip("this file system has no O_DIRECT")
     save_cached(tmp_path, 1)
     files = list((tmp_path / "cache/step-1").glob("*.distcp"))

@@ -12,7 +12,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from penstock.checkpoint.levels.options import Flush, Xor
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import ObjectNotFound
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 
 RANKS = 4
 

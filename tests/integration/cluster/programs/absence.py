@@ -6,13 +6,13 @@ import os
 import sys
 import time
 
-from penstock.cluster.join import join
+from penstock.cluster.supervision.rank_process import join_ranks
 from penstock.environment import process_environment
 from penstock.testing.comm_contract import check_absence
 
 LIMIT_S = 0.5
 
-comm = join(process_environment())
+comm = join_ranks(process_environment())
 comm.barrier(awaiting="all ranks to start", timeout_s=60.0)
 check_absence(comm, limit_s=LIMIT_S)
 if comm.rank == 0:

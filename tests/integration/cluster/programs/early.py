@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from penstock.cluster.join import joined_job
+from penstock.cluster.supervision.rank_process import join_job
 from penstock.environment import process_environment
 
 sys.stdout.write("before\n")
-with joined_job(process_environment()) as comm:
+with join_job(process_environment()) as comm:
     comm.barrier(awaiting="all ranks to start", timeout_s=60.0)
     sys.stdout.write("after\n")

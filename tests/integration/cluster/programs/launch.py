@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-from penstock.cluster.launch import LaunchRequest, plan_launch
-from penstock.cluster.supervise import run_ranks
+from penstock.cluster.launcher_command import LaunchRequest, plan_launch
+from penstock.cluster.supervision.job_launch import launch_job
 from penstock.environment import process_environment
 from penstock.errors import PenstockError
 
@@ -18,7 +18,7 @@ def main() -> int:
     request = LaunchRequest(**json.loads(options))
     argv = (sys.executable, str(Path(__file__).with_name(program)), *arguments)
     try:
-        return run_ranks(plan_launch(request, argv, environment), start_timeout_s=60.0)
+        return launch_job(plan_launch(request, argv, environment), start_timeout_s=60.0)
     except PenstockError as error:
         notes = getattr(error, "__notes__", []) if "PENSTOCK_SHOW_NOTES" in environment else []
         sys.stderr.write("\n".join([str(error), *notes]) + "\n")

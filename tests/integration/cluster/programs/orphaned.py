@@ -8,8 +8,8 @@ import socket
 import sys
 import time
 
-from penstock.cluster.guard import Guard, Post, _go_on_as
-from penstock.cluster.wire import Failed, Wire
+from penstock.cluster.supervision.control_protocol import Failed, MessageChannel
+from penstock.cluster.supervision.supervisor import Supervisor, SupervisorConfig, _go_on_as
 
 
 def _forked(seconds: float) -> int:
@@ -36,8 +36,8 @@ def main() -> None:
     os.dup2(broken, sys.stderr.fileno())
     ours, theirs = socket.socketpair()
     theirs.close()
-    post = Post(rank=2, host="here", announce=_say)
-    _go_on_as(lambda: Guard(post, Wire(ours), rank=rank, elders={dead: "its launcher"}).run())
+    post = SupervisorConfig(rank=2, host="here", announce=_say)
+    _go_on_as(lambda: Supervisor(post, MessageChannel(ours), rank=rank, elders={dead: "its launcher"}).run())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cluster.collectives import all_gather_results
-from penstock.cluster.join import joined_job
+from penstock.cluster.supervision.rank_process import join_job
 from penstock.environment import process_environment
 from penstock.errors import Unavailable, UsageError
 
@@ -164,7 +164,7 @@ def others_wait(comm: Comm, scene: str, directory: Path) -> None:
 
 def main() -> None:
     directory, scene, others, actor = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
-    with joined_job(process_environment()) as comm:
+    with join_job(process_environment()) as comm:
         if comm.rank == 0:
             sys.stdout.write(f'{{"size": {comm.size}, "host": "{comm.host}"}}\n')
         else:

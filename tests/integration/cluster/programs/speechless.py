@@ -8,18 +8,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cluster.join import joined_job
+from penstock.cluster.supervision.rank_process import join_job
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
-    from penstock.cluster.wire import Failed
+    from penstock.cluster.supervision.control_protocol import Failed
 
 
 def refuse(_failure: Failed) -> None:
     raise ConnectionError("nobody listens")
 
 
-with joined_job(process_environment(), announce=refuse):
+with join_job(process_environment(), announce=refuse):
     child = subprocess.Popen(["sleep", "60"])
     directory = Path(sys.argv[1])
     (directory / "0.rank").write_text(str(os.getpid()))

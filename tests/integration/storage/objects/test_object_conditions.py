@@ -9,10 +9,10 @@ import pytest
 from tests.support.s3.fault_plan import Fault
 
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.capabilities import require_conditional_writes
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import read_object
 from penstock.storage.objects import ObjectStorage
-from penstock.storage.powers import conditional
-from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
     from tests.support.s3.fake_server import FakeServer
@@ -34,7 +34,7 @@ def storage(request: pytest.FixtureRequest, corner: OpenCorner) -> Storage:
 
 
 def test_only_the_first_of_two_writers_makes_an_object(storage: Storage) -> None:
-    writer = conditional(storage)
+    writer = require_conditional_writes(storage)
     info = writer.write_if("key", b"first", replaces=None)
     assert (info.key, info.size_bytes) == ("key", 5)
     assert info.checksum == storage.stat("key").checksum
@@ -44,7 +44,7 @@ def test_only_the_first_of_two_writers_makes_an_object(storage: Storage) -> None
 
 
 def test_an_object_is_replaced_only_as_it_was_when_it_was_read(storage: Storage) -> None:
-    writer = conditional(storage)
+    writer = require_conditional_writes(storage)
     first = writer.write_if("key", b"first", replaces=None).checksum
     second = writer.write_if("key", b"second", replaces=first).checksum
     for stale in (first, ABSENT_TAG):
@@ -72,4 +72,4 @@ def test_a_refusal_is_no_lost_race(faulty: Callable[..., FakeServer], corner: Op
     server = faulty(Fault(action="refuse", operation="PutObject", status=403, code="AccessDenied"))
     storage = corner(server.as_server(), "obstore")
     with pytest.raises(AccessRefused):
-        conditional(storage).write_if("key", b"x", replaces=None)
+        require_conditional_writes(storage).write_if("key", b"x", replaces=None)

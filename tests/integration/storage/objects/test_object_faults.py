@@ -18,12 +18,12 @@ from tests.support.s3.server import S3Server
 
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, StorageError, StorageTimeout
 from penstock.storage import Storage
-from penstock.storage.whole import exists, read_object, write_object
+from penstock.storage.object_io import exists, read_object, write_object
 from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes, submit_pieces
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
-    from penstock.storage.base import Sink
+    from penstock.storage.protocol import Sink
 
 OpenCorner = Callable[..., Storage]
 StartFaulty = Callable[..., FakeServer]
@@ -239,8 +239,8 @@ def test_an_upload_that_stalls_is_a_timeout(client: str, faulty: StartFaulty, co
 def test_an_upload_without_a_timeout_of_its_own_is_given_up(
     faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.objects.store.STALL_GRACE_S", -19.0)
-    monkeypatch.setattr("penstock.storage.objects.upload.LET_GO_LIMIT_S", 0.5)
+    monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -19.0)
+    monkeypatch.setattr("penstock.storage.objects.multipart_upload.LET_GO_LIMIT_S", 0.5)
     server = faulty(Fault(action="stall", operation="UploadPart", seconds=12, times=ALWAYS))
     storage = corner(server.as_server(), "s3torchconnector", attempts="1", request_timeout_s="500ms")
     ledger = ReleaseLedger()
@@ -385,7 +385,7 @@ def test_a_failed_part_is_known_at_the_next_one(faulty: StartFaulty, corner: Ope
 def test_an_upload_that_moves_slowly_is_not_given_up(
     client: str, faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.objects.store.STALL_GRACE_S", -39.5)
+    monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -39.5)
     server = faulty(
         Fault(action="delay", operation="UploadPart", seconds=0.3, times=ALWAYS),
         Fault(action="delay", operation="CompleteMultipartUpload", seconds=0.4),
@@ -398,7 +398,7 @@ def test_an_upload_that_moves_slowly_is_not_given_up(
 def test_a_pool_whose_parts_never_end_is_a_timeout(
     faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.objects.store.STALL_GRACE_S", -39.9)
+    monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -39.9)
     server = faulty(Fault(action="delay", operation="UploadPart", seconds=1.0, times=ALWAYS))
     storage = corner(server.as_server(), "minio", attempts="1", request_timeout_s="20s", parts_in_flight="1")
     with pytest.raises(StorageTimeout, match="Nothing of the upload moved"):

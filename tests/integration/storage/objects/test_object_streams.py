@@ -18,7 +18,7 @@ from tests.support.s3.server import BUCKET
 
 from penstock.errors import StorageError
 from penstock.storage import Storage, open_storage
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.object_io import read_object, write_object
 from penstock.testing.storage_contract import arbitrary_bytes, assert_same_bytes
 
 OpenCorner = Callable[..., Storage]
@@ -189,7 +189,7 @@ def test_virtual_hosts_are_used_when_paths_are_not(faulty: StartFaulty) -> None:
 def test_an_object_that_outgrows_its_parts_is_refused_with_advice(
     faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.storage.objects.sink.MAX_PARTS", 2)
+    monkeypatch.setattr("penstock.storage.objects.object_sink.MAX_PARTS", 2)
     server = faulty()
     sink = corner(server.as_server(), "obstore").create("endless")
     sink.submit(memoryview(bytes(2 * PART)))

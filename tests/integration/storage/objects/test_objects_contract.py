@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.support.s3.fake_server import FakeServer
     from tests.support.s3.server import S3Server
 
-    from penstock.storage.base import OptionValue
+    from penstock.storage.protocol import OptionValue
 
 OpenCorner = Callable[..., Storage]
 

@@ -20,15 +20,15 @@ from penstock.bench.loader.sample_decoder import SAMPLED, ContentCheck, FormatDe
 from penstock.bench.training.batch_requests import Batches, Handling
 from penstock.bench.training.sample_sharding import RankEpoch, training_deal
 from penstock.bench.training.training_files import TrainingFiles, open_files
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, Recipe
 from penstock.dataset.generate import generate
 from penstock.errors import StorageError
 from penstock.progress import Silent
 from penstock.results.events import Phase
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat, Shuffle
 from penstock.workload.duration import Duration, Law
 from penstock.workload.spec import Dataset, Hdf5, Parquet, Reader, Workload

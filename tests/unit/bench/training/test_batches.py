@@ -19,15 +19,15 @@ from penstock.bench.training.batch_requests import TRANSFER_BYTES, Batches, ahea
 from penstock.bench.training.harness_limit import ZeroCostStorage, ceiling_steps, sizes_of
 from penstock.bench.training.sample_sharding import RankEpoch, training_deal
 from penstock.bench.training.training_files import TrainingFiles, open_files
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, Recipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
 from penstock.results.events import Phase
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import write_object
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
 from penstock.workload.choices import Compression, DataFormat, Shuffle
 from penstock.workload.spec import Column, Dataset, Parquet, Reader, Train, Workload

@@ -15,14 +15,14 @@ from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.training.harness_limit import EventList, run_ceiling
 from penstock.bench.training.training_loop import Loop, PhaseWork, phase_works
 from penstock.bench.training.training_run import Prepared, prepare
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import Recipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
 from penstock.results.events import Phase, RankEvents, SpanKind
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import DataFormat
 from penstock.workload.duration import Duration, Law
 from penstock.workload.spec import Dataset, Evaluation, Reader, Train, Workflow, Workload

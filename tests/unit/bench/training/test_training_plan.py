@@ -29,7 +29,7 @@ from penstock.bench.training.training_plan import (
     share_of,
     step_counts,
 )
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import UsageError
 from penstock.workload.choices import FileAccess, Shuffle
 from penstock.workload.spec import Dataset, Evaluation, Reader, Train, Workflow, Workload

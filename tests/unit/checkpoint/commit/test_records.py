@@ -13,16 +13,16 @@ from penstock.checkpoint.commit.catalog import open_shelf
 from penstock.checkpoint.commit.protocol import LEASE_S, Seal, lease_text
 from penstock.checkpoint.commit.record_commit import LEASE_ENDING, RECORD_NAME, RecordDrafts, RecordShelf
 from penstock.checkpoint.commit.transaction import begin, open_drafts
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
-from penstock.storage.memory import MemorySource, MemoryStorage
+from penstock.storage.in_memory import MemorySource, MemoryStorage
+from penstock.storage.object_io import write_object
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.whole import write_object
 from penstock.storage.wrapping import WrappedStorage
 from penstock.testing.faults import FailAtCall, Verb
 
 if TYPE_CHECKING:
-    from penstock.storage.base import ObjectInfo
+    from penstock.storage.protocol import ObjectInfo
 
 T = TypeVar("T")
 

@@ -9,11 +9,11 @@ import pytest
 
 from penstock.checkpoint.converting.outlet import Buffers, Outlet
 from penstock.errors import StorageError
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import read_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import read_object
 
 if TYPE_CHECKING:
-    from penstock.storage.base import ObjectInfo, Release
+    from penstock.storage.protocol import ObjectInfo, Release
 
 
 def test_buffers_are_used_again_in_order() -> None:

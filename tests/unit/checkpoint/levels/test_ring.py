@@ -24,8 +24,8 @@ from penstock.checkpoint.levels.redundancy.ring import (
     restore_copies,
 )
 from penstock.checkpoint.sums import sum_of
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import read_object, write_object
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 BLOCK_BYTES = 4096

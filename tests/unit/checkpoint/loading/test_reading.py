@@ -22,7 +22,7 @@ from penstock.progress import Silent
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.storage.base import Source
+    from penstock.storage.protocol import Source
 
 PAGE = 4096
 SETTINGS = ReadSettings(streams=3, block_bytes=PAGE)

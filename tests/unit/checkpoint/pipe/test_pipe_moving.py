@@ -19,9 +19,9 @@ from penstock.checkpoint.pipe.write import WritePipe, write_objects
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, ShortTransfer, StorageError, StorageTimeout, WaitTimeout
 from penstock.progress import Silent
-from penstock.storage.base import ObjectInfo, Release, Sink, Storage
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import exists, read_object, write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import exists, read_object, write_object
+from penstock.storage.protocol import ObjectInfo, Release, Sink, Storage
 from penstock.storage.wrapping import WrappedSink, WrappedStorage
 from penstock.testing.faults import FailAtCall, Late, Slow
 

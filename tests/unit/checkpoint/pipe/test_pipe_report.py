@@ -15,7 +15,7 @@ from penstock.checkpoint.pipe.base import Ledger, Measurement, StreamRecord
 from penstock.checkpoint.pipe.judge import bottleneck, require_durable, require_read
 from penstock.checkpoint.pipe.ranks import common_origin_ns, figures_of
 from penstock.checkpoint.pipe.report import union_ns
-from penstock.cluster.solo import SoloComm
+from penstock.cluster.base_comm import SoloComm
 from penstock.errors import ShortTransfer
 from penstock.storage.counters import Counters
 

@@ -15,8 +15,8 @@ from penstock.checkpoint.staging.memory import StagingMemory
 from penstock.checkpoint.staging.payloads import payload_of_tensor
 from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
 from penstock.errors import StorageError, UsageError, WaitTimeout
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import read_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import read_object
 from penstock.testing.faults import FailAtCall
 
 MIB = 1 << 20

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from penstock.cluster.facts.asking import Answer
-from penstock.cluster.facts.frame import framed
-from penstock.cluster.facts.model import Clock, ClusterFacts, Cpu, HostReport, Mount, Present
+from penstock.cluster.facts.agent_processes import AgentOutput
+from penstock.cluster.facts.host_facts import (
+    Clock,
+    ClusterFacts,
+    Cpu,
+    HostReport,
+    Mount,
+    PresentHost,
+    frame_document,
+)
 
 ASKED_UNIX_S = 1_000.0
 ANSWERED_UNIX_S = 1_002.0
@@ -38,8 +45,8 @@ def report(name: str, **changed: object) -> HostReport:
     return whole.model_copy(update=changed)
 
 
-def present(host: str, **changed: object) -> Present:
-    return Present(
+def present(host: str, **changed: object) -> PresentHost:
+    return PresentHost(
         host=host,
         asked_unix_s=ASKED_UNIX_S,
         answered_unix_s=ANSWERED_UNIX_S,
@@ -47,7 +54,7 @@ def present(host: str, **changed: object) -> Present:
     )
 
 
-def cluster(*hosts: Present) -> ClusterFacts:
+def cluster(*hosts: PresentHost) -> ClusterFacts:
     return ClusterFacts(
         via="mpi",
         collected_at="2026-01-02T03:04:05+00:00",
@@ -58,12 +65,14 @@ def cluster(*hosts: Present) -> ClusterFacts:
     )
 
 
-def answer(host: str, *, exit_code: int | None = 0, stdout: str | None = None, stderr: str = "") -> Answer:
+def answer(
+    host: str, *, exit_code: int | None = 0, stdout: str | None = None, stderr: str = ""
+) -> AgentOutput:
     """What a sound host says, but for what is given."""
-    return Answer(
+    return AgentOutput(
         host=host,
         exit_code=exit_code,
-        stdout=framed(report(host).model_dump_json()) if stdout is None else stdout,
+        stdout=frame_document(report(host).model_dump_json()) if stdout is None else stdout,
         stderr=stderr,
         asked_unix_s=ASKED_UNIX_S,
         answered_unix_s=ANSWERED_UNIX_S,
@@ -73,10 +82,10 @@ def answer(host: str, *, exit_code: int | None = 0, stdout: str | None = None, s
 class Played:
     """A way to hosts that answers for all of them; the last asked answers first."""
 
-    def __init__(self, answers: Mapping[str, Answer]) -> None:
+    def __init__(self, answers: Mapping[str, AgentOutput]) -> None:
         self._answers = answers
 
-    def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Iterator[Answer]:
+    def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Iterator[AgentOutput]:
         return (self._answers[host] for host in reversed(hosts) if host in self._answers)
 
 

@@ -18,8 +18,8 @@ from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, read_samples, verify_file, write_file
 from penstock.errors import ObjectNotFound, ShortTransfer
-from penstock.storage.memory import MemoryStorage
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 

@@ -15,7 +15,7 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FileMap, Read
 from penstock.errors import StorageError, UsageError
-from penstock.storage.memory import MemoryStorage
+from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
 

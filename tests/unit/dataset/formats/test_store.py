@@ -23,8 +23,8 @@ from penstock.dataset.formats.file_writer import (
 from penstock.dataset.formats.format_protocol import Checksum
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
-from penstock.storage.memory import MemorySink, MemoryStorage
-from penstock.storage.whole import read_object, write_object
+from penstock.storage.in_memory import MemorySink, MemoryStorage
+from penstock.storage.object_io import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Column, Dataset, Parquet
 

@@ -22,7 +22,7 @@ PACKAGE = Path(penstock.__file__).parent
 
 CALLERS_OF_FSYNC = {
     "storage/files/durable.py",
-    "storage/files/calls.py",  # one kernel call each, which tests replace
+    "storage/files/system_calls.py",  # one kernel call each, which tests replace
     "storage/residency.py",  # the kernel drops only clean pages; durability is not the point
     "bench/probe/streams.py",  # measures the call itself
 }

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.cluster.facts.model import (
-    Absent,
+from penstock.cluster.facts.host_facts import (
+    AbsentHost,
     ClusterFacts,
     Cpu,
     Drive,
     HostReport,
     Nic,
-    Present,
+    PresentHost,
 )
 from penstock.submission.authoring.description_draft import diff_description, draft_description, initial_text
 from penstock.submission.parsed_file import read_description
 from penstock.submission.system_description import find_schema_problems
 
 
-def host(name: str, *, cores: int = 64) -> Present:
+def host(name: str, *, cores: int = 64) -> PresentHost:
     drive = {"name": "nvme0n1", "model": "Fast", "transport": "nvme", "size_bytes": 3_840_000_000_000}
     processor = {"model": "Processor 9", "machine": "x86_64", "num_sockets": 2}
     report = HostReport(
@@ -48,10 +48,10 @@ def host(name: str, *, cores: int = 64) -> Present:
         clock=None,
         unread={},
     )  # fmt: skip
-    return Present(host=name, asked_unix_s=0.0, answered_unix_s=1.0, report=report)
+    return PresentHost(host=name, asked_unix_s=0.0, answered_unix_s=1.0, report=report)
 
 
-def cluster(*present: Present) -> ClusterFacts:
+def cluster(*present: PresentHost) -> ClusterFacts:
     names = tuple(each.host for each in present)
     return ClusterFacts(
         via="mpi", collected_at="2026-07-01", asked=names, is_partial=False, present=present, absent=()
@@ -147,7 +147,7 @@ def test_what_machines_say_otherwise_is_a_line_of_the_diff(change: str) -> None:
 
 
 def test_an_absent_host_leaves_the_facts_partial() -> None:
-    absent = Absent(host="b", reason="no answer", exit_code=None, stderr="")
+    absent = AbsentHost(host="b", reason="no answer", exit_code=None, stderr="")
     facts = ClusterFacts(
         via="mpi",
         collected_at="2026",

@@ -24,8 +24,8 @@ from penstock.checkpoint.levels.flush.flusher import FlushState
 from penstock.checkpoint.levels.flush.journal import JournalReader, Standing
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, WaitTimeout
+from penstock.storage.object_io import read_object
 from penstock.storage.uri import parse_uri
-from penstock.storage.whole import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -27,8 +27,8 @@ from penstock.checkpoint.levels.flush.journal import Line, Standing
 from penstock.checkpoint.manager.step_store import retire
 from penstock.checkpoint.manifest import read_manifest
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
-from penstock.storage.powers import find_folders, for_large_files
-from penstock.storage.whole import read_object
+from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
+from penstock.storage.object_io import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -138,8 +138,8 @@ class Job:
         copy_one = partial(
             self._copy_one,
             standing=self.standing,
-            source=for_large_files(self._held.storage),
-            target=for_large_files(self._durable),
+            source=prefer_direct_access(self._held.storage),
+            target=prefer_direct_access(self._durable),
             take=take,
         )
 
@@ -237,7 +237,7 @@ class Job:
 
     @cached_property
     def _draft(self) -> SharedDraft:
-        tree = find_folders(self._durable)
+        tree = find_folder_tree(self._durable)
         if tree is None:
             raise Unavailable(
                 "The flush daemon writes to file systems only",

@@ -19,7 +19,7 @@ from penstock.checkpoint.manager.inflight import lasting_worker
 from penstock.checkpoint.manager.step_store import DurableKeeper, retire
 from penstock.cluster.collectives import all_gather_results, format_cause
 from penstock.errors import StorageError, WaitTimeout
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -199,4 +199,4 @@ def _copy_share(
     copies = [
         Copy(from_key=held.key(file.name), to_key=place.key(file.name)) for file in cached.shares[rank].files
     ]
-    copy_files(copies, for_large_files(held.storage), place.for_data, threads=threads, pace=pace)
+    copy_files(copies, prefer_direct_access(held.storage), place.for_data, threads=threads, pace=pace)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from penstock.storage.base import Sink, Source
+    from penstock.storage.protocol import Sink, Source
 
 RECORD_NAME: Final = "redundancy.json"
 FORMAT: Final = 2

@@ -23,15 +23,14 @@ from penstock.checkpoint.levels.options import Partner
 from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.levels.redundancy.parity_layout import Layout, Piece, Role, recover
 from penstock.checkpoint.levels.redundancy.redundancy_record import FilesIn, FilesOut, GroupRecord, HeldFile
-from penstock.cluster.transfer import open_transfer
+from penstock.cluster.comm import open_point_to_point
 from penstock.storage.aligned import aligned_buffer
-from penstock.storage.powers import for_large_files
+from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.cluster.transfer import Transfer
+    from penstock.cluster.comm import Comm, PointToPoint
     from penstock.storage import Storage
-    from penstock.storage.base import Sink, Source
+    from penstock.storage.protocol import Sink, Source
 
 
 BLOCK_BYTES: Final = 4 << 20
@@ -43,7 +42,7 @@ class Seat:
 
     ranks: tuple[int, ...]
     member: int
-    transfer: Transfer
+    transfer: PointToPoint
     block_bytes: int = BLOCK_BYTES
     timeout_s: float = 300.0
 
@@ -127,7 +126,7 @@ class Table:
 
     ranks: tuple[int, ...]
     own_rank: int
-    transfer: Transfer | None
+    transfer: PointToPoint | None
     block_bytes: int = BLOCK_BYTES
     timeout_s: float = 300.0
 
@@ -153,7 +152,7 @@ class Table:
             moving = self._way().send(rank, block)
             moving.wait(awaiting=f"rank {rank} to take lost bytes", timeout_s=self.timeout_s)
 
-    def _way(self) -> Transfer:
+    def _way(self) -> PointToPoint:
         assert self.transfer is not None, "ranks that meet have a transfer"
         return self.transfer
 
@@ -269,7 +268,7 @@ class Protector:
     def __init__(self, storage: Storage, comm: Comm) -> None:
         self._storage = storage
         self._comm = comm
-        self._transfer: Transfer | None = open_transfer(comm) if comm.size > 1 else None
+        self._transfer: PointToPoint | None = open_point_to_point(comm) if comm.size > 1 else None
 
     def keep(self, record: GroupRecord, key: KeyOf) -> HeldFile | None:
         """Compute and write what this rank keeps of its group; None where its scheme keeps nothing."""
@@ -408,7 +407,7 @@ class Protector:
         return lambda name: self._storage.open(key(name))
 
     def _creator(self, key: KeyOf) -> Callable[[str, int], Sink]:
-        large = for_large_files(self._storage)
+        large = prefer_direct_access(self._storage)
         return lambda name, size_bytes: large.create(key(name), size_bytes)
 
 

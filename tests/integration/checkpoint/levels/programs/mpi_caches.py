@@ -14,12 +14,12 @@ from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity
 from penstock.checkpoint.members import Members
-from penstock.cluster.join import join
+from penstock.cluster.supervision.rank_process import join_ranks
 from penstock.environment import process_environment
 from penstock.storage import open_storage
 
 if TYPE_CHECKING:
-    from penstock.cluster.carried import ByteComm
+    from penstock.cluster.base_comm import BaseComm
 
 LOST = (1, 2)
 
@@ -28,7 +28,7 @@ def content(rank: int) -> bytearray:
     return bytearray(np.random.default_rng(rank).bytes(50_000 + 1000 * rank))
 
 
-def lose_two_hosts_and_get_them_back(comm: ByteComm, folder: Path) -> None:
+def lose_two_hosts_and_get_them_back(comm: BaseComm, folder: Path) -> None:
     host, engine = f"host-{comm.rank // 2}", BytesEngine()
     storage = open_storage(str(folder / host), {})
     level = CacheLevel(storage, comm, schemes=[DoubleParity(group=4)], domain=host, block_bytes=16_384)
@@ -51,6 +51,6 @@ def lose_two_hosts_and_get_them_back(comm: ByteComm, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    job = join(process_environment())
+    job = join_ranks(process_environment())
     lose_two_hosts_and_get_them_back(job, Path(sys.argv[1]))
     job.close()

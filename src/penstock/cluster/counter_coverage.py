@@ -1,0 +1,92 @@
+"""Which of a host's counters see the bytes of a storage, and which storages no counter sees.
+
+Place in the flow: looked at once, before a run. Invariant: a storage that is not known to show its bytes is
+said not to, with the reason: nobody's bytes are counted as delivered by guess.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.volumes import nearest_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+OBJECT_SCHEMES: Final = frozenset({"s3", "gs", "az"})
+_NETWORK: Final = frozenset(
+    {"nfs", "nfs4", "lustre", "beegfs", "ceph", "cifs", "smb3", "pvfs2", "orangefs", "afs", "gpfs"}
+)
+_POOLS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
+"""File systems over several drives, under a device number of their own."""
+_IN_MEMORY: Final = ("loop", "ram", "zram")
+"""Devices behind which files or memory lie: what they count may have come from RAM."""
+
+Watched = Literal["device", "drives", "network", "client", "nothing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterCoverage:
+    """What to look at: one device, drives, networks, a client's networks and caches, or nothing and why."""
+
+    watched: Watched
+    device: str = ""
+    reason: str = ""
+
+
+def find_coverage(uri: str, *, proc: Path = Path("/proc")) -> CounterCoverage:
+    """Whose counters see the bytes at `uri`, on this host."""
+    location = parse_uri(uri)
+    if location.scheme in OBJECT_SCHEMES:
+        return CounterCoverage(watched="network")
+    if location.scheme not in FILE_SCHEMES:
+        return _nothing(f"{location.scheme}:// has no device that counts")
+    folder = nearest_folder(Path(location.root)).resolve()
+    return find_device_coverage(folder, folder.stat().st_dev, proc=proc)
+
+
+def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCoverage:
+    """The same for a folder whose file system has the number `device`."""
+    if os.major(device):
+        return _of_block_device(device, proc / "diskstats")
+    kind = _kind_of(folder, proc / "self/mountinfo")
+    if kind in _NETWORK:
+        return CounterCoverage(watched="client")
+    if kind in _POOLS:
+        return CounterCoverage(watched="drives")
+    return _nothing(f"{kind} at {folder} shows no device")
+
+
+def _of_block_device(device: int, diskstats: Path) -> CounterCoverage:
+    numbers = [str(os.major(device)), str(os.minor(device))]
+    for line in diskstats.read_text(encoding="ascii", errors="replace").splitlines():
+        fields = line.split()
+        if fields[:2] == numbers:
+            name = fields[2]
+            if name.startswith(_IN_MEMORY):
+                return _nothing(f"{name} is made of a file or of memory")
+            return CounterCoverage(watched="device", device=name)
+    return _nothing(f"device {':'.join(numbers)} counts nothing")
+
+
+def _kind_of(folder: Path, mountinfo: Path) -> str:
+    """The kind of the innermost mount; of several on one folder the last."""
+    found, depth = "an unknown file system", -1
+    for mounted, kind in _mounts(mountinfo):
+        if folder.is_relative_to(mounted) and len(mounted.parts) >= depth:
+            found, depth = kind, len(mounted.parts)
+    return found
+
+
+def _mounts(mountinfo: Path) -> Iterator[tuple[Path, str]]:
+    for line in mountinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        mount, _, source = line.partition(" - ")
+        yield Path(mount.split(" ")[4].replace("\\040", " ")), source.split(" ")[0]
+
+
+def _nothing(reason: str) -> CounterCoverage:
+    return CounterCoverage(watched="nothing", reason=reason)

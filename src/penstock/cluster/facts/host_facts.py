@@ -1,0 +1,198 @@
+"""The file of cluster facts: what each host said of itself, and which hosts said nothing and why.
+
+Place in the flow: agents print a `HostReport` each, `gather` puts them into a `ClusterFacts`, rules and
+checks read that. Invariant: every host that was asked is in the file, as a report or as absent: nothing can
+take the facts of some hosts for those of all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from penstock.errors import DataDamaged, Unavailable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+VERSION: Final = 1
+"""Raised with every change that an older reader would misunderstand."""
+
+Via = Literal["local", "ssh", "slurm", "mpi", "ranks"]
+"""How hosts were asked; `ranks`: by the ranks of a run, each for its own host."""
+_Size = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(gt=0)]
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Cpu(_Facts):
+    """`num_physical` counts pairs of socket and core, None where the kernel tells neither."""
+
+    model: str
+    machine: str
+    num_logical: _Count
+    num_physical: _Count | None
+    num_sockets: _Count | None
+
+
+class NumaNode(_Facts):
+    """One memory node and the cores beside it, as the kernel lists them: `0-7,16-23`."""
+
+    node: _Size
+    cores: str
+    memory_bytes: _Size
+
+
+class Nic(_Facts):
+    """One network interface with hardware behind it; no speed where its link is down."""
+
+    name: str
+    kind: Literal["ethernet", "infiniband", "other"]
+    state: str
+    mtu: _Size
+    speed_mbit_per_s: _Size | None
+
+
+class Drive(_Facts):
+    """One drive that stays in the machine."""
+
+    name: str
+    model: str
+    transport: str
+    size_bytes: _Size
+    is_rotational: bool
+
+
+class Mount(_Facts):
+    """A file system that holds files: those that only show the kernel's state are left out."""
+
+    folder: str
+    device: str
+    kind: str
+    options: tuple[str, ...]
+
+
+class Clock(_Facts):
+    """The host's wall clock when it was asked, and whether its kernel takes it for synchronised."""
+
+    read_unix_s: float
+    is_synchronised: bool
+
+
+class HostReport(_Facts):
+    """One host in its own words. None stands for what could not be read; `unread` says why."""
+
+    name: str
+    boot_id: str | None
+    cpu: Cpu | None
+    memory_bytes: _Count | None
+    numa: tuple[NumaNode, ...] | None
+    nics: tuple[Nic, ...] | None
+    drives: tuple[Drive, ...] | None
+    mounts: tuple[Mount, ...] | None
+    kernel: str
+    system: str | None
+    dmi: dict[str, str] | None
+    sysctl: dict[str, str] | None
+    limits: dict[str, str] | None
+    environment: dict[str, str]
+    versions: dict[str, str]
+    clock: Clock | None
+    unread: dict[str, str]
+
+
+class PresentHost(_Facts):
+    """A host that reported, by the name it was asked under, and when, by the asking machine's clock."""
+
+    host: str
+    asked_unix_s: float
+    answered_unix_s: float
+    report: HostReport
+
+
+class AbsentHost(_Facts):
+    """A host that did not report; `exit_code` is its launcher's, None if it was ended at its time limit."""
+
+    host: str
+    reason: str
+    exit_code: int | None
+    stderr: str
+
+
+class ClusterFacts(_Facts):
+    """All that was found out about a cluster at one time."""
+
+    version: Literal[1] = VERSION
+    via: Via
+    collected_at: str
+    asked: tuple[str, ...] = Field(min_length=1)
+    is_partial: bool
+    present: tuple[PresentHost, ...]
+    absent: tuple[AbsentHost, ...]
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """The sum over all hosts; None where a host is absent or could not tell its own."""
+        told = [each.report.memory_bytes for each in self.present]
+        known = [size_bytes for size_bytes in told if size_bytes is not None]
+        return None if self.is_partial or len(known) < len(told) else sum(known)
+
+    @model_validator(mode="after")
+    def _accounts_for_every_host(self) -> Self:
+        told = sorted([each.host for each in self.present] + [each.host for each in self.absent])
+        if told != sorted(set(self.asked)):
+            raise ValueError(f"hosts asked are {sorted(self.asked)}, but those accounted for are {told}")
+        if self.is_partial != bool(self.absent):
+            raise ValueError(f"is_partial is {self.is_partial}, but {len(self.absent)} hosts are absent")
+        return self
+
+
+Model = TypeVar("Model", HostReport, ClusterFacts)
+
+
+def parse_facts(kind: type[Model], text: str | bytes, *, where: str) -> Model:
+    """`text` as a `kind`; whatever is missing, unknown or of another type is refused, by its name."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(step) for step in first["loc"]) or "the document"
+        raise DataDamaged(
+            f"These are no facts that this Penstock reads: {place}: {first['msg']}",
+            where=where,
+            fix="Collect them again, with the same version of Penstock on all hosts.",
+        ) from error
+
+
+def read_cluster_facts(path: Path) -> ClusterFacts:
+    """The cluster facts that `penstock cluster collect` has left at `path`."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise Unavailable(
+            f"No cluster facts can be read: {error.strerror}",
+            where=str(path),
+            fix="Collect them with: penstock cluster collect -o cluster.json",
+        ) from error
+    return parse_facts(ClusterFacts, content, where=str(path))
+
+
+BEGIN = "<<penstock-facts"
+END = "penstock-facts>>"
+
+
+def frame_document(document: str) -> str:
+    """`document`, which is one line, between the marks."""
+    return f"\n{BEGIN}\n{document}\n{END}\n"
+
+
+def extract_document(said: str) -> str | None:
+    """The document in what an agent said; None if there is none, or its end did not arrive."""
+    _, begun, rest = said.partition(f"{BEGIN}\n")
+    document, ended, _ = rest.partition(f"\n{END}")
+    return document if begun and ended else None

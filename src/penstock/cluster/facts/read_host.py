@@ -1,0 +1,246 @@
+"""Facts of this machine, from `/proc`, `/sys` and `/etc` below a root that tests replace.
+
+Runs once on every host, in the agent. Invariant: what cannot be read is None and named in `unread` with its
+reason; nothing is guessed, and one unreadable file never hides the others.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from penstock import __version__
+from penstock.cluster.doctor import clock_is_synchronised
+from penstock.cluster.facts.host_facts import Clock, Cpu, Drive, HostReport, Mount, Nic, NumaNode
+from penstock.cluster.facts.redaction import SYSCTLS, redact_environment, redact_mount_option, redact_value
+from penstock.results.host import memory_bytes, read_meminfo
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+    from penstock.environment import Environment
+
+
+OPEN_FILES: Final = "open files"
+PROCESSES: Final = "processes"
+LOCKED_BYTES: Final = "locked bytes"
+BYTES_OF_A_FILE: Final = "bytes of a file"
+
+_KINDS: Final = {
+    OPEN_FILES: resource.RLIMIT_NOFILE,
+    PROCESSES: resource.RLIMIT_NPROC,
+    LOCKED_BYTES: resource.RLIMIT_MEMLOCK,
+    BYTES_OF_A_FILE: resource.RLIMIT_FSIZE,
+}
+
+
+def soft_limits() -> dict[str, int | None]:
+    """The limits that hold now; None is no limit."""
+    soft = {name: resource.getrlimit(kind)[0] for name, kind in _KINDS.items()}
+    return {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+
+
+Fact = TypeVar("Fact")
+
+ROOT: Final = Path("/")
+_SECTOR_BYTES = 512
+"""Sizes below `/sys/block` count these, whatever the drive's own sectors are."""
+
+_NO_DRIVES = ("loop", "dm-", "zram", "ram", "sr", "fd", "md", "nbd")
+_STATE_KINDS = frozenset(
+    {
+        *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts", "devtmpfs"),
+        *("efivarfs", "fusectl", "hugetlbfs", "mqueue", "nsfs", "overlay", "proc", "pstore", "ramfs"),
+        *("rpc_pipefs", "securityfs", "selinuxfs", "squashfs", "sysfs", "tmpfs", "tracefs"),
+    }
+)
+"""Kinds of file systems that hold no data sets: the kernel's state, memory, and images of containers."""
+
+_NIC_KINDS: Final[dict[str, Literal["ethernet", "infiniband"]]] = {"1": "ethernet", "32": "infiniband"}
+_DMI = ("sys_vendor", "product_name", "board_name", "bios_version", "bios_date")
+_PACKAGES = ("mpi4py", "torch", "numpy")
+
+
+def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> HostReport:
+    """All facts of this machine, which calls itself `name`."""
+    unread: dict[str, str] = {}
+
+    def attempt(fact: str, read: Callable[[], Fact]) -> Fact | None:
+        try:
+            return read()
+        except (OSError, ValueError, KeyError) as error:
+            unread[fact] = f"{type(error).__name__}: {error}"
+            return None
+
+    return HostReport(
+        name=name,
+        boot_id=attempt("boot_id", lambda: _text(root / "proc/sys/kernel/random/boot_id")),
+        cpu=attempt("cpu", lambda: parse_cpu((root / "proc/cpuinfo").read_text(encoding="utf-8"))),
+        memory_bytes=attempt("memory_bytes", lambda: memory_bytes(read_meminfo(root / "proc"))),
+        numa=attempt("numa", lambda: tuple(_numa(root / "sys/devices/system/node"))),
+        nics=attempt("nics", lambda: tuple(_nics(root / "sys/class/net"))),
+        drives=attempt("drives", lambda: tuple(_drives(root / "sys/block"))),
+        mounts=attempt(
+            "mounts", lambda: tuple(parse_mounts((root / "proc/mounts").read_text(encoding="utf-8")))
+        ),
+        kernel=f"{platform.system()} {platform.release()}",
+        system=attempt("system", lambda: parse_system(_text(root / "etc/os-release"))),
+        dmi=attempt("dmi", lambda: _dmi(root / "sys/class/dmi/id")),
+        sysctl=attempt("sysctl", lambda: _sysctl(root / "proc/sys")),
+        limits=attempt("limits", lambda: _limits(root / "dev/shm")),
+        environment=redact_environment(environment),
+        versions=_versions(),
+        clock=attempt(
+            "clock", lambda: Clock(read_unix_s=time.time(), is_synchronised=clock_is_synchronised())
+        ),
+        unread=unread,
+    )
+
+
+def parse_cpu(cpuinfo: str) -> Cpu:
+    """One block a logical core; blocks of one socket and core are threads of one physical core."""
+    blocks = [_fields(block) for block in cpuinfo.split("\n\n")]
+    cores = [block for block in blocks if "processor" in block]
+    placed = {
+        (core["physical id"], core["core id"]) for core in cores if {"physical id", "core id"} <= core.keys()
+    }
+    first = cores[0] if cores else {}
+    return Cpu(
+        # ARM has no name for a model, only numbers of the maker and the part.
+        model=first.get("model name") or first.get("CPU part", "") or platform.processor(),
+        machine=platform.machine(),
+        num_logical=len(cores),
+        num_physical=len(placed) or None,
+        num_sockets=len({socket for socket, _ in placed}) or None,
+    )
+
+
+def parse_mounts(text: str) -> Iterator[Mount]:
+    """Lines of `/proc/mounts`, by folder; of mounts on one folder the last one, which hides the others."""
+    by_folder: dict[str, Mount] = {}
+    for line in text.splitlines():
+        device, folder, kind, options, *_ = (_unescaped(word) for word in line.split(" "))
+        by_folder.pop(folder, None)
+        if kind not in _STATE_KINDS:
+            by_folder[folder] = Mount(
+                folder=folder,
+                device=redact_value("", device),
+                kind=kind,
+                options=tuple(sorted(redact_mount_option(option) for option in options.split(","))),
+            )
+    yield from sorted(by_folder.values(), key=lambda mount: mount.folder)
+
+
+def parse_system(os_release: str) -> str:
+    """The distribution's name for itself."""
+    pairs = (line.partition("=") for line in os_release.splitlines())
+    return {name: value.strip("\"'") for name, _, value in pairs}["PRETTY_NAME"]
+
+
+def _fields(block: str) -> dict[str, str]:
+    lines = (line.partition(":") for line in block.splitlines())
+    return {name.strip(): value.strip() for name, colon, value in lines if colon}
+
+
+def _unescaped(word: str) -> str:
+    """The kernel writes blanks and backslashes of names as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
+
+
+def _numa(folder: Path) -> Iterator[NumaNode]:
+    nodes = [each for each in folder.iterdir() if re.fullmatch(r"node\d+", each.name)]
+    for each in sorted(nodes, key=lambda node: int(node.name.removeprefix("node"))):
+        found = re.search(r"MemTotal:\s+(\d+) kB", _text(each / "meminfo"))
+        if found is None:
+            raise ValueError(f"{each / 'meminfo'} holds no MemTotal")
+        yield NumaNode(
+            node=int(each.name.removeprefix("node")),
+            cores=_text(each / "cpulist"),
+            memory_bytes=int(found[1]) * 1024,
+        )
+
+
+def _nics(folder: Path) -> Iterator[Nic]:
+    for each in sorted(folder.iterdir()):
+        if not (each / "device").exists():  # bridges, tunnels and loopback have no hardware
+            continue
+        yield Nic(
+            name=each.name,
+            kind=_NIC_KINDS.get(_text(each / "type"), "other"),
+            state=_text(each / "operstate"),
+            mtu=int(_text(each / "mtu")),
+            speed_mbit_per_s=_speed(each / "speed"),
+        )
+
+
+def _speed(path: Path) -> int | None:
+    """The kernel refuses to tell, or tells -1, where the link is down or its speed is unknown."""
+    try:
+        speed = int(_text(path))
+    except OSError:
+        return None
+    return speed if speed > 0 else None
+
+
+def _drives(folder: Path) -> Iterator[Drive]:
+    for each in sorted(folder.iterdir()):
+        if each.name.startswith(_NO_DRIVES) or _text(each / "removable") == "1":
+            continue
+        yield Drive(
+            name=each.name,
+            model=_optional_text(each / "device/model"),
+            transport=_transport(each.name, str(each.resolve())),
+            size_bytes=int(_text(each / "size")) * _SECTOR_BYTES,
+            is_rotational=_text(each / "queue/rotational") == "1",
+        )
+
+
+def _transport(name: str, device: str) -> str:
+    """What the drive hangs on, from the path of its device; empty where that does not tell."""
+    if name.startswith("nvme"):
+        return "nvme"
+    marks = {"/usb": "usb", "/ata": "sata", "/virtio": "virtio", "/end_device": "sas", "/rport": "fc"}
+    return next((transport for mark, transport in marks.items() if mark in device), "")
+
+
+def _dmi(folder: Path) -> dict[str, str]:
+    """The machine's make, without serial numbers; virtual machines may have none of it."""
+    found = {name: _optional_text(folder / name) for name in _DMI}
+    return {name: value for name, value in found.items() if value}
+
+
+def _sysctl(folder: Path) -> dict[str, str]:
+    """Settings that this kernel lacks are left out."""
+    found = {name: _optional_text(folder / name.replace(".", "/")) for name in SYSCTLS}
+    return {name: " ".join(value.split()) for name, value in found.items() if value}
+
+
+def _limits(shared_memory: Path) -> dict[str, str]:
+    """What a process may take here, as a launcher starts it: often less than in a login shell."""
+    told = {name: "unlimited" if limit is None else str(limit) for name, limit in soft_limits().items()}
+    return {**told, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
+
+
+def _versions() -> dict[str, str]:
+    versions = {"penstock": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _optional_text(path: Path) -> str:
+    return _text(path) if path.is_file() else ""

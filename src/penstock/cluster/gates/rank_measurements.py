@@ -1,0 +1,164 @@
+"""What one rank measures for the gates: its machine, its process, and how far the clocks are apart.
+
+Called once on every rank; it only looks. A rank reads its clock after rank 0 has spoken and before rank 0 has
+heard it: by rank 0's clock, between those two moments. So a bound is proven by what was seen, whatever the
+network did meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import pwd
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from penstock import __version__
+from penstock.cluster.facts.read_host import soft_limits
+from penstock.cluster.gates.gate_model import ClockOffset, LoginSettings, RankReport, Volume
+from penstock.results.provenance import package_versions
+from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.volumes import nearest_folder, read_volume_id
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.cluster.gates.gate_model import PreflightRequest
+
+
+_LOGIND = ("etc/systemd/logind.conf", "usr/lib/systemd/logind.conf")
+_REMOVE_IPC = re.compile(r"^[ \t]*(#?)[ \t]*RemoveIPC[ \t]*=[ \t]*(\w+)", re.MULTILINE)
+
+
+def read_rank_report(undertaking: PreflightRequest, comm: Comm) -> RankReport:
+    """The facts of this rank. `OSError` where the machine does not tell."""
+    root = undertaking.root
+    shared_memory = root / "dev/shm"
+    return RankReport(
+        rank=comm.rank,
+        host=comm.host,
+        versions=_versions(comm),
+        limits=soft_limits(),
+        shared_memory=read_volume(shared_memory, comm.host) if shared_memory.is_dir() else None,
+        shared_segments=_shared_segments(root / "proc/sys/kernel"),
+        login=read_login(root),
+        target=None if undertaking.uri is None else _volume_of_uri(undertaking.uri, comm.host),
+        results=None if undertaking.results is None else read_volume(undertaking.results, comm.host),
+        written_bytes=undertaking.written_bytes,
+    )
+
+
+def read_volume(path: Path, host: str) -> Volume:
+    """The file system that holds `path` on `host`, or will."""
+    folder = nearest_folder(path.absolute())
+    usage = shutil.disk_usage(folder)
+    device = folder.stat().st_dev
+    # XFS makes its identity from the device's number, which equal hosts have in common. Only file systems
+    # without a device of their own are shared.
+    identity = read_volume_id(folder)
+    return Volume(
+        identity=f"{host} {identity}" if os.major(device) else identity,
+        device=device,
+        folder=str(folder),
+        total_bytes=usage.total,
+        free_bytes=usage.free,
+    )
+
+
+def read_login(root: Path) -> LoginSettings:
+    """What systemd does with a user's shared memory at the end of the last session."""
+    user_id = os.getuid()
+    return LoginSettings(
+        user_id=user_id,
+        has_logind=(root / "run/systemd/system").is_dir(),
+        removes_ipc=_removes_ipc(root),
+        lingers=(root / "var/lib/systemd/linger" / _user_name(user_id)).exists(),
+    )
+
+
+def parse_remove_ipc(text: str) -> bool | None:
+    """The setting in a file of logind's; where it is commented out, the default that stands there."""
+    found = {
+        bool(comment): word.lower() in ("yes", "true", "1", "on")
+        for comment, word in _REMOVE_IPC.findall(text)
+    }
+    return found.get(False, found.get(True))
+
+
+def _shared_segments(folder: Path) -> dict[str, int]:
+    """How large segments may be, in bytes, and how many; what the kernel lacks is left out."""
+    found = {name: folder / name for name in ("shmmax", "shmmni")}
+    return {name: int(path.read_text(encoding="ascii")) for name, path in found.items() if path.is_file()}
+
+
+def _removes_ipc(root: Path) -> bool | None:
+    main = next((root / name for name in _LOGIND if (root / name).is_file()), None)
+    folders = [root / base / "systemd/logind.conf.d" for base in ("usr/lib", "run", "etc")]
+    # Of files with one name the administrator's hides the others; the last name has the last word.
+    drop_ins = {path.name: path for folder in folders for path in sorted(folder.glob("*.conf"))}
+    told = None
+    for path in ([main] if main else []) + [drop_ins[name] for name in sorted(drop_ins)]:
+        setting = parse_remove_ipc(path.read_text(encoding="utf-8", errors="replace"))
+        told = told if setting is None else setting
+    return told
+
+
+def _user_name(user_id: int) -> str:
+    try:
+        return pwd.getpwuid(user_id).pw_name
+    except KeyError:  # containers run as users that nobody has entered
+        return str(user_id)
+
+
+def _versions(comm: Comm) -> dict[str, str]:
+    own = {"penstock": __version__, "Python": platform.python_version(), **package_versions()}
+    return {**own, "messages": comm.carrier} if comm.carrier else own
+
+
+def _volume_of_uri(uri: str, host: str) -> Volume | None:
+    location = parse_uri(uri)
+    return read_volume(Path(location.root), host) if location.scheme in FILE_SCHEMES else None
+
+
+NUM_ROUNDS: Final = 5
+"""The quickest of several rounds tells most; each is a handful of messages."""
+
+ReadClock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class ClockRound:
+    """Rank 0's clock before it spoke and after it heard, and every rank's in between."""
+
+    before_s: float
+    readings_s: Sequence[float]
+    after_s: float
+
+
+def measure_clock_offsets(comm: Comm, *, wall_s: ReadClock = time.time) -> tuple[ClockOffset, ...]:
+    """Of every rank against rank 0; the same on all ranks. Collective."""
+    rounds = []
+    for _ in range(NUM_ROUNDS):
+        before_s = wall_s()
+        comm.broadcast(None, awaiting="rank 0 to ask for the time")
+        readings_s = comm.gather(wall_s(), awaiting="the time on all ranks")
+        rounds.append(ClockRound(before_s, readings_s, wall_s()))
+    hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
+    return comm.broadcast(bound_offsets(rounds, hosts), awaiting="rank 0 to compare the clocks")
+
+
+def bound_offsets(rounds: Sequence[ClockRound], hosts: Sequence[str]) -> tuple[ClockOffset, ...]:
+    """What all rounds together prove; rank 0 is its own measure. Pure."""
+    return tuple(
+        ClockOffset(
+            rank=rank,
+            host=host,
+            low_s=max(each.readings_s[rank] - each.after_s for each in rounds) if rank else 0.0,
+            high_s=min(each.readings_s[rank] - each.before_s for each in rounds) if rank else 0.0,
+        )
+        for rank, host in enumerate(hosts)
+    )

@@ -1,0 +1,125 @@
+"""Do all ranks see the same storage? Rank 0 leaves random bytes there, and every rank reads them back.
+
+Contents are compared, not device numbers, which differ between hosts of one file system and agree between
+hosts of several. Invariant: what was left is removed, and a folder that is not there is not made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from penstock.cluster.gates.gate_model import ProbeView, StorageProbe
+from penstock.errors import ObjectNotFound, PenstockError, StorageError
+from penstock.storage.files.file_storage import open_buffered
+from penstock.storage.object_io import write_object
+from penstock.storage.uri import FILE_SCHEMES, Location, parse_uri
+from penstock.storage.volumes import nearest_folder
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.storage import Storage
+
+PREFIX: Final = "penstock-gate-"
+PATIENCE_S: Final = 10.0
+"""Clients of network file systems may remember for seconds what a folder held."""
+_POLL_S: Final = 0.1
+_PROBE_BYTES: Final = 4096
+_LONGEST_READ: Final = 1 << 20
+"""Of an object that somebody else wrote, so many bytes are compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What rank 0 left, or found where it may not write."""
+
+    where: str
+    key: str
+    digest: str
+    is_fresh: bool
+
+
+def probe_storage(
+    comm: Comm, uri: str, reopen: Callable[[], Storage], *, patience_s: float = PATIENCE_S
+) -> StorageProbe | str:
+    """What every rank sees, the same on all ranks; or why nothing could be shown to them. Collective."""
+    mine = _leave(uri, reopen) if comm.rank == 0 else None
+    left = cast("_Left | str", comm.broadcast(mine, awaiting="rank 0 to leave a probe on the storage"))
+    if isinstance(left, str):
+        return left
+    sights = comm.gather(
+        _look(left, reopen, comm, patience_s=patience_s), awaiting="all ranks to read the probe"
+    )
+    if comm.rank == 0 and left.is_fresh:
+        _remove(left, reopen)
+    return StorageProbe(where=left.where, digest=left.digest, is_fresh=left.is_fresh, sights=sights)
+
+
+def _leave(uri: str, reopen: Callable[[], Storage]) -> _Left | str:
+    """Write a probe; where that is refused, choose what is there already."""
+    where = ""
+    location = parse_uri(uri)
+    if location.scheme in FILE_SCHEMES:
+        where = str(nearest_folder(Path(location.root)))
+    key = PREFIX + secrets.token_hex(8)
+    content = secrets.token_bytes(_PROBE_BYTES)
+    try:
+        storage = _opened(where, reopen)
+        try:
+            write_object(storage, key, [content])
+        except StorageError as refusal:
+            return _chosen(storage, where, refusal)
+    except PenstockError as error:
+        return str(error)
+    return _Left(where or uri, key, hashlib.sha256(content).hexdigest(), is_fresh=True)
+
+
+def _chosen(storage: Storage, where: str, refusal: StorageError) -> _Left | str:
+    found = next((each.key for each in storage.list() if not each.key.startswith(PREFIX)), None)
+    if found is None:
+        return f"nothing can be written there, and nothing lies there: {refusal}"
+    return _Left(where or storage.uri, found, _digest(storage, found), is_fresh=False)
+
+
+def _look(left: _Left, reopen: Callable[[], Storage], comm: Comm, *, patience_s: float) -> ProbeView:
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            digest = _digest(_opened(_folder(left), reopen), left.key)
+            return ProbeView(rank=comm.rank, host=comm.host, digest=digest)
+        except ObjectNotFound:
+            if time.monotonic() >= deadline_s:
+                reason = f"it is not there, even after {patience_s:g} s"
+                return ProbeView(rank=comm.rank, host=comm.host, digest=None, reason=reason)
+            time.sleep(_POLL_S)
+        except PenstockError as error:
+            return ProbeView(rank=comm.rank, host=comm.host, digest=None, reason=str(error))
+
+
+def _remove(left: _Left, reopen: Callable[[], Storage]) -> None:
+    try:
+        _opened(_folder(left), reopen).delete(left.key)
+    except ObjectNotFound:
+        return
+
+
+def _folder(left: _Left) -> str:
+    return left.where if left.where.startswith("/") else ""
+
+
+def _opened(folder: str, reopen: Callable[[], Storage]) -> Storage:
+    """Files are looked at in the innermost folder that exists, so that none has to be made."""
+    return open_buffered(Location("file", folder, {}), {}, 0) if folder else reopen()
+
+
+def _digest(storage: Storage, key: str) -> str:
+    with closing(storage.open(key)) as source:
+        content = bytearray(min(source.size_bytes, _LONGEST_READ))
+        source.read_into(0, memoryview(content))
+    return hashlib.sha256(content).hexdigest()

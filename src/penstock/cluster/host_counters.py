@@ -1,0 +1,188 @@
+"""What the kernel of a host counts while a run lasts: read from `/proc` and `/sys`, once a second.
+
+Tests replace the root. Invariants: a sample holds only whole numbers that the kernel counts by itself, so
+that the difference of two samples is what happened between them, whoever did it; the sampler keeps one
+sample in memory, and its failure never becomes the run's: it is reported at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+ROOT: Final = Path("/")
+_SECTOR_BYTES: Final = 512
+_IB_WORD_BYTES: Final = 4
+"""InfiniBand's ports count words of four lanes, whatever they are wide."""
+_NO_DRIVES: Final = ("loop", "ram", "zram", "sr", "fd")
+_MEMORY: Final = {
+    "MemFree": "free", "MemAvailable": "available", "Cached": "cached", "Dirty": "dirty",
+    "Writeback": "writeback",
+}  # fmt: skip
+_CPU: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostHardware:
+    """What can move bytes here: whole drives, network interfaces and InfiniBand ports.
+
+    `boot_id` is the machine's, "" if unknown: containers on one have its drives in common.
+    """
+
+    boot_id: str
+    drives: tuple[str, ...]
+    nics: tuple[str, ...]
+    ports: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterSample:
+    """All counters at one moment of CLOCK_MONOTONIC, by names like `disk.vda.read_bytes`."""
+
+    monotonic_ns: int
+    values: Mapping[str, int]
+
+
+def find_hardware(root: Path = ROOT) -> HostHardware:
+    """Looked for once, before the first sample."""
+    boot_id = root / "proc/sys/kernel/random/boot_id"
+    return HostHardware(
+        boot_id=_text(boot_id).strip() if boot_id.is_file() else "",
+        drives=tuple(
+            name for name in _names(root / "sys/block") if not name.startswith((*_NO_DRIVES, "dm-", "md"))
+        ),
+        nics=tuple(
+            name
+            for name in _names(root / "sys/class/net")
+            if (root / "sys/class/net" / name / "device").exists()
+        ),
+        ports=tuple(
+            f"{device}/{port}"
+            for device in _names(root / "sys/class/infiniband")
+            for port in _names(root / "sys/class/infiniband" / device / "ports")
+        ),
+    )
+
+
+def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
+    """The counters now. `OSError` where `/proc` is not there; what this kernel lacks is left out."""
+    monotonic_ns = time.monotonic_ns()
+    values = dict(_processors(_text(root / "proc/stat")))
+    values.update(_memory(_text(root / "proc/meminfo")))
+    values.update(_drives(_text(root / "proc/diskstats")))
+    values.update(_networks(_text(root / "proc/net/dev"), hardware))
+    values.update(_ports(root / "sys/class/infiniband", hardware))
+    return CounterSample(monotonic_ns=monotonic_ns, values=values)
+
+
+def _processors(text: str) -> Iterator[tuple[str, int]]:
+    """All processors together; the kernel counts ticks."""
+    ticks = text.partition("\n")[0].split()[1:]
+    tick_ms = 1000 // os.sysconf("SC_CLK_TCK")
+    for name, count in zip(_CPU, ticks, strict=False):
+        yield f"cpu.{name}_ms", int(count) * tick_ms
+
+
+def _memory(text: str) -> Iterator[tuple[str, int]]:
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name in _MEMORY:
+            yield f"memory.{_MEMORY[name]}_bytes", int(value.split()[0]) * 1024
+
+
+def _drives(text: str) -> Iterator[tuple[str, int]]:
+    """Drives, partitions and what is put together of them; those that were never used are left out."""
+    for line in text.splitlines():
+        _, _, name, reads, _, read, _, writes, _, written, _, _, busy_ms, *_ = line.split()
+        if name.startswith(_NO_DRIVES) or reads == writes == "0":
+            continue
+        yield f"disk.{name}.reads", int(reads)
+        yield f"disk.{name}.read_bytes", int(read) * _SECTOR_BYTES
+        yield f"disk.{name}.writes", int(writes)
+        yield f"disk.{name}.written_bytes", int(written) * _SECTOR_BYTES
+        yield f"disk.{name}.busy_ms", int(busy_ms)
+
+
+def _networks(text: str, hardware: HostHardware) -> Iterator[tuple[str, int]]:
+    """Interfaces with hardware behind them, and the loopback, which tells of services on this host."""
+    for line in text.splitlines()[2:]:
+        name, _, counts = line.partition(":")
+        name = name.strip()
+        if name in hardware.nics or name == "lo":
+            fields = counts.split()
+            yield f"net.{name}.received_bytes", int(fields[0])
+            yield f"net.{name}.sent_bytes", int(fields[8])
+
+
+def _ports(folder: Path, hardware: HostHardware) -> Iterator[tuple[str, int]]:
+    """RDMA passes by the counters of network interfaces."""
+    for name in hardware.ports:
+        device, _, port = name.partition("/")
+        counters = folder / device / "ports" / port / "counters"
+        for counter, meaning in (("port_rcv_data", "received"), ("port_xmit_data", "sent")):
+            if (counters / counter).is_file():
+                yield f"ib.{name}.{meaning}_bytes", int(_text(counters / counter)) * _IB_WORD_BYTES
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="ascii", errors="replace")
+
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S: Final = 1.0
+
+Read = Callable[[], "CounterSample"]
+Write = Callable[["CounterSample"], None]
+
+
+class CounterSampler:
+    """Calls `read` every `interval_s` and hands each sample to `write`, in order and one at a time."""
+
+    def __init__(self, read: Read, write: Write, *, interval_s: float = INTERVAL_S) -> None:
+        self._read = read
+        self._write = write
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="counters", daemon=True)
+        self.failure: str | None = None
+        """Why there are no more samples; None while there are."""
+
+    def sample(self) -> CounterSample | None:
+        """One sample more, now; None once sampling has failed. Any thread may call."""
+        with self._lock:
+            if self.failure is not None:
+                return None
+            try:
+                sample = self._read()
+                self._write(sample)
+            except (OSError, ValueError, LookupError) as error:
+                self.failure = f"{type(error).__name__}: {error}"
+                logger.warning("counters are no longer sampled: %s", self.failure)
+                return None
+        return sample
+
+    def __enter__(self) -> Self:
+        self.sample()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+        self.sample()
+
+    def _work(self) -> None:
+        while not self._ends.wait(self._interval_s) and self.failure is None:
+            self.sample()

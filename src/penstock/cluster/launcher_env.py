@@ -1,0 +1,100 @@
+"""What launchers and batch systems leave in the environment: which rank this is, and when the job must end.
+
+Pure. Invariant: the innermost launcher wins, so a torchrun inside srun is a torchrun.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from penstock.environment import HOST_LABEL, Environment, process_environment
+from penstock.errors import Unavailable, UsageError
+
+
+class Launcher(StrEnum):
+    """Who started this process as a rank."""
+
+    TORCHRUN = "torchrun"
+    PALS = "PALS"
+    OPEN_MPI = "Open MPI"
+    HYDRA = "mpiexec"
+    SLURM = "srun"
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherRank:
+    """The place of one process among those that `launcher` started together."""
+
+    launcher: Launcher
+    rank: int
+    size: int
+
+
+_PLACES = (
+    (Launcher.TORCHRUN, "RANK", "WORLD_SIZE", "MASTER_ADDR"),
+    (Launcher.PALS, "PALS_RANKID", "PMI_SIZE", "PALS_RANKID"),
+    (Launcher.OPEN_MPI, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    (Launcher.HYDRA, "PMI_RANK", "PMI_SIZE", "PMI_RANK"),
+    (Launcher.SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
+)
+"""Launcher, and the variables that hold rank and size and prove its presence; innermost first."""
+
+_FIRST_STEP_OF_SLURM_ITSELF = 0xFFFFFFF0
+"""Batch scripts and interactive shells are steps too, with ids from here on; nobody launched ranks there."""
+
+
+def detect_rank(environment: Environment) -> LauncherRank | None:
+    """Which rank this process is, or None when no launcher started it as one of several."""
+    for launcher, rank, size, proof in _PLACES:
+        if {rank, size, proof} <= environment.keys():
+            if launcher is Launcher.SLURM and not _is_srun(environment):
+                continue
+            return LauncherRank(launcher, _number(environment, rank), _number(environment, size))
+    return None
+
+
+def _is_srun(environment: Environment) -> bool:
+    # Under srun a single task is what a plain shell in an allocation looks like, too.
+    return (
+        _number(environment, "SLURM_STEP_ID") < _FIRST_STEP_OF_SLURM_ITSELF
+        and _number(environment, "SLURM_STEP_NUM_TASKS") > 1
+    )
+
+
+def _number(environment: Environment, name: str) -> int:
+    text = environment[name]
+    if not text.isdecimal():
+        raise UsageError(
+            f"The launcher's variable {name} holds {text!r}, not a number",
+            fix=f"Unset {name} if no launcher started this program.",
+        )
+    return int(text)
+
+
+def require_matching_size(ranked: LauncherRank, ranks: int | None) -> None:
+    """Refuse a `--ranks` that contradicts the launcher this process runs under; None says nothing."""
+    if ranks is not None and ranks != ranked.size:
+        raise UsageError(
+            f"--ranks {ranks} was asked for, but {ranked.launcher} started {ranked.size}",
+            fix="Leave --ranks out under a launcher, or start the program without one.",
+        )
+
+
+def host_label(environment: Environment, hostname: str) -> str:
+    """What messages call this machine: the user's label, the launcher's, or its own name."""
+    return environment.get(HOST_LABEL) or environment.get("PMI_HOSTNAME") or hostname
+
+
+SLURM_END = "SLURM_JOB_END_TIME"
+
+
+def read_slurm_end_s(environment: Environment | None = None) -> float:
+    """When Slurm ends this job, in seconds since 1970; `Unavailable` where Slurm has not said it."""
+    said = (process_environment() if environment is None else environment).get(SLURM_END, "")
+    if not said.isdecimal():
+        raise Unavailable(
+            f"Slurm has not said when this job ends: {SLURM_END} is {said or 'not set'!r}",
+            fix="Give the time limit in seconds, or run inside a job of Slurm 22.05 or later.",
+        )
+    return float(said)

@@ -1,0 +1,156 @@
+"""Ranks under MPI: non-blocking collectives, polled, so that each wait has a limit and lets go of its core.
+
+Loaded only by programs that are ranks already. Invariant: buffers of a wait that was given up stay alive
+until the process ends, because MPI may still write into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.cluster.base_comm import BaseComm
+from penstock.cluster.polling import PollingWait
+from penstock.errors import RankError, Unavailable, WaitTimeout
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class MpiComm(BaseComm):
+    """All ranks of `communicator`, in a private duplicate of it. Making one is collective.
+
+    `at_close` runs after the duplicate is freed: `join_mpi` ends MPI there.
+    """
+
+    def __init__(
+        self, communicator: MPI.Intracomm, host: str, *, at_close: Callable[[], None] | None = None
+    ) -> None:
+        super().__init__(communicator.Get_rank(), communicator.Get_size(), host)
+        self._mpi = communicator.Dup()
+        self._given_up: list[MPI.Request] = []
+        self._at_close = at_close
+
+    def close(self) -> None:
+        """Free the duplicate, and end MPI if it was begun for this communicator; collective."""
+        self._mpi.Free()
+        if self._at_close is not None:
+            self._at_close()
+
+    def transfer(self) -> MpiPointToPoint:
+        """A transfer between the same ranks, in a duplicate of its own."""
+        return MpiPointToPoint(self._mpi.Dup())
+
+    def _finish(self, request: MPI.Request, wait: PollingWait) -> None:
+        try:
+            wait.until(request.Test)
+        except (WaitTimeout, KeyboardInterrupt):
+            self._given_up.append(request)
+            raise
+
+    def _move_nothing(self, wait: PollingWait) -> None:
+        self._finish(self._mpi.Ibarrier(), wait)
+
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
+        size_bytes = np.array([0 if payload is None else len(payload)], dtype=np.int64)
+        self._finish(self._mpi.Ibcast(size_bytes), wait)
+        received = np.empty(int(size_bytes[0]), dtype=np.uint8)
+        if payload is not None:
+            received[:] = np.frombuffer(payload, dtype=np.uint8)
+        self._finish(self._mpi.Ibcast(received), wait)
+        return received.tobytes()
+
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        sizes_bytes = np.empty(self.size, dtype=np.int64)
+        self._finish(self._mpi.Iallgather(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
+        ends = np.cumsum(sizes_bytes)
+        received = np.empty(int(ends[-1]), dtype=np.uint8)
+        layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
+        mine = np.frombuffer(payload, dtype=np.uint8)
+        self._finish(self._mpi.Iallgatherv(mine, [received, layout]), wait)
+        return [part.tobytes() for part in np.split(received, ends[:-1])]
+
+    def _lead_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        sizes_bytes = np.zeros(self.size, dtype=np.int64)
+        self._finish(self._mpi.Igather(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
+        ends = np.cumsum(sizes_bytes)
+        received = np.empty(int(ends[-1]), dtype=np.uint8)
+        layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
+        mine = np.frombuffer(payload, dtype=np.uint8)
+        target = [received, layout] if self.rank == 0 else None
+        self._finish(self._mpi.Igatherv(mine, target), wait)
+        return [part.tobytes() for part in np.split(received, ends[:-1])]
+
+
+class MpiPointToPoint:
+    """Point to point through MPI, polled; any thread may call, because MPI was told of threads."""
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        self.rank = communicator.Get_rank()
+        self.size = communicator.Get_size()
+        self._mpi = communicator
+        self._given_up: list[MPI.Request] = []
+
+    def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> MpiPendingTransfer:
+        """Begin to send the whole of `buffer`."""
+        return MpiPendingTransfer(
+            self._mpi.Isend(np.frombuffer(buffer, dtype=np.uint8), to, tag), self._given_up
+        )
+
+    def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> MpiPendingTransfer:
+        """Begin to fill the whole of `buffer`."""
+        return MpiPendingTransfer(
+            self._mpi.Irecv(np.frombuffer(buffer, dtype=np.uint8), source, tag), self._given_up
+        )
+
+    def close(self) -> None:
+        """Free the duplicate."""
+        self._mpi.Free()
+
+
+class MpiPendingTransfer:
+    """One send or receive of MPI."""
+
+    def __init__(self, request: MPI.Request, given_up: list[MPI.Request]) -> None:
+        self._request = request
+        self._given_up = given_up
+
+    def wait(self, *, awaiting: str, timeout_s: float) -> None:
+        """Return when the bytes have left, or arrived."""
+        try:
+            PollingWait(awaiting, timeout_s).until(self._request.Test)
+        except (WaitTimeout, KeyboardInterrupt):
+            self._given_up.append(self._request)
+            raise
+
+
+def join_mpi(host: str, expected_size: int) -> MpiComm:
+    """Initialise MPI, once per process, and join the world of the launcher's `expected_size` ranks."""
+    try:
+        import mpi4py  # noqa: PLC0415 - optional, and its settings come before its import of MPI
+
+        # Initialising on import would make every mention of MPI a collective act; ending it at exit
+        # would make a failed rank wait for ranks that wait for it.
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI  # noqa: PLC0415
+    except (ImportError, RuntimeError) as error:
+        raise Unavailable(
+            f"Ranks under MPI need mpi4py and an MPI library: {error}",
+            fix="Install them with: pip install 'penstock[mpi]'",
+        ) from error
+    begins_here = not MPI.Is_initialized()
+    if begins_here:
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    comm = MpiComm(MPI.COMM_WORLD, host, at_close=MPI.Finalize if begins_here else None)
+    comm.carrier = " ".join(MPI.Get_library_version().splitlines()[0].split())
+    if comm.size != expected_size:
+        raise RankError(
+            f"The launcher started {expected_size} ranks, but MPI sees {comm.size}",
+            where=comm.carrier,
+            fix="Launcher and MPI library are of different makes: use the mpiexec that belongs to this MPI, "
+            "or tell srun which one it serves (--mpi=pmi2, --mpi=pmix).",
+        )
+    return comm

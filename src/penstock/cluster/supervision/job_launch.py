@@ -1,0 +1,241 @@
+"""Run a launch plan to its end: start the launcher, watch over all ranks, and leave no process behind.
+
+The launching process's half of stopping together; guards do theirs beside each rank. Invariant: when
+`launch_job` returns or raises, the launcher and every rank that this process can reach have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from io import BufferedReader
+from types import FrameType
+from typing import IO, TYPE_CHECKING, NoReturn
+
+from penstock.cluster.supervision.control_protocol import Ending, Failed
+from penstock.cluster.supervision.control_server import (
+    EVERYWHERE,
+    GRACE_S,
+    KILL_S,
+    ControlServer,
+    advertise_address,
+)
+from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN
+from penstock.errors import RankError, Unavailable, WaitTimeout
+
+if TYPE_CHECKING:
+    from penstock.cluster.launcher_command import LaunchPlan
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 300.0
+POLL_S = 0.1
+LAST_WORDS_LINES = 40
+AFTER_LAUNCHER_S = 2.0
+"""How long guards may go on after their launcher: some launchers end while the last goodbyes are said."""
+LAUNCHER_EXIT_S = 5.0
+LAUNCHER_EXIT_AFTER_FAILURE_S = 1.0
+"""How long a launcher may take to notice that all its ranks have ended."""
+
+
+def launch_job(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) -> int:
+    """Run all ranks to their end; the exit code is rank 0's own.
+
+    Rank 0's standard output becomes this process's, all else goes to standard error. Raises the error of
+    the first rank that failed (`RankFailed`, or what it said about usage or this machine), and
+    KeyboardInterrupt for SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
+    """
+    bind = "127.0.0.1" if plan.is_local else EVERYWHERE
+    with ControlServer(ranks=plan.ranks, bind=bind) as server, _interrupts_stop(server) as is_launched:
+        launcher = _start(plan, server)
+        voices = _Voices(launcher, server)
+        try:
+            is_launched.set()
+            _watch(plan, launcher, server, start_timeout_s)
+        except KeyboardInterrupt:
+            _wait_until_over(server, launcher)
+            raise
+        finally:
+            _end_launcher(launcher)
+            voices.finish()
+    if server.failure is not None:
+        _raise(server.failure, voices)
+    return server.exit_codes[0]
+
+
+def _start(plan: LaunchPlan, server: ControlServer) -> subprocess.Popen[bytes]:
+    address = f"127.0.0.1:{server.port}" if plan.is_local else advertise_address(server.port)
+    environment = {**plan.environment, CONTROL_ADDRESS: address, CONTROL_TOKEN: server.token}
+    log.debug("Launching %s", plan.argv)
+    try:
+        return subprocess.Popen(
+            plan.argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Ctrl-C must reach ranks once, through their guards, and not the launcher, which would kill them.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise Unavailable(
+            f"The launcher cannot be started: {error}",
+            where=plan.launcher.program,
+            fix="Choose another --launcher.",
+        ) from error
+
+
+def _watch(
+    plan: LaunchPlan, launcher: subprocess.Popen[bytes], server: ControlServer, start_timeout_s: float
+) -> None:
+    """Return when all ranks have finished, or all have stopped for a failure that the server knows."""
+    start_by_s = time.monotonic() + start_timeout_s
+    while not server.is_over:
+        server.wait_for_news(POLL_S)
+        if launcher.poll() is not None:
+            _after_launcher(plan, launcher, server)
+            return
+        if len(server.arrived) < plan.ranks and server.failure is None and time.monotonic() > start_by_s:
+            _give_up_start(plan, server, start_timeout_s)
+    _wait_for(launcher, LAUNCHER_EXIT_S if server.failure is None else LAUNCHER_EXIT_AFTER_FAILURE_S)
+
+
+def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
+    """The launcher ended first: all is done, or guards still stop their ranks, or none ever started."""
+    if not server.arrived and server.failure is None:
+        raise RankError(
+            f"{plan.launcher.flavour} ended with exit code {launcher.returncode} before any rank had started",
+            where=plan.launcher.program,
+            fix="Its own words above say why; the ranks' program must start on every host.",
+        )
+    _wait_until_over(server, launcher, AFTER_LAUNCHER_S)
+    if server.arrived and not server.is_over:
+        first = min(server.arrived - server.exit_codes.keys(), default=0)
+        cause = f"its launcher ended with exit code {launcher.returncode}"
+        server.stop(Failed(rank=first, host="its host", cause=cause))
+        _wait_until_over(server, launcher)
+    if server.failure is None and len(server.exit_codes) < plan.ranks:
+        missing = sorted(set(range(plan.ranks)) - server.exit_codes.keys())
+        raise RankError(
+            f"{plan.launcher.flavour} ended with exit code {launcher.returncode}, "
+            f"but {len(missing)} of {plan.ranks} ranks were never heard of (first: rank {missing[0]})",
+            where=plan.launcher.program,
+            fix="Its own words above say why.",
+        )
+
+
+def _give_up_start(plan: LaunchPlan, server: ControlServer, start_timeout_s: float) -> None:
+    missing = sorted(set(range(plan.ranks)) - server.arrived)
+    first = ", ".join(str(rank) for rank in missing[:8])
+    error = WaitTimeout(f"{len(missing)} of {plan.ranks} ranks to start ({first})", start_timeout_s)
+    server.stop(Failed(rank=missing[0], host="its host", cause=str(error)))
+
+
+def _wait_until_over(
+    server: ControlServer, launcher: subprocess.Popen[bytes], limit_s: float = GRACE_S + KILL_S + 1.0
+) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not server.is_over and time.monotonic() < deadline_s:
+        server.wait_for_news(POLL_S)
+        if launcher.poll() is not None and not server.arrived:
+            return
+
+
+def _wait_for(launcher: subprocess.Popen[bytes], limit_s: float) -> bool:
+    try:
+        launcher.wait(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _end_launcher(launcher: subprocess.Popen[bytes]) -> None:
+    for number, limit_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
+        if launcher.poll() is not None:
+            return
+        os.killpg(launcher.pid, number)
+        _wait_for(launcher, limit_s)
+
+
+def _raise(failure: Failed, voices: _Voices) -> NoReturn:
+    if failure.ending is Ending.INTERRUPTED:
+        raise KeyboardInterrupt
+    held_back = voices.held_back()
+    if held_back:
+        failure = replace(failure, detail=f"{failure.detail}\nSaid meanwhile:\n{held_back}".strip())
+    raise failure.error()
+
+
+@contextmanager
+def _interrupts_stop(server: ControlServer) -> Iterator[threading.Event]:
+    """SIGTERM is Ctrl-C by other means: batch systems send it, and ranks must end either way.
+
+    The server is told first: an exception raised in a finaliser is lost, the job's end must not be. While the
+    launcher is being started nothing is raised at all: half started, nobody would end it.
+    """
+    is_launched = threading.Event()
+
+    def interrupt(_number: int, _frame: FrameType | None) -> None:
+        server.stop(Failed(rank=0, host="", cause="interrupted", ending=Ending.INTERRUPTED))
+        if is_launched.is_set():
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield is_launched
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Voices:
+    """Passes on what ranks and launcher say. From a failure on it holds back: one paragraph says it all."""
+
+    def __init__(self, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
+        assert launcher.stdout is not None
+        assert launcher.stderr is not None
+        self._server = server
+        self._held_back: deque[str] = deque(maxlen=LAST_WORDS_LINES)
+        self._threads = [
+            threading.Thread(target=self._pass_on, args=ends, name="penstock-voices", daemon=True)
+            for ends in ((launcher.stdout, sys.stdout.buffer), (launcher.stderr, sys.stderr.buffer))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self) -> None:
+        """Wait until all has been said."""
+        for thread in self._threads:
+            thread.join(timeout=LAUNCHER_EXIT_S)
+
+    def held_back(self) -> str:
+        """The last lines that were not passed on."""
+        return "\n".join(self._held_back)
+
+    def _pass_on(self, voice: BufferedReader, to: IO[bytes]) -> None:
+        with voice:
+            # As it comes and not line by line: a progress bar is one line that never ends.
+            while said := voice.read1():
+                if self._server.failure is not None:
+                    self._held_back.extend(said.decode(errors="replace").splitlines())
+                elif not self._write(said, to):
+                    return
+
+    def _write(self, said: bytes, to: IO[bytes]) -> bool:
+        try:
+            to.write(said)
+            to.flush()
+        except (OSError, ValueError) as error:
+            cause = f"its output cannot be passed on: {error}"
+            self._server.stop(Failed(rank=0, host="this machine", cause=cause))
+            return False
+        return True

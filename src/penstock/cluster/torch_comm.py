@@ -1,0 +1,187 @@
+"""Ranks under torch.distributed: the default process group, or one that a trainer hands over.
+
+Speaks through tensors in main memory, so the group needs a gloo part. Invariant: nothing of torch's own
+errors gets out; they become errors of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from penstock.cluster.base_comm import BaseComm
+from penstock.errors import RankError, Unavailable, UsageError, WaitTimeout
+
+if TYPE_CHECKING:
+    from penstock.cluster.polling import PollingWait
+    from penstock.environment import Environment
+
+LONGEST_CALL = timedelta(days=7)
+"""gloo's own limit, out of the way: each call of a `Comm` brings its own."""
+
+
+class TorchComm(BaseComm):
+    """All ranks of `group` (default: the default group). It stays the caller's, unless `at_close` ends it."""
+
+    def __init__(
+        self,
+        host: str,
+        group: dist.ProcessGroup | None = None,
+        *,
+        at_close: Callable[[], None] | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "torch.distributed is not initialised", fix="Call init_process_group before joining."
+            )
+        if "gloo" not in str(dist.get_backend_config(group)):
+            raise UsageError(
+                f"The process group speaks {dist.get_backend(group)}, which cannot carry main memory",
+                fix='Hand over torch.distributed.new_group(backend="gloo").',
+            )
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), host)
+        self.carrier = f"torch.distributed of torch {torch.__version__}"
+        self._group = group
+        self._at_close = at_close
+
+    def close(self) -> None:
+        """End the group, if it was made for this communicator; collective."""
+        if self._at_close is not None:
+            self._at_close()
+
+    def transfer(self) -> TorchPointToPoint:
+        """A transfer between the same ranks, in a group of its own, so that no collective is in its way."""
+        ranks = dist.get_process_group_ranks(self._group)
+        own = dist.new_group(ranks, LONGEST_CALL, backend="gloo", use_local_synchronization=True)
+        assert isinstance(own, dist.ProcessGroup), "this process is in the group of its own communicator"
+        return TorchPointToPoint(own, self.host)
+
+    def _finish(self, work: dist.Work | None, wait: PollingWait) -> None:
+        assert work is not None, "this process is not in the group, so it has no communicator for it"
+        wait.until(work.is_completed)
+        work.wait()
+
+    def _move_nothing(self, wait: PollingWait) -> None:
+        self._finish(dist.all_reduce(torch.zeros(1), group=self._group, async_op=True), wait)
+
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
+        source = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        size_bytes = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
+        self._finish(dist.broadcast(size_bytes, source, group=self._group, async_op=True), wait)
+        received = torch.empty(int(size_bytes), dtype=torch.uint8) if payload is None else _tensor(payload)
+        self._finish(dist.broadcast(received, source, group=self._group, async_op=True), wait)
+        return received.numpy().tobytes()
+
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        mine = torch.tensor([len(payload)], dtype=torch.int64)
+        self._finish(dist.all_gather(sizes, mine, group=self._group, async_op=True), wait)
+        # gloo gathers equal shapes only: everyone sends as much as the longest payload.
+        longest = int(max(sizes))
+        padded = _tensor(payload + bytes(longest - len(payload)))
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self._finish(dist.all_gather(parts, padded, group=self._group, async_op=True), wait)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def _lead_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        mine = torch.tensor([len(payload)], dtype=torch.int64)
+        self._finish(dist.all_gather(sizes, mine, group=self._group, async_op=True), wait)
+        longest = int(max(sizes))
+        padded = _tensor(payload + bytes(longest - len(payload)))
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size if self.rank == 0 else 0)]
+        lead = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        self._finish(dist.gather(padded, parts or None, lead, group=self._group, async_op=True), wait)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+
+
+class TorchPointToPoint:
+    """Point to point through gloo, whose waits let go of the GIL and of the core."""
+
+    def __init__(self, group: dist.ProcessGroup, host: str) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._group = group
+        self._place = f"rank {self.rank} on {host}"
+
+    def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
+        """Begin to send the whole of `buffer`."""
+        return self._begun(dist.isend, buffer, group_dst=to, tag=tag)
+
+    def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
+        """Begin to fill the whole of `buffer`."""
+        return self._begun(dist.irecv, buffer, group_src=source, tag=tag)
+
+    def close(self) -> None:
+        """End the group that was made for this transfer."""
+        dist.destroy_process_group(self._group)
+
+    def _begun(
+        self, begin: Callable[..., dist.Work | None], buffer: memoryview, **ends: int
+    ) -> TorchPendingTransfer:
+        if not buffer.nbytes:
+            return TorchPendingTransfer(None, self._place)
+        tensor = torch.frombuffer(buffer, dtype=torch.uint8)
+        try:
+            return TorchPendingTransfer(begin(tensor, group=self._group, **ends), self._place)
+        except RuntimeError as error:
+            raise broken_connection(error, "a connection", self._place) from error
+
+
+class TorchPendingTransfer:
+    """One send or receive of gloo; nothing moves where nothing was asked for."""
+
+    def __init__(self, work: dist.Work | None, place: str) -> None:
+        self._work = work
+        self._place = place
+
+    def wait(self, *, awaiting: str, timeout_s: float) -> None:
+        """Return when the bytes have left, or arrived."""
+        if self._work is None:
+            return
+        try:
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                raise WaitTimeout(awaiting, timeout_s) from error
+            raise broken_connection(error, awaiting, self._place) from error
+
+
+def broken_connection(error: RuntimeError, awaiting: str, place: str) -> RankError:
+    """The error of a connection that gloo lost."""
+    return RankError(
+        f"The connection between ranks broke while waiting for {awaiting}: {error}",
+        where=place,
+        fix="Look for a rank that died, or for a network that drops connections.",
+    )
+
+
+def _tensor(payload: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+def join_torchrun(environment: Environment, host: str) -> TorchComm:
+    """Make the default group from what torchrun left in `environment`, unless one stands already."""
+    if not dist.is_available():
+        raise Unavailable(
+            "This torch was built without torch.distributed", fix="Install a torch wheel from its makers."
+        )
+    begins_here = not dist.is_initialized()
+    if begins_here:
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        agent_serves = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = dist.TCPStore(  # type: ignore[attr-defined] # documented, but not in torch's stubs
+            environment["MASTER_ADDR"],
+            int(environment["MASTER_PORT"]),
+            world_size=size,
+            is_master=rank == 0 and not agent_serves,
+        )
+        # A restarted job finds the agent's old store: its attempts must not meet each other's keys.
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefixed = dist.PrefixStore(f"penstock/{attempt}", store)  # type: ignore[attr-defined] # likewise
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=LONGEST_CALL)
+    return TorchComm(host, at_close=dist.destroy_process_group if begins_here else None)

@@ -1,0 +1,122 @@
+"""Optional capabilities of storages, each a `Supports...` protocol, and the functions that ask for them.
+
+Callers ask what a storage can do and never what its URI looks like, so that a back end from another package
+works like a built-in one. Invariant: what changes the visible state does so in one step, so that a crash
+leaves the state before it or the one after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from penstock.errors import Unavailable
+from penstock.storage.wrapping import WrappedStorage
+
+if TYPE_CHECKING:
+    from penstock.storage.protocol import ObjectInfo, Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderEntry:
+    """One name in a folder. `is_plain` is true of files; links, devices and folders are not plain."""
+
+    name: str
+    is_folder: bool
+    is_plain: bool
+    size_bytes: int
+    modified_s: float
+
+
+class FolderTree(Protocol):
+    """Whole folders of a file system; folders are named like keys, "" is the root.
+
+    All raise `StorageError` and its kinds, `move` and `exchange` only where nothing has changed.
+    """
+
+    def make(self, folder: str) -> None:
+        """Make a new folder, and what is missing above it, durably; it must not be there yet."""
+
+    def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
+        """What lies directly in a folder and begins with `prefix`, unfinished objects included.
+
+        Nothing where there is no such folder.
+        """
+
+    def move(self, folder: str, to: str) -> None:
+        """Rename a folder. `AlreadyThere` where `to` is a folder that is not empty, or a file."""
+
+    def exchange(self, one: str, other: str) -> None:
+        """Let two folders change names in one step; `Unavailable` where the file system cannot."""
+
+    def sync(self, folder: str = "") -> None:
+        """Make the names directly in a folder survive a power cut: after `move` and `exchange`."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder and all in it, never following a link; silent where it is gone."""
+
+
+@runtime_checkable
+class SupportsFolders(Protocol):
+    """A storage on a file system."""
+
+    @property
+    def tree(self) -> FolderTree:
+        """Its folders."""
+
+
+@runtime_checkable
+class SupportsConditionalWrites(Protocol):
+    """A storage that writes a small object only if nobody came first."""
+
+    @property
+    def has_conditions(self) -> bool:
+        """Whether its client can ask for that."""
+
+    def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
+        """Write an object whole, if the one there has the checksum `replaces`, or if None is there for None.
+
+        `AlreadyThere` where the condition does not hold.
+        """
+
+
+@runtime_checkable
+class SupportsDirectAccess(Protocol):
+    """A storage on a file system that may also reach its files past the page cache."""
+
+    def past_cache(self) -> Storage:
+        """The same tree past the page cache, for large files; itself, where the file system cannot.
+
+        Its files are written under their final names at once: it is for callers with a commit of their own.
+        """
+
+
+def unwrap(storage: Storage) -> Storage:
+    """The storage inside all wrappers."""
+    while isinstance(storage, WrappedStorage):
+        storage = storage.inside
+    return storage
+
+
+def find_folder_tree(storage: Storage) -> FolderTree | None:
+    """The folders of a storage on a file system, wrapped or not; None for any other."""
+    inside = unwrap(storage)
+    return inside.tree if isinstance(inside, SupportsFolders) else None
+
+
+def prefer_direct_access(storage: Storage) -> Storage:
+    """The best way to the same tree for large files that nobody sees before they are committed."""
+    return storage.past_cache() if isinstance(storage, SupportsDirectAccess) else storage
+
+
+def require_conditional_writes(storage: Storage) -> SupportsConditionalWrites:
+    """The storage as one that writes on conditions; `Unavailable` where it cannot."""
+    inside = unwrap(storage)
+    if not isinstance(inside, SupportsConditionalWrites) or not inside.has_conditions:
+        raise Unavailable(
+            "This storage has neither folders that can be renamed nor conditional writes",
+            where=storage.uri,
+            fix="Commit checkpoints to file:// or direct://, or to s3:// or az:// with client=obstore.",
+        )
+    return inside

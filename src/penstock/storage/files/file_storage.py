@@ -1,0 +1,407 @@
+"""Files as objects: `file:///path` through the page cache, `direct:///path` past it.
+
+Keys become paths in `files.folders`, bytes move in `files.buffered` or `files.direct`, and `files.sink` gives
+a finished object its name. Invariant: what `list` shows is a whole object, unless publish=in_place.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from penstock.errors import (
+    AccessRefused,
+    ObjectNotFound,
+    ShortTransfer,
+    StorageError,
+    Unavailable,
+    UsageError,
+)
+from penstock.storage.aligned import flat
+from penstock.storage.counters import Counters
+from penstock.storage.files.access import BufferedAccess, DirectAccess
+from penstock.storage.files.file_io import OpenFile
+from penstock.storage.files.file_sink import FileSink, FileWriter, NewFile, is_unfinished, unfinished_name
+from penstock.storage.files.folders import FileFolderTree, VerifiedFolders
+from penstock.storage.files.system_calls import (
+    REAL_CALLS,
+    FileCalls,
+    map_name_clash,
+    map_os_error,
+    translate_os_errors,
+)
+from penstock.storage.protocol import ObjectInfo, OptionValue
+from penstock.storage.uri import Location, check_key, check_prefix, parse_options
+
+if TYPE_CHECKING:
+    from penstock.environment import Environment
+
+logger = logging.getLogger(__name__)
+
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileOptions:
+    """How files are written."""
+
+    fsync: bool = True
+    """finish() waits until the file and its name survive a power cut."""
+    publish: Literal["rename", "in_place"] = "rename"
+    """rename: nobody sees a half object. in_place: for callers with a commit protocol of their own."""
+    writes_in_flight: int = 1
+    """1 writes in the caller's thread; more write in that many threads of each sink."""
+    preallocate: bool = True
+    """Where the size is told beforehand, its blocks are set aside first: a full disk fails early."""
+
+    def __post_init__(self) -> None:
+        if self.writes_in_flight < 1:
+            raise UsageError("writes_in_flight is below 1", fix="Say how many buffers may be in flight.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectOptions(FileOptions):
+    """How files are written and read past the page cache."""
+
+    alignment_bytes: int = 4096
+    """Multiple that the device asks of addresses, offsets and lengths."""
+    bounce_bytes: int = 4 * 1024 * 1024
+    """Size of the buffers that unaligned bytes pass through."""
+
+    def __post_init__(self) -> None:
+        FileOptions.__post_init__(self)
+        if self.alignment_bytes < 512 or self.alignment_bytes & (self.alignment_bytes - 1):
+            raise UsageError(
+                f"alignment_bytes={self.alignment_bytes} is no power of two from 512 up",
+                fix="Use the device's block size, 4096 on nearly all.",
+            )
+        if self.bounce_bytes < self.alignment_bytes or self.bounce_bytes % self.alignment_bytes:
+            raise UsageError(
+                f"bounce_bytes={self.bounce_bytes} is no multiple of alignment_bytes",
+                fix=f"Use a multiple of {self.alignment_bytes}.",
+            )
+
+
+class FileAccess(Protocol):
+    """One way to the bytes of a file: through the page cache, or past it."""
+
+    name: str
+    open_flags: int
+
+    def start_writer(self, file: OpenFile, num_in_flight: int) -> FileWriter:
+        """Begin appending to an empty file."""
+
+    def read_into(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer`, plain bytes, from `offset`; the file was long enough when it was opened."""
+
+
+def open_buffered(location: Location, _environment: Environment, _rank: int) -> FileStorage:
+    """Files below a folder, through the page cache. The folder is made by the first write."""
+    options = parse_options(FileOptions, location.options, where=location.uri)
+    return FileStorage(location, options, BufferedAccess())
+
+
+def open_direct(location: Location, _environment: Environment, _rank: int) -> FileStorage:
+    """Files below a folder, past the page cache; `Unavailable` at first use where its file system cannot."""
+    options = parse_options(DirectOptions, location.options, where=location.uri)
+    return FileStorage(location, options, DirectAccess(options.alignment_bytes, options.bounce_bytes))
+
+
+class FileStorage:
+    """A `Storage` of files. A symbolic link inside the root is followed, one that leads out is refused."""
+
+    def __init__(
+        self, location: Location, options: FileOptions, access: FileAccess, *, calls: FileCalls = REAL_CALLS
+    ) -> None:
+        self._location = location
+        self.uri = location.uri
+        self.options: Mapping[str, OptionValue] = {"access": access.name, **asdict(options)}
+        self.counters = Counters()
+        self._options = options
+        self._access = access
+        self._calls = calls
+        self._folders = VerifiedFolders(location.root, location.scheme, calls, keep_names=options.fsync)
+        self.tree = FileFolderTree(self._folders, calls)
+        """Whole folders: made, listed, renamed, exchanged, removed (`penstock.storage.capabilities`)."""
+
+    def create(self, key: str, size_bytes: int | None = None) -> FileSink:
+        """Begin a file, under a hidden name unless publish=in_place; missing folders are made."""
+        folder, name = self._split(key)
+        try:
+            return self._begin(key, self._folders.ready(folder), name, size_bytes)
+        except ObjectNotFound:
+            # A folder that was there before is gone: look again, once.
+            self._folders.forget()
+            return self._begin(key, self._folders.ready(folder), name, size_bytes)
+
+    def open(self, key: str) -> FileSource:
+        """Open a file as it is now: an overwrite does not touch it, only writing in place does."""
+        path = self.local_path(key)
+        # Without O_NONBLOCK, opening a named pipe would wait for its other end.
+        file = self._open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with translate_os_errors("Opening", file.uri), ExitStack() as undo:
+            undo.callback(self._calls.close, file.descriptor)
+            facts = self._calls.fstat(file.descriptor)
+            _require_regular(facts, file.uri)
+            undo.pop_all()
+        return FileSource(file, self._access, facts.st_size)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All files below `prefix`, each once: links to folders are not entered, unfinished files not shown.
+
+        A root that does not exist is `ObjectNotFound`; a missing folder below it is just empty.
+        """
+        folder = check_prefix(prefix, self.uri)
+        self._folders.require_root()
+        return self._list_folder(folder)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """One file's facts."""
+        path = self.local_path(key)
+        uri = self._folders.uri_of(path)
+        with translate_os_errors("Looking it up", uri):
+            facts = self._calls.lstat(path)
+            if stat.S_ISLNK(facts.st_mode):
+                facts = self._calls.lstat(self._folders.resolve(path))
+        _require_regular(facts, uri)
+        return _describe(key, facts)
+
+    def delete(self, key: str) -> None:
+        """Remove one file; of a link, the link. Folders stay, even if empty."""
+        path = self.local_path(key)
+        with translate_os_errors("Deleting", self._folders.uri_of(path)):
+            self._calls.unlink(path)
+
+    def sync(self, prefix: str = "") -> None:
+        """Flush every file and folder below `prefix`, and the folders from there up to the root."""
+        folder = check_prefix(prefix, self.uri)
+        self._folders.require_root()
+        with suppress(ObjectNotFound):
+            self._sync_tree(self._folders.existing(folder))
+        while folder:
+            folder = folder.rpartition("/")[0]
+            with suppress(ObjectNotFound):
+                self._folders.sync_folder(self._folders.existing(folder))
+
+    def past_cache(self) -> FileStorage:
+        """The same tree by direct I/O, written in place; buffered, where this file system cannot."""
+        own = self._options
+        chosen = asdict(replace(own, publish="in_place"))
+        if isinstance(own, DirectOptions) or not self._takes_direct_access():
+            return FileStorage(self._location, type(own)(**chosen), self._access, calls=self._calls)
+        options = DirectOptions(**chosen)
+        access = DirectAccess(options.alignment_bytes, options.bounce_bytes)
+        return FileStorage(replace(self._location, scheme="direct"), options, access, calls=self._calls)
+
+    def _takes_direct_access(self) -> bool:
+        """Try it on a file that nobody sees: what file systems announce says less than what they do."""
+        path = os.path.join(self._folders.ready(""), unfinished_name())
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
+        except OSError as error:
+            logger.info("%s is written through the page cache: %s", self.uri, error)
+            # Some kernels make the file before they find that they cannot open it so.
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            return False
+        os.unlink(path)
+        os.close(descriptor)
+        return True
+
+    def local_path(self, key: str) -> str:
+        """Where the file of this key is or would be; its folder exists and lies inside the root."""
+        folder, name = self._split(key)
+        try:
+            return os.path.join(self._folders.existing(folder), name)
+        except ObjectNotFound as error:
+            raise ObjectNotFound(
+                "The folder of this object does not exist",
+                uri=f"{self.uri.rstrip('/')}/{key}",
+                fix=error.fix,
+                errno=error.errno,
+            ) from error
+
+    def _split(self, key: str) -> tuple[str, str]:
+        folder, _, name = check_key(key, self.uri).rpartition("/")
+        if is_unfinished(name):
+            raise AccessRefused(
+                f"The key {key!r} is a name for unfinished objects",
+                uri=self.uri,
+                fix="Choose a name that does not begin with .penstock-",
+            )
+        return folder, name
+
+    def _begin(self, key: str, folder_path: str, name: str, size_bytes: int | None) -> FileSink:
+        final_path = os.path.join(folder_path, name)
+        flags = os.O_WRONLY | os.O_CREAT
+        if self._options.publish == "rename":
+            written_path = os.path.join(folder_path, unfinished_name())
+            flags |= os.O_EXCL
+        else:
+            written_path = final_path
+            flags |= os.O_TRUNC | os.O_NOFOLLOW
+        file = self._open_new(written_path, flags)
+        new = NewFile(
+            key=key,
+            file=OpenFile(file.descriptor, self._folders.uri_of(final_path), self._calls, self.counters),
+            written_path=written_path,
+            final_path=final_path,
+            declared_bytes=size_bytes,
+            fsync=self._options.fsync,
+        )
+        sink = FileSink(
+            new, self._access.start_writer(new.file, self._options.writes_in_flight), self._folders
+        )
+        if size_bytes and self._options.preallocate:
+            self._set_aside(new.file, size_bytes, sink)
+        return sink
+
+    def _set_aside(self, file: OpenFile, size_bytes: int, sink: FileSink) -> None:
+        try:
+            self._calls.fallocate(file.descriptor, size_bytes)
+        except OSError as error:
+            if error.errno in _NOT_SUPPORTED:
+                return
+            sink.abort()
+            raise map_os_error(error, f"Setting {size_bytes} bytes aside", file.uri) from error
+
+    def _open_new(self, path: str, flags: int) -> OpenFile:
+        try:
+            return self._open_file(path, flags)
+        except Unavailable:
+            # Some kernels make the file before they find that its file system lacks O_DIRECT.
+            if flags & os.O_EXCL and os.path.exists(path):
+                self._calls.unlink(path)
+            raise
+
+    def _open_file(self, path: str, flags: int) -> OpenFile:
+        uri = self._folders.uri_of(path)
+        try:
+            descriptor = self._open_descriptor(path, flags | self._access.open_flags)
+        except StorageError:
+            raise
+        except OSError as error:
+            if error.errno == errno.EINVAL and self._access.open_flags:
+                raise _no_direct_access(path, uri) from error
+            raise (
+                map_name_clash(error, uri) if flags & os.O_CREAT else map_os_error(error, "Opening", uri)
+            ) from error
+        return OpenFile(descriptor, uri, self._calls, self.counters)
+
+    def _open_descriptor(self, path: str, flags: int) -> int:
+        try:
+            return self._calls.open(path, flags, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        return self._calls.open(self._folders.resolve(path), flags, 0o666)
+
+    def _list_folder(self, folder: str) -> Iterator[ObjectInfo]:
+        num_links_out = 0
+        try:
+            top = self._folders.existing(folder)
+        except ObjectNotFound:
+            return
+        root_length = len(os.path.join(self._folders.root, ""))
+        with translate_os_errors("Listing", self._folders.uri_of(top)):
+            for entry in self._folders.walk(top):
+                try:
+                    facts = self._facts_of(entry)
+                except AccessRefused:
+                    num_links_out += 1
+                    continue
+                if facts is not None:
+                    yield _describe(entry.path[root_length:], facts)
+        if num_links_out:
+            logger.warning(
+                "%d symbolic links below %s lead out of the root and are not listed: "
+                "open their targets as roots of their own.",
+                num_links_out,
+                self._folders.uri_of(top),
+            )
+
+    def _facts_of(self, entry: os.DirEntry[str]) -> os.stat_result | None:
+        """What an entry is, if an object that still exists; `AccessRefused` for a link that leads out."""
+        try:
+            if entry.is_symlink():
+                facts = self._calls.lstat(self._folders.resolve(entry.path))
+                return facts if stat.S_ISREG(facts.st_mode) else None
+            if entry.is_file(follow_symlinks=False) and not is_unfinished(entry.name):
+                return entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return None
+
+    def _sync_tree(self, top: str) -> None:
+        with translate_os_errors("Making it durable", self._folders.uri_of(top)):
+            for entry in self._folders.walk(top):
+                with suppress(ObjectNotFound):
+                    if entry.is_dir(follow_symlinks=False):
+                        self._folders.sync_folder(entry.path)
+                    elif entry.is_file(follow_symlinks=False) and not is_unfinished(entry.name):
+                        self._folders.sync_file(entry.path)
+        self._folders.sync_folder(top)
+
+
+class FileSource:
+    """A file opened for reading; reads from any thread carry their own offsets."""
+
+    def __init__(self, file: OpenFile, access: FileAccess, size_bytes: int) -> None:
+        self._file = file
+        self._access = access
+        self._size_bytes = size_bytes
+        self._is_open = True
+
+    @property
+    def size_bytes(self) -> int:
+        """The file's size when it was opened."""
+        return self._size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        wanted = flat(buffer)
+        if offset + len(wanted) > self._size_bytes:
+            raise ShortTransfer(
+                f"{len(wanted)} bytes at offset {offset} reach past the end, {self._size_bytes}",
+                uri=self._file.uri,
+                expected_bytes=len(wanted),
+                actual_bytes=max(0, self._size_bytes - offset),
+                fix="Ask for ranges inside size_bytes.",
+            )
+        self._access.read_into(self._file, offset, wanted)
+        self._file.counters.add(read_bytes=len(wanted))
+
+    def close(self) -> None:
+        """Close the file; no thread may be reading."""
+        if self._is_open:
+            self._is_open = False
+            self._file.calls.close(self._file.descriptor)
+
+
+def _describe(key: str, facts: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=facts.st_size, modified_s=facts.st_mtime)
+
+
+def _require_regular(facts: os.stat_result, uri: str) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "a device, a pipe or a socket"
+        raise ObjectNotFound(
+            f"This is {kind}, not an object", uri=uri, fix="Give the key of a file; list() shows them."
+        )
+
+
+def _no_direct_access(path: str, uri: str) -> Unavailable:
+    """The reason of EINVAL at open; raises instead where `path` is no regular file to begin with."""
+    if os.path.exists(path):
+        _require_regular(os.stat(path), uri)
+    return Unavailable(
+        "This file system does not take O_DIRECT",
+        where=uri,
+        fix="Use file:// instead of direct://, or a place on a local disk.",
+    )

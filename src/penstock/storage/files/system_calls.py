@@ -1,0 +1,125 @@
+"""The system calls that file storage makes, as one object that tests replace, and what their failures mean.
+
+Invariant: every call that a crash or a full disk could spoil goes through `FileCalls`; Python itself repeats
+the ones that a signal interrupts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from penstock.errors import AccessRefused, ObjectNotFound, OutOfSpace, StorageError, StorageTimeout
+
+
+def _pread_into(descriptor: int, buffer: memoryview, offset: int) -> int:
+    return os.preadv(descriptor, [buffer], offset)
+
+
+def _fallocate(descriptor: int, size_bytes: int) -> None:
+    """fallocate(2) itself: posix_fallocate falls back to writing into every block where it is unsupported."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    raise_on_failure(libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)))
+
+
+def _rename_exchange(one: str, other: str) -> None:
+    """renameat2(2) with RENAME_EXCHANGE: both names change at once. ENOSYS where the C library lacks it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    at_cwd, exchange = -100, 2
+    names = os.fsencode(one), os.fsencode(other)
+    raise_on_failure(libc.renameat2(at_cwd, names[0], at_cwd, names[1], ctypes.c_uint(exchange)))
+
+
+def raise_on_failure(result: int) -> None:
+    """Raise what a C function left in errno (of a library opened with use_errno) unless it returned 0."""
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileCalls:
+    """What file storage asks of the kernel; each field is one call, by default the real one."""
+
+    open: Callable[[str, int, int], int] = os.open
+    close: Callable[[int], None] = os.close
+    pwrite: Callable[[int, memoryview, int], int] = os.pwrite
+    pread_into: Callable[[int, memoryview, int], int] = _pread_into
+    fsync: Callable[[int], None] = os.fsync
+    ftruncate: Callable[[int, int], None] = os.ftruncate
+    fallocate: Callable[[int, int], None] = _fallocate
+    fstat: Callable[[int], os.stat_result] = os.fstat
+    lstat: Callable[[str], os.stat_result] = os.lstat
+    scandir: Callable[[str], os._ScandirIterator[str]] = os.scandir
+    mkdir: Callable[[str], None] = os.mkdir
+    rename: Callable[[str, str], None] = os.rename
+    exchange: Callable[[str, str], None] = _rename_exchange
+    unlink: Callable[[str], None] = os.unlink
+    rmdir: Callable[[str], None] = os.rmdir
+
+
+REAL_CALLS = FileCalls()
+
+_FIXES: dict[type[StorageError], str] = {
+    ObjectNotFound: "Check the name, and that what should have written it has finished.",
+    AccessRefused: "Check owner and mode of the file and its folders, and that the mount is writable.",
+    OutOfSpace: "Free space or quota there, or choose another place.",
+    StorageTimeout: "Check the file server and the network to it.",
+}
+
+_KINDS: dict[int, type[StorageError]] = {
+    errno.ENOENT: ObjectNotFound,
+    errno.ENOTDIR: ObjectNotFound,
+    errno.EISDIR: ObjectNotFound,
+    errno.EACCES: AccessRefused,
+    errno.EPERM: AccessRefused,
+    errno.EROFS: AccessRefused,
+    errno.ELOOP: AccessRefused,
+    errno.ENOSPC: OutOfSpace,
+    errno.EDQUOT: OutOfSpace,
+    errno.ETIMEDOUT: StorageTimeout,
+}
+
+_OTHER_FIXES = {
+    errno.EIO: "Look at the kernel log (dmesg): the device or the server reported an error.",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n), or keep fewer objects open.",
+    errno.ENAMETOOLONG: "Use shorter names: most file systems allow 255 bytes a name.",
+    errno.EINVAL: "With direct I/O, raise alignment_bytes to the device's block size, or use file://.",
+}
+
+
+def map_os_error(error: OSError, doing: str, uri: str) -> StorageError:
+    """The error of our tree for `error`, its errno kept; `doing` is what was tried, as in "Writing"."""
+    number = error.errno or 0
+    kind = _KINDS.get(number, StorageError)
+    fix = _FIXES.get(kind) or _OTHER_FIXES.get(number, "Look at the kernel log (dmesg) for the cause.")
+    return kind(f"{doing} failed: {error.strerror or error}", uri=uri, fix=fix, errno=number)
+
+
+@contextmanager
+def translate_os_errors(doing: str, uri: str) -> Iterator[None]:
+    """Turn the system's errors inside into ours, for everything that is not done once per buffer."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise map_os_error(error, doing, uri) from error
+
+
+def map_name_clash(error: OSError, uri: str) -> StorageError:
+    """The error for a name that cannot be written because an object or a folder already has it."""
+    if error.errno not in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
+        return map_os_error(error, "Creating", uri)
+    return StorageError(
+        f"Creating failed: {error.strerror}",
+        uri=uri,
+        fix="In a file system a name is an object or a folder, never both: choose another key.",
+        errno=error.errno,
+    )

@@ -1,0 +1,219 @@
+"""Objects in this process's memory: `mem://name`, for tests and for the ceiling of a harness.
+
+A read or a write is one copy at memory speed and nothing else, so whatever is slower is not storage.
+Invariant: a published object never changes; an overwrite is a new one, and open sources keep the old.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
+from penstock.storage.counters import Counters
+from penstock.storage.protocol import ObjectInfo, OptionValue, Release
+from penstock.storage.uri import Location, check_key, check_prefix, parse_options
+
+if TYPE_CHECKING:
+    from penstock.environment import Environment
+
+Bytes = npt.NDArray[np.uint8]
+
+FIRST_CAPACITY_BYTES = 64 * 1024
+"""Room for an object whose size nobody told; doubled whenever it is full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryOptions:
+    """Memory has nothing to choose; an option given to it is an error that says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredObject:
+    content: Bytes
+    modified_s: float
+    version: str
+
+
+def open_memory(location: Location, _environment: Environment, _rank: int) -> MemoryStorage:
+    """A new, empty store: its objects live as long as it does, and opening a name twice gives two of them."""
+    options = parse_options(MemoryOptions, location.options, where=location.uri)
+    return MemoryStorage(location.uri, asdict(options))
+
+
+class MemoryStorage:
+    """A `Storage` whose objects are arrays in this process. `sync` has nothing to do."""
+
+    def __init__(self, uri: str = "mem://store", options: Mapping[str, OptionValue] | None = None) -> None:
+        self.uri = uri
+        self.options: Mapping[str, OptionValue] = dict(options or {})
+        self.counters = Counters()
+        self._objects: dict[str, _StoredObject] = {}
+        self._num_stored = 0
+        self._lock = threading.Lock()
+
+    def create(self, key: str, size_bytes: int | None = None) -> MemorySink:
+        """Begin an object; memory for `size_bytes` is set aside at once."""
+        return MemorySink(self, check_key(key, self.uri), size_bytes)
+
+    def open(self, key: str) -> MemorySource:
+        """Open an object as it is now; later overwrites and deletes do not touch it."""
+        return MemorySource(self._find(key).content, f"{self.uri}/{key}", self.counters)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects below `prefix`, as they are when the first one is asked for."""
+        folder = check_prefix(prefix, self.uri)
+        start = f"{folder}/" if folder else ""
+        with self._lock:
+            found = [pair for pair in self._objects.items() if pair[0].startswith(start)]
+        for key, stored in found:
+            yield _describe(key, stored)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """One object's facts."""
+        return _describe(key, self._find(key))
+
+    def delete(self, key: str) -> None:
+        """Remove one object; sources that are open on it still read it."""
+        self._find(key)
+        with self._lock:
+            self._objects.pop(key, None)
+
+    def sync(self, prefix: str = "") -> None:
+        """Check the prefix: memory has no other promise to keep."""
+        check_prefix(prefix, self.uri)
+
+    @property
+    def has_conditions(self) -> bool:
+        """Memory always can."""
+        return True
+
+    def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
+        """Store a small object, if what is there is what `replaces` says."""
+        check_key(key, self.uri)
+        with self._lock:
+            held = self._objects.get(key)
+            if (held and held.version) != replaces:
+                raise AlreadyThere(
+                    "Another object is there", uri=f"{self.uri}/{key}", fix="Read it, and decide anew."
+                )
+            stored = self._store(key, np.frombuffer(content, dtype=np.uint8))
+        self.counters.add(requests=1, written_bytes=len(content))
+        return _describe(key, stored)
+
+    def _store(self, key: str, content: Bytes) -> _StoredObject:
+        self._num_stored += 1
+        stored = self._objects[key] = _StoredObject(content, time.time(), str(self._num_stored))
+        return stored
+
+    def publish(self, key: str, content: Bytes) -> ObjectInfo:
+        """Make `content` the object of this key. Sinks call it, once, when all bytes are in."""
+        with self._lock:
+            stored = self._store(key, content)
+        return _describe(key, stored)
+
+    def _find(self, key: str) -> _StoredObject:
+        check_key(key, self.uri)
+        with self._lock:
+            stored = self._objects.get(key)
+        if stored is None:
+            raise ObjectNotFound(
+                f"No object {key!r}",
+                uri=f"{self.uri}/{key}",
+                fix="Each mem:// store starts empty and ends with its process; write the object first.",
+            )
+        return stored
+
+
+def _describe(key: str, stored: _StoredObject) -> ObjectInfo:
+    return ObjectInfo(
+        key=key,
+        size_bytes=stored.content.nbytes,
+        modified_s=stored.modified_s,
+        checksum=stored.version,
+    )
+
+
+class MemorySink:
+    """One object being copied into memory; a buffer is released before `submit` returns."""
+
+    def __init__(self, storage: MemoryStorage, key: str, size_bytes: int | None) -> None:
+        self._storage = storage
+        self._key = key
+        self._declared_bytes = size_bytes
+        self._content: Bytes = np.empty(
+            FIRST_CAPACITY_BYTES if size_bytes is None else size_bytes, dtype=np.uint8
+        )
+        self._filled_bytes = 0
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        """Copy `buffer` and release it."""
+        end = self._filled_bytes + buffer.nbytes
+        if end > self._content.nbytes:
+            self._grow(end)
+        if buffer.nbytes:
+            np.copyto(self._content[self._filled_bytes : end], np.frombuffer(buffer, dtype=np.uint8))
+        self._filled_bytes = end
+        if release is not None:
+            release()
+
+    def finish(self) -> ObjectInfo:
+        """Check the size and publish."""
+        if self._declared_bytes not in (None, self._filled_bytes):
+            raise ShortTransfer(
+                f"{self._filled_bytes} bytes were submitted for an object declared as {self._declared_bytes}",
+                uri=f"{self._storage.uri}/{self._key}",
+                expected_bytes=self._declared_bytes or 0,
+                actual_bytes=self._filled_bytes,
+                fix="Submit exactly what create() was told, or tell it no size.",
+            )
+        self._storage.counters.add(requests=1, written_bytes=self._filled_bytes)
+        return self._storage.publish(self._key, self._content[: self._filled_bytes])
+
+    def abort(self) -> None:
+        """Let go of the memory."""
+        self._content = np.empty(0, dtype=np.uint8)
+        self._filled_bytes = 0
+
+    def _grow(self, needed_bytes: int) -> None:
+        wider: Bytes = np.empty(max(needed_bytes, 2 * self._content.nbytes), dtype=np.uint8)
+        np.copyto(wider[: self._filled_bytes], self._content[: self._filled_bytes])
+        self._content = wider
+
+
+class MemorySource:
+    """One object's bytes, as they were when it was opened."""
+
+    def __init__(self, content: Bytes, uri: str, counters: Counters) -> None:
+        self._content = content
+        self._uri = uri
+        self._counters = counters
+
+    @property
+    def size_bytes(self) -> int:
+        """The object's size."""
+        return self._content.nbytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset`."""
+        end = offset + buffer.nbytes
+        if end > self.size_bytes:
+            raise ShortTransfer(
+                f"{buffer.nbytes} bytes at offset {offset} reach past the end, {self.size_bytes}",
+                uri=self._uri,
+                expected_bytes=buffer.nbytes,
+                actual_bytes=max(0, self.size_bytes - offset),
+                fix="Ask for ranges inside size_bytes.",
+            )
+        if buffer.nbytes:
+            np.copyto(np.frombuffer(buffer, dtype=np.uint8), self._content[offset:end])
+        self._counters.add(requests=1, read_bytes=buffer.nbytes)
+
+    def close(self) -> None:
+        """Nothing to let go of but the reference that this source is."""

@@ -1,0 +1,114 @@
+"""A storage that moves no more bytes a second than it is told to, whoever asks: a slow level on a fast disk.
+
+A wrapper like tracing and faults, for plans and studies on one machine. Invariant: bytes wait before they are
+submitted or read, so what is inside sees them at the rate at which it is charged.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from penstock.errors import UsageError
+from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
+
+if TYPE_CHECKING:
+    from penstock.storage.protocol import Release, Sink, Source, Storage
+
+Clock = Callable[[], float]
+Sleep = Callable[[float], None]
+
+
+class TokenBucket:
+    """A rate shared by threads. It starts with, and keeps at most, `burst_s` seconds of unused rate."""
+
+    def __init__(
+        self, rate_bytes_per_s: float, *, clock: Clock = time.monotonic, burst_s: float = 0.01
+    ) -> None:
+        if not rate_bytes_per_s > 0:
+            raise UsageError(
+                f"A limit of {rate_bytes_per_s:g} bytes a second lets nothing pass",
+                fix="Give a rate above 0, such as 1GiB/s.",
+            )
+        self._rate_bytes_per_s = rate_bytes_per_s
+        self._burst_s = burst_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._paid_until_s = clock() - burst_s
+
+    def take(self, size_bytes: int) -> float:
+        """Reserve room for `size_bytes`; the seconds to wait before they may move."""
+        with self._lock:
+            now_s = self._clock()
+            begin_s = max(self._paid_until_s, now_s - self._burst_s)
+            self._paid_until_s = begin_s + size_bytes / self._rate_bytes_per_s
+            return self._paid_until_s - now_s
+
+
+class RateLimitedStorage(WrappedStorage):
+    """All threads together read and write at most `rate_bytes_per_s`, past the page cache too.
+
+    Of several processes each has a limit of its own: give each its share. Infinity is no limit.
+    """
+
+    def __init__(
+        self,
+        inside: Storage,
+        rate_bytes_per_s: float,
+        *,
+        clock: Clock = time.monotonic,
+        sleep: Sleep = time.sleep,
+    ) -> None:
+        super().__init__(inside, limited_rate_bytes_per_s=rate_bytes_per_s)
+        self._bucket = TokenBucket(rate_bytes_per_s, clock=clock)
+        self._rate_bytes_per_s = rate_bytes_per_s
+        self._sleep = sleep
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Begin inside; the bytes wait."""
+        return _LimitedSink(self.inside.create(key, size_bytes), self._wait)
+
+    def open(self, key: str) -> Source:
+        """Open inside; the bytes wait."""
+        return _LimitedSource(self.inside.open(key), self._wait)
+
+    def past_cache(self) -> Storage:
+        """The same tree past the page cache, within the same limit."""
+        other = RateLimitedStorage(
+            prefer_direct_access(self.inside), self._rate_bytes_per_s, sleep=self._sleep
+        )
+        other._bucket = self._bucket
+        return other
+
+    def _wait(self, size_bytes: int) -> None:
+        wait_s = self._bucket.take(size_bytes)
+        if wait_s > 0:
+            self._sleep(wait_s)
+
+
+class _LimitedSink(WrappedSink):
+    def __init__(self, inside: Sink, wait: Callable[[int], None]) -> None:
+        super().__init__(inside)
+        self._wait = wait
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        with ExitStack() as undo:
+            if release is not None:
+                undo.callback(release)
+            self._wait(buffer.nbytes)
+            undo.pop_all()
+        super().submit(buffer, release)
+
+
+class _LimitedSource(WrappedSource):
+    def __init__(self, inside: Source, wait: Callable[[int], None]) -> None:
+        super().__init__(inside)
+        self._wait = wait
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._wait(buffer.nbytes)
+        super().read_into(offset, buffer)

@@ -1,0 +1,43 @@
+"""Is there room for what is about to be written? Asked before the first byte; only file systems can tell.
+
+Invariant: it only looks; a full device is still an error where it happens.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from penstock.errors import OutOfSpace
+from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.units import format_bytes
+
+_RESERVE = 20
+"""One part in so many of what is written stays free on top: folders, journals, and other people."""
+
+
+def require_free_space(uri: str, size_bytes: int, *, what: str, fix: str) -> None:
+    """`OutOfSpace` unless `size_bytes` fit at `uri`, which need not exist yet. `what` begins the message."""
+    location = parse_uri(uri)
+    if location.scheme not in FILE_SCHEMES:
+        return
+    folder = nearest_folder(Path(location.root))
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < size_bytes + size_bytes // _RESERVE:
+        raise OutOfSpace(
+            f"{what} takes {format_bytes(size_bytes)}, and {format_bytes(free_bytes)} are free",
+            uri=str(folder),
+            fix=f"Make room, or {fix}.",
+        )
+
+
+def nearest_folder(path: Path) -> Path:
+    """`path`, or the innermost one above it that exists; what may not be looked into counts as absent."""
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
+
+
+def read_volume_id(folder: Path) -> str:
+    """What tells the file system of `folder` from others: the same on all hosts for a shared one."""
+    facts = os.statvfs(folder)
+    return f"{facts.f_fsid}:{facts.f_blocks}"

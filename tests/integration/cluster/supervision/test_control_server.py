@@ -1,0 +1,333 @@
+"""The control server against real connections, of honest guards and of strangers."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from penstock.cluster.supervision import control_server
+from penstock.cluster.supervision.control_protocol import (
+    Challenge,
+    ChannelBroken,
+    Ending,
+    Failed,
+    Finished,
+    Gone,
+    Hello,
+    Late,
+    Leave,
+    Message,
+    MessageChannel,
+    Stop,
+    compute_proof,
+    connect_to_server,
+    decode,
+    encode,
+)
+from penstock.cluster.supervision.control_server import EVERYWHERE, ControlServer, advertise_address
+from penstock.errors import RankError, RankFailed
+
+FAILURE = Failed(rank=1, host="b", cause="no water", ending=Ending.FAILED, call=3, detail="at the pump")
+
+
+@contextmanager
+def guards(server: ControlServer, *hosts: str) -> Iterator[list[MessageChannel]]:
+    address = f"127.0.0.1:{server.port}"
+    with server, ExitStack() as stack:
+        wires = []
+        for rank, host in enumerate(hosts):
+            wires.append(connect_to_server(address, server.token, rank=rank, host=host, pid=os.getpid()))
+            stack.callback(wires[-1].close)
+        settle(server, lambda: len(server.arrived) == len(hosts))
+        yield wires
+
+
+def settle(server: ControlServer, condition: Callable[[], bool], limit: int = 100) -> None:
+    for _ in range(limit):
+        if condition():
+            return
+        server.wait_for_news(0.1)
+    raise AssertionError("the server never came to it")
+
+
+def heard(wire: MessageChannel) -> Message:
+    (message,) = wire.receive()
+    return message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Challenge(nonce="ab"),
+        Hello(rank=1, host="å", pid=7, proof="cd"),
+        Late(rank=1, call=2, awaiting="all\nranks"),
+        FAILURE,
+        Stop(failure=FAILURE),
+        Finished(rank=0, exit_code=5),
+        Gone(rank=1),
+        Leave(),
+    ],
+)
+def test_every_message_survives_its_line(message: Message) -> None:
+    line = encode(message)
+    assert line.count(b"\n") == 1
+    assert decode(line) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", b"GET / HTTP/1.1", b"{}", b'{"Nobody": {}}', b'{"Leave": {"now": 1}}', b'{"Failed": {}}', b"[1]"],
+)
+def test_what_is_no_message_breaks_the_line(line: bytes) -> None:
+    with pytest.raises(ChannelBroken, match="Not a message"):
+        decode(line)
+
+
+def test_messages_are_put_together_from_any_pieces() -> None:
+    ours, theirs = socket.socketpair()
+    wire = MessageChannel(ours)
+    text = encode(Late(rank=1, call=2, awaiting="x" * 1000)) + encode(Gone(rank=1)) + b'{"Gone"'
+    theirs.sendall(text[:100])
+    assert wire.receive() == []
+    theirs.sendall(text[100:])
+    assert wire.receive() == [Late(rank=1, call=2, awaiting="x" * 1000), Gone(rank=1)]
+    theirs.close()
+    with pytest.raises(ChannelBroken, match="hung up"):
+        wire.receive()
+    with pytest.raises(ChannelBroken, match="while sending"):
+        wire.send(Leave())
+    wire.close()
+    with pytest.raises(ChannelBroken, match="while receiving"):
+        wire.receive()
+
+
+def test_a_line_without_end_is_cut() -> None:
+    ours, theirs = socket.socketpair()
+    wire = MessageChannel(ours)
+    theirs.setblocking(False)  # noqa: FBT003 - the socket module's interface
+
+    def babble() -> None:
+        while True:
+            try:
+                theirs.send(b"x" * 65536)
+            except BlockingIOError:
+                wire.receive()
+
+    with pytest.raises(ChannelBroken, match="does not end its lines"):
+        babble()
+    wire.close()
+    theirs.close()
+
+
+def test_ranks_that_finish_are_dismissed_together() -> None:
+    server = ControlServer(ranks=2)
+    with guards(server, "a", "b") as (first, second):
+        first.send(Finished(rank=0, exit_code=5))
+        settle(server, lambda: server.exit_codes == {0: 5})
+        assert not server.is_over
+        second.send(Finished(rank=1))
+        assert heard(first) == heard(second) == Leave()
+        settle(server, lambda: server.is_over)
+    assert server.failure is None
+    assert server.exit_codes == {0: 5, 1: 0}
+
+
+def test_the_first_failure_stops_all_and_stays_the_reason() -> None:
+    server = ControlServer(ranks=3)
+    with guards(server, "a", "b", "c") as wires:
+        wires[1].send(FAILURE)
+        assert [heard(wire) for wire in wires] == [Stop(failure=FAILURE)] * 3
+        wires[0].send(Failed(rank=0, host="a", cause="interrupted by the stop"))
+        for rank, wire in enumerate(wires):
+            wire.send(Gone(rank=rank))
+        assert [heard(wire) for wire in wires] == [Leave()] * 3
+    assert server.failure == FAILURE
+
+
+def test_a_line_that_ends_without_a_word_is_a_dead_rank() -> None:
+    server = ControlServer(ranks=2)
+    with guards(server, "a", "b") as (first, second):
+        second.close()
+        stop = heard(first)
+    assert isinstance(stop, Stop)
+    assert (stop.failure.rank, stop.failure.host) == (1, "b")
+    assert f"process {os.getpid()}" in stop.failure.cause
+
+
+def test_a_guard_may_hang_up_once_its_rank_has_finished() -> None:
+    server = ControlServer(ranks=2)
+    with guards(server, "a", "b") as (first, second):
+        second.send(Finished(rank=1))
+        settle(server, lambda: 1 in server.exit_codes)
+        second.close()
+        first.send(Finished(rank=0))
+        assert heard(first) == Leave()
+    assert server.failure is None
+
+
+def test_a_reason_from_outside_stops_all() -> None:
+    server = ControlServer(ranks=1)
+    with guards(server, "a") as (only,):
+        server.stop(FAILURE)
+        assert heard(only) == Stop(failure=FAILURE)
+
+
+def test_a_server_that_ends_before_it_is_woken_to_do_so_has_ended_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = ControlServer(ranks=1)
+    thread, bell = server._thread, server._wake_in
+
+    class Late:
+        """Rings when nobody is there to hear it any more."""
+
+        def send(self, data: bytes) -> int:
+            thread.join(10)
+            return bell.send(data)
+
+        close = staticmethod(bell.close)
+
+    monkeypatch.setattr(server, "_wake_in", Late())
+    with server:
+        pass
+    assert not thread.is_alive()
+
+
+def test_a_rank_that_comes_after_the_end_is_stopped_at_once() -> None:
+    server = ControlServer(ranks=2)
+    with guards(server, "a") as (first,):
+        first.send(FAILURE)
+        assert heard(first) == Stop(failure=FAILURE)
+        late = connect_to_server(f"127.0.0.1:{server.port}", server.token, rank=1, host="b", pid=1)
+        assert heard(late) == Stop(failure=FAILURE)
+        late.close()
+
+
+def test_a_timeout_blames_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "ATTENDANCE_S", 0.3)
+    server = ControlServer(ranks=4)
+    with guards(server, "a", "b", "c", "d") as wires:
+        wires[3].send(Late(rank=3, call=7, awaiting="a drink"))
+        wires[1].send(Late(rank=1, call=6, awaiting="an earlier drink"))
+        wires[0].send(Failed(rank=0, host="a", cause="Waited.", ending=Ending.TIMED_OUT, call=7))
+        stop = heard(wires[0])
+    assert isinstance(stop, Stop)
+    assert (stop.failure.rank, stop.failure.host) == (1, "b")
+    assert stop.failure.cause == "it did not arrive, nor did rank 2. Rank 0 on a: Waited."
+
+
+def test_a_timeout_with_everyone_there_blames_who_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "ATTENDANCE_S", 0.1)
+    server = ControlServer(ranks=1)
+    failure = Failed(rank=0, host="a", cause="Waited.", ending=Ending.TIMED_OUT, call=1)
+    with guards(server, "a") as (only,):
+        only.send(failure)
+        assert heard(only) == Stop(failure=failure)
+
+
+def test_a_crowd_of_missing_ranks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "ATTENDANCE_S", 0.1)
+    server = ControlServer(ranks=30)
+    with guards(server, "a") as (only,):
+        only.send(Failed(rank=0, host="a", cause="Waited.", ending=Ending.TIMED_OUT, call=1))
+        stop = heard(only)
+    assert isinstance(stop, Stop)
+    assert "nor did 20 more. Rank 0 on a: Waited." in stop.failure.cause
+    assert stop.failure.host == "an unknown host"
+
+
+def test_guards_that_never_get_rid_of_their_ranks_are_not_awaited_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(control_server, "GRACE_S", 0.1)
+    monkeypatch.setattr(control_server, "KILL_S", 0.1)
+    server = ControlServer(ranks=1)
+    with guards(server, "a") as (only,):
+        only.send(Failed(rank=0, host="a", cause="stuck in the kernel"))
+        assert isinstance(heard(only), Stop)
+        assert heard(only) == Leave()
+
+
+def test_a_stranger_is_turned_away_and_harms_nobody() -> None:
+    server = ControlServer(ranks=1)
+    with guards(server, "a") as (only,):
+        for token in ("wrong", server.token):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
+                wire = MessageChannel(stranger)
+                (challenge,) = wire.receive()
+                assert isinstance(challenge, Challenge)
+                # With the right token a second rank 0 is a stranger all the same.
+                proof = compute_proof(token, challenge.nonce, 0)
+                wire.send(Hello(rank=0, host="x", pid=1, proof=proof))
+                with pytest.raises(ChannelBroken):
+                    wire.receive()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as scanner:
+            scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as eager:
+            eager.sendall(encode(Finished(rank=0)))
+            assert isinstance(MessageChannel(eager).receive()[0], Challenge)
+        only.send(Leave())
+        only.send(Finished(rank=0))
+        assert heard(only) == Leave()
+    assert server.failure is None
+
+
+def test_a_guard_that_reaches_nobody_says_where_it_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(RankError, match="Rank 3 cannot reach") as caught:
+        connect_to_server(f"127.0.0.1,127.0.0.2:{port}", "token", rank=3, host="here", pid=1)
+    assert "127.0.0.2: " in caught.value.what
+    assert str(port) in caught.value.fix
+
+
+def test_a_guard_that_reaches_somebody_else_believes_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(encode(Leave()))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ChannelBroken, match="Expected a challenge"):
+            connect_to_server(f"127.0.0.1:{port}", "token", rank=0, host="here", pid=1)
+        thread.join(timeout=10)
+
+
+def test_a_server_for_many_machines_is_reached_by_its_advertised_address() -> None:
+    server = ControlServer(ranks=1, bind=EVERYWHERE)
+    with server:
+        address = advertise_address(server.port)
+        assert address.endswith(f",127.0.0.1:{server.port}")
+        wire = connect_to_server(address, server.token, rank=0, host="a", pid=1)
+        settle(server, lambda: server.arrived == {0})
+        wire.send(Finished(rank=0))
+        assert heard(wire) == Leave()
+        wire.close()
+
+
+def test_more_ranks_than_open_files_raise_the_soft_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        server = ControlServer(ranks=300)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(556, hard)
+        server.forget()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_failure_becomes_an_error_that_names_the_rank() -> None:
+    error = FAILURE.error()
+    assert isinstance(error, RankFailed)
+    assert str(error) == "Rank 1 on b failed: no water"
+    assert error.__notes__ == ["at the pump"]

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cluster.base_comm import SoloComm
+from penstock.testing.comm_contract import check_comm
+
+BIN = Path(sys.executable).parent
+CONTRACT = ("-m", "penstock.testing.comm_contract")
+ABSENCE = str(Path(__file__).parent / "programs" / "absence.py")
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+
+
+def mpiexec(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
+    return run(str(BIN / "mpiexec"), "-n", str(ranks), sys.executable, *program)
+
+
+def torchrun(ranks: int, *program: str) -> subprocess.CompletedProcess[str]:
+    return run(str(BIN / "torchrun"), f"--nproc-per-node={ranks}", *program)
+
+
+def test_a_job_of_one_keeps_every_promise() -> None:
+    comm = SoloComm("here")
+    check_comm(comm)
+    comm.close()
+    assert (comm.rank, comm.size, comm.host) == (0, 1, "here")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_mpi_keeps_every_promise(ranks: int) -> None:
+    ended = mpiexec(ranks, *CONTRACT)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_torch_keeps_every_promise(ranks: int) -> None:
+    ended = torchrun(ranks, *CONTRACT)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_rank_missing_under_mpi_is_noticed_by_all_others() -> None:
+    ended = mpiexec(3, ABSENCE)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("noticed") == 2
+
+
+def test_a_rank_missing_under_torch_is_noticed_by_all_others() -> None:
+    ended = torchrun(2, ABSENCE)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("noticed") == 1
+
+
+def test_a_group_that_a_trainer_made_carries_and_stays_the_trainers(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    from penstock.cluster.torch_comm import TorchComm
+
+    store: Any = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined] # torch's stubs lack it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        for comm in (TorchComm("here"), TorchComm("here", dist.new_group([0], backend="gloo"))):
+            check_comm(comm)
+            comm.close()
+            assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torch_without_a_process_group_is_a_usage_error() -> None:
+    from penstock.cluster.torch_comm import TorchComm
+    from penstock.errors import UsageError
+
+    with pytest.raises(UsageError, match="not initialised"):
+        TorchComm("here")
+
+
+def test_a_launcher_of_another_make_than_the_mpi_library_is_told_apart() -> None:
+    ended = run(sys.executable, "-c", "from penstock.cluster.mpi_comm import join_mpi; join_mpi('here', 4)")
+    assert ended.returncode == 1
+    assert "The launcher started 4 ranks, but MPI sees 1" in ended.stderr
+    assert "--mpi=pmi2" in ended.stderr

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cluster.base_comm import BaseComm, SoloComm, reduce_values
+from penstock.cluster.collectives import all_gather_results, format_cause
+from penstock.cluster.supervision.control_protocol import Ending
+from penstock.cluster.supervision.rank_process import describe_failure, join_job, join_ranks
+from penstock.errors import (
+    ObjectNotFound,
+    PenstockError,
+    RankError,
+    RankFailed,
+    Unavailable,
+    UsageError,
+    WaitTimeout,
+)
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+    from penstock.cluster.polling import PollingWait
+
+
+class LonelyComm(BaseComm):
+    """Rank 0 of 2 whose other rank never comes, or whose carrier breaks."""
+
+    def __init__(self, breaks: Exception | None = None) -> None:
+        super().__init__(0, 2, "here")
+        self.breaks = breaks
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+    def _move_nothing(self, wait: PollingWait) -> None:
+        if self.breaks is not None:
+            raise self.breaks
+        wait.until(lambda: False)
+
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
+        assert payload is not None
+        return payload
+
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        return [payload, payload]
+
+
+@given(values=st.lists(st.integers(), min_size=1))
+def test_reductions_of_whole_numbers_are_those_of_python(values: list[int]) -> None:
+    assert reduce_values(values, "sum") == sum(values)
+    assert reduce_values(values, "min") == min(values)
+    assert reduce_values(values, "max") == max(values)
+
+
+def test_an_unknown_reduction_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="'mean' is not a reduction") as caught:
+        SoloComm().reduce(1, cast("Any", "mean"), awaiting="a mean")
+    assert "sum, min, max" in caught.value.fix
+
+
+def test_a_rank_that_gave_up_is_not_let_back_in() -> None:
+    comm = LonelyComm()
+    with pytest.raises(WaitTimeout):
+        comm.barrier(awaiting="the other one", timeout_s=0.01)
+    with pytest.raises(RankError, match="gave up on the other one") as caught:
+        comm.gather(1, awaiting="numbers")
+    assert caught.value.where == "now at numbers"
+
+
+def test_an_interrupted_rank_is_not_let_back_in() -> None:
+    comm = LonelyComm()
+    with pytest.raises(KeyboardInterrupt), comm._collective("a call", 1.0):
+        raise KeyboardInterrupt
+    with pytest.raises(RankError, match="gave up on a call"):
+        comm.barrier(awaiting="another call")
+
+
+def test_a_carriers_own_error_becomes_an_error_of_ranks() -> None:
+    with pytest.raises(RankError, match="broke while waiting for the other one: closed by peer") as caught:
+        LonelyComm(RuntimeError("closed by peer")).barrier(awaiting="the other one")
+    assert caught.value.where == "rank 0 on here"
+
+
+def test_a_late_call_is_told_with_its_number() -> None:
+    comm, told = LonelyComm(), list[tuple[int, str]]()
+    comm.on_late = lambda call, awaiting: told.append((call, awaiting))
+    comm.gather(1, awaiting="the first call")
+    with pytest.raises(WaitTimeout):
+        comm.barrier(awaiting="the second call", timeout_s=0.05)
+    assert told == [(2, "the second call")]
+
+
+def test_nobody_needs_to_hear_of_late_calls() -> None:
+    with pytest.raises(WaitTimeout):
+        LonelyComm().barrier(awaiting="the other one", timeout_s=0.02)
+
+
+@pytest.mark.parametrize("value", [threading.Lock(), lambda: None])
+def test_what_cannot_be_packed_blames_its_rank(value: object) -> None:
+    with pytest.raises(RankFailed, match="cannot send a") as caught:
+        SoloComm("here").gather(value, awaiting="a value")
+    assert (caught.value.rank, caught.value.host) == (0, "here")
+
+
+def test_collect_returns_every_ranks_result() -> None:
+    assert all_gather_results(SoloComm(), lambda: 7, awaiting="sevens") == [7]
+
+
+def test_collect_names_the_failed_rank_and_keeps_the_original_as_cause() -> None:
+    original = ValueError("no water")
+
+    def work() -> None:
+        raise original
+
+    with pytest.raises(RankFailed, match="Rank 0 on here failed: ValueError: no water") as caught:
+        all_gather_results(SoloComm("here"), work, awaiting="water")
+    assert caught.value.__cause__ is original
+
+
+def test_collect_lets_an_interrupt_through() -> None:
+    def work() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        all_gather_results(SoloComm(), work, awaiting="water")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (ValueError("no water"), "ValueError: no water"),
+        (ValueError(), "ValueError"),
+        (UsageError("No such unit"), "No such unit"),
+    ],
+)
+def test_a_cause_names_the_kind_of_foreign_errors_only(error: Exception, cause: str) -> None:
+    assert format_cause(error) == cause
+
+
+@pytest.mark.parametrize(
+    ("error", "ending", "kind"),
+    [
+        (ObjectNotFound("gone"), Ending.FAILED, RankFailed),
+        (UsageError("what?"), Ending.USAGE, UsageError),
+        (Unavailable("not here"), Ending.UNAVAILABLE, Unavailable),
+        (WaitTimeout("all", 1.0), Ending.TIMED_OUT, RankFailed),
+        (OSError("disk"), Ending.FAILED, RankFailed),
+    ],
+)
+def test_an_error_keeps_its_exit_code_on_its_way(
+    error: Exception, ending: Ending, kind: type[PenstockError]
+) -> None:
+    failure = describe_failure(error, 3, "here")
+    assert (failure.rank, failure.host, failure.ending) == (3, "here", ending)
+    assert type(failure.error()) is kind
+
+
+def test_a_blamed_rank_stays_the_blamed_one() -> None:
+    failure = describe_failure(RankFailed(5, "there", "no water"), 3, "here")
+    assert (failure.rank, failure.host, failure.cause) == (5, "there", "no water")
+
+
+def test_a_foreign_error_takes_its_traceback_along_as_a_note() -> None:
+    with pytest.raises(OSError, match="disk") as caught:
+        Path("/no/such/disk: disk").read_bytes()
+    notes = describe_failure(caught.value, 0, "here").error().__notes__
+    assert "Traceback" in notes[0]
+    assert "in read_bytes" in notes[0]
+
+
+def test_a_cause_of_any_length_stays_a_line_that_is_accepted() -> None:
+    failure = describe_failure(ValueError("x" * 10**6), 0, "here")
+    assert len(failure.cause) + len(failure.detail) < 30_000
+
+
+def test_without_a_launcher_a_job_has_one_rank() -> None:
+    comm: Comm = join_ranks({"PENSTOCK_HOST": "rack7"})
+    assert (comm.rank, comm.size, comm.host) == (0, 1, "rack7")
+    with join_job({}, ranks=1) as joined:
+        assert (joined.rank, joined.size) == (0, 1)
+
+
+def test_ranks_without_a_launcher_are_refused() -> None:
+    with pytest.raises(UsageError, match="--ranks 4"), join_job({}, ranks=4):
+        raise AssertionError("the body must not run")
+
+
+def test_an_error_in_a_job_of_one_is_simply_raised() -> None:
+    with pytest.raises(ValueError, match="no water"), join_job({}):
+        raise ValueError("no water")

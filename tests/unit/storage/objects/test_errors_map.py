@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from penstock.environment import process_environment
+from penstock.errors import (
+    AccessRefused,
+    ObjectNotFound,
+    OutOfSpace,
+    ShortTransfer,
+    StorageError,
+    StorageTimeout,
+    Unavailable,
+    UsageError,
+)
+from penstock.storage.counters import Counters
+from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
+from penstock.storage.objects.client import CLIENTS, RemoteObject, connect
+from penstock.storage.objects.client_env import ProcessWideSettings, export_credentials
+from penstock.storage.objects.client_settings import resolve_location
+from penstock.storage.objects.errors_map import FailureKind, RequestContext, RequestFailed, map_request_error
+from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, RetryingRequests
+from penstock.storage.uri import parse_uri
+
+ASKED = RequestContext("GetObject", "s3://bucket/key", "bucket", "http://host:1", wanted_bytes=10, attempts=3)
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "words"),
+    [
+        (RequestFailed("answer", "m", 404, "NoSuchBucket"), ObjectNotFound, "bucket 'bucket' does not exist"),
+        (RequestFailed("answer", "m", 404), ObjectNotFound, "No object at s3://bucket/key"),
+        (RequestFailed("answer", "m", 403, "ExpiredToken"), AccessRefused, "AWS_SESSION_TOKEN"),
+        (RequestFailed("answer", "m", 401), AccessRefused, "access keys"),
+        (RequestFailed("answer", "m", 301, "PermanentRedirect"), StorageError, "AWS_REGION"),
+        (RequestFailed("answer", "m", 507), OutOfSpace, "no room"),
+        (RequestFailed("answer", "m", 403, "QuotaExceeded"), AccessRefused, "QuotaExceeded"),
+        (RequestFailed("answer", "m", 409, "QuotaExceeded"), OutOfSpace, "no room"),
+        (RequestFailed("answer", "m", 412), StorageError, "changed since it was opened"),
+        (RequestFailed("answer", "m", 416), ShortTransfer, "ends before the range"),
+        (RequestFailed("answer", "m", 503, "SlowDown"), StorageError, "after 3 attempts: 503 SlowDown: m"),
+        (RequestFailed("timeout", "slow"), StorageTimeout, "did not answer in time after 3 attempts"),
+        (RequestFailed("connect", "refused"), StorageError, "Cannot connect to http://host:1"),
+        (RequestFailed("reset", "gone"), StorageError, "connection broke"),
+        (RequestFailed("truncated", "short", received_bytes=4), ShortTransfer, "ended too early"),
+    ],
+)
+def test_each_failure_has_its_error_and_its_advice(
+    failure: RequestFailed, kind: type[StorageError], words: str
+) -> None:
+    error = map_request_error(failure, ASKED)
+    assert type(error) is kind
+    assert words in str(error)
+    assert error.uri == "s3://bucket/key"
+    assert "http://host:1" in str(error)
+    if isinstance(error, ShortTransfer):
+        assert (error.expected_bytes, error.actual_bytes) == (10, failure.received_bytes)
+
+
+def test_a_single_attempt_is_not_counted_aloud() -> None:
+    asked = RequestContext("HeadObject", "s3://b/k", "b", "http://h")
+    assert "attempts" not in str(map_request_error(RequestFailed("reset", "gone"), asked))
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_transient"),
+    [
+        (RequestFailed("timeout", ""), True),
+        (RequestFailed("reset", ""), True),
+        (RequestFailed("connect", ""), True),
+        (RequestFailed("truncated", ""), True),
+        (RequestFailed("answer", "", 503), True),
+        (RequestFailed("answer", "", 400, "RequestTimeout"), True),
+        (RequestFailed("answer", "", 403, "AccessDenied"), False),
+        (RequestFailed("answer", "", 404), False),
+        (RequestFailed("answer", "", 412), False),
+        (RequestFailed("answer", "", 501), False),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(failure: RequestFailed, *, is_transient: bool) -> None:
+    assert failure.is_transient is is_transient
+
+
+class _ListedClient:
+    """A client whose every head is the next of a list of outcomes."""
+
+    read_copy = write_copy = ""
+
+    def __init__(self, *outcomes: RemoteObject | RequestFailed) -> None:
+        self._outcomes = iter(outcomes)
+
+    def head(self, key: str) -> RemoteObject:
+        outcome = next(self._outcomes)
+        if isinstance(outcome, RequestFailed):
+            raise outcome
+        return outcome
+
+    def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
+        raise NotImplementedError
+
+    def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
+        raise NotImplementedError
+
+    def delete(self, key: str) -> None:
+        raise NotImplementedError
+
+    def put(self, key: str, content: memoryview) -> str | None:
+        raise NotImplementedError
+
+
+FOUND = RemoteObject("k", 1, 0.0, None)
+
+
+def _requests(*clients: _ListedClient, rank: int = 0) -> tuple[RetryingRequests, Counters, list[float]]:
+    counters, slept = Counters(), list[float]()
+    requests = RetryingRequests(
+        [Endpoint(f"e{number}", client) for number, client in enumerate(clients)],
+        bucket="b",
+        counters=counters,
+        attempts=4,
+        backoff_s=1.0,
+        rank=rank,
+        sleep=slept.append,
+    )
+    return requests, counters, slept
+
+
+def test_retries_are_counted_and_wait_ever_longer() -> None:
+    slow = RequestFailed("answer", "", 503, "SlowDown")
+    requests, counters, slept = _requests(_ListedClient(slow, slow, slow, FOUND))
+    assert requests.call("HeadObject", "s3://b/k", lambda client: client.head("k")) == FOUND
+    assert (counters.requests, counters.retries, counters.errors) == (4, 3, 3)
+    assert [0.5 <= seconds / 2**turn <= 1.0 for turn, seconds in enumerate(slept)] == [True] * 3
+
+
+def test_attempts_are_bounded() -> None:
+    slow = RequestFailed("answer", "", 503, "SlowDown")
+    requests, counters, slept = _requests(_ListedClient(*[slow] * 9))
+    with pytest.raises(StorageError, match="after 4 attempts"):
+        requests.call("HeadObject", "s3://b/k", lambda client: client.head("k"))
+    assert (counters.requests, counters.retries, counters.errors, len(slept)) == (4, 3, 4, 3)
+
+
+def test_a_refusal_is_not_repeated_and_an_absence_is_no_error() -> None:
+    requests, counters, _ = _requests(_ListedClient(RequestFailed("answer", "", 404)))
+    with pytest.raises(ObjectNotFound):
+        requests.call("HeadObject", "s3://b/k", lambda client: client.head("k"))
+    assert (counters.requests, counters.errors) == (1, 0)
+
+
+def test_retries_that_a_library_made_on_its_own_are_counted_when_it_tells() -> None:
+    requests, counters, _ = _requests(_ListedClient(RequestFailed("answer", "", 403, hidden_retries=7)))
+    with pytest.raises(AccessRefused):
+        requests.call("HeadObject", "s3://b/k", lambda client: client.head("k"))
+    assert counters.retries == 7
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_requests_take_turns_from_a_ranks_own_first_endpoint(rank: int) -> None:
+    requests, counters, _ = _requests(*(_ListedClient(*[FOUND] * 9) for _ in range(3)), rank=rank)
+    assert requests.next_endpoint().url == f"e{rank % 3}"
+    for _ in range(9):
+        requests.call("HeadObject", "s3://b/k", lambda client: client.head("k"))
+    assert set(counters.requests_by_endpoint.values()) == {3}
+
+
+def test_the_backoff_has_a_ceiling() -> None:
+    requests, _, _ = _requests(_ListedClient())
+    assert max(requests.backoff_before(attempt) for attempt in range(2, 60)) <= MAX_BACKOFF_S
+
+
+Reader = Callable[[str], RequestFailed]
+
+OBSTORE_ANSWER = """Generic S3 error: Error performing PUT http://h/b/k - Server returned non-2xx status
+code: 503 Service Unavailable: <Error><Code>SlowDown</Code><Message>Later</Message></Error>
+Debug source: RetryErrorImpl { retries: 3, max_retries: 3, inner: Status { status: 503, body: None } }"""
+
+
+def test_an_answer_is_read_out_of_obstores_text() -> None:
+    failure = client_obstore.read_failure(OBSTORE_ANSWER)
+    assert (failure.kind, failure.status, failure.code, failure.message) == (
+        "answer",
+        503,
+        "SlowDown",
+        "Later",
+    )
+    assert failure.hidden_retries == 3
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "kind", "status"),
+    [
+        (client_obstore.read_failure, "retries: 0, inner: BareRedirect", "answer", 301),
+        (client_obstore.read_failure, 'kind: Connect, "tcp connect error"', "connect", None),
+        (client_obstore.read_failure, "source: TimedOut", "timeout", None),
+        (client_obstore.read_failure, "UnexpectedEof, error: IncompleteBody", "truncated", None),
+        (client_obstore.read_failure, "hyper::Error(IncompleteMessage)", "reset", None),
+        (client_obstore.read_failure, "status: 404, body: None", "answer", 404),
+        (client_s3dlio.read_failure, "failed: service error: SlowDown (SlowDown)", "answer", 503),
+        (
+            client_s3dlio.read_failure,
+            "service error: unknown (no message) — HTTP 403 Forbidden",
+            "answer",
+            403,
+        ),
+        (client_s3dlio.read_failure, "service error: NotFound (no message)", "answer", 404),
+        (client_s3dlio.read_failure, "service error: unhandled error (Odd): Error {}", "answer", None),
+        (client_s3dlio.read_failure, "request timed out after 2s", "timeout", None),
+        (client_s3dlio.read_failure, "client error (Connect): tcp connect error", "connect", None),
+        (client_s3dlio.read_failure, "end of file before message length reached", "truncated", None),
+        (client_s3dlio.read_failure, "client error (SendRequest)", "reset", None),
+        (client_s3torchconnector.read_failure, "Service error: The key does not exist", "answer", 404),
+        (client_s3torchconnector.read_failure, "Service error: The bucket does not exist", "answer", 404),
+        (client_s3torchconnector.read_failure, "Client error: Request throttled", "answer", 503),
+        (client_s3torchconnector.read_failure, "Client error: Forbidden: AccessDenied", "answer", 403),
+        (
+            client_s3torchconnector.read_failure,
+            "X { response_status: 416, <Code>InvalidRange</Code>",
+            "answer",
+            416,
+        ),
+        (client_s3torchconnector.read_failure, "AWS_IO_SOCKET_CONNECTION_REFUSED", "connect", None),
+        (client_s3torchconnector.read_failure, "AWS_IO_SOCKET_TIMEOUT", "timeout", None),
+        (client_s3torchconnector.read_failure, "AWS_IO_SOCKET_CLOSED", "reset", None),
+    ],
+)
+def test_what_happened_is_read_out_of_a_librarys_text(
+    read: Reader, text: str, kind: FailureKind, status: int | None
+) -> None:
+    failure = read(text)
+    assert (failure.kind, failure.status) == (kind, status)
+
+
+def test_code_words_are_found_where_libraries_put_them() -> None:
+    assert client_s3torchconnector.read_failure("Forbidden: AccessDenied").code == "AccessDenied"
+    assert client_s3dlio.read_failure("service error: unhandled error (Odd): Error").code == "Odd"
+    assert client_s3dlio.read_failure("service error: NotFound (x)").code == ""
+
+
+def test_a_client_that_is_not_installed_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "penstock.storage.objects.client.CLIENTS", {**CLIENTS, "minio": "penstock.no_such_module"}
+    )
+    environment = {"AWS_ENDPOINT_URL": "http://h", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    place = resolve_location(parse_uri("s3://bucket?client=minio"), environment)
+    with pytest.raises(Unavailable, match="minio is not installed") as caught:
+        connect(place.clients[0])
+    assert "pip install 'penstock[minio]'" in caught.value.fix
+
+
+def test_a_library_is_told_once_and_the_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_UNIT_A", "")
+    monkeypatch.setenv("PENSTOCK_UNIT_SECRET", "")
+    library = ProcessWideSettings("somelib")
+    assert library.told("PENSTOCK_UNIT_A") == ""
+    library.tell({"PENSTOCK_UNIT_A": "1", "PENSTOCK_UNIT_SECRET": "x"})
+    library.tell({"PENSTOCK_UNIT_A": "1", "PENSTOCK_UNIT_SECRET": "x"})
+    assert library.told("PENSTOCK_UNIT_A") == "1"
+    with pytest.raises(UsageError, match="somelib has one configuration per process, and PENSTOCK_UNIT_A"):
+        library.tell({"PENSTOCK_UNIT_A": "2", "PENSTOCK_UNIT_SECRET": "x"})
+
+
+@pytest.mark.parametrize(("token", "exported"), [("t0k3n", "t0k3n"), ("", None)])
+def test_credentials_are_exported_and_instance_metadata_is_switched_off(
+    token: str, exported: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION", "AWS_EC2_METADATA_DISABLED"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "stale")
+    environment = {"AWS_ENDPOINT_URL": "http://h", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    place = resolve_location(parse_uri("s3://bucket?region=r"), {**environment, "AWS_SESSION_TOKEN": token})
+    export_credentials(place.clients[0])
+    now = process_environment()
+    assert now.get("AWS_SESSION_TOKEN") == exported
+    assert (now["AWS_ACCESS_KEY_ID"], now["AWS_SECRET_ACCESS_KEY"], now["AWS_REGION"]) == ("k", "s", "r")
+    assert now["AWS_EC2_METADATA_DISABLED"] == "true"

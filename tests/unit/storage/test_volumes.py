@@ -1,0 +1,32 @@
+"""Room is asked for before the first byte, of file systems alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from penstock.errors import OutOfSpace
+from penstock.storage.volumes import nearest_folder, require_free_space
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_what_fits_is_silent_and_what_does_not_names_the_place_and_the_way_out(tmp_path: Path) -> None:
+    uri = f"direct://{tmp_path}/not/there/yet"
+    require_free_space(uri, 1, what="This", fix="write less")
+    with pytest.raises(OutOfSpace, match=r"This takes 1 EiB, and .* are free") as caught:
+        require_free_space(uri, 1 << 60, what="This", fix="write less")
+    assert caught.value.where == str(tmp_path)
+    assert caught.value.fix == "Make room, or write less."
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/x", "mem://x"])
+def test_only_file_systems_can_tell(uri: str) -> None:
+    require_free_space(uri, 1 << 60, what="This", fix="write less")
+
+
+def test_the_nearest_folder_is_the_innermost_that_exists(tmp_path: Path) -> None:
+    assert nearest_folder(tmp_path) == tmp_path
+    assert nearest_folder(tmp_path / "a" / "b") == tmp_path
