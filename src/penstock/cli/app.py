@@ -8,27 +8,18 @@ from __future__ import annotations
 
 import sys
 import traceback as traceback_module
-from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from penstock import __version__
-from penstock.cli import (
-    checkpoint,
-    cluster,
-    demo,
-    doctor,
-    results,
-    storage,
-    submission,
-    trace,
-    training,
-    workloads,
-)
+from penstock.cli.options import Group
 from penstock.cli.terminal import clear_progress
 from penstock.errors import PenstockError
 from penstock.extras import missing_library
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 DEFECT = 70
 INTERRUPTED = 130
@@ -38,81 +29,186 @@ EXIT_CODES = (
     "3 this machine lacks something; 70 a defect of Penstock itself; 130 interrupted."
 )
 
-app = typer.Typer(
-    name="penstock",
-    help="Measure, explain and speed up the path between storage and accelerators.",
-    epilog=EXIT_CODES,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+TRAINING = Group(
+    "Benchmark training data loading: how many accelerators can this storage feed?",
+    {
+        "size": "penstock.cli.training_sizing:size",
+        "whatif": "penstock.cli.training_sizing:whatif",
+        "generate": "penstock.cli.training_dataset:generate",
+        "verify": "penstock.cli.training_dataset:verify",
+        "plan": "penstock.cli.training_sizing:plan",
+        "run": "penstock.cli.training_benchmark:run",
+        "sweep": "penstock.cli.training_benchmark:sweep",
+    },
+)
+CHECKPOINT = Group(
+    "Benchmark, inspect and manage checkpoints.",
+    {
+        "convert": "penstock.cli.checkpoint_tools:convert",
+        "diff": "penstock.cli.checkpoint_tools:diff",
+        "drop": "penstock.cli.checkpoint_cache:drop",
+        "flush": "penstock.cli.checkpoint_cache:flush",
+        "halt": "penstock.cli.checkpoint_halt:halt",
+        "ls": "penstock.cli.checkpoint_tools:list_checkpoints",
+        "models": "penstock.cli.checkpoint_benchmark:models",
+        "plan": "penstock.cli.checkpoint_planning:plan",
+        "rebuild": "penstock.cli.checkpoint_recovery:rebuild",
+        "rm": "penstock.cli.checkpoint_tools:remove",
+        "run": "penstock.cli.checkpoint_benchmark:run",
+        "scavenge": "penstock.cli.checkpoint_recovery:scavenge",
+        "show": "penstock.cli.checkpoint_tools:show",
+        "size": "penstock.cli.checkpoint_benchmark:size",
+        "status": "penstock.cli.checkpoint_cache:status",
+        "study": "penstock.cli.checkpoint_study:study",
+        "verify": "penstock.cli.checkpoint_tools:verify",
+    },
+)
+TRACE = Group(
+    "Record I/O traces and analyze them: where does the time go?",
+    {
+        "record": "penstock.cli.trace_record:record",
+        "load": "penstock.cli.trace_tables:load",
+        "sql": "penstock.cli.trace_tables:sql",
+        "summary": "penstock.cli.trace_questions:summary",
+        "ops": "penstock.cli.trace_questions:ops",
+        "files": "penstock.cli.trace_questions:files",
+        "classes": "penstock.cli.trace_questions:classes",
+        "sizes": "penstock.cli.trace_questions:sizes",
+        "file": "penstock.cli.trace_questions:file",
+        "ranks": "penstock.cli.trace_questions:ranks",
+        "timeline": "penstock.cli.trace_questions:timeline",
+        "overlap": "penstock.cli.trace_questions:overlap",
+        "compare": "penstock.cli.trace_comparison:compare",
+        "expect": "penstock.cli.trace_comparison:expect",
+        "export": "penstock.cli.trace_comparison:export",
+        "synthesize": "penstock.cli.trace_comparison:synthesize",
+    },
+)
+RESULTS = Group(
+    "List, show, compare, repeat, remove and restore recorded runs.",
+    {
+        "ls": "penstock.cli.results_runs:list_runs",
+        "show": "penstock.cli.results_show:show",
+        "compare": "penstock.cli.results_show:compare",
+        "rerun": "penstock.cli.results_runs:rerun",
+        "rm": "penstock.cli.results_runs:remove",
+        "restore": "penstock.cli.results_runs:restore",
+    },
+)
+SUBMISSION = Group(
+    "Prepare, run and check MLPerf Storage submissions.",
+    {
+        "init": "penstock.cli.submission_tree:init",
+        "describe": "penstock.cli.submission_tree:describe",
+        "run": Group(
+            "Run a whole benchmark result; run the same command again to continue after an interruption.",
+            {
+                "checkpointing": "penstock.cli.submission_run:checkpointing",
+                "training": "penstock.cli.submission_run:training",
+            },
+        ),
+        "status": "penstock.cli.submission_tree:status",
+        "check": "penstock.cli.submission_check:check",
+        "report": "penstock.cli.submission_check:report",
+        "rules": "penstock.cli.submission_check:rules",
+    },
 )
 
 
-app.add_typer(training.app, name="training")
-app.add_typer(checkpoint.app, name="checkpoint")
-app.add_typer(trace.app, name="trace")
-app.add_typer(storage.app, name="storage")
-app.add_typer(results.app, name="results")
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(submission.app, name="submission")
-app.command(name="workloads")(workloads.workloads)
-app.command(name="doctor")(doctor.doctor)
-app.command(name="demo")(demo.demo)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    if is_given:
         print(f"penstock {__version__}")
-        raise typer.Exit
+        context.exit()
 
 
-@app.callback()
-def root(
-    *,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and leave."
+def _print_completion(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    from penstock.cli.completion import completion_script
+
+    if is_given:
+        print(completion_script())
+        context.exit()
+
+
+def _install_completion(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+    from penstock.cli.completion import install_completion
+
+    if is_given:
+        print(install_completion())
+        context.exit()
+
+
+def _eager(name: str, callback: Callable[..., None], text: str) -> click.Option:
+    return click.Option([name], is_flag=True, is_eager=True, expose_value=False, callback=callback, help=text)
+
+
+app = Group(
+    "Measure, explain and speed up the I/O path between storage and accelerators.",
+    {
+        "workloads": "penstock.cli.workload_catalog:workloads",
+        "doctor": "penstock.cli.doctor_report:doctor",
+        "demo": "penstock.cli.demo_tour:demo",
+        "training": TRAINING,
+        "checkpoint": CHECKPOINT,
+        "trace": TRACE,
+        "storage": Group(
+            "Measure the limits of a storage system.", {"probe": "penstock.cli.storage_probe:probe"}
         ),
-    ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback with every error.")] = False,
-) -> None:
-    """Options that stand before the noun; `main` has acted on both before this is called."""
+        "results": RESULTS,
+        "cluster": Group(
+            "Collect and compare the facts of all hosts.",
+            {"collect": "penstock.cli.cluster_collect:collect", "check": "penstock.cli.cluster_check:check"},
+        ),
+        "submission": SUBMISSION,
+    },
+    params=[
+        _eager("--version", _print_version, "Print the version and exit."),
+        click.Option(
+            ["--debug"], is_flag=True, expose_value=False, help="Show a traceback with every error."
+        ),
+        _eager("--install-completion", _install_completion, "Install completion for the current shell."),
+        _eager("--show-completion", _print_completion, "Print the completion script of the current shell."),
+    ],
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line (default: the process's own) and return its exit code."""
     words, debug = take_debug(sys.argv[1:] if arguments is None else arguments)
-    return at_the_edge(lambda: app(words, prog_name="penstock", obj=words), debug=debug)
+    return run_at_edge(
+        lambda: app.main(words, prog_name="penstock", standalone_mode=False, obj=words), debug=debug
+    )
 
 
-def at_the_edge(program: Callable[[], object], *, debug: bool) -> int:
+def run_at_edge(program: Callable[[], Any], *, debug: bool) -> int:
     """Run a program of ours to its exit code, and explain whatever ends it."""
     try:
-        program()
+        return int(program() or 0)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 0
         return _explain("interrupted", code) if code == INTERRUPTED else code
-    except PenstockError as error:
-        return _explain(str(error), error.exit_code, traceback=debug)
-    except ModuleNotFoundError as error:
-        missing = missing_library(error)
-        if missing is None:
-            return _explain_defect(error, traceback=debug)
-        return _explain(str(missing), missing.exit_code, traceback=debug)
-    except Exception as error:  # noqa: BLE001 - the command line's edge: whatever arrives here is our defect
-        return _explain_defect(error, traceback=debug)
-    return 0
+    except (KeyboardInterrupt, click.Abort):
+        return _explain("interrupted", INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - the command line's edge: whatever arrives here is explained
+        return _explain_error(error, traceback=debug)
 
 
 def take_debug(arguments: list[str]) -> tuple[list[str], bool]:
-    """`--debug` is understood anywhere before a `--`, because one adds it to the end of what just failed."""
+    """Take `--debug` out of the words before a `--`: people append it to the command that has just failed."""
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     rest = arguments[len(own) :]
     return [word for word in own if word != "--debug"] + rest, "--debug" in own
 
 
-def _explain_defect(error: Exception, *, traceback: bool) -> int:
+def _explain_error(error: Exception, *, traceback: bool) -> int:
+    if isinstance(error, ModuleNotFoundError):
+        error = missing_library(error) or error
+    if isinstance(error, click.ClickException):
+        error.show()
+        return error.exit_code
+    if isinstance(error, PenstockError):
+        return _explain(str(error), error.exit_code, traceback=traceback)
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     advice = "Please report it together with what the same command prints under --debug."
     return _explain(f"a defect in Penstock itself: {what}. {advice}", DEFECT, traceback=traceback)

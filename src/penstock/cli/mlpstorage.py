@@ -1,7 +1,7 @@
-"""`penstock-mlpstorage`: the command lines of mlpstorage, v2 and v3, done by penstock's own verbs.
+"""`penstock-mlpstorage`: the command lines of mlpstorage, v2 and v3, translated to penstock's own commands.
 
-Place in the flow: words -> one command line of penstock, which is shown and then run. Invariant: what means
-nothing here is said once, and what is not measured here is refused by name.
+Place in the flow: arguments -> one command line of penstock, which is printed and then run. Invariant: an
+option without an effect is reported once, and a benchmark that does not exist here is refused by name.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Final
 
 from penstock import __version__
 from penstock.cli import app
-from penstock.cli.mlpstorage_plan import Plan, Surroundings, plan
-from penstock.cli.mlpstorage_words import known_option, parse
+from penstock.cli.mlpstorage_arguments import known_option, parse
+from penstock.cli.mlpstorage_translation import Defaults, TranslatedCommand, translate
 from penstock.environment import process_environment
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.cli.mlpstorage_words import Asked
+    from penstock.cli.mlpstorage_arguments import MlpstorageCommand
     from penstock.environment import Environment
 
 HELP: Final = f"""\
@@ -29,20 +29,22 @@ Usage: penstock-mlpstorage closed|open|whatif training MODEL datasize|datagen|ru
        penstock-mlpstorage init ORG [FOLDER] | reports reportgen | history show|rerun ID | runs list|show|rm
        penstock-mlpstorage validate FOLDER | rules-coverage | version
 
-Run mlpstorage's command lines, of v3 and of v2, with penstock: each becomes one command of penstock, which is
-shown before it runs. Vector search and the key-value cache benchmark are not measured here.
+Run mlpstorage's command lines, of v3 and of v2, with penstock: each is translated to one penstock command,
+which is printed before it runs. The vector search and key-value cache benchmarks are not supported.
 
-  --data-dir, --checkpoint-folder FOLDER    where data go
-  --results-dir FOLDER --systemname NAME    where results go; a run is handed in if `init` has claimed the
-                                            folder. MLPSTORAGE_RESULTS_DIR, _SYSTEMNAME, _DATA_DIR and
-                                            _CHECKPOINT_FOLDER stand for options that are left out
-  --params KEY=VALUE ...                    values of the workload
-  --hosts A:4,B:4 --mpi-bin NAME --mpi-params="..."    how ranks are started
-  --config-file FILE                        options from a YAML file; those of the command line overrule it
-  --dry-run                                 show the command, and do nothing
-  --debug                                   show a traceback with every error
+Options:
+  --data-dir, --checkpoint-folder FOLDER    Directory for the data set, or for checkpoints.
+  --results-dir FOLDER --systemname NAME    Directory for results, and the system under test. The run is added
+                                            to the submission if `init` has made the directory its tree.
+                                            Defaults: MLPSTORAGE_RESULTS_DIR, MLPSTORAGE_SYSTEMNAME,
+                                            MLPSTORAGE_DATA_DIR and MLPSTORAGE_CHECKPOINT_FOLDER.
+  --params KEY=VALUE ...                    Change values of the workload.
+  --hosts A:4,B:4 --mpi-bin NAME --mpi-params="..."    Choose hosts, launcher and its arguments.
+  --config-file FILE                        Read options from a YAML file; the command line takes precedence.
+  --dry-run                                 Print the command, and run nothing.
+  --debug                                   Show a traceback with every error.
 
-Example:
+Examples:
   penstock-mlpstorage closed training unet3d run file --accelerator-type b200 --num-accelerators 8 \\
     --data-dir /mnt/data --results-dir ~/results --systemname fast --params dataset.num_files_train=28000
 
@@ -59,67 +61,57 @@ def main(arguments: list[str] | None = None) -> int:
     if words == ["--version"]:
         print(f"penstock-mlpstorage {__version__}")
         return 0
-    planned: list[Plan] = []
-    code = app.at_the_edge(lambda: planned.extend(_understood(words)), debug=debug)
-    if not planned:
+    commands: list[TranslatedCommand] = []
+    code = app.run_at_edge(lambda: commands.extend(_translate(words)), debug=debug)
+    if not commands:
         return code
-    return _carried_out([*planned[0].words, *(["--debug"] if debug else [])])
+    # Run as if the user had typed it: runs record this command, and are repeated by it.
+    return app.main([*commands[0].words, *(["--debug"] if debug else [])])
 
 
-def _carried_out(words: list[str]) -> int:
-    """Carry the planned command out as if it had been given: runs record it, and are repeated by it."""
-    given = sys.argv
-    sys.argv = ["penstock", *words]
-    try:
-        return app.main(words)
-    finally:
-        sys.argv = given
-
-
-def _understood(words: Sequence[str]) -> list[Plan]:
-    """The command to run, shown; none for a dry run."""
-    environment = process_environment()
-    asked = _with_file(words)
-    planned = plan(asked, _surroundings(environment))
-    for remark in planned.remarks:
+def _translate(words: Sequence[str]) -> list[TranslatedCommand]:
+    """Print the command to run, and return it; an empty list for a dry run."""
+    requested = _with_config_file(words)
+    command = translate(requested, _read_defaults(process_environment()))
+    for remark in command.remarks:
         print(remark, file=sys.stderr)
-    if asked.has("dry-run") or asked.has("what-if"):
-        print(planned.text)
+    if requested.has("dry-run") or requested.has("what-if"):
+        print(command.text)
         return []
-    print(f"= {planned.text}", file=sys.stderr)
-    return [planned]
+    print(f"= {command.text}", file=sys.stderr)
+    return [command]
 
 
-def _with_file(words: Sequence[str]) -> Asked:
-    """The words, with the options of their `--config-file` beneath them."""
-    asked = parse(words)
-    name = asked.one("config-file")
-    return asked if name is None else parse(words, defaults=_options_of(Path(name)))
+def _with_config_file(words: Sequence[str]) -> MlpstorageCommand:
+    """The command, with the options of its `--config-file` as defaults."""
+    command = parse(words)
+    name = command.value("config-file")
+    return command if name is None else parse(words, defaults=_read_config_file(Path(name)))
 
 
-def _options_of(path: Path) -> Mapping[str, tuple[str, ...]]:
+def _read_config_file(path: Path) -> Mapping[str, tuple[str, ...]]:
     from penstock.workload.loading import read_text
     from penstock.workload.strict_yaml import parse_yaml
 
     options: dict[str, tuple[str, ...]] = {}
     for key, value in parse_yaml(read_text(path), source=str(path)).items():
-        known = known_option(f"--{str(key).replace('_', '-')}")
+        option = known_option(f"--{str(key).replace('_', '-')}")
         if isinstance(value, Mapping):
-            raise UsageError(f"{key} has values of its own", where=str(path), fix="Write a value or a list.")
+            raise UsageError(f"{key} is a mapping", where=str(path), fix="Write a value or a list.")
         if value is not False:
-            given = value if isinstance(value, list) else [] if value is True else [value]
-            options[known.name] = tuple(map(str, given))
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            options[option.name] = tuple(map(str, values))
     return options
 
 
-def _surroundings(environment: Environment) -> Surroundings:
+def _read_defaults(environment: Environment) -> Defaults:
     from penstock.submission.tree_layout import SENTINEL
 
-    return Surroundings(
+    return Defaults(
         results=environment.get("MLPSTORAGE_RESULTS_DIR"),
         system=environment.get("MLPSTORAGE_SYSTEMNAME"),
         data=environment.get("MLPSTORAGE_DATA_DIR"),
         checkpoints=environment.get("MLPSTORAGE_CHECKPOINT_FOLDER"),
         bucket=environment.get("BUCKET"),
-        is_claimed=lambda folder: (Path(folder).expanduser() / SENTINEL).is_file(),
+        is_submission_tree=lambda folder: (Path(folder).expanduser() / SENTINEL).is_file(),
     )

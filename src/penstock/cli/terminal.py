@@ -1,4 +1,4 @@
-"""What a command says, and where: results on stdout, everything else on stderr, nothing but on rank 0.
+"""Output of a command: results on stdout, everything else on stderr, and all of it on rank 0 only.
 
 With `--json` stdout carries exactly one JSON document. Progress is drawn only on a terminal.
 """
@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, Annotated, Any, Self
-
-import typer
+from typing import TYPE_CHECKING, Any, Self
 
 from penstock.environment import PROGRESS_COLUMNS, process_environment
 from penstock.progress import Silent
@@ -27,56 +25,76 @@ if TYPE_CHECKING:
 View = Callable[["Console"], None]
 """Draws a result for people on a console."""
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document on stdout.")]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminal:
-    """The way out of one command on one rank; `speaks` on rank 0 alone."""
+    """The output of one command on one rank; `speaks` is true on rank 0 only."""
 
     as_json: bool
     speaks: bool = True
 
     def result(self, document: Mapping[str, Any], view: View) -> None:
-        """Print the result: `document` as JSON, or for people whatever `view` draws of it."""
+        """Print the result: `document` with `--json`, else what `view` draws."""
         if not self.speaks:
             return
         if self.as_json:
-            json.dump(document, sys.stdout, indent=2, allow_nan=False)
-            sys.stdout.write("\n")
+            print_json(document)
             return
         from rich.console import Console
 
         view(Console(highlight=False, soft_wrap=True))
 
     def note(self, text: str) -> None:
-        """One line for people, on stderr."""
+        """Print one line for people, on stderr."""
         if self.speaks:
             print(text, file=sys.stderr)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Progress drawn on stderr, where that is a terminal: this process's, or its launching process's."""
+        """Draw progress on stderr where that is a terminal: this process's, or the launching process's."""
+        columns = process_environment().get(PROGRESS_COLUMNS)
+        # Rich takes a tenth of a second to import, which only a terminal is worth.
+        if not self.speaks or not (columns or sys.stderr.isatty()):
+            yield Silent()
+            return
         from rich.console import Console
 
-        columns = process_environment().get(PROGRESS_COLUMNS)
         console = Console(stderr=True, force_terminal=columns is not None or None)
         if columns is not None:
             console.width = int(columns)
-        if not (self.speaks and console.is_terminal):
-            yield Silent()
-            return
         with _Bars(console) as bars:
             yield bars
 
 
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print one document on stdout. NaN is an error, because it is no JSON."""
+    json.dump(document, sys.stdout, indent=2, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def render_text(view: View) -> str:
+    """What a view draws, as text for a log."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    text = StringIO()
+    view(Console(file=text, width=110, highlight=False, soft_wrap=True))
+    return text.getvalue()
+
+
+def format_number(value: float | None, style: str) -> str:
+    """A number in a format's style, or a dash."""
+    return "-" if value is None else format(value, style)
+
+
 def progress_columns() -> str | None:
-    """How wide this process's stderr is, for ranks that draw their progress on it; None if no terminal."""
+    """The width of this process's stderr, for ranks that draw progress on it; None if not a terminal."""
     return str(get_terminal_size().columns) if sys.stderr.isatty() else None
 
 
 def clear_progress() -> None:
-    """Erase what a process that ended early has left of its bars, and show the cursor that they hid."""
+    """Erase the progress bars that a process left when it ended early, and show the cursor again."""
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[2K\x1b[?25h")
 
@@ -119,7 +137,7 @@ class _Bars:
 
 
 def table(title: str, rows: Sequence[Mapping[str, str]]) -> View:
-    """A view of `rows` as a table whose columns are their keys; columns of numbers stand to the right."""
+    """A view of `rows` as a table; its columns are their keys, and numbers are right-aligned."""
 
     def draw(console: Console) -> None:
         from rich import box

@@ -30,7 +30,8 @@ import numpy as np
 from penstock.results.events import Phase, compute_ns, wait_ns
 
 if TYPE_CHECKING:
-    from penstock.results.events import Block, RankEvents, Rows
+    from penstock.checkpoint.plan.shares import Rows
+    from penstock.results.events import Block, RankEvents
     from penstock.workload.spec import Workload
 
 

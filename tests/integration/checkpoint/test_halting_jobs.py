@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from click.testing import CliRunner
 from tests.support.gloo_ranks import on_gloo_ranks
-from typer.testing import CliRunner
 
 from penstock.checkpoint.levels.options import Flush
 from penstock.checkpoint.manager.graceful_stop import Halt, find_halt
@@ -69,7 +69,7 @@ def penstock(*words: str) -> str:
 
 def test_the_command_stops_the_next_job_once(tmp_path: Path) -> None:
     run = str(tmp_path)
-    assert "nobody asks" in penstock(run, "--status")
+    assert "no stop is requested" in penstock(run, "--status")
     penstock(run, "--reason", "maintenance")
     status = json.loads(penstock(run, "--status", "--json"))
     assert status["order"]["reason"] == "maintenance"
@@ -81,15 +81,15 @@ def test_the_command_stops_the_next_job_once(tmp_path: Path) -> None:
 
 def test_a_halt_can_be_taken_back(tmp_path: Path) -> None:
     run = str(tmp_path)
-    assert "asked for by" in penstock(run)
+    assert "requested by" in penstock(run)
     assert json.loads(penstock(run, "--cancel", "--json")) == {"cancelled": True}
-    assert "nobody had asked" in penstock(run, "--cancel")
+    assert "no stop was requested" in penstock(run, "--cancel")
     assert steps_until_halt(tmp_path) == 0
 
 
 def test_options_that_exclude_each_other_are_said(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["checkpoint", "halt", str(tmp_path), "--cancel", "--status"])
-    assert "exclude each other" in f"{done.output}{done.exception}"
+    assert "mutually exclusive" in f"{done.output}{done.exception}"
 
 
 def test_sets_of_files_count_among_the_saves_whose_time_is_kept_free(tmp_path: Path) -> None:

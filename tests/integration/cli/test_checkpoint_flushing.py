@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tests.support.flush_daemons import ending_daemons
 from tests.support.flush_orders import order
-from typer.testing import CliRunner
 
 from penstock.checkpoint.manager.manager import Manager
 from penstock.cli.app import app

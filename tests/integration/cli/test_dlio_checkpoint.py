@@ -10,7 +10,7 @@ import pytest
 from tests.support.s3.server import BUCKET
 
 from penstock.cli.dlio import main
-from penstock.cli.dlio_checkpoint import checkpoint_place
+from penstock.cli.dlio_storage import checkpoint_location
 from penstock.workload.choices import StorageKind
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
@@ -104,7 +104,7 @@ def test_wrong_bytes_fail_the_command(here: Path, capsys: pytest.CaptureFixture[
     path = next(Path("checkpoints/tiny/global_epoch1_step1").glob("*optim*"))
     path.write_bytes(bytes(path.stat().st_size))
     assert run("++workload.checkpoint.num_checkpoints_write=0") == 1
-    assert "not what was written" in capsys.readouterr().err
+    assert "differ from those that were written" in capsys.readouterr().err
 
 
 def test_checkpoints_go_to_an_object_service_by_dlios_keys(here: Path, moto: S3Server) -> None:
@@ -125,12 +125,12 @@ def test_checkpoints_go_to_an_object_service_by_dlios_keys(here: Path, moto: S3S
 def test_folders_of_checkpoints_are_not_joined_with_the_datas_root(here: Path) -> None:
     changes = ["checkpoint.checkpoint_folder=ckpt", "storage.storage_root=/data"]
     workload = load("llama_8b_zero3", overrides=parse_settings(changes)).workload
-    assert checkpoint_place(workload, {}).uri == f"file://{here}/ckpt"
+    assert checkpoint_location(workload, {}).uri == f"file://{here}/ckpt"
     direct = load(
         "llama_8b_zero3", overrides=parse_settings([*changes, "storage.storage_type=direct_fs"])
     ).workload
     assert direct.storage.storage_type is StorageKind.DIRECT_FS
-    assert checkpoint_place(direct, {}).uri == f"direct://{here}/ckpt"
+    assert checkpoint_location(direct, {}).uri == f"direct://{here}/ckpt"
 
 
 def test_a_folder_that_is_a_uri_is_that_place(here: Path) -> None:
@@ -140,4 +140,4 @@ def test_a_folder_that_is_a_uri_is_that_place(here: Path) -> None:
         "storage.storage_root=x",
     ]
     workload = load("llama_8b_zero3", overrides=parse_settings(changes)).workload
-    assert checkpoint_place(workload, {}).uri == "s3://other/a/b"
+    assert checkpoint_location(workload, {}).uri == "s3://other/a/b"

@@ -46,7 +46,7 @@ def test_what_fails_is_told_with_its_fix(tmp_path: Path, capsys: pytest.CaptureF
     ("words", "said"),
     [
         (("--gate", "spcae"), "Did you mean space?"),
-        (("cluster.json", "--gate", "space"), "Leave the file out"),
+        (("cluster.json", "--gate", "space"), "Leave FILE out"),
         (("--needs", "much"), "--needs"),
     ],
 )

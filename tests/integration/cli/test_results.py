@@ -159,7 +159,7 @@ def test_what_makes_runs_incomparable_is_said_first(tmp_path: Path) -> None:
     ("words", "code", "said"),
     [
         (("show", "nothing"), 1, "Listing the runs"),
-        (("compare", "one"), 2, "Name at least two"),
+        (("compare", "one"), 2, "at least two"),
         (("show", "nothing", "--results", "/tmp"), 2, "No run is called 'nothing'"),
     ],
 )

@@ -92,15 +92,15 @@ def test_runs_are_filtered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("rm",), "No run is meant"),
-        (("rm", "x", "--status", "failed"), "named, or asked for by options"),
+        (("rm",), "No run is named"),
+        (("rm", "x", "--status", "failed"), "named and selected by options"),
         (("rm", "nothing"), "No run is called 'nothing'"),
-        (("rm", "x", "--empty-trash"), "not run by run"),
+        (("rm", "x", "--empty-trash"), "takes no runs"),
         (("rm", "--older-than", "2"), "no age and no date"),
         (("rm", "--status", "dead"), "no outcome"),
         (("restore", "nothing"), "No run is called 'nothing'"),
         (("rerun", "nothing"), "No run is called 'nothing'"),
-        (("rerun", "unet3d", "--json"), "Use it with --dry-run"),
+        (("rerun", "unet3d", "--json"), "Use --json with --dry-run"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(
@@ -157,7 +157,7 @@ def test_what_is_listed_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture
     told = capsys.readouterr()
     assert f"{name}  finished\n" in told.out
     assert "run1  unknown: Its summary has no end., not in the history" in told.out
-    assert f"Begun here, without a folder\n  {lost}  finished: Its folder is gone." in told.out
+    assert f"Started here, without a directory\n  {lost}  finished: Its folder is gone." in told.out
     assert "broken" not in told.out
     assert "broken" in told.err
     assert "is torn after 9 bytes" in told.err
@@ -167,10 +167,10 @@ def test_a_removal_and_a_return_are_told(tmp_path: Path, capsys: pytest.CaptureF
     here = ("--results", str(tmp_path))
     name = finished(tmp_path, "penstock")
     for words, said in (
-        (("rm", name, "--dry-run"), f"Would go into the trash:\n  {name}  finished"),
-        (("rm", name), "Into the trash, batch 20"),
+        (("rm", name, "--dry-run"), f"Would move to the trash:\n  {name}  finished"),
+        (("rm", name), "Moved to the trash, batch 20"),
         (("restore", name), f"restored {name}"),
-        (("rm", "--keep-last", "1"), f"Nothing is meant.\n  stays: {name}  finished (one of the last 1)"),
+        (("rm", "--keep-last", "1"), f"No run matches.\n  kept: {name}  finished (one of the last 1)"),
     ):
         capsys.readouterr()
         assert main(["results", *words, *here]) == 0

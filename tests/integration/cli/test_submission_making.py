@@ -86,9 +86,9 @@ def test_an_open_run_becomes_a_leaf_and_the_status_shows_it(
     [
         (("--system", "fast"), "Add --closed or --open"),
         (("--closed",), "Add --system NAME"),
-        (("--closed", "--open", "--system", "fast"), "A run is of one division"),
+        (("--closed", "--open", "--system", "fast"), "mutually exclusive"),
         (("--closed", "--system", "a/b"), "'a/b' cannot be a system's name"),
-        (("--closed", "--system", "fast", "--results", "runs"), "Results go to one place"),
+        (("--closed", "--system", "fast", "--results", "runs"), "mutually exclusive"),
         (("--open", "--system", "fast", "--set", "train.epochs=1"), "(rule 3.6.3)"),
     ],
 )
@@ -184,4 +184,4 @@ def test_one_part_that_there_is_not_is_refused(tree: str, tmp_path: Path, pensto
     place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
     refused = penstock("submission", "run", "training", "unet3d_b200", *place, "--only", "datasize")
     assert refused.returncode == 2
-    assert "Choose datagen or run" in refused.stderr
+    assert "Choose from: datagen, run" in refused.stderr

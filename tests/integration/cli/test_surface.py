@@ -95,7 +95,7 @@ def test_a_table_for_people_fits_a_narrow_terminal(tmp_path: Path) -> None:
         ((*PROBE, "/tmp", "--streams", "0"), 2, "must be positive"),
         ((*PROBE, "/proc/here"), 1, "/proc"),
         ((*PROBE, "/tmp", "--size", "1EiB"), 1, "smaller --size"),
-        ((*PROBE, "/tmp", "--ranks", "2", "--launcher", "prun"), 2, "Choose one of"),
+        ((*PROBE, "/tmp", "--ranks", "2", "--launcher", "prun"), 2, "Choose from"),
         (("storage", "prob"), 2, "probe"),
         (("doctor", "--at", "/no/such/folder"), 2, "does not exist"),
     ],
@@ -122,8 +122,8 @@ def test_debug_adds_the_traceback_wherever_it_stands(place: str) -> None:
 
 def test_a_defect_of_our_own_is_called_one() -> None:
     program = (
-        "import sys\nfrom penstock.cli import app, main\n"
-        "app.app.command(name='break')(lambda: 1 // 0)\nsys.exit(main(['break']))"
+        "import sys, click\nfrom penstock.cli import app, main\n"
+        "app.app.verbs['break'] = click.Command('break', callback=lambda: 1 // 0)\nsys.exit(main(['break']))"
     )
     result = subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
@@ -163,13 +163,13 @@ def test_a_reader_that_leaves_early_is_no_defect() -> None:
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_offered_for_shells(shell: str) -> None:
-    result = penstock(_PENSTOCK_COMPLETE=f"source_{shell}")
+    result = penstock(_PENSTOCK_COMPLETE=f"{shell}_source")
     assert result.returncode == 0, result.stderr
     assert "_PENSTOCK_COMPLETE" in result.stdout
 
 
 def test_bash_completion_completes_nouns_and_verbs() -> None:
-    result = penstock(_PENSTOCK_COMPLETE="complete_bash", COMP_WORDS="penstock storage pr", COMP_CWORD="2")
+    result = penstock(_PENSTOCK_COMPLETE="bash_complete", COMP_WORDS="penstock storage pr", COMP_CWORD="2")
     assert "probe" in result.stdout
 
 

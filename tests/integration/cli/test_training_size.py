@@ -152,7 +152,7 @@ def test_remarks_on_a_shown_workload_are_told() -> None:
             "--accelerator v100, a100",
         ),
         ((*SIZE, "--host-memory", "4G"), "--host-memory"),
-        ((*SIZE, "--hosts", "3", "--host-memory", "1GiB,2GiB"), "2 memories for 3 hosts"),
+        ((*SIZE, "--hosts", "3", "--host-memory", "1GiB,2GiB"), "2 memory sizes for 3 hosts"),
         ((*SIZE, "--host-memory", "0"), "make no cluster"),
         ((*SIZE, "--host-memory", "1GiB", "--set", "reader.bath_size=1"), "did you mean reader.batch_size?"),
         ((*SIZE, "--host-memory", "1GiB", "--set", "reader"), "sets nothing"),

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock import __version__
-from penstock.cli.dlio import OUTPUT_VARIABLE, check_stages, chosen_loader, main, replaced, run_folder
-from penstock.cli.dlio_place import data_place
+from penstock.cli.dlio import (
+    OUTPUT_VARIABLE,
+    choose_loader,
+    choose_run_folder,
+    list_replaced,
+    main,
+    require_runnable_stages,
+)
+from penstock.cli.dlio_storage import data_location
 from penstock.errors import UsageError
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_dlio_words, parse_settings
@@ -27,7 +34,7 @@ def unet3d(*settings: str) -> Workload:
 
 
 def folder_of(words: str, *settings: str, environment: dict[str, str] | None = None) -> Path:
-    return run_folder(parse_dlio_words(words.split()), unet3d(*settings), environment or {}, now=NOW)
+    return choose_run_folder(parse_dlio_words(words.split()), unet3d(*settings), environment or {}, now=NOW)
 
 
 def s3(*settings: str) -> Workload:
@@ -93,11 +100,11 @@ def test_debug_shows_where_an_error_came_from(capsys: pytest.CaptureFixture[str]
 
 
 def test_stages_that_can_run_are_let_through() -> None:
-    check_stages(unet3d())
-    check_stages(unet3d("workflow.generate_data=true", "workflow.train=false"))
-    check_stages(unet3d("workflow.checkpoint=true", "workflow.train=false"))
-    check_stages(unet3d("workflow.checkpoint=true"))
-    check_stages(unet3d("workflow.evaluation=true", "dataset.num_files_eval=2"))
+    require_runnable_stages(unet3d())
+    require_runnable_stages(unet3d("workflow.generate_data=true", "workflow.train=false"))
+    require_runnable_stages(unet3d("workflow.checkpoint=true", "workflow.train=false"))
+    require_runnable_stages(unet3d("workflow.checkpoint=true"))
+    require_runnable_stages(unet3d("workflow.evaluation=true", "dataset.num_files_eval=2"))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +116,7 @@ def test_stages_that_can_run_are_let_through() -> None:
 )
 def test_stages_that_cannot_run_are_refused_by_their_key(settings: list[str], key: str) -> None:
     with pytest.raises(UsageError, match=r"\+\+workload\.workflow\.") as refused:
-        check_stages(unet3d(*settings))
+        require_runnable_stages(unet3d(*settings))
     assert refused.value.where == key
 
 
@@ -129,62 +136,64 @@ def test_the_workloads_folder_comes_first_then_the_environments() -> None:
 
 
 def test_an_interpolation_is_refused_rather_than_made_a_folder() -> None:
-    with pytest.raises(UsageError, match="interpolation"):
+    with pytest.raises(UsageError, match="Interpolation"):
         folder_of("hydra.run.dir='out/${now:%Y}'")
 
 
 def test_torchs_loader_is_used_where_the_workload_asks_for_it() -> None:
     pytest.importorskip("torch")
-    options, said = chosen_loader(unet3d("reader.read_threads=3"))
+    options, said = choose_loader(unet3d("reader.read_threads=3"))
     assert (options.document()["name"], options.document()["workers"], said) == ("pytorch", 3, ())
 
 
 def test_without_torch_the_loader_that_replaces_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch_loader", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
-    options, (said,) = chosen_loader(unet3d())
+    options, (said,) = choose_loader(unet3d())
     assert options.document()["name"] == "native"
     assert "pytorch is not used, because torch is not installed" in said
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "dali", "native_dali", "synthetic"])
 def test_other_loaders_are_replaced_and_that_is_told(name: str) -> None:
-    options, (said,) = chosen_loader(unet3d(f"reader.data_loader={name}", "reader.read_threads=5"))
+    options, (said,) = choose_loader(unet3d(f"reader.data_loader={name}", "reader.read_threads=5"))
     assert options.document()["threads"] == 5
     assert f"{name} is not used; penstock's own" in said
 
 
 def test_reading_options_that_other_means_replace_are_told() -> None:
-    said = replaced(unet3d(option("prefetch_window=8"), option("columns=[label]"), option("decode=arrow")))
+    said = list_replaced(
+        unet3d(option("prefetch_window=8"), option("columns=[label]"), option("decode=arrow"))
+    )
     assert len(said) == 2
     assert any("read_threads says how many" in text for text in said)
     assert any("dataset.parquet.columns" in text for text in said)
 
 
 def test_local_data_lies_in_the_root_joined_with_its_folder() -> None:
-    assert data_place(unet3d("storage.storage_root=/mnt"), {}).uri == "file:///mnt/data/unet3d"
-    assert data_place(unet3d(), {}).uri == f"file://{Path.cwd()}/data/unet3d"
+    assert data_location(unet3d("storage.storage_root=/mnt"), {}).uri == "file:///mnt/data/unet3d"
+    assert data_location(unet3d(), {}).uri == f"file://{Path.cwd()}/data/unet3d"
 
 
 def test_an_absolute_data_folder_needs_no_root() -> None:
     settings = ("storage.storage_root=/mnt", "dataset.data_folder=/data/./unet3d/")
-    assert data_place(unet3d(*settings), {}).uri == "file:///data/unet3d"
+    assert data_location(unet3d(*settings), {}).uri == "file:///data/unet3d"
 
 
 @pytest.mark.parametrize("setting", ["storage.storage_type=direct_fs", "reader.odirect=true"])
 def test_direct_files_are_read_past_the_page_cache(setting: str) -> None:
-    place = data_place(unet3d("dataset.data_folder=/data", setting), {})
-    assert place.uri == "direct:///data"
-    assert place.options == {}
+    location = data_location(unet3d("dataset.data_folder=/data", setting), {})
+    assert location.uri == "direct:///data"
+    assert location.options == {}
 
 
 def test_objects_lie_in_the_root_as_bucket_under_the_folder_as_prefix() -> None:
-    place = data_place(s3(), {"HOME": "/root"})
-    assert place.uri == "s3://bucket/data/unet3d"
-    assert place.options == {}
-    assert place.environment == {"HOME": "/root"}
-    assert data_place(s3("storage.storage_root=s3://bucket"), {}).uri == place.uri
-    assert data_place(s3("dataset.data_folder=./data//unet3d"), {}).uri == place.uri
+    location = data_location(s3(), {"HOME": "/root"})
+    assert location.uri == "s3://bucket/data/unet3d"
+    assert location.options == {}
+    assert location.environment == {"HOME": "/root"}
+    assert data_location(s3("storage.storage_root=s3://bucket"), {}).uri == location.uri
+    assert data_location(s3("dataset.data_folder=./data//unet3d"), {}).uri == location.uri
 
 
 def test_every_option_of_an_object_service_reaches_its_client() -> None:
@@ -196,8 +205,8 @@ def test_every_option_of_an_object_service_reaches_its_client() -> None:
         "max_outstanding=32",
         "secure=false",
     )
-    place = data_place(s3("storage.storage_library=minio", *map(option, given)), {})
-    assert place.options == {
+    location = data_location(s3("storage.storage_library=minio", *map(option, given)), {})
+    assert location.options == {
         "client": "minio",
         "endpoints": "http://10.0.0.1:9000",
         "region": "eu-1",
@@ -209,13 +218,13 @@ def test_every_option_of_an_object_service_reaches_its_client() -> None:
 
 def test_keys_go_into_the_environment_of_the_client_and_are_never_shown() -> None:
     keys = (option("access_key_id=who"), option("secret_access_key=hidden"))
-    place = data_place(s3(*keys), {"AWS_ACCESS_KEY_ID": "other", "AWS_REGION": "r"})
-    assert place.environment == {
+    location = data_location(s3(*keys), {"AWS_ACCESS_KEY_ID": "other", "AWS_REGION": "r"})
+    assert location.environment == {
         "AWS_ACCESS_KEY_ID": "who",
         "AWS_SECRET_ACCESS_KEY": "hidden",
         "AWS_REGION": "r",
     }
-    assert "hidden" not in repr(place)
+    assert "hidden" not in repr(location)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +232,7 @@ def test_keys_go_into_the_environment_of_the_client_and_are_never_shown() -> Non
 )
 def test_an_endpoint_without_a_scheme_has_that_of_secure(secure: list[str], url: str) -> None:
     settings = [option("endpoint_url=h:9000"), *(option(f"secure={word}") for word in secure)]
-    assert data_place(s3(*settings), {}).options["endpoints"] == url
+    assert data_location(s3(*settings), {}).options["endpoints"] == url
 
 
 @pytest.mark.parametrize(
@@ -239,11 +248,11 @@ def test_an_endpoint_without_a_scheme_has_that_of_secure(secure: list[str], url:
 )
 def test_places_that_cannot_be_reached_are_refused_by_their_key(settings: list[str], where: str) -> None:
     with pytest.raises(UsageError) as refused:
-        data_place(s3(*settings), {})
+        data_location(s3(*settings), {})
     assert refused.value.where == where
     assert refused.value.fix
 
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_other_clouds_are_reached_by_their_scheme(scheme: str) -> None:
-    assert data_place(s3(option(f"uri_scheme={scheme}")), {}).uri == f"{scheme}://bucket/data/unet3d"
+    assert data_location(s3(option(f"uri_scheme={scheme}")), {}).uri == f"{scheme}://bucket/data/unet3d"

@@ -1,4 +1,4 @@
-"""mlpstorage's command lines, and the commands of penstock that they come to."""
+"""mlpstorage's command lines, and the commands of penstock that they are translated to."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.mlpstorage import main
-from penstock.cli.mlpstorage_plan import Plan, Surroundings, plan
-from penstock.cli.mlpstorage_words import OPTIONS, Takes, parse
+from penstock.cli.mlpstorage_arguments import OPTIONS, Takes, parse
+from penstock.cli.mlpstorage_translation import Defaults, TranslatedCommand, translate
 from penstock.errors import UsageError
 
 DATA = "--data-dir /mnt/data"
 
 
-def planned(line: str, *, claimed: str = "/tree", bucket: str | None = None) -> Plan:
-    around = Surroundings(
+def translated(line: str, *, tree: str = "/tree", bucket: str | None = None) -> TranslatedCommand:
+    defaults = Defaults(
         results=None,
         system=None,
         data=None,
         checkpoints=None,
         bucket=bucket,
-        is_claimed=lambda folder: folder == claimed,
+        is_submission_tree=lambda folder: folder == tree,
     )
-    return plan(parse(shlex.split(line)), around)
+    return translate(parse(shlex.split(line)), defaults)
 
 
 def golden() -> list[tuple[str, str]]:
@@ -37,7 +37,7 @@ def golden() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("line", "expected"), golden())
 def test_a_command_line_becomes_one_of_penstocks(line: str, expected: str) -> None:
-    assert planned(line).text == expected
+    assert translated(line).text == expected
 
 
 @pytest.mark.parametrize(
@@ -55,57 +55,59 @@ def test_a_command_line_becomes_one_of_penstocks(line: str, expected: str) -> No
     ],
 )
 def test_ranks_are_started_as_asked(words: str, expected: str) -> None:
-    found = planned(f"whatif training unet3d run file -na 8 {DATA} {words}").text
-    assert found.endswith(f" {expected}")
+    command = translated(f"whatif training unet3d run file -na 8 {DATA} {words}").text
+    assert command.endswith(f" {expected}")
 
 
 def test_object_storage_is_a_prefix_in_the_bucket() -> None:
-    found = planned("whatif training unet3d run object -na 1 -dd mlperf", bucket="big")
-    assert "--data s3://big/mlperf/unet3d" in found.text
+    command = translated("whatif training unet3d run object -na 1 -dd mlperf", bucket="big")
+    assert "--data s3://big/mlperf/unet3d" in command.text
     with pytest.raises(UsageError, match="Export BUCKET"):
-        planned("whatif training unet3d run object -na 1 -dd mlperf")
+        translated("whatif training unet3d run object -na 1 -dd mlperf")
 
 
-def test_what_means_nothing_here_is_said_once() -> None:
-    found = planned(f"whatif training unet3d run file -na 8 {DATA} --verbose --debug --mpi-btl tcp -cm 512")
-    assert len(found.remarks) == len(set(found.remarks)) == 4
-    assert any(text.startswith("--mpi-btl means nothing here") for text in found.remarks)
-    assert any("measured by the ranks" in text for text in found.remarks)
+def test_ignored_options_are_reported_once() -> None:
+    command = translated(
+        f"whatif training unet3d run file -na 8 {DATA} --verbose --debug --mpi-btl tcp -cm 512"
+    )
+    assert len(command.remarks) == len(set(command.remarks)) == 4
+    assert any(text.startswith("--mpi-btl is ignored") for text in command.remarks)
+    assert any("measured by the ranks" in text for text in command.remarks)
 
 
-def test_a_run_that_is_not_handed_in_says_why() -> None:
-    said = planned(f"closed training unet3d run file -na 8 {DATA} --results-dir /runs -sn fast").remarks
-    assert any("/runs is not claimed" in text for text in said)
+def test_a_run_that_is_not_submitted_says_why() -> None:
+    said = translated(f"closed training unet3d run file -na 8 {DATA} --results-dir /runs -sn fast").remarks
+    assert any("/runs is not a submission tree" in text for text in said)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("vectordb run --anything", "Vector search is not measured"),
-        ("closed kvcache run --cache-dir /x", "The key-value cache benchmark is not measured"),
+        ("vectordb run --anything", "Vector search is not supported"),
+        ("closed kvcache run --cache-dir /x", "The key-value cache benchmark is not supported"),
         ("trainin run", "Did you mean training"),
         ("closed training unet3d run file --num-acelerators 8", "Did you mean --num-accelerators"),
-        ("closed training unet3d fly", "'fly' is not understood"),
-        ("closed training unet3d run tape", "'tape' is not understood"),
-        ("training run --model unet3d --closed --open", "one division"),
+        ("closed training unet3d fly", "'fly' is not a known word"),
+        ("closed training unet3d run tape", "'tape' is not a known word"),
+        ("training run --model unet3d --closed --open", "mutually exclusive"),
         (f"training run {DATA}", "No model is named"),
         ("training run --model unet3d", "Give --data-dir"),
         ("checkpointing run --model llama3-8b", "Give --checkpoint-folder"),
         ("training datasize --model unet3d", "Give --max-accelerators"),
-        (f"training run --model unet3d -na eight {DATA}", "'eight' is no whole number"),
-        (f"training run --model unet3d --exec-type docker {DATA}", "Containers are not started"),
-        ("training run --model", "--model names nothing"),
-        ("init", "No organisation is named"),
-        ("history forget", "'forget' is not understood"),
-        ("lockfile generate", "Lock files are not made"),
+        (f"training run --model unet3d -na eight {DATA}", "'eight' is not a whole number"),
+        (f"training run --model unet3d --exec-type docker {DATA}", "Containers are not supported"),
+        ("training run --model", "--model needs a value"),
+        ("init", "No organization is named"),
+        ("history forget", "'forget' is not a known command"),
+        ("lockfile generate", "Lock files are not supported"),
     ],
 )
-def test_what_cannot_be_done_is_refused_plainly(line: str, said: str) -> None:
+def test_unsupported_requests_are_refused(line: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        planned(line)
+        translated(line)
 
 
-def test_every_option_has_one_name_and_is_understood_by_it() -> None:
+def test_every_option_is_known_by_each_of_its_names() -> None:
     names = [name for known in OPTIONS for name in known.names]
     assert len(names) == len(set(names))
     for known in OPTIONS:

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 import pytest
-import typer.main
 
 from penstock.cli.app import app
 from penstock.workload.choices import DataFormat
@@ -33,7 +32,7 @@ def commands(command: Any, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def today() -> dict[str, Any]:
-    return commands(typer.main.get_command(app), "penstock")
+    return commands(app, "penstock")
 
 
 @pytest.mark.parametrize(("verb", "expected"), WRITTEN_DOWN["verbs"].items())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from typer.main import get_command
+import click
 
-from penstock.cli.results import app
+from penstock.cli.app import RESULTS
 from penstock.results.history.file import FILE, FOLDER, TRASH
 from penstock.results.history.selection import INCOMPLETE, outcomes_of
 from penstock.submission.reports.findings_export import FINDING_COLUMNS
@@ -32,9 +32,9 @@ def test_files_and_outcomes_are_named_as_they_are() -> None:
 
 def test_every_verb_and_option_of_the_section_is_there() -> None:
     section = HISTORY.partition("\n## ")[0]
-    command = get_command(app)
-    verbs = getattr(command, "commands", {})
-    options = {option for verb in verbs.values() for each in verb.params for option in each.opts}
+    context = click.Context(RESULTS)
+    verbs = {name: RESULTS.get_command(context, name) for name in RESULTS.verbs}
+    options = {option for verb in verbs.values() if verb for each in verb.params for option in each.opts}
     assert {"ls", "rm", "restore", "rerun"} <= set(verbs)
     assert set(re.findall(r"(--[a-z][a-z-]+)", section)) <= options
 

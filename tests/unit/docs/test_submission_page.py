@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import click
 import pytest
-import typer
 
 from penstock.cli.app import app
-from penstock.cli.mlpstorage_plan import Surroundings, plan
-from penstock.cli.mlpstorage_words import parse
+from penstock.cli.mlpstorage_arguments import parse
+from penstock.cli.mlpstorage_translation import Defaults, translate
+from penstock.cli.options import Group
 
 PAGE = Path(__file__).parents[3] / "docs" / "submission.md"
 
@@ -32,20 +32,21 @@ OTHERS = [words for words in typed() if words[0] != "penstock"]
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
 def test_a_command_of_the_page_is_there_with_its_options(words: list[str]) -> None:
-    command: Any = typer.main.get_command(app)
+    command: click.Command | None = app
     rest = words[1:]
-    while hasattr(command, "commands"):
-        command = command.commands[rest.pop(0)]
+    while isinstance(command, Group):
+        command = command.get_command(click.Context(command), rest.pop(0))
+    assert command is not None
     known = {name for parameter in command.params for name in parameter.opts}
     assert {word for word in rest if word.startswith("-")} <= known
 
 
 @pytest.mark.parametrize("words", OTHERS, ids=" ".join)
 def test_a_line_of_mlpstorage_on_the_page_is_understood(words: list[str]) -> None:
-    around = Surroundings(
-        results=None, system=None, data=None, checkpoints=None, bucket=None, is_claimed=lambda _: True
+    defaults = Defaults(
+        results=None, system=None, data=None, checkpoints=None, bucket=None, is_submission_tree=lambda _: True
     )
-    assert plan(parse(words[1:]), around).words
+    assert translate(parse(words[1:]), defaults).words
 
 
 def test_the_page_shows_both() -> None:

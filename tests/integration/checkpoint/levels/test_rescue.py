@@ -191,7 +191,7 @@ def test_alone_a_verb_says_what_it_cannot_do(caches: Path, capsys: pytest.Captur
     assert main(["checkpoint", "rebuild", cache, cache]) == 2
     assert "--ranks 2" in capsys.readouterr().err
     assert main(["checkpoint", "rebuild", str(caches / "elsewhere")]) == 1
-    assert "None of these caches holds a step" in capsys.readouterr().err
+    assert "No step is in these caches" in capsys.readouterr().err
 
 
 def test_only_durable_steps_are_dropped_unless_forced(

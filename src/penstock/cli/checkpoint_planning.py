@@ -1,0 +1,160 @@
+"""`penstock checkpoint plan`: estimate the training efficiency of each checkpointing strategy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.options import option, required, verb
+from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole
+from penstock.cli.terminal import Terminal, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.checkpoint.levels.efficiency_model import Machine, Outlook, Protection
+
+_RATE = above_zero(RATE)
+_TIME = above_zero(TIME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `penstock checkpoint plan`."""
+
+    state_bytes: int = required("--state", SIZE, "Size of one checkpoint of all ranks.")
+    nodes: int = required("--nodes", whole(1), "Number of hosts of the job.")
+    fast_bytes_per_s: float = required("--fast", _RATE, "Write bandwidth of one host's cache.")
+    slow_bytes_per_s: float = required("--slow", _RATE, "Write bandwidth of the durable storage, in total.")
+    node_mtbf_s: float = required("--node-mtbf", _TIME, "Mean time between failures of one host.")
+    process_mtbf_s: float | None = option(
+        "--process-mtbf", _TIME, "Mean time between failures of a process of the job (default: never)."
+    )
+    system_mtbf_s: float | None = option(
+        "--system-mtbf", _TIME, "Mean time between failures of several hosts at once (default: never)."
+    )
+    network_bytes_per_s: float = option(
+        "--network", _RATE, "Network bandwidth of one host.", default="10GiB/s"
+    )
+    scheme: str = option(
+        "--scheme",
+        choice("single", "partner", "xor", "double-parity"),
+        "Redundancy scheme of the cache.",
+        default="xor",
+    )
+    group: int = option("--group", whole(), "Hosts in a redundancy group.", default="8")
+    flush_every: int = option(
+        "--flush-every", whole(1), "Flush every N-th checkpoint to durable storage.", default="10"
+    )
+    restart_s: float = option("--restart", TIME, "Time from a failure until loading begins.", default="2min")
+    interval_s: float | None = option(
+        "--interval", _TIME, "Checkpoint interval (default: the best one for each strategy)."
+    )
+    seed: int = option("--seed", whole(), "Seed for the simulated failures.", default="1")
+
+    def machine(self) -> Machine:
+        """The machine that the efficiency model describes; failures without a rate never happen."""
+        from penstock.checkpoint.levels.efficiency_model import Machine
+
+        return Machine(
+            state_bytes=self.state_bytes,
+            nodes=self.nodes,
+            fast_bytes_per_s=self.fast_bytes_per_s,
+            slow_bytes_per_s=self.slow_bytes_per_s,
+            network_bytes_per_s=self.network_bytes_per_s,
+            restart_s=self.restart_s,
+            process_mtbf_s=self.process_mtbf_s or math.inf,
+            node_mtbf_s=self.node_mtbf_s,
+            system_mtbf_s=self.system_mtbf_s or math.inf,
+        )
+
+    def protection(self) -> Protection:
+        """What the redundancy scheme costs and survives on these hosts."""
+        from penstock.checkpoint.levels.efficiency_model import Protection
+        from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
+
+        members = min(self.group, self.nodes)
+        grouped = {"partner": Partner, "xor": Xor, "double-parity": DoubleParity}
+        scheme: Scheme = Single() if self.scheme == "single" else grouped[self.scheme](group=members)
+        return Protection(
+            name=scheme.name, losses=scheme.losses, kept_share=scheme.kept_share(members), group=members
+        )
+
+
+@verb(PlanOptions)
+def plan(options: PlanOptions, terminal: Terminal) -> None:
+    r"""Estimate training efficiency for each checkpointing strategy.
+
+    A first-order formula (Young/Daly), checked by a simulation with random failures.
+
+    Examples:
+
+      penstock checkpoint plan --state 912GiB --nodes 64 --fast 3GiB/s --slow 40GiB/s --node-mtbf 200d
+
+      penstock checkpoint plan --state 1TiB --nodes 16 --fast 2GiB/s --slow 50GiB/s --node-mtbf 90d \\
+        --system-mtbf 60d --scheme double-parity --interval 10min --json
+    """
+    import numpy as np
+
+    from penstock.checkpoint.levels.efficiency_model import at_best, ways
+
+    strategies = ways(options.machine(), options.protection(), flush_every=options.flush_every)
+    predictions = at_best(
+        strategies, interval_s=options.interval_s, random=np.random.default_rng(options.seed)
+    )
+    terminal.result(_document(predictions), table("What is left for training", _rows(predictions)))
+    for prediction in predictions:
+        for warning in prediction.way.warnings:
+            terminal.note(f"{prediction.way.name}: {warning}")
+        if not prediction.agrees:
+            terminal.note(
+                f"{prediction.way.name}: the simulation says {prediction.simulated:.1%}, because failures "
+                "come faster than the formula assumes; trust the simulation"
+            )
+
+
+def _document(predictions: Sequence[Outlook]) -> dict[str, Any]:
+    best = max(predictions, key=lambda prediction: prediction.efficiency)
+    return {
+        "best": best.way.name,
+        "ways": [
+            {
+                "name": prediction.way.name,
+                "blocked_s": prediction.way.blocked_s,
+                "interval_s": prediction.interval_s,
+                "efficiency": prediction.efficiency,
+                "simulated_efficiency": prediction.simulated,
+                "simulated_failures": prediction.num_failures,
+                "agrees": prediction.agrees,
+                "warnings": list(prediction.way.warnings),
+                "failures": [
+                    {
+                        "kind": failure.name,
+                        "mtbf_s": failure.mtbf_s,
+                        "survived_by_every": failure.every,
+                        "latency_s": failure.latency_s,
+                        "recovery_s": failure.recovery_s,
+                        "restored_from": failure.restored_from,
+                    }
+                    for failure in prediction.way.failures
+                ],
+            }
+            for prediction in predictions
+        ],
+    }
+
+
+def _rows(predictions: Sequence[Outlook]) -> list[dict[str, str]]:
+    from penstock.units import format_seconds
+
+    return [
+        {
+            "way": prediction.way.name,
+            "blocked": format_seconds(prediction.way.blocked_s),
+            "every": format_seconds(prediction.interval_s),
+            "left for training": f"{prediction.efficiency:.2%}",
+            "simulated": f"{prediction.simulated:.2%}",
+        }
+        for prediction in predictions
+    ]

@@ -1,0 +1,362 @@
+"""`penstock checkpoint ls`, `show`, `diff`, `verify`, `convert` and `rm`: work on checkpoints that exist."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import argument, flag, option, repeated, verb
+from penstock.cli.parsers import SIZE, TEXT, URI, choice
+from penstock.cli.terminal import Terminal, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from penstock.checkpoint.compare import Compared, Comparison
+    from penstock.checkpoint.convert import Conversion
+    from penstock.checkpoint.inspection import Listed, Shown, ShownTensor
+    from penstock.checkpoint.verify import Verification
+
+DIFFERENT = 1
+DAMAGED = 1
+NOT_CHECKED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """Options of `penstock checkpoint ls`."""
+
+    path: str = argument("PATH", URI, "Directory or URI of a run, or one checkpoint.")
+
+
+@verb(ListOptions)
+def list_checkpoints(options: ListOptions, terminal: Terminal) -> None:
+    """List the checkpoints in PATH with step, state, size and age.
+
+    The state comes from metadata, manifest and file sizes: committed, no sums (written by another program),
+    or damaged. Only `penstock checkpoint verify` reads all bytes.
+
+    Examples:
+
+      penstock checkpoint ls /pfs/run
+
+      penstock checkpoint ls s3://bucket/run --json
+    """
+    from dataclasses import asdict
+
+    from penstock.checkpoint import inspection
+
+    checkpoints = inspection.list_checkpoints(options.path)
+    for checkpoint in checkpoints:
+        if checkpoint.complaint:
+            terminal.note(f"{checkpoint.name}: {checkpoint.complaint}")
+    now_s = time.time()
+    rows = [_list_row(checkpoint, now_s) for checkpoint in checkpoints]
+    document = {"path": options.path, "checkpoints": [asdict(checkpoint) for checkpoint in checkpoints]}
+    terminal.result(document, table(options.path, rows))
+
+
+def _list_row(checkpoint: Listed, now_s: float) -> dict[str, str]:
+    from penstock.units import format_bytes, format_seconds
+
+    return {
+        "checkpoint": checkpoint.name,
+        "step": "-" if checkpoint.step is None else str(checkpoint.step),
+        "state": checkpoint.state.value,
+        "size": format_bytes(checkpoint.size_bytes),
+        "files": str(checkpoint.num_files),
+        "tensors": str(checkpoint.num_tensors),
+        "age": format_seconds(max(now_s - checkpoint.modified_s, 0.0)),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """Options of `penstock checkpoint show`."""
+
+    path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file.")
+    pattern: str = option(
+        "--name", TEXT, "Show only matching names, e.g. 'model.*'.", default="*", metavar="PATTERN"
+    )
+
+
+@verb(ShowOptions)
+def show(options: ShowOptions, terminal: Terminal) -> None:
+    """Show the tensors of a checkpoint: names, shapes, types, sizes, and the files that hold them.
+
+    Reads torch's distributed checkpoints (ours and torch's own), torch.save files and safetensors. No tensor
+    is loaded and no code of the checkpoint is run: classes of objects are named, not built.
+
+    Examples:
+
+      penstock checkpoint show /pfs/run/step-100
+
+      penstock checkpoint show model.safetensors --name 'model.layers.0.*' --json
+    """
+    from dataclasses import asdict, replace
+    from fnmatch import fnmatchcase
+
+    from penstock.checkpoint import inspection
+
+    contents = inspection.show(options.path)
+    selected = replace(
+        contents,
+        tensors=tuple(tensor for tensor in contents.tensors if fnmatchcase(tensor.name, options.pattern)),
+        objects=tuple(item for item in contents.objects if fnmatchcase(item.name, options.pattern)),
+    )
+    document = {**asdict(selected), "size_bytes": selected.size_bytes}
+    terminal.result(document, lambda console: _draw_contents(console, selected))
+
+
+def _draw_contents(console: Console, contents: Shown) -> None:
+    from penstock.units import format_bytes
+
+    facts = [contents.format.value]
+    if contents.written_by:
+        facts.append(f"written by {contents.written_by} on {contents.world_size} ranks")
+    if contents.step is not None:
+        facts.append(f"step {contents.step}")
+    facts.append("checksums" if contents.has_sums else "no checksums of its own")
+    facts += [f"{key} {value}" for key, value in contents.facts.items()]
+    console.print(f"{contents.uri}: {', '.join(facts)}")
+    title = f"{len(contents.tensors)} tensors, {format_bytes(contents.size_bytes)}"
+    table(title, [_tensor_row(tensor) for tensor in contents.tensors])(console)
+    if contents.objects:
+        rows = [
+            {"name": item.name, "bytes": str(item.size_bytes), "file": item.file, "value": item.value}
+            for item in contents.objects
+        ]
+        table(f"besides tensors: {len(contents.objects)}", rows)(console)
+
+
+def _tensor_row(tensor: ShownTensor) -> dict[str, str]:
+    from penstock.units import format_bytes
+
+    files = tensor.files[0] if len(tensor.files) == 1 else f"{len(tensor.files)} files"
+    return {
+        "name": tensor.name,
+        "type": tensor.dtype,
+        "shape": " x ".join(map(str, tensor.shape)) or "scalar",
+        "size": format_bytes(tensor.size_bytes),
+        "parts": str(tensor.num_parts),
+        "where": f"{files} ({tensor.note})" if tensor.note else files,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Options of `penstock checkpoint diff`."""
+
+    first: str = argument("FIRST", URI, "Checkpoint of any format.")
+    second: str = argument("SECOND", URI, "Checkpoint to compare it with, of any format.")
+    only: tuple[str, ...] = repeated("--only", TEXT, "Compare only matching names, e.g. 'model.*'.")
+
+
+@verb(DiffOptions)
+def diff(options: DiffOptions, terminal: Terminal) -> int:
+    """Compare two checkpoints tensor by tensor, whatever their formats and sharding.
+
+    Exits with 0 if nothing differs and with 1 otherwise. Tensors with equal checksums are not read.
+
+    Examples:
+
+      penstock checkpoint diff /pfs/run/step-100 /pfs/run/step-200
+
+      penstock checkpoint diff /pfs/run/step-100 model.safetensors --only 'model.*' --json
+    """
+    from dataclasses import asdict
+
+    from penstock.checkpoint import compare
+
+    with terminal.progress() as progress:
+        comparison = compare.compare(options.first, options.second, only=options.only, progress=progress)
+    document = {**asdict(comparison), "are_same": comparison.are_same}
+    terminal.result(document, lambda console: _draw_differences(console, comparison))
+    return 0 if comparison.are_same else DIFFERENT
+
+
+def _draw_differences(console: Console, comparison: Comparison) -> None:
+    from penstock.checkpoint.compare import Outcome
+
+    different = [part for part in comparison.parts if part.outcome is not Outcome.SAME]
+    if different:
+        title = f"{comparison.first} and {comparison.second}"
+        table(title, [_difference_row(part) for part in different])(console)
+    num_same = len(comparison.parts) - len(different)
+    console.print(f"{num_same} of {len(comparison.parts)} parts are the same, {len(different)} are not")
+
+
+def _difference_row(part: Compared) -> dict[str, str]:
+    largest = part.largest_difference
+    return {
+        "name": part.name,
+        "outcome": part.outcome.value,
+        "first": part.first,
+        "second": part.second,
+        "elements": str(part.different_elements) if part.different_elements else "",
+        "largest": "" if largest is None else f"{largest:.3g}",
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Options of `penstock checkpoint verify`."""
+
+    path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file.")
+
+
+@verb(VerifyOptions)
+def verify(options: VerifyOptions, terminal: Terminal) -> int:
+    """Read a whole checkpoint and verify every checksum in it.
+
+    Penstock's checkpoints have a checksum of every byte. Those of torch are compared with the CRC-32 of their
+    archives, which torch itself never reads. Exits with 1 and a list of the damage, or with 3 if the
+    checkpoint has no checksums.
+
+    Examples:
+
+      penstock checkpoint verify /pfs/run/step-100
+
+      penstock checkpoint verify s3://bucket/run/step-100 --json
+    """
+    from dataclasses import asdict
+
+    from penstock.checkpoint import verify as verification
+
+    started_s = time.monotonic()
+    with terminal.progress() as progress:
+        report = verification.verify(options.path, progress)
+    elapsed_s = time.monotonic() - started_s
+    for note in report.notes:
+        terminal.note(note)
+    document = {**asdict(report), "is_whole": report.is_whole, "elapsed_s": elapsed_s}
+    terminal.result(document, lambda console: _draw_verification(console, report, elapsed_s))
+    if not report.is_whole:
+        return DAMAGED
+    return 0 if report.is_checked else NOT_CHECKED
+
+
+def _draw_verification(console: Console, report: Verification, elapsed_s: float) -> None:
+    from penstock.units import format_bytes, format_rate, format_seconds
+
+    for damage in report.damage:
+        console.print(f"damaged: {damage}")
+    rate = format_rate(report.checked_bytes / elapsed_s) if elapsed_s > 0 else "-"
+    size = f"{format_bytes(report.checked_bytes)} of {format_bytes(report.size_bytes)} checked"
+    verdict = "whole" if report.is_whole and report.is_checked else "not checked"
+    if report.damage:
+        verdict = f"damaged in {len(report.damage)} places"
+    console.print(
+        f"{report.uri}: {verdict}; {report.num_items} items in {report.num_files} files, {size} "
+        f"in {format_seconds(elapsed_s)} ({rate})"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Options of `penstock checkpoint convert`."""
+
+    source: str = argument("SOURCE", URI, "Checkpoint of any format.")
+    target: str = argument("TARGET", URI, "New path or URI.")
+    format: str | None = option(
+        "--to",
+        choice("dcp", "torch", "safetensors"),
+        "Format to write (default: by TARGET's ending: .pt is torch, .safetensors is safetensors, else dcp).",
+    )
+    only: tuple[str, ...] = repeated("--only", TEXT, "Convert only matching names, e.g. 'model.*'.")
+    tensors_only: bool = flag("--tensors-only", "Leave out and list everything but tensors.")
+    compresses: bool = flag("--compress", "Compress items with zstd; for dcp only.")
+    shard_bytes: int = option(
+        "--shard-size", SIZE, "Largest safetensors file of a sharded directory.", default="5GB"
+    )
+    trusts: bool = flag("--trust", "Rebuild pickled objects even if that runs code of the checkpoint.")
+    no_verify: bool = flag("--no-verify", "Skip the verification of SOURCE.")
+
+
+@verb(ConvertOptions)
+def convert(options: ConvertOptions, terminal: Terminal) -> None:
+    """Convert a checkpoint to another format, in bounded memory.
+
+    Converts between torch's distributed checkpoints (dcp), torch.save files and safetensors, from whole or
+    sharded tensors. SOURCE is verified first if it has checksums. Nothing is overwritten.
+
+    Examples:
+
+      penstock checkpoint convert /pfs/run/step-100 model.pt
+
+      penstock checkpoint convert /pfs/run/step-100 hf/ --to safetensors --only 'model.*' --tensors-only
+
+      penstock checkpoint convert model.safetensors /pfs/run/step-0 --to dcp --json
+    """
+    from dataclasses import asdict
+
+    from penstock.checkpoint import convert as conversion
+    from penstock.checkpoint.opened import Format
+
+    settings = conversion.ConvertOptions(
+        only=options.only,
+        tensors_only=options.tensors_only,
+        compress=options.compresses,
+        trust=options.trusts,
+        verified=not options.no_verify,
+        shard_bytes=options.shard_bytes,
+    )
+    target = options.target.rstrip("/")
+    format_ = Format(options.format or _format_by_ending(target))
+    with terminal.progress() as progress:
+        report = conversion.convert(options.source, target, format_, settings, progress)
+    for note in report.notes:
+        terminal.note(note)
+    terminal.result(asdict(report), lambda console: _draw_conversion(console, report))
+
+
+def _format_by_ending(target: str) -> str:
+    if target.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        return "torch"
+    return "safetensors" if target.endswith(".safetensors") else "dcp"
+
+
+def _draw_conversion(console: Console, report: Conversion) -> None:
+    from penstock.units import format_bytes
+
+    if report.left_out:
+        console.print(f"left out: {', '.join(report.left_out)}")
+    contents = f"{report.num_tensors} tensors and {report.num_objects} other values"
+    console.print(f"{report.target}: {report.format.value}, {contents}, {format_bytes(report.size_bytes)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveOptions:
+    """Options of `penstock checkpoint rm`."""
+
+    path: str = argument("PATH", URI, "Directory or URI of a committed checkpoint.")
+    even_last: bool = flag("--even-last", "Remove even the last complete checkpoint of a run.")
+    no_verify: bool = flag("--no-verify", "Check only files and sizes of the checkpoint that remains.")
+
+
+@verb(RemoveOptions)
+def remove(options: RemoveOptions, terminal: Terminal) -> None:
+    """Remove a checkpoint: its name first, in one durable step, then its files.
+
+    The last complete checkpoint of a run is kept unless --even-last is given: another one, the newest first,
+    is verified to its last byte before anything is removed.
+
+    Examples:
+
+      penstock checkpoint rm /pfs/run/step-100
+
+      penstock checkpoint rm s3://bucket/run/step-100 --even-last --json
+    """
+    from dataclasses import asdict
+
+    from penstock.checkpoint.tools import remove
+    from penstock.units import format_bytes
+
+    with terminal.progress() as progress:
+        removed = remove.remove(
+            options.path, even_last=options.even_last, verified=not options.no_verify, progress=progress
+        )
+    remaining = f"; {removed.stays} is complete and remains" if removed.stays else ""
+    text = f"removed {removed.uri}: {removed.num_files} files, {format_bytes(removed.size_bytes)}{remaining}"
+    terminal.result(asdict(removed), lambda console: console.print(text))

@@ -1,0 +1,57 @@
+"""`penstock demo`: a tour of the benchmarks on this machine's disk, in about a minute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import option, verb
+from penstock.cli.parsers import FOLDER
+from penstock.cli.terminal import Terminal, table
+from penstock.environment import process_environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from penstock.workflows.demo import Tour
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """Options of `penstock demo`."""
+
+    out: Path = option(
+        "--out", FOLDER, "Directory to work in, where report.html remains.", default="penstock-demo"
+    )
+
+
+@verb(DemoOptions)
+def demo(options: DemoOptions, terminal: Terminal) -> None:
+    """Run a short tour of all benchmarks on this machine's disk, and write a report.
+
+    Examples:
+
+      penstock demo
+
+      penstock demo --out /mnt/pfs/demo --json
+    """
+    from penstock.workflows.demo import tour
+
+    terminal.note(f"A tour at {options.out.resolve()}: storage limits, training, and checkpoints ...")
+    with terminal.progress() as progress:
+        results = tour(options.out, environment=process_environment(), progress=progress)
+    for remark in results.probe.notes:
+        terminal.note(remark)
+    terminal.result(results.document(), lambda console: _draw(console, results))
+    terminal.note(f"The whole report: {results.report}")
+
+
+def _draw(console: Console, results: Tour) -> None:
+    from penstock.bench.probe.measurement import headline_rows
+    from penstock.workflows.demo import checkpoint_rows, training_rows
+
+    table(f"The limits of {results.probe.uri}", headline_rows(results.probe.measurements))(console)
+    table(f"Training {results.training.workload}, small", training_rows(results.training))(console)
+    table(f"Checkpoints of {results.checkpoints.model}, small", checkpoint_rows(results.checkpoints))(console)

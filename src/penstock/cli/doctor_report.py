@@ -1,0 +1,68 @@
+"""`penstock doctor`: what is installed and usable on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import option, verb
+from penstock.cli.parsers import FOLDER
+from penstock.environment import process_environment
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from penstock.cli.terminal import Terminal
+    from penstock.cluster.doctor import Diagnosis
+
+_COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """Options of `penstock doctor`."""
+
+    at: Path = option("--at", FOLDER, "Directory whose file system is examined.", default=".")
+
+
+@verb(DoctorOptions)
+def doctor(options: DoctorOptions, terminal: Terminal) -> None:
+    """Report what is installed and usable on this machine, with a fix for everything that is missing.
+
+    Exits with 0 even if something is missing: that is a fact about this machine, not a failure.
+
+    Examples:
+
+      penstock doctor
+
+      penstock doctor --at /mnt/pfs --json
+    """
+    from penstock.cluster.doctor import examine
+
+    if not options.at.is_dir():
+        raise UsageError(f"Directory {options.at} does not exist", where="--at", fix="Name a directory.")
+    diagnoses = list(examine(options.at, process_environment()))
+    terminal.result(
+        {"diagnoses": [asdict(diagnosis) for diagnosis in diagnoses]},
+        lambda console: _draw(console, diagnoses),
+    )
+
+
+def _draw(console: Console, diagnoses: list[Diagnosis]) -> None:
+    """Draw diagnoses by area, each fix below what it is for."""
+    from rich.markup import escape
+
+    width = max(len(diagnosis.subject) for diagnosis in diagnoses)
+    for area, members in groupby(diagnoses, key=lambda diagnosis: diagnosis.area):
+        console.print(f"[bold]{area}[/bold]")
+        for diagnosis in members:
+            state = f"[{_COLOURS[diagnosis.state]}]{diagnosis.state:<8}[/]"
+            console.print(f"  {state} {diagnosis.subject:<{width}}  {escape(diagnosis.found)}")
+            if diagnosis.fix:
+                console.print(f"  {'':<8} {'':<{width}}  [italic]{escape(diagnosis.fix)}[/italic]")
+    states: list[str] = [diagnosis.state for diagnosis in diagnoses]
+    console.print(", ".join(f"{states.count(state)} {state}" for state in _COLOURS))

@@ -1,0 +1,385 @@
+"""The option layer: a command's options are the fields of a dataclass, each declared once.
+
+    @dataclass(frozen=True, kw_only=True)
+    class ProbeOptions:
+        uri: str = argument("URI", TEXT, "Storage to measure.")
+        size_bytes: int = option("--size", SIZE, "Bytes that each measurement moves.", default="2GiB")
+        storage: StorageOptions = group(StorageOptions)
+
+    @verb(ProbeOptions)
+    def probe(options: ProbeOptions, terminal: Terminal) -> int | None:
+        ...
+
+A declaration holds the name, the parser, the help text and the default; everything else (click's parameters,
+`--help`, completion, the instance that the command receives) follows from it. The declaring functions return
+the parser's type, so that a type checker compares every field's annotation with its parser.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+import click
+from click.shell_completion import CompletionItem
+
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from penstock.cli.parsers import Parser
+    from penstock.cli.terminal import Terminal
+
+T = TypeVar("T")
+O = TypeVar("O")  # noqa: E741 - the options of one command
+_KEY = "penstock option"
+_NESTED = "__"
+"""Joins the names of nested fields: a parameter of a group is called GROUP__FIELD."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """One option or argument as its field declares it; `parser` is None for a flag."""
+
+    names: tuple[str, ...]
+    help: str
+    parser: Parser[Any] | None = None
+    metavar: str = ""
+    default: str | None = None
+    is_argument: bool = False
+    is_required: bool = False
+    is_repeated: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Nested:
+    options: type
+    panel: str | None
+
+
+@overload
+def option(
+    name: str, parser: Parser[T], help: str, *, default: str, short: str = "", metavar: str = ""
+) -> T: ...
+@overload
+def option(
+    name: str, parser: Parser[T], help: str, *, default: None = None, short: str = "", metavar: str = ""
+) -> T | None: ...
+def option(
+    name: str,
+    parser: Parser[T],
+    help: str,  # noqa: A002 - the word that every command line library uses
+    *,
+    default: str | None = None,
+    short: str = "",
+    metavar: str = "",
+) -> Any:
+    """Declare an option. `default` is text for the parser; without it, the field defaults to None."""
+    return _field(
+        Declaration(names=_names(name, short), help=help, parser=parser, default=default, metavar=metavar)
+    )
+
+
+def required(name: str, parser: Parser[T], help: str, *, short: str = "", metavar: str = "") -> T:  # noqa: A002
+    """Declare an option that must be given."""
+    declaration = Declaration(
+        names=_names(name, short), help=help, parser=parser, is_required=True, metavar=metavar
+    )
+    return _field(declaration)  # type: ignore[no-any-return]  # a field stands for its value
+
+
+def repeated(name: str, parser: Parser[T], help: str, *, short: str = "") -> tuple[T, ...]:  # noqa: A002
+    """Declare an option that may be given several times."""
+    declaration = Declaration(names=_names(name, short), help=help, parser=parser, is_repeated=True)
+    return _field(declaration)  # type: ignore[no-any-return]  # a field stands for its value
+
+
+def flag(name: str, help: str) -> bool:  # noqa: A002
+    """Declare a flag, False unless it is given."""
+    return _field(Declaration(names=(name,), help=help))  # type: ignore[no-any-return]  # stands for its value
+
+
+def switch(name: str, help: str) -> bool | None:  # noqa: A002
+    """Declare a pair of flags, `--name/--no-name`; None if neither is given."""
+    return _field(Declaration(names=(f"{name}/--no-{name[2:]}",), help=help))  # type: ignore[no-any-return]
+
+
+def argument(metavar: str, parser: Parser[T], help: str) -> T:  # noqa: A002
+    """Declare an argument that must be given."""
+    declaration = Declaration(
+        names=(), help=help, parser=parser, metavar=metavar, is_argument=True, is_required=True
+    )
+    return _field(declaration)  # type: ignore[no-any-return]  # a field stands for its value
+
+
+@overload
+def optional_argument(metavar: str, parser: Parser[T], help: str, *, default: str) -> T: ...
+@overload
+def optional_argument(metavar: str, parser: Parser[T], help: str, *, default: None = None) -> T | None: ...
+def optional_argument(
+    metavar: str,
+    parser: Parser[T],
+    help: str,  # noqa: A002
+    *,
+    default: str | None = None,
+) -> Any:
+    """Declare an argument that may be left out."""
+    return _field(
+        Declaration(names=(), help=help, parser=parser, metavar=metavar, default=default, is_argument=True)
+    )
+
+
+def arguments(metavar: str, parser: Parser[T], help: str, *, is_required: bool = True) -> tuple[T, ...]:  # noqa: A002
+    """Declare all remaining arguments."""
+    declaration = Declaration(
+        names=(),
+        help=help,
+        parser=parser,
+        metavar=metavar,
+        is_argument=True,
+        is_required=is_required,
+        is_repeated=True,
+    )
+    return _field(declaration)  # type: ignore[no-any-return]  # a field stands for its value
+
+
+def group(options: type[O], *, panel: str | None = None) -> O:
+    """Declare all options of another dataclass; `panel` gives them a heading of their own in `--help`."""
+    nested = _Nested(options, panel)
+    return dataclasses.field(default_factory=options, metadata={_KEY: nested})
+
+
+def _names(name: str, short: str) -> tuple[str, ...]:
+    return (short, name) if short else (name,)
+
+
+def _field(declaration: Declaration) -> Any:
+    metadata = {_KEY: declaration}
+    if declaration.is_required:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default_factory=lambda: default_value(declaration), metadata=metadata)
+
+
+def default_value(declaration: Declaration) -> Any:
+    """The value of a field whose option is left out. Parsed late: a parser may import what it reads into."""
+    if declaration.is_repeated:
+        return ()
+    if declaration.parser is None:
+        return None if "/" in declaration.names[0] else False
+    return None if declaration.default is None else declaration.parser(declaration.default)
+
+
+def declarations(options: type) -> Iterator[tuple[str, Declaration, str | None]]:
+    """The path, the declaration and the help panel of each option of a dataclass, nested ones in place.
+
+    A field that declares nothing is no option, and keeps its default.
+    """
+    for field in dataclasses.fields(options):
+        declared = field.metadata.get(_KEY)
+        if isinstance(declared, _Nested):
+            for name, declaration, panel in declarations(declared.options):
+                yield f"{field.name}{_NESTED}{name}", declaration, panel or declared.panel
+        elif declared is not None:
+            yield field.name, declared, None
+
+
+def fill(options: type[O], values: Mapping[str, Any], prefix: str = "") -> O:
+    """An instance of the dataclass with click's values; fields whose option is left out get their default."""
+    filled: dict[str, Any] = {}
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]  # a dataclass, as `group` and `verb` say
+        declared, name = field.metadata.get(_KEY), f"{prefix}{field.name}"
+        if isinstance(declared, _Nested):
+            filled[field.name] = fill(declared.options, values, f"{name}{_NESTED}")
+        elif values.get(name) not in (None, ()):
+            filled[field.name] = values[name]
+    return options(**filled)
+
+
+class _ParsedType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A parser of ours as a type of click's; an error of the parser names its option."""
+
+    def __init__(self, parser: Parser[Any]) -> None:
+        self.name = parser.metavar
+        self._parser = parser
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
+        try:
+            return self._parser(value)
+        except UsageError as error:
+            place = param.human_readable_name if isinstance(param, click.Argument) else None
+            where = place or (param.opts[-1] if param else "")
+            raise UsageError(error.what, where=where, fix=error.fix) from error
+
+    def shell_complete(
+        self,
+        ctx: click.Context,  # noqa: ARG002 - click's signature
+        param: click.Parameter,  # noqa: ARG002
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        if self._parser.completes:
+            return [CompletionItem(incomplete, type=self._parser.completes)]
+        return [CompletionItem(word) for word in self._parser.choices if word.startswith(incomplete)]
+
+
+def _parameter(path: str, declaration: Declaration) -> click.Parameter:
+    parser = declaration.parser
+    if declaration.is_argument:
+        assert parser is not None
+        return click.Argument(
+            [path],
+            required=declaration.is_required,
+            nargs=-1 if declaration.is_repeated else 1,
+            metavar=declaration.metavar,
+            type=_ParsedType(parser),
+        )
+    if parser is None:
+        return click.Option(
+            [*declaration.names, path],
+            is_flag=True,
+            default=default_value(declaration),
+            help=declaration.help,
+        )
+    return click.Option(
+        [*declaration.names, path],
+        required=declaration.is_required,
+        multiple=declaration.is_repeated,
+        metavar=declaration.metavar or parser.metavar,
+        type=_ParsedType(parser),
+        help=declaration.help,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JsonOption:
+    """The option of every command that prints a result."""
+
+    as_json: bool = flag("--json", "Print the result as one JSON document on stdout.")
+
+
+class Verb(click.Command):
+    """A command made of dataclasses of options; `--help` shows its docstring and their help texts."""
+
+    def __init__(
+        self,
+        document: str,
+        options: Sequence[type],
+        call: Callable[[Mapping[str, Any]], int | None],
+        **more: Any,
+    ) -> None:
+        text, _, examples = inspect.cleandoc(document).partition("\nExamples:\n")
+        self.declared = [entry for one in options for entry in declarations(one)]
+        parameters = [_parameter(path, declaration) for path, declaration, _ in self.declared]
+
+        def callback(**values: Any) -> None:
+            if code := call(values):
+                raise click.exceptions.Exit(code)
+
+        super().__init__(None, params=parameters, help=text, callback=callback, **more)
+        self.examples = [inspect.cleandoc(example) for example in examples.split("\n\n") if example.strip()]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples, arguments and options, each panel of options under its own heading."""
+        if self.examples:
+            with formatter.section("Examples"):
+                for example in self.examples:
+                    formatter.write("".join(f"  {line}\n" for line in example.splitlines()))
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter, (_, declaration, panel) in zip(self.params, self.declared, strict=True):
+            if declaration.is_argument:
+                panels["Arguments"].append((declaration.metavar, _help_of(declaration)))
+            else:
+                spelled = (parameter.get_help_record(ctx) or ("",))[0]
+                panels.setdefault(panel or "Options", []).append((spelled, _help_of(declaration)))
+        panels["Options"].append(("-h, --help", "Show this message and exit."))
+        for title, rows in panels.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def _help_of(declaration: Declaration) -> str:
+    if declaration.is_required and not declaration.is_argument:
+        return f"{declaration.help}  [required]"
+    if declaration.is_repeated and not declaration.is_argument:
+        return f"{declaration.help}  [repeatable]"
+    return (
+        f"{declaration.help}  [default: {declaration.default}]" if declaration.default else declaration.help
+    )
+
+
+def verb(
+    options: type[O], *, has_json: bool = True, **settings: Any
+) -> Callable[[Callable[[O, Terminal], int | None]], Verb]:
+    """Make a command of a function of its options and the terminal; what it returns is the exit code."""
+
+    def decorate(function: Callable[[O, Terminal], int | None]) -> Verb:
+        def call(values: Mapping[str, Any]) -> int | None:
+            from penstock.cli.terminal import Terminal
+
+            return function(fill(options, values), Terminal(as_json=bool(values.get("as_json"))))
+
+        return Verb(
+            function.__doc__ or "", [options, JsonOption] if has_json else [options], call, **settings
+        )
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """The options of a command that has none."""
+
+
+class Group(click.Group):
+    """Commands by name, each imported when it is asked for: `--help` of the root imports hardly any."""
+
+    def __init__(self, help: str, verbs: Mapping[str, str | click.Command], **more: Any) -> None:  # noqa: A002
+        super().__init__(None, help=help, no_args_is_help=True, **more)
+        self.verbs = dict(verbs)
+        """Where each command is, as `module:name`, or the command itself."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
+        """All names, in the order in which help lists them."""
+        return list(self.verbs)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """The command of this name, imported now."""
+        target = self.verbs.get(cmd_name)
+        if not isinstance(target, str):
+            return target
+        module, _, name = target.partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the words begin with; the error suggests the nearest name."""
+        from penstock.suggest import did_you_mean
+
+        name = args[0]
+        if name not in self.verbs and not name.startswith("-") and not ctx.resilient_parsing:
+            raise click.UsageError(
+                f"No such command {name!r}. {did_you_mean(name, self.verbs)}".rstrip(), ctx
+            )
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each command with the first sentence of its help."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.verbs]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [
+                    (name, " ".join((command.help or "").partition("\n\n")[0].split()))
+                    for name, command in commands
+                    if command
+                ]
+            )
+
+
+def command_line() -> tuple[str, ...]:
+    """The command that is running, as a user would type it: runs record it, and are repeated by it."""
+    return ("penstock", *(click.get_current_context().find_root().obj or ()))

@@ -1,0 +1,163 @@
+"""Parsers of option values: text becomes sizes, rates, times, lists and choices.
+
+A parser raises `UsageError`; the option layer adds the name of the option that the text was given to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from penstock.errors import UsageError
+from penstock.units import parse_bytes, parse_rate, parse_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from penstock.bench.epoch_order import Division
+    from penstock.bench.loader.sample_decoder import ContentCheck
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parser(Generic[T]):
+    """Reads an option's text. `metavar` stands for the value in `--help`; the rest is for completion."""
+
+    metavar: str
+    parse: Callable[[str], T]
+    choices: tuple[str, ...] = ()
+    completes: str = ""
+    """What a shell completes: "file", "dir", or nothing but the choices."""
+
+    def __call__(self, text: str) -> T:
+        """Parse the text; raises UsageError."""
+        return self.parse(text)
+
+
+def whole(minimum: int | None = None, maximum: int | None = None) -> Parser[int]:
+    """Whole numbers within bounds, both of which count."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError as error:
+            raise UsageError(f"{text!r} is not a whole number", fix="Write digits, for example 8.") from error
+        return _require_within(value, minimum, maximum)
+
+    return Parser("N", parse)
+
+
+def number(minimum: float | None = None, maximum: float | None = None) -> Parser[float]:
+    """Decimal numbers within bounds, both of which count."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise UsageError(f"{text!r} is not a number", fix="Write for example 0.5.") from error
+        return _require_within(value, minimum, maximum)
+
+    return Parser("NUMBER", parse)
+
+
+N = TypeVar("N", int, float)
+
+
+def _require_within(value: N, minimum: N | None, maximum: N | None) -> N:
+    if minimum is not None and value < minimum:
+        raise UsageError(f"{value} is too small", fix=f"The smallest allowed value is {minimum}.")
+    if maximum is not None and value > maximum:
+        raise UsageError(f"{value} is too large", fix=f"The largest allowed value is {maximum}.")
+    return value
+
+
+def several(parser: Parser[T]) -> Parser[tuple[T, ...]]:
+    """A list separated by commas."""
+    return Parser(
+        f"{parser.metavar},...", lambda text: tuple(parser(part.strip()) for part in text.split(","))
+    )
+
+
+def choice(*words: str) -> Parser[str]:
+    """One of a few words."""
+    return chosen(words, str)
+
+
+def chosen(words: Iterable[str], make: Callable[[str], T]) -> Parser[T]:
+    """One of a few words, and what is made of it. The words stand here so that `--help` imports nothing."""
+    allowed = tuple(words)
+
+    def parse(text: str) -> T:
+        if text not in allowed:
+            from penstock.suggest import did_you_mean
+
+            hint = did_you_mean(text, allowed)
+            raise UsageError(f"Invalid value {text!r}", fix=f"{hint}Choose from: {', '.join(allowed)}.")
+        return make(text)
+
+    return Parser("|".join(allowed), parse, choices=allowed)
+
+
+def above_zero(parser: Parser[N]) -> Parser[N]:
+    """The same values, but for zero and below."""
+
+    def parse(text: str) -> N:
+        value = parser(text)
+        if value <= 0:
+            raise UsageError(f"{text!r} is not positive", fix="Give a measured or specified value above 0.")
+        return value
+
+    return Parser(parser.metavar, parse)
+
+
+def parse_assignment(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` as a pair."""
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise UsageError(f"{text!r} is not an assignment", fix="Write NAME=VALUE.")
+    return name, value
+
+
+def parse_scale(text: str) -> Fraction:
+    """A share above 0, up to 1, exactly as written: 0.01 is a hundredth, and so are 1/100 and 1%."""
+    try:
+        is_percent = text.endswith("%")
+        scale = Fraction(text.removesuffix("%")) / (100 if is_percent else 1)
+    except (ValueError, ZeroDivisionError) as error:
+        raise UsageError(f"{text!r} is not a share", fix="Write 0.01, 1% or 1/100.") from error
+    if not 0 < scale <= 1:
+        raise UsageError(f"A scale of {text} is out of range", fix="Choose a value above 0, up to 1.")
+    return scale
+
+
+def _division(word: str) -> Division:
+    from penstock.bench.epoch_order import Division
+
+    return Division(word)
+
+
+def _content_check(word: str) -> ContentCheck:
+    from penstock.bench.loader.sample_decoder import ContentCheck
+
+    return ContentCheck(word)
+
+
+TEXT = Parser("TEXT", str)
+NAME = Parser("NAME", str)
+URI = Parser("URI", str, completes="file")
+FOLDER_URI = Parser("DIR", str, completes="dir")
+FOLDER = Parser("DIR", Path, completes="dir")
+FILE = Parser("FILE", Path, completes="file")
+SIZE = Parser("SIZE", parse_bytes)
+RATE = Parser("RATE", parse_rate)
+TIME = Parser("TIME", parse_seconds)
+SCALE = Parser("SHARE", parse_scale)
+SETTING = Parser("KEY=VALUE", str)
+ASSIGNMENT = Parser("NAME=VALUE", parse_assignment)
+DIVISION = chosen(("rotate", "drop", "pad", "error"), _division)
+CONTENT_CHECK = chosen(("off", "sample", "full"), _content_check)
+LAUNCHER = choice("auto", "mpiexec", "mpirun", "srun", "pals")
+EDITION = choice("auto", "v1.0", "v2.0", "v3.0")

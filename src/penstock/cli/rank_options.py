@@ -1,0 +1,149 @@
+"""The options that run a command on several ranks, and how such a command gets its communicator.
+
+`@ranked` adds `--ranks` and its companions to a command. Outside a launcher they start the same command line
+on every rank and supervise it; inside one (mpirun, srun, torchrun) the command joins the job it is part of.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.cli.options import JsonOption, Verb, command_line, fill, group, option, repeated
+from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
+from penstock.cli.terminal import Terminal, progress_columns
+from penstock.environment import (
+    PROGRESS_COLUMNS,
+    TRACE,
+    TRACE_RANK,
+    Environment,
+    export_variables,
+    process_environment,
+    withdraw_variable,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from penstock.cluster.comm import Comm
+
+O = TypeVar("O")  # noqa: E741 - the options of one command
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """How many ranks run a command, where, and by which launcher."""
+
+    ranks: int | None = option("--ranks", whole(), "Run on N ranks (default: 1, or all ranks of a launcher).")
+    hosts: str | None = option("--hosts", TEXT, "Run on these hosts, with ranks on each.", metavar="A:4,B:4")
+    hostfile: str | None = option("--hostfile", TEXT, "Read hosts from a file, one a line.", metavar="FILE")
+    launcher: str = option("--launcher", LAUNCHER, "Launcher that starts remote ranks.", default="auto")
+    launcher_args: tuple[str, ...] = repeated("--launcher-arg", TEXT, "Pass an argument to the launcher.")
+    env_names: tuple[str, ...] = repeated(
+        "--env", NAME, "Pass an environment variable to remote ranks (AWS_* and PENSTOCK_* always are)."
+    )
+    timeout_s: float = option("--timeout", TIME, "Longest wait for other ranks.", default="5min")
+    trace: str | None = option("--trace", FOLDER_URI, "Write an I/O trace of every storage access into DIR.")
+
+    def with_ranks(self, default_ranks: int | None, environment: Environment) -> RankOptions:
+        """The same on `default_ranks` ranks, if neither the user nor a launcher sets a number."""
+        from penstock.cluster.launcher_env import detect_rank
+
+        is_set = self.ranks is not None or self.hosts or self.hostfile
+        if default_ranks is None or is_set or detect_rank(environment) is not None:
+            return self
+        return replace(self, ranks=default_ranks)
+
+    def starts_ranks(self, environment: Environment) -> bool:
+        """Whether this process launches ranks, rather than being one."""
+        from penstock.cluster.launcher_env import detect_rank
+
+        has_several = self.ranks not in (None, 1) or self.hosts or self.hostfile
+        return bool(has_several) and detect_rank(environment) is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankPanel:
+    ranks: RankOptions = group(RankOptions, panel="Ranks")
+
+
+def ranked(
+    options: type[O], *, default_ranks: int | None = None
+) -> Callable[[Callable[[O, Comm, Terminal], int | None]], Verb]:
+    """Make a command that runs on several ranks of a function of its options, its ranks and the terminal.
+
+    What the function returns is its exit code: a verdict on which all ranks agree. `default_ranks` is for a
+    command that makes sense on several ranks only.
+    """
+
+    def decorate(function: Callable[[O, Comm, Terminal], int | None]) -> Verb:
+        def call(values: Mapping[str, Any]) -> int | None:
+            environment = process_environment()
+            ranks = fill(_RankPanel, values).ranks.with_ranks(default_ranks, environment)
+            if ranks.starts_ranks(environment):
+                return _launch(ranks, environment)
+
+            def run_rank(comm: Comm) -> int | None:
+                terminal = Terminal(as_json=values["as_json"], speaks=comm.rank == 0)
+                return function(fill(options, values), comm, terminal)
+
+            return _join(run_rank, ranks, environment)
+
+        return Verb(function.__doc__ or "", [options, JsonOption, _RankPanel], call)
+
+    return decorate
+
+
+def _launch(ranks: RankOptions, environment: Environment) -> int:
+    """Start this very command line on all ranks; the exit code is rank 0's."""
+    from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name, plan_launch
+    from penstock.cluster.supervision.job_launch import launch_job
+
+    request = LaunchRequest(
+        ranks=ranks.ranks,
+        hosts=ranks.hosts,
+        hostfile=ranks.hostfile,
+        launcher=parse_launcher_name(ranks.launcher),
+        launcher_args=ranks.launcher_args,
+        env_names=ranks.env_names,
+    )
+    variables = dict(environment)
+    if (columns := progress_columns()) is not None:
+        variables[PROGRESS_COLUMNS] = columns
+    if ranks.trace is not None:
+        variables[TRACE] = str(Path(ranks.trace).absolute())
+    program = [sys.executable, "-m", "penstock", *command_line()[1:]]
+    return launch_job(plan_launch(request, program, variables))
+
+
+def _join(function: Callable[[Comm], int | None], ranks: RankOptions, environment: Environment) -> int | None:
+    """Run the command as the rank that this process is: rank 0 of 1 if no launcher started it."""
+    from penstock.cluster.supervision.rank_process import join_job
+
+    job = join_job(environment, ranks=ranks.ranks, timeout_s=ranks.timeout_s)
+    with job as comm, _traced(ranks.trace or environment.get(TRACE), comm):
+        return function(comm)
+
+
+@contextmanager
+def _traced(folder: str | None, comm: Comm) -> Iterator[None]:
+    """Trace storage into `folder`, if there is one, on this rank and in its workers.
+
+    The variables are exported because worker processes learn of the trace from their environment alone.
+    """
+    if not folder:
+        yield
+        return
+    from penstock.trace.capture.recorder import get_recorder
+
+    path, rank = str(Path(folder).absolute()), f"{comm.rank}/{comm.size}"
+    export_variables({TRACE: path, TRACE_RANK: rank})
+    try:
+        yield
+    finally:
+        get_recorder(path, rank).close()
+        withdraw_variable(TRACE)
+        withdraw_variable(TRACE_RANK)

@@ -1,0 +1,367 @@
+"""`penstock results ls`, `rm`, `restore` and `rerun`: the runs of a directory, its trash and its history."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.option_groups import ParentOption
+from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
+from penstock.cli.parsers import FOLDER, TEXT, whole
+from penstock.cli.terminal import Terminal, format_number
+from penstock.environment import process_environment
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from penstock.results.history.kept import Kept, KeptRun
+    from penstock.results.history.selection import Criteria, Selection
+    from penstock.results.overview import RunView
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriteriaOptions:
+    """Which runs are selected."""
+
+    status: str = option(
+        "--status",
+        TEXT,
+        "Select runs by how they ended: finished, failed, interrupted, running, unreadable, unknown, or "
+        "incomplete (all whose end was not recorded).",
+        default="",
+        metavar="OUTCOME,...",
+    )
+    workload: str = option("--workload", TEXT, "Select runs whose workload's name contains TEXT.", default="")
+    older_than: str = option(
+        "--older-than",
+        TEXT,
+        "Select runs that began before: 2w, 7d, 2026-01-31.",
+        default="",
+        metavar="AGE|DATE",
+    )
+
+    def criteria(self, now: datetime) -> Criteria:
+        """The criteria of these options."""
+        from penstock.results.history.selection import criteria
+
+        return criteria(status=self.status, workload=self.workload, older_than=self.older_than, now=now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """Options of `penstock results ls`."""
+
+    folder: Path = optional_argument("[DIR]", FOLDER, "Results directory.", default="results")
+    selection: CriteriaOptions = group(CriteriaOptions)
+    shows_deleted: bool = flag("--all", "List runs that were deleted from the trash as well.")
+
+
+@verb(ListOptions)
+def list_runs(options: ListOptions, terminal: Terminal) -> None:
+    """List the runs in DIR, newest first; runs of DLIO are among them.
+
+    Runs in the trash, and runs that began here and have no directory any more, are listed after the others.
+    Directories and history entries that cannot be read are reported on stderr.
+
+    Examples:
+
+      penstock results ls
+
+      penstock results ls /mnt/results --status incomplete --older-than 2w
+
+      penstock results ls /mnt/results --workload unet3d --json
+    """
+    from penstock.results.history.kept import kept_runs
+    from penstock.results.history.selection import fits
+
+    criteria = options.selection.criteria(datetime.now(UTC))
+    catalog = kept_runs(options.folder)
+    unreadable = [run.why for run in catalog.runs if run.outcome == "unreadable"]
+    for complaint in (*catalog.complaints, *unreadable):
+        terminal.note(complaint)
+    selected = [run for run in catalog.runs if fits(run, criteria)]
+    terminal.result(
+        _list_document(selected, catalog, unreadable),
+        lambda console: _draw_list(console, options, selected, catalog),
+    )
+
+
+def _list_document(selected: Sequence[KeptRun], catalog: Kept, unreadable: Sequence[str]) -> dict[str, Any]:
+    by_place: dict[str, list[dict[str, Any]]] = {"here": [], "trash": [], "gone": [], "deleted": []}
+    for run in selected:
+        figures = asdict(run.view) if run.view else {}
+        figures.pop("settings", None)
+        if run.where.value != "here" or run.outcome != "unreadable":
+            by_place[run.where.value].append({**_run_document(run), **figures})
+    return {
+        "runs": by_place["here"],
+        "removed": by_place["trash"],
+        "without_folder": by_place["gone"],
+        "deleted": by_place["deleted"],
+        "unreadable": list(unreadable),
+        "history": list(catalog.complaints),
+    }
+
+
+def _draw_list(console: Console, options: ListOptions, selected: Sequence[KeptRun], catalog: Kept) -> None:
+    by_place = {
+        place: [run for run in selected if run.where.value == place]
+        for place in ("here", "trash", "gone", "deleted")
+    }
+    readable = [run for run in by_place["here"] if run.outcome != "unreadable"]
+    if not readable:
+        console.print(f"No runs in {options.folder}", markup=False)
+    for run in readable:
+        _draw_run(console, run, catalog)
+    _draw_section(console, "Removed: `penstock results restore` brings them back", by_place["trash"])
+    _draw_section(console, "Started here, without a directory", by_place["gone"])
+    if options.shows_deleted:
+        _draw_section(console, "Deleted permanently", by_place["deleted"])
+    elif by_place["deleted"]:
+        console.print(f"\n{len(by_place['deleted'])} more were deleted permanently: --all lists them")
+
+
+def _draw_section(console: Console, title: str, runs: Sequence[KeptRun]) -> None:
+    if runs:
+        console.print(f"\n{title}", markup=False)
+    for run in runs:
+        batch = f", batch {run.batch}" if run.batch else ""
+        console.print(f"  {_describe_run(run)}{batch}", markup=False)
+
+
+def _draw_run(console: Console, run: KeptRun, catalog: Kept) -> None:
+    """Draw two lines a run: its name and outcome, then its main figures."""
+    unknown = ", not in the history" if catalog.has_history and run.began is None else ""
+    console.print(f"{_describe_run(run)}{unknown}", style="bold", markup=False)
+    if run.view is not None:
+        started = (run.view.started or "unknown")[:16].replace("T", " ")
+        ranks = format_number(run.view.ranks, "d")
+        console.print(f"  {run.view.workload}, ranks {ranks}, {started}, {_headline(run.view)}", markup=False)
+
+
+def _headline(run: RunView) -> str:
+    """The main figures of a run: the throughput of checkpoints, or accelerator utilization."""
+    if run.write_gib_per_s is not None or run.read_gib_per_s is not None:
+        return (
+            f"checkpoints written with {format_number(run.write_gib_per_s, '.2f')} GiB/s, "
+            f"read with {format_number(run.read_gib_per_s, '.2f')} GiB/s"
+        )
+    return (
+        f"AU {format_number(run.au_compat_percent, '.2f')} % "
+        f"(strict {format_number(run.au_strict_percent, '.2f')} %), "
+        f"{format_number(run.samples_per_s_compat, ',.1f')} samples/s"
+    )
+
+
+def _run_document(run: KeptRun) -> dict[str, Any]:
+    """What is known of a run beside its figures, as JSON."""
+    return {
+        "run": run.id,
+        "folder": str(run.path) if run.path else None,
+        "name": run.folder,
+        "where": run.where.value,
+        "batch": run.batch or None,
+        "outcome": run.outcome,
+        "why": run.why,
+        "workload": run.workload,
+        "started": run.started.isoformat() if run.started else None,
+        "has_entry": run.began is not None,
+        "command": list(run.began.command) if run.began else None,
+        "working_folder": run.began.working_folder if run.began else None,
+    }
+
+
+def _describe_run(run: KeptRun) -> str:
+    """A run in one line: its id, unless its name ends with that, its name and its outcome."""
+    name = run.folder if run.folder.endswith(run.id) else f"{run.id}  {run.folder}"
+    return f"{name}  {run.outcome}: {run.why}" if run.why else f"{name}  {run.outcome}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveOptions:
+    """Options of `penstock results rm`."""
+
+    runs: tuple[str, ...] = arguments(
+        "[RUN...]", TEXT, "Runs by id, directory, or a part of the name.", is_required=False
+    )
+    parent: ParentOption = group(ParentOption)
+    selection: CriteriaOptions = group(CriteriaOptions)
+    keep_last: int = option("--keep-last", whole(0), "Keep the newest N of the selected runs.", default="0")
+    empties_trash: bool = flag("--empty-trash", "Delete the trash permanently; needs --yes.")
+    is_confirmed: bool = flag("--yes", "Confirm that the trash is deleted.")
+    is_dry: bool = flag("--dry-run", "Show what would be removed, and remove nothing.")
+
+
+@verb(RemoveOptions)
+def remove(options: RemoveOptions, terminal: Terminal) -> None:
+    """Move runs to the trash of their results directory: named runs, or all that match the options.
+
+    Runs that are still active are never removed. All runs of one command are a batch, which `penstock results
+    restore` brings back. Nothing is deleted until the trash is emptied.
+
+    Examples:
+
+      penstock results rm 1a2b3c
+
+      penstock results rm --older-than 2w --status incomplete --keep-last 3 --results /mnt/results
+
+      penstock results rm --empty-trash --yes
+    """
+    from penstock.results.history.trash import remove as move_to_trash
+
+    now = datetime.now(UTC)
+    criteria = options.selection.criteria(now)
+    if options.empties_trash:
+        _empty_trash(options, criteria, terminal)
+        return
+    selection = _select(options, criteria)
+    is_removing = selection.taken and not options.is_dry
+    batch = move_to_trash(options.parent.path, selection.taken, now) if is_removing else None
+    title = f"Moved to the trash, batch {batch}" if is_removing else "Would move to the trash"
+    _report_removal(terminal, selection, title, {"batch": batch})
+
+
+def _select(options: RemoveOptions, criteria: Criteria) -> Selection:
+    """The runs to remove. Names and criteria are mutually exclusive, so that neither surprises."""
+    from penstock.results.history.kept import Where, kept_runs, named_run
+    from penstock.results.history.selection import Selection, select
+
+    has_criteria = criteria.ask_something or options.keep_last > 0
+    if bool(options.runs) == has_criteria:
+        raise UsageError(
+            "Runs are named and selected by options" if options.runs else "No run is named or selected",
+            fix="Give names, or --status, --workload, --older-than, --keep-last; not both.",
+        )
+    parent = options.parent.path
+    here = kept_runs(parent).at(Where.HERE)
+    if not options.runs:
+        return select(here, criteria, keep_last=options.keep_last)
+    named = {run.folder: run for run in (named_run(name, here, where=str(parent)) for name in options.runs)}
+    return Selection(taken=tuple(named.values()), spared=())
+
+
+def _empty_trash(options: RemoveOptions, criteria: Criteria, terminal: Terminal) -> None:
+    from penstock.results.history.kept import Where, kept_runs
+    from penstock.results.history.selection import select
+    from penstock.results.history.trash import delete
+
+    if options.runs:
+        raise UsageError(
+            "--empty-trash takes no runs", where="--empty-trash", fix="Select runs by --status and the like."
+        )
+    parent = options.parent.path
+    selection = select(kept_runs(parent).at(Where.TRASH), criteria, keep_last=options.keep_last)
+    is_deleting = options.is_confirmed and not options.is_dry
+    if is_deleting:
+        delete(parent, selection.taken, datetime.now(UTC))
+    title = "Deleted permanently" if is_deleting else "Would be deleted permanently"
+    _report_removal(terminal, selection, title, {})
+    if not (options.is_confirmed or options.is_dry):
+        raise UsageError("Nothing was deleted", fix="Add --yes to delete permanently.")
+
+
+def _report_removal(terminal: Terminal, selection: Selection, title: str, result: dict[str, Any]) -> None:
+    def draw(console: Console) -> None:
+        console.print(f"{title}:" if selection.taken else "No run matches.", markup=False)
+        for run in selection.taken:
+            console.print(f"  {_describe_run(run)}", markup=False)
+        for run, reason in selection.spared:
+            console.print(f"  kept: {_describe_run(run)} ({reason})", markup=False)
+
+    spared = [{**_run_document(run), "reason": reason} for run, reason in selection.spared]
+    runs = [_run_document(run) for run in selection.taken]
+    terminal.result({"title": title, "runs": runs, "spared": spared, **result}, draw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreOptions:
+    """Options of `penstock results restore`."""
+
+    names: tuple[str, ...] = arguments("RUN|BATCH...", TEXT, "Removed runs, or whole batches of them.")
+    parent: ParentOption = group(ParentOption)
+
+
+@verb(RestoreOptions)
+def restore(options: RestoreOptions, terminal: Terminal) -> None:
+    """Restore runs from the trash; nothing is moved if one of their names is taken.
+
+    Examples:
+
+      penstock results restore 1a2b3c
+
+      penstock results restore 20260102-030405-4d5e --results /mnt/results
+    """
+    from penstock.results.history.kept import Where, kept_runs, named_run
+    from penstock.results.history.trash import restore as move_back
+
+    parent = options.parent.path
+    removed = kept_runs(parent).at(Where.TRASH)
+    selected: dict[str, KeptRun] = {}
+    for name in options.names:
+        batch = [run for run in removed if run.batch == name]
+        for run in batch or [named_run(name, removed, where=f"the trash of {parent}")]:
+            selected[str(run.path)] = run
+    runs = list(selected.values())
+    move_back(parent, runs, datetime.now(UTC))
+
+    def draw(console: Console) -> None:
+        for run in runs:
+            console.print(f"restored {run.folder}", markup=False)
+
+    terminal.result({"restored": [run.folder for run in runs]}, draw)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerunOptions:
+    """Options of `penstock results rerun`."""
+
+    run: str = argument("RUN", TEXT, "Run by id, directory, or a part of its name.")
+    parent: ParentOption = group(ParentOption)
+    is_dry: bool = flag("--dry-run", "Show the command and its directory, and run nothing.")
+
+
+@verb(RerunOptions)
+def rerun(options: RerunOptions, terminal: Terminal) -> None:
+    """Repeat a run: execute its command again in the directory where it was started.
+
+    The command is printed first, with the settings (AWS_*, PENSTOCK_*) that have changed since. Runs in the
+    trash, and runs whose directory is gone, can be repeated as well. --json needs --dry-run.
+
+    Examples:
+
+      penstock results rerun 1a2b3c --dry-run
+
+      penstock results rerun 1a2b3c --results /mnt/results
+    """
+    from penstock.results.history.kept import kept_runs, named_run
+    from penstock.results.history.replay import plan_replay
+    from penstock.results.provenance import redacted_settings
+
+    if terminal.as_json and not options.is_dry:
+        raise UsageError(
+            "The output is that of the repeated command", where="--json", fix="Use --json with --dry-run."
+        )
+    parent = options.parent.path
+    run = named_run(options.run, kept_runs(parent).runs, where=str(parent))
+    replay = plan_replay(run, redacted_settings(process_environment()))
+    for note in replay.notes:
+        terminal.note(note)
+
+    def draw(console: Console) -> None:
+        console.print(f"cd {replay.working_folder}", markup=False)
+        console.print(replay.shown, markup=False)
+
+    if options.is_dry:
+        document = {"run": run.id, "command": replay.shown, "working_folder": replay.working_folder}
+        terminal.result({**document, "notes": list(replay.notes)}, draw)
+        return
+    terminal.note(f"In {replay.working_folder}: {replay.shown}")
+    os.chdir(replay.working_folder)
+    # Signals, exit code and terminal are the command's own only if no process stands in between.
+    os.execv(replay.arguments[0], replay.arguments)  # noqa: S606 - no shell is wanted

@@ -1,0 +1,316 @@
+"""`penstock results show` and `compare`: one run in detail, and several side by side."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.option_groups import ParentOption
+from penstock.cli.options import argument, arguments, group, verb
+from penstock.cli.parsers import TEXT
+from penstock.cli.run_reports import reconciliation_lines
+from penstock.cli.terminal import Terminal, format_number, table
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from penstock.cli.terminal import View
+    from penstock.results.activity import Activity
+    from penstock.results.checkpoints import CheckpointFigures
+    from penstock.results.figures import PhaseFigures
+    from penstock.results.overview import Comparison, Difference, RunView
+    from penstock.results.record import RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """Options of `penstock results show`."""
+
+    run: str = argument("RUN", TEXT, "Run by directory, id, or a part of its name.")
+    parent: ParentOption = group(ParentOption)
+
+
+@verb(ShowOptions)
+def show(options: ShowOptions, terminal: Terminal) -> None:
+    """Show one run: how it ended, its epochs, where its time went, and the bottleneck.
+
+    The figures of a run that is active or was interrupted are those of its complete blocks.
+
+    Examples:
+
+      penstock results show unet3d_h100-20260102-030405-1a2b3c
+
+      penstock results show /mnt/results/mine --json
+    """
+    from penstock.results.checkpoints import read_checkpoints
+    from penstock.results.history.kept import run_folder
+    from penstock.results.overview import view_run
+    from penstock.results.record import read_record
+
+    folder = run_folder(options.run, options.parent.path)
+    view = view_run(folder)
+    for note in view.notes:
+        terminal.note(note)
+    figures = _read_figures(folder, view, terminal)
+    record = read_record(folder) if view.kind == "penstock" else None
+    activities = _read_activities(folder) if record else ()
+    checkpoints = read_checkpoints(folder) if view.kind == "penstock" else None
+    document = {
+        **asdict(view),
+        "train": asdict(figures) if figures else None,
+        "checkpoint": asdict(checkpoints) if checkpoints else None,
+        "deliveries": [asdict(delivery) for delivery in record.deliveries] if record else [],
+        "preflight": asdict(record.preflight) if record and record.preflight else None,
+        "activity": [asdict(activity) for activity in activities],
+    }
+
+    def draw(console: Console) -> None:
+        if checkpoints is None:
+            _draw_training(console, view, figures)
+        else:
+            _draw_checkpoints(console, view, checkpoints)
+        if activities:
+            table("Hosts meanwhile", [_activity_row(activity) for activity in activities])(console)
+        for title, line in _context_lines(record) if record else ():
+            console.print(f"  {title:<28}{line}", markup=False)
+
+    terminal.result(document, draw)
+
+
+def _read_figures(folder: Path, view: RunView, terminal: Terminal) -> PhaseFigures | None:
+    """The recorded figures, or what the step events of an unfinished run yield."""
+    from penstock.errors import StorageError
+    from penstock.results.record import read_record
+    from penstock.results.review import review
+
+    if view.kind != "penstock":
+        return None
+    record = read_record(folder)
+    if record.train is not None:
+        return record.train
+    try:
+        return review(folder, record)
+    except StorageError as error:
+        terminal.note(str(error))
+        return None
+
+
+def _read_activities(folder: Path) -> tuple[Activity, ...]:
+    """What hosts did in each phase; nothing for a run without counters."""
+    from penstock.errors import ObjectNotFound
+    from penstock.results.activity import activities
+    from penstock.results.counters import read_counters
+    from penstock.results.tables import read_events
+
+    try:
+        return activities(*read_counters(folder), read_events(folder))
+    except ObjectNotFound:
+        return ()
+
+
+def _activity_row(activity: Activity) -> dict[str, str]:
+    from penstock.units import format_bytes, format_seconds
+
+    return {
+        "phase": activity.phase,
+        "took": format_seconds(activity.elapsed_s),
+        "hosts": str(activity.hosts),
+        "CPU busy": format_number(activity.cpu_busy_share, ".0%"),
+        "drives read": format_bytes(activity.drives_read_bytes),
+        "written": format_bytes(activity.drives_written_bytes),
+        "networks received": format_bytes(activity.networks_received_bytes),
+        "sent": format_bytes(activity.networks_sent_bytes),
+    }
+
+
+def _context_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Device bytes beside application bytes, and the gates that were closed or skipped."""
+    yield from reconciliation_lines(record.deliveries)
+    if record.preflight is None:
+        return
+    closed = ", ".join(f"{finding.gate} ({finding.verdict})" for finding in record.preflight.closed)
+    if closed:
+        yield "gates closed", closed
+    if record.preflight.skipped:
+        yield "gates skipped", ", ".join(record.preflight.skipped)
+
+
+def _describe_outcome(view: RunView) -> str:
+    return f"{view.outcome}: {view.why}" if view.why else view.outcome
+
+
+def _draw_checkpoints(console: Console, view: RunView, checkpoints: CheckpointFigures) -> None:
+    from penstock.units import format_bytes, format_seconds
+
+    console.print(view.id, style="bold", markup=False)
+    facts = {
+        "model": checkpoints.model,
+        "one checkpoint": format_bytes(checkpoints.checkpoint_bytes),
+        "at": checkpoints.target,
+        "started": view.started or "-",
+        "ranks": format_number(view.ranks, "d"),
+        "outcome": _describe_outcome(view),
+        "verified": "all right" if checkpoints.is_right else "WRONG BYTES: see checkpoints.json",
+        "gap before reads": "-" if checkpoints.gap_s is None else format_seconds(checkpoints.gap_s),
+        "folder": view.folder,
+    }
+    for what, value in facts.items():
+        console.print(f"  {what:<28}{value}", markup=False)
+    rows = [
+        {
+            "": name,
+            "checkpoints": str(direction.checkpoints),
+            "bytes": format_bytes(direction.bytes),
+            "took": format_seconds(direction.duration_s),
+            "GiB/s": format_number(direction.gib_per_s, ".2f"),
+            "mean of each": format_number(direction.mean_gib_per_s, ".2f"),
+            "p99": f"{direction.p99_ms:.1f} ms",
+            "held up by": direction.bottleneck,
+        }
+        for name, direction in (("write", checkpoints.write), ("read", checkpoints.read))
+        if direction is not None
+    ]
+    table("Checkpoints", rows)(console)
+
+
+def _draw_training(console: Console, view: RunView, figures: PhaseFigures | None) -> None:
+    console.print(view.id, style="bold", markup=False)
+    for what, value in _training_facts(view).items():
+        console.print(f"  {what:<28}{value}", markup=False)
+    if figures is None:
+        return
+    table("Epochs", _epoch_rows(figures))(console)
+    if figures.times is not None:
+        _times_table(figures)(console)
+    if figures.verdict is not None:
+        console.print(f"Bottleneck: {figures.verdict.bottleneck}", style="bold")
+        for sentence in figures.verdict.evidence:
+            console.print(f"  {sentence}", markup=False)
+
+
+def _training_facts(view: RunView) -> dict[str, str]:
+    from penstock.units import format_bytes, format_rate
+
+    read = "-" if view.read_bytes is None else format_bytes(view.read_bytes)
+    rate = "-" if view.read_bytes_per_s is None else format_rate(view.read_bytes_per_s)
+    return {
+        "workload": view.workload,
+        "started": view.started or "-",
+        "ranks": format_number(view.ranks, "d"),
+        "outcome": _describe_outcome(view),
+        "AU as DLIO": format_number(view.au_compat_percent, ".2f"),
+        "AU strict": format_number(view.au_strict_percent, ".2f"),
+        "samples/s as DLIO": format_number(view.samples_per_s_compat, ",.1f"),
+        "samples/s over all time": format_number(view.samples_per_s_strict, ",.1f"),
+        "I/O as DLIO, nominal MiB/s": format_number(view.io_compat_mib_per_s, ",.1f"),
+        "bytes really read": f"{read}, {rate}",
+        "folder": view.folder,
+    }
+
+
+def _epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
+    from penstock.units import format_bytes, format_seconds
+
+    return [
+        {
+            "epoch": str(epoch.epoch),
+            "AU %": format_number(epoch.au_compat_percent, ".2f"),
+            "strict %": format_number(epoch.au_strict_percent, ".2f"),
+            "samples/s": format_number(epoch.samples_per_s_compat, ",.1f"),
+            "samples": f"{epoch.samples:,}",
+            "read": format_bytes(epoch.read_bytes),
+            "took": format_seconds(epoch.elapsed_s),
+        }
+        for epoch in figures.epochs
+    ]
+
+
+def _times_table(figures: PhaseFigures) -> View:
+    from penstock.units import format_seconds
+
+    times = figures.times
+    assert times is not None
+    rows = []
+    for measure, spread in times.over_ranks.items():
+        skew = times.skew[measure]
+        rows.append(
+            {
+                "a step": measure,
+                "p50": format_seconds(spread.p50_s),
+                "p90": format_seconds(spread.p90_s),
+                "p99": format_seconds(spread.p99_s),
+                "max": format_seconds(spread.max_s),
+                "fastest rank": f"{format_seconds(skew.fastest_s)} ({skew.fastest_rank})",
+                "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
+            }
+        )
+    return table("Times over all ranks", rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Options of `penstock results compare`."""
+
+    runs: tuple[str, ...] = arguments("RUN RUN...", TEXT, "Two or more runs, as for `penstock results show`.")
+    parent: ParentOption = group(ParentOption)
+
+
+@verb(CompareOptions)
+def compare(options: CompareOptions, terminal: Terminal) -> None:
+    """Compare runs side by side, each with the first.
+
+    What makes them incomparable is listed first: another workload, number of ranks, data set, batch, ...
+    Settings that one varies on purpose (threads, storage, directories) follow.
+
+    Examples:
+
+      penstock results compare 1a2b3c 4d5e6f
+
+      penstock results compare /mnt/a/run1 /mnt/b/run1 --json
+    """
+    from penstock.results.history.kept import run_folder
+    from penstock.results.overview import compare as compare_views
+    from penstock.results.overview import view_run
+
+    if len(options.runs) < 2:
+        raise UsageError("A comparison needs at least two runs", fix="Name another run.")
+    comparison = compare_views([view_run(run_folder(run, options.parent.path)) for run in options.runs])
+    document = {"is_comparable": comparison.is_comparable, **asdict(comparison)}
+    for run in document["runs"]:
+        del run["settings"]
+    terminal.result(document, lambda console: _draw_comparison(console, comparison))
+
+
+def _draw_comparison(console: Console, comparison: Comparison) -> None:
+    names = [str(position) for position, _ in enumerate(comparison.runs, start=1)]
+    for name, run in zip(names, comparison.runs, strict=True):
+        console.print(f"{name}: {run.id} ({run.workload}, {run.outcome}), {run.folder}", markup=False)
+    if comparison.obstacles:
+        console.print("Not comparable: these runs differ in their request or their outcome.", style="bold")
+        table("Requested differently", _difference_rows(comparison.obstacles, names))(console)
+    if comparison.varied:
+        table("Set differently", _difference_rows(comparison.varied, names))(console)
+    rows = []
+    for delta in comparison.deltas:
+        texts = [
+            _with_change(value, change, is_first=position == 0)
+            for position, (value, change) in enumerate(zip(delta.values, delta.changes, strict=True))
+        ]
+        rows.append({"figure": delta.figure, **dict(zip(names, texts, strict=True))})
+    table("Figures", rows)(console)
+
+
+def _difference_rows(differences: Sequence[Difference], names: Sequence[str]) -> list[dict[str, str]]:
+    return [
+        {"key": difference.key, **dict(zip(names, map(str, difference.values), strict=True))}
+        for difference in differences
+    ]
+
+
+def _with_change(value: float | None, change: float | None, *, is_first: bool) -> str:
+    text = format_number(value, ",.2f")
+    return text if is_first or change is None else f"{text} ({change:+.1%})"

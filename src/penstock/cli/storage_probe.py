@@ -1,0 +1,77 @@
+"""`penstock storage probe`: what a storage system can do at best, from here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.option_groups import StorageOptions
+from penstock.cli.options import argument, group, option
+from penstock.cli.parsers import SIZE, URI, number, several, whole
+from penstock.cli.rank_options import ranked
+from penstock.cli.terminal import Terminal, table
+from penstock.environment import process_environment
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeOptions:
+    """Options of `penstock storage probe`."""
+
+    uri: str = argument(
+        "URI", URI, "Storage: /path (buffered, then O_DIRECT), direct:///path, s3://bucket/prefix, ..."
+    )
+    size_bytes: int = option(
+        "--size", SIZE, "Bytes that each measurement moves, over all ranks.", default="2GiB"
+    )
+    streams: tuple[int, ...] = option(
+        "--streams", several(whole(0)), "Threads on each rank, with one block in flight each.", default="1,8"
+    )
+    block_bytes: tuple[int, ...] = option(
+        "--blocks", several(SIZE), "Block sizes of sequential I/O.", default="1MiB,8MiB"
+    )
+    max_seconds: float = option(
+        "--max-seconds", number(), "Shorten measurements that would take longer.", default="20"
+    )
+    storage: StorageOptions = group(StorageOptions)
+
+
+@ranked(ProbeOptions)
+def probe(options: ProbeOptions, comm: Comm, terminal: Terminal) -> None:
+    """Measure the limits of the storage at URI, and clean up.
+
+    Sequential writes (durable at the end), cold reads, random reads, small objects and fsync latency: the
+    limits that all other measurements are compared with.
+
+    Examples:
+
+      penstock storage probe /data
+
+      penstock storage probe direct:///data --size 8GiB --streams 1,16 --json
+
+      penstock storage probe s3://bucket/x -o client=minio -o part_bytes=16MiB --ranks 4
+    """
+    from penstock.bench import probe as storage_probe
+    from penstock.bench.probe.measurement import measurement_rows
+
+    request = storage_probe.ProbeRequest(
+        uri=options.uri,
+        size_bytes=options.size_bytes,
+        streams=options.streams,
+        block_bytes=options.block_bytes,
+        max_seconds=options.max_seconds,
+    )
+    with terminal.progress() as progress:
+        report = storage_probe.probe(
+            request,
+            comm=comm,
+            environment=process_environment(),
+            options=options.storage.values,
+            progress=progress,
+        )
+    for note in report.notes:
+        terminal.note(note)
+    title = f"{options.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"
+    terminal.result(asdict(report), table(title, measurement_rows(report.measurements)))

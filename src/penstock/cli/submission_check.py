@@ -1,0 +1,250 @@
+"""`penstock submission check`, `report` and `rules`: judge results, recompute figures, explain rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import argument, flag, option, optional_argument, verb
+from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
+from penstock.cli.terminal import Terminal, table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from penstock.submission.check import CheckedResult
+    from penstock.submission.edition import Edition
+    from penstock.submission.reports.result_report import ResultReport
+    from penstock.submission.rules.rule import Rule
+
+_FOLDER_TEXT = "Directory of a round, or of one submitter."
+_EDITION_TEXT = "Edition of the rules; auto: by the layout of the tree."
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of `penstock submission check`."""
+
+    folder: Path = argument("DIR", FOLDER, _FOLDER_TEXT)
+    edition: str = option("--edition", EDITION, _EDITION_TEXT, default="auto")
+    sarif: Path | None = option("--sarif", FILE, "Write findings as SARIF 2.1.0, for code viewers.")
+    csv: Path | None = option("--csv", FILE, "Write findings as CSV, a row for each.")
+    html: Path | None = option("--html", FILE, "Write an HTML page that needs no network.")
+
+
+@verb(CheckOptions)
+def check(options: CheckOptions, terminal: Terminal) -> int:
+    """Check every result below DIR against the rules of MLPerf Storage, from its files alone.
+
+    Every mean is recomputed. What cannot be read is reported as "not checked", never assumed to be right.
+    Writes only the files that options name. Exits with 0 if all is valid, with 1 if something is invalid, and
+    with 3 if something was not checked.
+
+    Examples:
+
+      penstock submission check ~/storage_results_v1.0
+
+      penstock submission check ~/storage_results_v1.0/closed/acme --edition v1.0 --json
+
+      penstock submission check ~/storage_results_v1.0 --html verdicts.html --csv findings.csv
+    """
+    from penstock.submission.check import check as check_tree
+    from penstock.submission.check import choose_edition
+    from penstock.submission.find_results import submitters_without_results
+    from penstock.submission.reports.findings_export import check_document, exit_code
+
+    edition = choose_edition(options.edition, options.folder)
+    with terminal.progress() as progress:
+        results = list(check_tree(options.folder, edition, progress=progress))
+    empty = submitters_without_results(options.folder)
+    for name in empty:
+        terminal.note(f"{name}: no results are here")
+    _write_findings(options, results, edition, empty)
+    terminal.result(
+        check_document(results, edition, empty), lambda console: _draw_verdicts(console, results, edition)
+    )
+    return exit_code(results)
+
+
+def _write_findings(
+    options: CheckOptions, results: Sequence[CheckedResult], edition: Edition, empty: Sequence[str]
+) -> None:
+    from penstock.results.durable import write_json, write_text
+    from penstock.submission.reports.findings_export import findings_csv
+    from penstock.submission.reports.sarif import sarif
+    from penstock.submission.reports.verdicts_page import verdicts_page
+    from penstock.submission.rules import RULES
+
+    if (path := options.sarif) is not None:
+        rules_of_edition = [rule for rule in RULES if edition.edition in rule.editions]
+        write_json(path.parent, path.name, sarif(results, rules_of_edition, options.folder))
+    if (path := options.csv) is not None:
+        write_text(path.parent, path.name, findings_csv(results))
+    if (path := options.html) is not None:
+        page = verdicts_page(results, edition.edition, edition.for_the_reviewer, empty)
+        write_text(path.parent, path.name, page)
+
+
+def _draw_verdicts(console: Console, results: Sequence[CheckedResult], edition: Edition) -> None:
+    from penstock.submission.reports.findings_export import count_verdicts
+
+    title = f"Results, by the rules of {edition.edition}"
+    table(title, [_verdict_row(result) for result in results])(console)
+    for result in results:
+        _draw_findings(console, result)
+    counts = ", ".join(f"{count} {what}" for what, count in count_verdicts(results).items())
+    console.print(f"\n{counts}")
+    console.print("For the reviewer, because files cannot show it:")
+    for point in edition.for_the_reviewer:
+        console.print(f"  {point}", markup=False)
+
+
+def _draw_findings(console: Console, result: CheckedResult) -> None:
+    """Draw the findings of one result that do not pass, the worst first, and equal ones once."""
+    from penstock.submission.finding import Verdict
+
+    counted = Counter(
+        (finding.verdict.value, finding.rule, finding.proof, finding.fix)
+        for verdict in (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
+        for finding in result.findings
+        if finding.verdict is verdict
+    )
+    if counted:
+        console.print(result.name, markup=False)
+    for (verdict_text, rule, proof, fix), count in counted.items():
+        times = f" ({count} times)" if count > 1 else ""
+        console.print(f"  {verdict_text}: {rule}: {proof}{times}", markup=False)
+        console.print(f"    {fix}", markup=False)
+
+
+def _describe_accelerators(result: CheckedResult) -> str:
+    count = "?" if result.num_accelerators is None else str(result.num_accelerators)
+    return f"{count} {result.accelerator}".strip()
+
+
+def _verdict_row(result: CheckedResult) -> dict[str, str]:
+    throughput = result.metrics.get("train_throughput_mean_samples_per_second")
+    return {
+        "organisation": result.organisation,
+        "division": result.division or "-",
+        "system": result.system or "-",
+        "workload": result.workload or "-",
+        "accelerators": _describe_accelerators(result),
+        "samples/s": "-" if throughput is None else f"{throughput:,.1f}",
+        "verdict": result.verdict.value,
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Options of `penstock submission report`."""
+
+    folder: Path = argument("DIR", FOLDER, _FOLDER_TEXT)
+    output: Path | None = option(
+        "--output", FOLDER, "Write report.html, results.csv and results.json into this directory.", short="-o"
+    )
+    writes_tree: bool = flag("--write", "Write each result's report into its tree, beside its runs.")
+    edition: str = option("--edition", EDITION, _EDITION_TEXT, default="auto")
+
+
+@verb(ReportOptions)
+def report(options: ReportOptions, terminal: Terminal) -> None:
+    """Recompute every result's figures from its runs: mean, deviation, confidence interval, outliers.
+
+    Writes nothing without --output or --write. --write adds results.json and results.csv beside the runs (of
+    v1.0, mlperf_storage_report.json); files that another program wrote there are kept. Exits with 0 whatever
+    the verdicts are: `penstock submission check` judges.
+
+    Examples:
+
+      penstock submission report ~/storage_results_v1.0
+
+      penstock submission report results/closed/acme -o report
+
+      penstock submission report results --write --json
+    """
+    from penstock.submission.check import choose_edition
+    from penstock.submission.reports.report_files import plan_folder, plan_tree, write_files
+    from penstock.submission.reports.result_report import report_all, reports_document
+
+    edition = choose_edition(options.edition, options.folder)
+    with terminal.progress() as progress:
+        reports = list(report_all(options.folder, edition, progress))
+    planned = list(plan_folder(options.output, reports, edition)) if options.output is not None else []
+    if options.writes_tree:
+        in_tree, refusals = plan_tree(reports)
+        planned += in_tree
+        for sentence in refusals:
+            terminal.note(sentence)
+    written = write_files(planned)
+    for entry in reports:
+        for reason in entry.figures.missing:
+            terminal.note(f"{entry.judged.name}: not recomputed: {reason}")
+    terminal.result(
+        {**reports_document(reports, edition), "written": written},
+        lambda console: _draw_reports(console, reports, written),
+    )
+
+
+def _draw_reports(console: Console, reports: Sequence[ResultReport], written: Sequence[str]) -> None:
+    from penstock.submission.reports.figures_page import figure_row, value_text
+
+    for entry in reports:
+        result, figures = entry.judged, entry.figures.found
+        console.print(f"\n{result.name}: {result.verdict.value}", style="bold", markup=False)
+        console.print(f"  {result.workload} on {_describe_accelerators(result)}", markup=False)
+        table("", [figure_row(figure) for figure in figures])(console)
+        for figure in figures:
+            for outlier in figure.spread.outliers:
+                text = f"{figure.name}, {outlier.run}: {value_text(figure, outlier.value)}, {outlier.rule}"
+                console.print(f"  outlier: {text}", markup=False)
+    if written:
+        console.print(f"\nwritten: {len(written)} files, first {written[0]}", markup=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RulesOptions:
+    """Options of `penstock submission rules`."""
+
+    rule_id: str | None = optional_argument("[ID]", TEXT, "Rule to explain (default: list all).")
+
+
+@verb(RulesOptions)
+def rules(options: RulesOptions, terminal: Terminal) -> None:
+    """List all rules, or explain one, with an example that passes and one that fails.
+
+    Examples:
+
+      penstock submission rules
+
+      penstock submission rules sizing.steps
+    """
+    from penstock.submission.rules import RULES, rule_by_id
+
+    selected = RULES if options.rule_id is None else (rule_by_id(options.rule_id),)
+
+    def draw(console: Console) -> None:
+        if options.rule_id is None:
+            table("Rules", [{"id": rule.id, "title": rule.title} for rule in selected])(console)
+            return
+        for key, value in _rule_document(selected[0]).items():
+            text = ", ".join(value) if isinstance(value, list) else value
+            console.print(f"{key:>9}: {text}", markup=False)
+
+    terminal.result({"rules": [_rule_document(rule) for rule in selected]}, draw)
+
+
+def _rule_document(rule: Rule) -> dict[str, str | list[str]]:
+    return {
+        "id": rule.id,
+        "title": rule.title,
+        "editions": list(rule.editions),
+        "source": rule.source,
+        "formula": rule.formula,
+        "passes": rule.passes,
+        "fails": rule.fails,
+    }

@@ -1,0 +1,163 @@
+"""The options that make a run part of a submission, and the session that they open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.options import command_line, flag, group, option, required
+from penstock.cli.parsers import FOLDER_URI, NAME
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from penstock.cluster.comm import Comm
+    from penstock.submission.authoring.data_location import DataLocation
+    from penstock.submission.authoring.result_dir import Series
+    from penstock.submission.tree_layout import Benchmark
+    from penstock.workflows.submission.session import Session
+    from penstock.workload.division_rules import SubmissionDivision
+    from penstock.workload.spec import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivisionOptions:
+    """The division of MLPerf Storage whose rules a run obeys, if any."""
+
+    closed: bool = flag(
+        "--closed",
+        "Enforce the CLOSED division's rules (training: implies --loader pytorch, --division drop).",
+    )
+    open: bool = flag("--open", "Enforce the OPEN division's rules.")
+
+    @property
+    def division(self) -> SubmissionDivision | None:
+        """The division; raises UsageError if both are named."""
+        from penstock.workload.division_rules import SubmissionDivision
+
+        if self.closed and self.open:
+            raise UsageError("--closed and --open are mutually exclusive", fix="Leave one of them out.")
+        if self.closed:
+            return SubmissionDivision.CLOSED
+        return SubmissionDivision.OPEN if self.open else None
+
+    def require_division(self) -> SubmissionDivision:
+        """The division of something that is submitted."""
+        if (division := self.division) is None:
+            raise UsageError(
+                "A submission needs a division", where="--submission", fix="Add --closed or --open."
+            )
+        return division
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions:
+    """The submission tree that a result belongs to, and the system under test."""
+
+    tree: str = required("--submission", FOLDER_URI, "Submission tree made by `penstock submission init`.")
+    system: str = required("--system", NAME, "System under test, described in systems/NAME.yaml.")
+    rules: DivisionOptions = group(DivisionOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """Where a run's results go: into a directory of their own, or into a submission tree."""
+
+    parent: str | None = option(
+        "--results", FOLDER_URI, "Parent directory; a new directory is created for this run."
+    )
+    rules: DivisionOptions = group(DivisionOptions)
+    tree: str | None = option(
+        "--submission", FOLDER_URI, "Add the run to this submission tree (see `penstock submission init`)."
+    )
+    system: str | None = option("--system", NAME, "System under test; needed with --submission.")
+
+    @classmethod
+    def in_tree(cls, options: TreeOptions) -> ResultOptions:
+        """Results that go into a submission tree."""
+        return cls(rules=options.rules, tree=options.tree, system=options.system)
+
+    @property
+    def folder(self) -> Path:
+        """The directory that results go to; raises UsageError unless exactly one is named."""
+        if self.parent is not None and self.tree is not None:
+            raise UsageError(
+                "--results and --submission are mutually exclusive", fix="Leave one of them out."
+            )
+        if (folder := self.parent if self.tree is None else self.tree) is None:
+            raise UsageError(
+                "No directory is named for the results",
+                fix="Give --results DIR, or --submission DIR for a run that will be submitted.",
+            )
+        return Path(folder)
+
+    def find_series(self, *, benchmark: Benchmark, model: str) -> Series | None:
+        """The series of results that the run belongs to; None for a run that is not submitted."""
+        from penstock.submission.authoring.ownership import require_owned_tree
+        from penstock.submission.authoring.result_dir import Series
+
+        if self.tree is None:
+            return None
+        division = self.rules.require_division()
+        if self.system is None:
+            raise UsageError(
+                "A submission needs a system under test", where="--submission", fix="Add --system NAME."
+            )
+        return Series(
+            claim=require_owned_tree(Path(self.tree)),
+            division=division,
+            system=self.system,
+            benchmark=benchmark,
+            model=model,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedRun:
+    """The series that a run belongs to, and its workload with the location of its bytes."""
+
+    series: Series
+    located: DataLocation
+
+
+def locate(series: Series, workload: Workload, uri: str) -> DataLocation:
+    """The workload with its data at this URI; raises UsageError if the division forbids that place."""
+    from penstock.submission.authoring.data_location import locate_data
+    from penstock.workload.division_rules import require_allowed
+
+    located = locate_data(workload, uri)
+    paths = [tuple(key.split(".")) for key in located.changes]
+    require_allowed(series.division, paths, workload=workload.name)
+    return located
+
+
+def open_session(submitted: SubmittedRun, settings: Sequence[str], *, comm: Comm) -> Session:
+    """What all result directories of this command share; captures the program's image. Collective."""
+    from datetime import UTC, datetime
+
+    from penstock.environment import process_environment
+    from penstock.workflows.submission.session import Session, capture_image
+
+    def clock() -> datetime:
+        return datetime.now(UTC)
+
+    return Session(
+        series=submitted.series,
+        image=capture_image(submitted.series.claim, comm=comm, clock=clock),
+        place=submitted.located.place,
+        changed={**parse_changes(settings), **submitted.located.changes},
+        command=command_line(),
+        environment=process_environment(),
+        clock=clock,
+    )
+
+
+def parse_changes(settings: Iterable[str]) -> Mapping[str, Any]:
+    """What `--set` options change, under DLIO's keys."""
+    from penstock.workload.dlio_keys import our_path
+    from penstock.workload.layered_settings import dotted
+    from penstock.workload.overrides import parse_settings
+
+    return {dotted(our_path(setting.path)): setting.value for setting in parse_settings(settings)}

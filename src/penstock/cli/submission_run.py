@@ -1,0 +1,250 @@
+"""`penstock submission run training` and `checkpointing`: every run that a benchmark result needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoints
+from penstock.cli.option_groups import DataOptions, ModelOptions, StorageOptions, WorkloadOptions
+from penstock.cli.options import flag, group, option, required
+from penstock.cli.parsers import TEXT, URI, choice, whole
+from penstock.cli.preflight_gates import CLOSED_GATES, GateOptions
+from penstock.cli.rank_options import ranked
+from penstock.cli.run_reports import capture_training_output, draw_checkpoints
+from penstock.cli.submission_options import ResultOptions, TreeOptions
+from penstock.cli.terminal import Terminal, table
+from penstock.cli.training_request import PlannedTraining, TrainingRunOptions, plan_training
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from penstock.cluster.comm import Comm
+    from penstock.results.host import HostFacts
+    from penstock.submission.authoring.result_dir import Series
+    from penstock.submission.authoring.run_sequence import RunSequence
+    from penstock.workflows.submission.session import Session
+    from penstock.workload.dataset_size import Sizing
+
+WRONG_BYTES = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointingOptions:
+    """Options of `penstock submission run checkpointing`."""
+
+    model: ModelOptions = group(ModelOptions)
+    destination: str = required(
+        "--to", URI, "Destination for checkpoints: a directory, direct:///directory or s3://bucket/prefix."
+    )
+    storage: StorageOptions = group(StorageOptions)
+    target: TreeOptions = group(TreeOptions)
+    accelerator: str = required("--accelerator", TEXT, "Accelerator whose memory is saved: b200 or mi355.")
+    writes: int = option("--writes", whole(0), "Number of checkpoints to write.", default="10")
+    reads: int = option("--reads", whole(0), "Number of checkpoints to read back.", default="10")
+    is_subset: bool = flag("--subset", "Run on fewer ranks than the model needs; they carry a subset of it.")
+    gates: GateOptions = group(GateOptions)
+
+
+@ranked(CheckpointingOptions)
+def checkpointing(options: CheckpointingOptions, comm: Comm, terminal: Terminal) -> int:
+    r"""Run a whole checkpointing result: write ten checkpoints and read ten back.
+
+    Caches are evicted, and verified to be cold, before each read. If the storage is mounted by other hosts
+    between writing and reading, run this twice, with `--reads 0` and then with `--writes 0`. A closed
+    preflight gate ends the command with exit code 3.
+
+    Examples:
+
+      penstock submission run checkpointing llama3-8b --accelerator b200 --to /mnt/ckpt --ranks 8 --closed \\
+        --submission ~/results --system fast
+    """
+    result = run_checkpoints(
+        CheckpointRunOptions(
+            model=options.model,
+            destination=options.destination,
+            storage=options.storage,
+            results=ResultOptions.in_tree(options.target),
+            writes=options.writes,
+            reads=options.reads,
+            is_subset=options.is_subset,
+            gates=options.gates,
+            accelerator=options.accelerator,
+        ),
+        comm=comm,
+        terminal=terminal,
+    )
+    if result is None:
+        return CLOSED_GATES
+    terminal.result(result.document(), lambda console: draw_checkpoints(console, result))
+    return 0 if result.is_right else WRONG_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """Options of `penstock submission run training`."""
+
+    workload: WorkloadOptions = group(WorkloadOptions)
+    data: DataOptions = group(DataOptions)
+    target: TreeOptions = group(TreeOptions)
+    threads: int | None = option(
+        "--threads", whole(1), "Reads in flight on each rank (default: the workload's reader.read_threads)."
+    )
+    write_threads: int = option(
+        "--write-threads", whole(1), "Files in flight on each rank while data is generated.", default="4"
+    )
+    only: str | None = option(
+        "--only",
+        choice("datagen", "run"),
+        "Run only this phase: datagen (on any number of ranks) or one run (default: all phases).",
+    )
+    gates: GateOptions = group(GateOptions)
+
+
+@ranked(TrainingOptions)
+def training(options: TrainingOptions, comm: Comm, terminal: Terminal) -> int:
+    r"""Run a whole training result: size and generate the data set, then a warm-up and five runs.
+
+    One rank is one accelerator. The data set is as large as the memory of all hosts requires. Runs follow one
+    another without a pause; after Ctrl-C or a failure, run the same command again to continue, as long as the
+    rules let the finished runs count. A closed preflight gate ends the command with exit code 3.
+
+    Examples:
+
+      penstock submission run training unet3d --accelerator b200 --data /mnt/data --ranks 8 --hosts a:4,b:4 \\
+        --closed --submission ~/results --system fast
+    """
+    hosts = _gather_hosts(comm)
+    workload = options.workload
+    if options.only != "datagen":
+        workload = _sized_workload(options, hosts, num_accelerators=comm.size)
+    run_options = TrainingRunOptions(
+        workload=workload,
+        data=options.data,
+        results=ResultOptions.in_tree(options.target),
+        threads=options.threads,
+        gates=options.gates,
+    )
+    plan = plan_training(run_options, comm=comm, terminal=terminal)
+    if plan.is_stopped:
+        return CLOSED_GATES
+    _make_result(plan, options, hosts, comm=comm, terminal=terminal)
+    return 0
+
+
+def _gather_hosts(comm: Comm) -> Sequence[HostFacts]:
+    from penstock.results.host import one_per_host, read_host
+
+    return one_per_host(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
+
+
+def _sized_workload(
+    options: TrainingOptions, hosts: Sequence[HostFacts], *, num_accelerators: int
+) -> WorkloadOptions:
+    """The workload with a data set that is large enough; an existing one that is large enough is kept."""
+    from penstock.submission.tree_layout import Benchmark
+    from penstock.workload import dataset_size
+    from penstock.workload.loading import load
+    from penstock.workload.overrides import parse_settings
+
+    overrides = parse_settings(options.workload.settings)
+    workload = load(
+        options.workload.name, accelerator=options.workload.accelerator, overrides=overrides
+    ).workload
+    series = ResultOptions.in_tree(options.target).find_series(
+        benchmark=Benchmark.TRAINING, model=workload.name
+    )
+    assert series is not None
+    request = dataset_size.sizing_request(
+        workload,
+        num_accelerators=num_accelerators,
+        host_memory_bytes=[host.memory_bytes for host in hosts],
+    )
+    required_size = dataset_size.size(request)
+    is_given = any(override.path == ("dataset", "num_files_train") for override in overrides)
+    num_files = workload.dataset.num_files_train if is_given else _choose_num_files(series, required_size)
+    _require_enough(required_size, num_files)
+    settings = [*options.workload.settings, f"dataset.num_files_train={num_files}"]
+    if required_size.num_subfolders and not workload.dataset.num_subfolders_train:
+        settings.append(f"dataset.num_subfolders_train={required_size.num_subfolders}")
+    return replace(options.workload, settings=tuple(settings))
+
+
+def _choose_num_files(series: Series, required_size: Sizing) -> int:
+    """The number of files of an earlier datasize, if it is enough; else the smallest that is."""
+    from penstock.submission.authoring.series_state import read_series_state
+
+    earlier = [leaf.num_files for leaf in read_series_state(series).datasizes]
+    enough = [num_files for num_files in earlier if required_size.judge(num_files).passed]
+    return int(enough[-1] if enough else required_size.min_files)
+
+
+def _require_enough(required_size: Sizing, num_files: int) -> None:
+    verdict = required_size.judge(num_files)
+    if not verdict.passed:
+        raise UsageError(
+            f"The data set is too small (rule 3.1.2): {verdict.proof}; {'; '.join(required_size.proof)}",
+            where="dataset.num_files_train",
+            fix="Leave it out: the command then chooses the smallest size that is enough.",
+        )
+
+
+def _make_result(
+    plan: PlannedTraining,
+    options: TrainingOptions,
+    hosts: Sequence[HostFacts],
+    *,
+    comm: Comm,
+    terminal: Terminal,
+) -> None:
+    from penstock.submission.edition import load_edition
+    from penstock.submission.tree_layout import SubmissionPhase
+    from penstock.workflows.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
+
+    session = plan.session
+    assert session is not None
+    result_plan = TrainingResultPlan(
+        request=plan.request,
+        edition=load_edition("v3.0"),
+        num_accelerators=comm.size,
+        hosts=hosts,
+        generates_with=options.write_threads,
+    )
+    with terminal.progress() as progress:
+        onlooker = Onlooker(
+            progress=progress,
+            note=terminal.note,
+            tell=partial(capture_training_output, remarks=plan.request.remarks),
+        )
+        storage = plan.open_storage()
+        if options.only is None:
+            cadence = make_training(session, result_plan, storage, comm=comm, onlooker=onlooker)
+        else:
+            phase = SubmissionPhase(options.only)
+            cadence = make_part(session, result_plan, storage, phase=phase, comm=comm, onlooker=onlooker)
+    terminal.result(_document(session, cadence), lambda console: _draw(console, session, cadence))
+
+
+def _document(session: Session, cadence: RunSequence) -> dict[str, Any]:
+    return {
+        "folder": str(session.series.claim.root / session.series.folder),
+        "is_complete": cadence.is_complete,
+        "runs": [
+            {"folder": str(leaf.folder), "duration_s": leaf.duration.total_seconds()} for leaf in cadence.kept
+        ],
+    }
+
+
+def _draw(console: Console, session: Session, cadence: RunSequence) -> None:
+    rows = [
+        {"run": leaf.folder.name, "took": f"{leaf.duration.total_seconds():,.0f} s"} for leaf in cadence.kept
+    ]
+    series = session.series
+    state = "complete" if cadence.is_complete else f"{len(cadence.phases)} runs are missing"
+    table(f"{series.model} on {series.system}: {state}", rows)(console)
+    next_verb = "check" if cadence.is_complete else "status"
+    console.print(f"Next: penstock submission {next_verb} {series.claim.root}", markup=False)

@@ -1,0 +1,238 @@
+"""`penstock submission init`, `describe` and `status`: a submission tree, its systems and its progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock import __version__
+from penstock.cli.options import argument, group, option, verb
+from penstock.cli.parsers import FILE, FOLDER, NAME
+from penstock.cli.submission_options import TreeOptions
+from penstock.cli.terminal import Terminal, table
+from penstock.environment import process_environment
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from penstock.cluster.facts.host_facts import ClusterFacts
+    from penstock.submission.authoring.ownership import OwnedTree
+    from penstock.submission.authoring.series_state import SeriesProgress
+    from penstock.submission.system_description import SchemaProblem
+
+INCOMPLETE = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """Options of `penstock submission init`."""
+
+    organisation: str = argument("ORG", NAME, "Name of your organization: letters, digits, '.', '_' and '-'.")
+    folder: Path = argument("DIR", FOLDER, "New or empty directory.")
+
+
+@verb(InitOptions)
+def init(options: InitOptions, terminal: Terminal) -> None:
+    """Create a submission tree for an organization's results.
+
+    Repeated for the same organization, it changes nothing. A tree never changes its organization.
+
+    Examples:
+
+      penstock submission init acme ~/results
+    """
+    from penstock.submission.authoring.ownership import claim_tree
+    from penstock.submission.tree_layout import SENTINEL
+
+    tree = claim_tree(
+        options.folder, options.organisation, now=datetime.now(UTC), by=f"penstock {__version__}"
+    )
+    verb_ = "now belongs" if tree.is_new else "already belongs"
+    text = (
+        f"{tree.root} {verb_} to {tree.organisation} ({SENTINEL}).\n"
+        f"Next: penstock submission describe --submission {options.folder} --system NAME --closed"
+    )
+    document = {"root": str(tree.root), "organisation": tree.organisation, "is_new": tree.is_new}
+    terminal.result(document, lambda console: console.print(text, markup=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribeOptions:
+    """Options of `penstock submission describe`."""
+
+    target: TreeOptions = group(TreeOptions)
+    cluster: Path | None = option(
+        "--cluster", FILE, "Facts that `penstock cluster collect` has written (default: this machine's)."
+    )
+
+
+@verb(DescribeOptions)
+def describe(options: DescribeOptions, terminal: Terminal) -> int:
+    """Write a system description with collected facts, or compare an existing one with the machines.
+
+    An existing systems/NAME.yaml is never changed: differences from the machines are shown, and violations of
+    the schema are listed with their lines. Exits with 1 until there are none.
+
+    Examples:
+
+      penstock cluster collect --hosts node1,node2 -o cluster.json
+
+      penstock submission describe --submission ~/results --system fast --closed --cluster cluster.json
+    """
+    from penstock.submission.authoring.description_draft import diff_description, initial_text
+    from penstock.submission.authoring.description_draft import draft_description as describe_facts
+    from penstock.submission.authoring.ownership import require_owned_tree
+    from penstock.submission.parsed_file import read_description
+    from penstock.submission.system_description import find_schema_problems
+
+    tree = require_owned_tree(Path(options.target.tree))
+    path = _description_path(tree, options.target)
+    collected = describe_facts(_read_facts(options.cluster), options.target.system)
+    is_new = not path.exists()
+    if is_new:
+        from penstock.results.durable import write_text
+
+        write_text(path.parent, path.name, initial_text(collected))
+    document = read_description(path, tree.root)
+    differences = diff_description(document.value(), collected, name=path.name)
+    violations = find_schema_problems(document)
+    terminal.result(
+        {
+            "file": str(path),
+            "is_new": is_new,
+            "drift": list(differences),
+            "problems": [{"path": each.path, "line": each.line, "text": each.text} for each in violations],
+        },
+        lambda console: _draw_description(console, path, differences, violations, is_new=is_new),
+    )
+    return INCOMPLETE if differences or violations else 0
+
+
+def _description_path(tree: OwnedTree, options: TreeOptions) -> Path:
+    from penstock.submission.authoring.ownership import require_plain_name
+
+    division = options.rules.require_division()
+    name = require_plain_name(options.system, what="system's name")
+    return tree.root / division.value / tree.organisation / "systems" / f"{name}.yaml"
+
+
+def _read_facts(cluster: Path | None) -> ClusterFacts:
+    """The facts in the file, which must be complete; else this machine's own."""
+    from penstock.cluster.base_comm import SoloComm
+    from penstock.cluster.facts.collect_facts import collect_from_ranks
+    from penstock.cluster.facts.host_facts import read_cluster_facts
+
+    if cluster is None:
+        return collect_from_ranks(SoloComm(), process_environment(), now=lambda: datetime.now(UTC))
+    facts = read_cluster_facts(cluster)
+    if facts.is_partial:
+        missing = ", ".join(host.host for host in facts.absent)
+        raise UsageError(
+            f"These facts are partial: {missing} did not report",
+            where=str(cluster),
+            fix="Collect the facts of all hosts: a description covers the whole system.",
+        )
+    return facts
+
+
+def _draw_description(
+    console: Console,
+    path: Path,
+    differences: Sequence[str],
+    violations: Sequence[SchemaProblem],
+    *,
+    is_new: bool,
+) -> None:
+    lines = [f"{path}: {'written' if is_new else 'exists'}"]
+    if differences:
+        lines.append("The machines differ from the description, which was not changed:")
+        lines += [f"  {line}" for line in differences]
+    if violations:
+        lines.append(f"{len(violations)} to fill in or correct:")
+        lines += [f"  {violation}" for violation in violations]
+    if not differences and not violations:
+        lines.append("It matches the machines and the schema.")
+    if not path.with_suffix(".pdf").is_file():
+        lines.append(f"A picture of the system is missing: {path.with_suffix('.pdf')}")
+    for line in lines:
+        console.print(line, markup=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """Options of `penstock submission status`."""
+
+    folder: Path = argument("DIR", FOLDER, "Submission tree made by `penstock submission init`.")
+
+
+@verb(StatusOptions)
+def status(options: StatusOptions, terminal: Terminal) -> None:
+    """Show the progress of each result: which runs count, what is missing, and which attempts failed.
+
+    A run counts as long as the next one can follow it within the time that the rules allow, or once the
+    result is complete.
+
+    Examples:
+
+      penstock submission status ~/results
+    """
+    from penstock.submission.authoring.ownership import require_owned_tree
+    from penstock.submission.authoring.series_state import list_progress
+    from penstock.submission.edition import load_edition
+
+    tree = require_owned_tree(options.folder)
+    results = list_progress(tree, load_edition("v3.0"), now=datetime.now(UTC))
+    document = {
+        "organisation": tree.organisation,
+        "results": [_progress_document(result) for result in results],
+    }
+    terminal.result(document, lambda console: _draw_progress(console, results))
+
+
+def _progress_document(result: SeriesProgress) -> dict[str, Any]:
+    series = result.series
+    return {
+        "division": series.division.value,
+        "system": series.system,
+        "benchmark": series.benchmark.value,
+        "workload": series.model,
+        "accelerator": result.accelerator,
+        "num_accelerators": result.num_accelerators,
+        "num_runs": result.num_runs,
+        "num_runs_wanted": result.num_wanted,
+        "lacks": list(result.lacks),
+        "attempts": [
+            {"folder": str(attempt.folder), "outcome": attempt.outcome, "why": attempt.why}
+            for attempt in result.attempts
+        ],
+        "unread": list(result.unread),
+    }
+
+
+def _draw_progress(console: Console, results: Sequence[SeriesProgress]) -> None:
+    table("Results", [_progress_row(result) for result in results])(console)
+    for result in results:
+        for lack in result.lacks:
+            console.print(f"{result.series.system} {result.series.model} lacks {lack}", markup=False)
+        for attempt in result.attempts:
+            console.print(f"{attempt.outcome}: {attempt.folder}: {attempt.why}", markup=False)
+        for text in result.unread:
+            console.print(f"cannot be read: {text}", markup=False)
+
+
+def _progress_row(result: SeriesProgress) -> dict[str, str]:
+    series = result.series
+    count = "?" if result.num_accelerators is None else str(result.num_accelerators)
+    return {
+        "division": series.division.value,
+        "system": series.system,
+        "workload": series.model,
+        "accelerators": f"{count} {result.accelerator}".strip(),
+        "runs": f"{result.num_runs} of {result.num_wanted}",
+        "state": "incomplete" if result.lacks else "complete",
+    }

@@ -1,0 +1,219 @@
+"""`penstock trace compare`, `expect`, `export` and `synthesize`: sets of traces."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import argument, flag, group, option, required, verb
+from penstock.cli.parsers import FILE, FOLDER, TEXT, whole
+from penstock.cli.terminal import Terminal, table
+from penstock.cli.trace_options import (
+    TierOptions,
+    TraceOptions,
+    comparison_document,
+    draw_answer,
+    draw_findings,
+    report_losses,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from penstock.progress import Progress
+    from penstock.trace.compare.comparison import ComparisonResult
+    from penstock.trace.compare.expectations import CheckResult
+    from penstock.trace.compare.trace_study import ComparisonSpec, Study
+
+_DASK_TEXT = "Read with the workers of Dask: local, or a scheduler's address."
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """Options of `penstock trace compare`."""
+
+    description: Path = argument("RUNS.yaml", FILE, "Runs, tiers and baseline (docs/trace.md).")
+    out: Path | None = option(
+        "--out", FOLDER, "Write report.html, report.md and tables.parquet into DIR.", short="-o"
+    )
+    dask: str = option("--dask", TEXT, _DASK_TEXT, default="", metavar="ADDRESS")
+    strict: bool = flag("--strict", "Fail if any part of a trace was lost or guessed.")
+
+
+@verb(CompareOptions)
+def compare(options: CompareOptions, terminal: Terminal) -> None:
+    """Compare runs: the differences between them, what stands out, and the tables of a study.
+
+    Examples:
+
+      penstock trace compare runs.yaml --out report
+
+      penstock trace compare runs.yaml --json
+    """
+    from penstock.trace.compare.comparison import compare as compare_study
+    from penstock.trace.compare.trace_study import ComparisonSpec
+    from penstock.trace.yaml_documents import read_document
+
+    description = read_document(ComparisonSpec, options.description)
+    with (
+        terminal.progress() as progress,
+        _opened_study(
+            description, options.description.parent, progress, options.dask, terminal, strict=options.strict
+        ) as study,
+    ):
+        comparison = compare_study(study, progress=progress)
+    if options.out is not None:
+        from penstock.trace.compare.report import write_report
+
+        for path in write_report(comparison, options.out):
+            terminal.note(f"wrote {path}")
+    terminal.result(comparison_document(comparison), lambda console: _draw(console, comparison))
+
+
+def _draw(console: Console, comparison: ComparisonResult) -> None:
+    """Draw mismatches, findings and the main tables; the others are in the report."""
+    draw_answer(console, comparison.mismatches)
+    draw_findings(console, comparison)
+    console.print()
+    for name in ("t0", "t1", "t1_measures", "t2", "t13"):
+        draw_answer(console, comparison.table(name))
+    console.print("All tables: --out DIR, or --json.")
+
+
+@contextmanager
+def _opened_study(
+    description: ComparisonSpec,
+    folder: Path,
+    progress: Progress,
+    dask: str,
+    terminal: Terminal,
+    *,
+    strict: bool,
+) -> Iterator[Study]:
+    from penstock.trace.compare.trace_study import open_study
+
+    with open_study(description, folder, progress=progress, dask=dask) as study:
+        accounts = [account for of_run in study.accounts.values() for account in of_run]
+        report_losses(accounts, terminal, strict=strict)
+        yield study
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectOptions:
+    """Options of `penstock trace expect`."""
+
+    description: Path = argument("CHECKS.yaml", FILE, "ComparisonSpec with checks (docs/trace.md).")
+    dask: str = option("--dask", TEXT, _DASK_TEXT, default="", metavar="ADDRESS")
+
+
+@verb(ExpectOptions)
+def expect(options: ExpectOptions, terminal: Terminal) -> int:
+    """Check expectations about runs; exits with 1 and lists the failed checks if one does not hold.
+
+    Examples:
+
+      penstock trace expect checks.yaml
+
+      penstock trace expect checks.yaml --json
+    """
+    from penstock.trace.compare.expectations import Expectations, check_all
+    from penstock.trace.yaml_documents import read_document
+
+    description = read_document(Expectations, options.description)
+    with (
+        terminal.progress() as progress,
+        _opened_study(
+            description, options.description.parent, progress, options.dask, terminal, strict=False
+        ) as study,
+    ):
+        checks = check_all(study, description)
+    failed = [check for check in checks if not check.holds]
+    document = {"holds": not failed, "checks": [asdict(check) for check in checks]}
+    terminal.result(document, table("Checks", [_check_row(check) for check in checks]))
+    for check in failed:
+        terminal.note(f"does not hold: {check.check} ({check.seen})")
+    return 1 if failed else 0
+
+
+def _check_row(check: CheckResult) -> dict[str, str]:
+    return {"check": check.check, "holds": "yes" if check.holds else "NO", "seen": check.seen}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of `penstock trace export`."""
+
+    traces: TraceOptions = group(TraceOptions)
+    out: Path = required("--out", FILE, "File to write: trace.json or trace.json.gz.", short="-o")
+    dimensions: TierOptions = group(TierOptions)
+
+
+@verb(ExportOptions)
+def export(options: ExportOptions, terminal: Terminal) -> None:
+    """Export events as a Chrome trace, which ui.perfetto.dev opens.
+
+    Examples:
+
+      penstock trace export run.events -o run.json.gz
+
+      penstock trace export run.events -o writes.json --where "op = 'write'"
+    """
+    from penstock.trace.perfetto_export import export_perfetto
+    from penstock.trace.questions.events_view import view_events
+
+    out, dimensions = options.out, options.dimensions.dimensions()
+    with options.traces.open(terminal) as traces, terminal.progress() as progress:
+        events = view_events(traces.connection, traces.relation, dimensions)
+        num_events = export_perfetto(events, out, progress=progress)
+    document = {"file": str(out), "num_events": num_events, "size_bytes": out.stat().st_size}
+    terminal.result(document, lambda console: console.print(f"{out}: {num_events:,} events", markup=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthesizeOptions:
+    """Options of `penstock trace synthesize`."""
+
+    description: str = argument("SPEC", TEXT, "YAML file, or a shipped description: seven_runs.")
+    out: Path = required("--out", FOLDER, "New directory for the traces.", short="-o")
+    generation: int | None = option(
+        "--generation", whole(1, 3), "Generation of the trace format, 1 to 3 (default: SPEC's)."
+    )
+
+
+@verb(SynthesizeOptions)
+def synthesize(options: SynthesizeOptions, terminal: Terminal) -> None:
+    """Generate traces from a description: ranks, checkpoints, files, calls, sizes, durations and damage.
+
+    `seven_runs` is a published study of seven ways to write the same checkpoints; compare it afterwards.
+
+    Examples:
+
+      penstock trace synthesize seven_runs -o study
+
+      penstock trace synthesize spec.yaml -o traces --generation 3
+    """
+    from penstock.trace.synthesize import read_description
+    from penstock.trace.synthesize import synthesize as generate_traces
+
+    description = read_description(options.description)
+    if options.generation is not None:
+        description = description.model_copy(update={"generation": options.generation})
+    with terminal.progress() as progress:
+        traces = generate_traces(description, options.out, progress=progress)
+    rows = [
+        {"run": run, "files": str(traces.num_files[run]), "events": f"{num_events:,}"}
+        for run, num_events in traces.num_events.items()
+    ]
+    document = {
+        "folder": str(traces.folder),
+        "runs_yaml": str(traces.runs_yaml) if traces.runs_yaml else None,
+        "num_events": traces.num_events,
+        "num_files": traces.num_files,
+    }
+    terminal.result(document, table(f"Traces in {traces.folder}", rows))
+    if traces.runs_yaml:
+        terminal.note(f"Compare them: penstock trace compare {traces.runs_yaml} --out report")

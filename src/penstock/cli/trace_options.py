@@ -1,0 +1,273 @@
+"""What the trace commands share: trace files as arguments, dimensions as options, and printed answers.
+
+What was lost of damaged traces is printed before any answer, and is an error with `--strict`.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.options import arguments, flag, group, option, repeated
+from penstock.cli.parsers import TEXT, URI, Parser, choice
+from penstock.cli.terminal import Terminal, print_json, table
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import Console
+
+    from penstock.trace.compare.comparison import ComparisonResult
+    from penstock.trace.dimensions import Dimensions
+    from penstock.trace.event_schema import FileAccount
+    from penstock.trace.questions.answer import Answer
+    from penstock.trace.questions.events_view import EventsView
+    from penstock.trace.trace_set import TraceSet
+
+_WIDE = 1000
+_MAX_COLUMNS = 10
+"""A single row of more columns is shown as a column."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How trace files are read."""
+
+    where: str = option(
+        "--where", TEXT, "Read only matching events, e.g. \"path LIKE '%ckpt%'\".", default="", metavar="SQL"
+    )
+    dask: str = option(
+        "--dask",
+        TEXT,
+        "Read with the workers of Dask: local, or a scheduler's address.",
+        default="",
+        metavar="ADDRESS",
+    )
+    strict: bool = flag("--strict", "Fail if any part of a trace was lost or guessed.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Trace files, and how they are read."""
+
+    files: tuple[str, ...] = arguments(
+        "FILES...", URI, "Trace files, directories, globs, or tables of `penstock trace load`."
+    )
+    read: ReadOptions = group(ReadOptions)
+
+    @contextmanager
+    def open(self, terminal: Terminal, *, rank_pattern: str | None = None) -> Iterator[TraceSet]:
+        """Open the traces: draws progress while they are read, then prints what was lost of them."""
+        from penstock.trace.reading.event_filter import EventFilter
+        from penstock.trace.reading.trace_file import RANK_PATTERN
+        from penstock.trace.trace_set import open_trace_set
+
+        with ExitStack() as resources:
+            with terminal.progress() as progress:
+                traces = resources.enter_context(
+                    open_trace_set(
+                        {"": self.files},
+                        progress=progress,
+                        event_filter=EventFilter(where=self.read.where),
+                        rank_pattern=rank_pattern or RANK_PATTERN,
+                        dask=self.read.dask,
+                    )
+                )
+            report_losses(traces.accounts, terminal, strict=self.read.strict)
+            yield traces
+
+
+def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict: bool) -> None:
+    """Print what was lost of traces; with `strict` it is an error."""
+    from penstock.trace.event_schema import refuse_damaged
+
+    for account in accounts:
+        for line in account.losses():
+            terminal.note(line)
+    if strict:
+        refuse_damaged(accounts)
+
+
+RANK_PATTERN_TEXT = "Regular expression whose first group is the rank in a file's name."
+_TIER = Parser("NAME=/PATH", str)
+_CLASS = Parser("NAME=REGEX", str)
+_PHASE = Parser("NAME=RULE", str)
+
+
+def _phases() -> tuple[str, ...]:
+    return repeated("--phase", _PHASE, "Assign events to a phase, e.g. flush=name~flush,cat=POSIX.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DimensionOptions:
+    """The dimensions that events are assigned to. Subclasses make options of those that a command uses."""
+
+    tiers: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    phases: tuple[str, ...] = ()
+
+    def dimensions(self) -> Dimensions:
+        """The dimensions of these options; without tiers, each mount point of this machine is one."""
+        from pathlib import Path
+
+        from penstock.trace.dimensions import (
+            DEFAULT_PHASES,
+            Dimensions,
+            parse_phase,
+            parse_tier,
+            tiers_of_mounts,
+        )
+
+        prefixes: dict[str, list[str]] = {}
+        for text in self.tiers:
+            name, prefix = parse_tier(text)
+            prefixes.setdefault(name, []).append(prefix)
+        if not prefixes:
+            mounts = Path("/proc/mounts")
+            prefixes = tiers_of_mounts(mounts.read_text(encoding="utf-8")) if mounts.exists() else {}
+        # The user's rules come first, because the first rule that matches an event decides.
+        rules = (*map(parse_phase, self.phases), *DEFAULT_PHASES)
+        return Dimensions(tiers=prefixes, file_classes=dict(map(_parse_class, self.classes)), phases=rules)
+
+
+def _parse_class(text: str) -> tuple[str, str]:
+    from penstock.trace.dimensions import check_pattern
+
+    name, equals, pattern = text.partition("=")
+    if not equals:
+        raise UsageError(f"{text!r} is not a class", fix="Write for example --class 'weights=^layer-'.")
+    return name, check_pattern(pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions(DimensionOptions):
+    """Storage tiers."""
+
+    tiers: tuple[str, ...] = repeated(
+        "--tier", _TIER, "Assign files below PATH to a storage tier (default: one for each mount point)."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseOptions(DimensionOptions):
+    """Phases of the program."""
+
+    phases: tuple[str, ...] = _phases()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileDimensionOptions(TierOptions):
+    """Storage tiers and classes of files."""
+
+    classes: tuple[str, ...] = repeated(
+        "--class", _CLASS, "Assign files whose names match a regular expression to a class."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierPhaseOptions(TierOptions):
+    """Storage tiers and phases."""
+
+    phases: tuple[str, ...] = _phases()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllDimensionOptions(FileDimensionOptions):
+    """Storage tiers, classes of files, and phases."""
+
+    phases: tuple[str, ...] = _phases()
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionOptions:
+    """The traces that a question is asked about, and the form of its answer."""
+
+    traces: TraceOptions = group(TraceOptions)
+    form: str = option(
+        "--format", choice("table", "csv", "markdown"), "Print the answer in this format.", default="table"
+    )
+
+    def ask(
+        self,
+        question: Callable[[EventsView], Sequence[Answer]],
+        dimensions: DimensionOptions,
+        terminal: Terminal,
+    ) -> None:
+        """Ask the traces and print the answers."""
+        from penstock.trace.questions.events_view import view_events
+
+        assigned = dimensions.dimensions()
+        with self.traces.open(terminal) as traces:
+            answers = question(view_events(traces.connection, traces.relation, assigned))
+            _print_answers(answers, self.form, terminal)
+
+
+def _print_answers(answers: Sequence[Answer], form: str, terminal: Terminal) -> None:
+    """Print answers: the first is the main one, whose rows a JSON document has at its top level."""
+    from penstock.trace.questions import answer as rendering
+
+    main, *others = answers
+    if terminal.as_json:
+        document: dict[str, Any] = rendering.document(main)
+        if others:
+            document["tables"] = {answer.name: rendering.document(answer) for answer in others}
+        print_json(document)
+    elif form == "table":
+        terminal.result({}, lambda console: _draw_answers(console, answers))
+    else:
+        write: Callable[[Answer], str] = rendering.as_csv if form == "csv" else rendering.as_markdown
+        sys.stdout.write("\n".join(map(write, answers)))
+
+
+def _draw_answers(console: Console, answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        draw_answer(console, answer)
+
+
+def draw_answer(console: Console, answer: Answer) -> None:
+    """Draw one answer as wide as it is: a number that is cut to fit a terminal is a wrong number."""
+    from rich.console import Console as WideConsole
+
+    from penstock.trace.questions import answer as rendering
+
+    rows = rendering.as_records(answer)
+    if len(rows) == 1 and len(answer.columns) > _MAX_COLUMNS:
+        rows = [{"what": what, "value": value} for what, value in rows[0].items()]
+    wide = WideConsole(file=console.file, width=_WIDE, highlight=False, soft_wrap=True, color_system=None)
+    table(answer.title, rows)(wide)
+    for note in answer.notes:
+        console.print(note, markup=False)
+
+
+def draw_findings(console: Console, comparison: ComparisonResult) -> None:
+    """Draw what stands out in a comparison of runs."""
+    for finding in comparison.findings:
+        console.print(f"{finding.code} {finding.title}", style="bold", markup=False)
+        for sentence in finding.says:
+            console.print(f"  {sentence}", markup=False)
+
+
+def comparison_document(comparison: ComparisonResult) -> dict[str, Any]:
+    """A comparison of runs as JSON."""
+    from penstock.trace.questions.answer import document
+
+    return {
+        "runs": list(comparison.runs),
+        "baseline": comparison.baseline,
+        "mismatches": document(comparison.mismatches),
+        "findings": [
+            {
+                "code": finding.code,
+                "weight": finding.weight.value,
+                "title": finding.title,
+                "runs": list(finding.runs),
+                "says": list(finding.says),
+                "evidence": document(finding.evidence),
+            }
+            for finding in comparison.findings
+        ],
+        "tables": {answer.name: document(answer) for answer in (*comparison.tables, *comparison.charts)},
+    }

@@ -1,0 +1,250 @@
+"""`penstock trace summary`, `ops`, `files`, ...: one question to traces each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.options import argument, group, option, verb
+from penstock.cli.parsers import TEXT, TIME, several, whole
+from penstock.cli.trace_options import (
+    AllDimensionOptions,
+    DimensionOptions,
+    FileDimensionOptions,
+    PhaseOptions,
+    QuestionOptions,
+    TierPhaseOptions,
+)
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.cli.terminal import Terminal
+
+_COLUMNS = several(TEXT)
+_BY_TEXT = "Group by these columns: rank, host, op, tier, ..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseQuestion:
+    """A question that assigns events to phases."""
+
+    question: QuestionOptions = group(QuestionOptions)
+    dimensions: PhaseOptions = group(PhaseOptions)
+
+
+@verb(PhaseQuestion)
+def summary(options: PhaseQuestion, terminal: Terminal) -> None:
+    """Summarize a trace: hosts, ranks, files and time; compute, I/O and their overlap; sizes by function.
+
+    Examples:
+
+      penstock trace summary traces/*.pfw.gz
+
+      penstock trace summary run.events --json
+    """
+    from penstock.trace.questions.summary import summary as ask
+
+    options.question.ask(ask, options.dimensions, terminal)
+
+
+@verb(PhaseQuestion)
+def ranks(options: PhaseQuestion, terminal: Terminal) -> None:
+    """Compare ranks: skew, and stragglers.
+
+    Examples:
+
+      penstock trace ranks run.events
+
+      penstock trace ranks run.events --where "op = 'write'" --json
+    """
+    from penstock.trace.questions.breakdowns import ranks as ask
+
+    options.question.ask(lambda events: [ask(events)], options.dimensions, terminal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpsQuestion:
+    """Options of `penstock trace ops`."""
+
+    question: QuestionOptions = group(QuestionOptions)
+    by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="tier,op", metavar="COLUMN,...")
+    dimensions: AllDimensionOptions = group(AllDimensionOptions)
+
+
+@verb(OpsQuestion)
+def ops(options: OpsQuestion, terminal: Terminal) -> None:
+    """List I/O operations by the time they took: calls, bytes, sum, union and concurrency.
+
+    Examples:
+
+      penstock trace ops run.events --tier ssd=/l/ssd --tier pfs=/p/lustre2
+
+      penstock trace ops run.events --by host,name --format csv
+    """
+    from penstock.trace.questions.breakdowns import ops as ask
+
+    options.question.ask(lambda events: [ask(events, by=options.by)], options.dimensions, terminal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilesQuestion:
+    """Options of `penstock trace files`."""
+
+    question: QuestionOptions = group(QuestionOptions)
+    by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="path", metavar="COLUMN,...")
+    top: int | None = option("--top", whole(1), "Show only the first N rows.")
+    dimensions: FileDimensionOptions = group(FileDimensionOptions)
+
+
+@verb(FilesQuestion)
+def files(options: FilesQuestion, terminal: Terminal) -> None:
+    """List files by the time spent on them.
+
+    Examples:
+
+      penstock trace files run.events --top 20
+
+      penstock trace files run.events --by path,op --where "path LIKE '%model%'" --json
+    """
+    from penstock.trace.questions.breakdowns import files as ask
+
+    options.question.ask(
+        lambda events: [ask(events, by=options.by, top=options.top)], options.dimensions, terminal
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassesQuestion:
+    """Options of `penstock trace classes`."""
+
+    question: QuestionOptions = group(QuestionOptions)
+    by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="file_class,op", metavar="COLUMN,...")
+    dimensions: FileDimensionOptions = group(FileDimensionOptions)
+
+
+@verb(ClassesQuestion)
+def classes(options: ClassesQuestion, terminal: Terminal) -> None:
+    """List classes of files by the time spent on them: names without digits, or the patterns of --class.
+
+    Examples:
+
+      penstock trace classes run.events
+
+      penstock trace classes run.events --class 'weights=^(layer|model)-' --by file_class,tier
+    """
+    from penstock.trace.questions.breakdowns import classes as ask
+
+    options.question.ask(lambda events: [ask(events, by=options.by)], options.dimensions, terminal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizesQuestion:
+    """Options of `penstock trace sizes`."""
+
+    question: QuestionOptions = group(QuestionOptions)
+    by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="op", metavar="COLUMN,...")
+    top: int = option("--top", whole(1), "Show the N most frequent sizes.", default="20")
+    dimensions: FileDimensionOptions = group(FileDimensionOptions)
+
+
+@verb(SizesQuestion)
+def sizes(options: SizesQuestion, terminal: Terminal) -> None:
+    """Describe transfer sizes: exact quantiles, and how often each size occurs.
+
+    Examples:
+
+      penstock trace sizes run.events
+
+      penstock trace sizes run.events --by tier,op --top 5 --json
+    """
+    from penstock.trace.questions.breakdowns import sizes as ask
+
+    options.question.ask(
+        lambda events: ask(events, by=options.by, top=options.top), options.dimensions, terminal
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileQuestion:
+    """Options of `penstock trace file`."""
+
+    path: str = argument("PATH", TEXT, "Path or name of a file in the traces.")
+    question: QuestionOptions = group(QuestionOptions)
+
+
+@verb(FileQuestion)
+def file(options: FileQuestion, terminal: Terminal) -> None:
+    """List the events of one file in order.
+
+    Examples:
+
+      penstock trace file model-1-600-0.pt run.events
+
+      penstock trace file /l/ssd/ckpt/model-1-600-0.pt traces/*.pfw.gz --json
+    """
+    from penstock.trace.questions.timeline import file_events
+
+    options.question.ask(lambda events: [file_events(events, options.path)], DimensionOptions(), terminal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineQuestion:
+    """Options of `penstock trace timeline`."""
+
+    question: QuestionOptions = group(QuestionOptions)
+    bucket_s: float | None = option(
+        "--bucket", TIME, "Length of a time bucket, e.g. 100ms (default: about 100 buckets)."
+    )
+    dimensions: TierPhaseOptions = group(TierPhaseOptions)
+
+
+@verb(TimelineQuestion)
+def timeline(options: TimelineQuestion, terminal: Terminal) -> None:
+    """Show bandwidth, operations and concurrency of each tier over time.
+
+    Examples:
+
+      penstock trace timeline run.events --tier ssd=/l/ssd
+
+      penstock trace timeline run.events --bucket 1s --format csv
+    """
+    from penstock.trace.questions.timeline import timeline as ask
+
+    bucket_us = None if options.bucket_s is None else round(options.bucket_s * 1e6)
+    if bucket_us is not None and bucket_us < 1:
+        raise UsageError(
+            "The bucket is shorter than a microsecond", where="--bucket", fix="Write for example 100ms."
+        )
+    options.question.ask(lambda events: [ask(events, bucket_us=bucket_us)], options.dimensions, terminal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlapQuestion:
+    """Options of `penstock trace overlap`."""
+
+    question: QuestionOptions = group(QuestionOptions)
+    by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="pid", metavar="COLUMN,...")
+    of: str = option(
+        "--of", TEXT, "Phase that counts as I/O; all: everything but compute.", default="io", metavar="PHASE"
+    )
+    dimensions: AllDimensionOptions = group(AllDimensionOptions)
+
+
+@verb(OverlapQuestion)
+def overlap(options: OverlapQuestion, terminal: Terminal) -> None:
+    """Measure how much I/O overlaps with other I/O and with computation, from intervals.
+
+    `union_us` is the time in which any I/O was running, `sum_us` adds all durations, `concurrency` is how
+    many operations ran at a time, and `overlap_us` is the time of I/O and computation at once.
+
+    Examples:
+
+      penstock trace overlap run.events --by rank
+
+      penstock trace overlap traces/*.pfw.gz --by pid,tid --json
+    """
+    from penstock.trace.questions.overlap import overlap as ask
+
+    options.question.ask(
+        lambda events: [ask(events, by=options.by, of=options.of)], options.dimensions, terminal
+    )

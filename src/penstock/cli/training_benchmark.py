@@ -1,0 +1,104 @@
+"""`penstock training run` and `sweep`: one measured run, and the search for the largest number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.cli.option_groups import DataOptions, WorkloadOptions
+from penstock.cli.options import arguments, group, option, required, verb
+from penstock.cli.parsers import FOLDER_URI, TEXT, whole
+from penstock.cli.preflight_gates import CLOSED_GATES
+from penstock.cli.rank_options import ranked
+from penstock.cli.run_reports import draw_training
+from penstock.cli.terminal import Terminal, table
+from penstock.cli.training_request import TrainingRunOptions, plan_training, run_training
+
+if TYPE_CHECKING:
+    from penstock.cluster.comm import Comm
+
+
+@ranked(TrainingRunOptions)
+def run(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> int:
+    r"""Run a training workload with emulated computation and report accelerator utilization (AU).
+
+    One rank is one accelerator. The data set is evicted from the page cache before each epoch.
+
+    Examples:
+
+      penstock training run unet3d --accelerator h100 --data direct:///data/unet3d --results runs --ranks 4
+
+      penstock training run retinanet_b200 --data s3://bucket/retinanet --results runs --threads 32 --json
+
+      penstock training run unet3d_b200 --data /data/unet3d --ranks 8 --closed --submission tree --system fast
+
+      penstock training run unet3d --accelerator h100 --data /data/unet3d --results runs \\
+        --set workflow.checkpoint=true --set checkpoint.steps_between_checkpoints=10 --checkpoints /data/saves
+    """
+    plan = plan_training(options, comm=comm, terminal=terminal)
+    if plan.is_stopped:
+        return CLOSED_GATES
+    result = run_training(plan, comm=comm, terminal=terminal)
+    terminal.result(result.document(), lambda console: draw_training(console, result))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """Options of `penstock training sweep`."""
+
+    workload: WorkloadOptions = group(WorkloadOptions)
+    run_words: tuple[str, ...] = arguments(
+        "[-- OPTIONS]", TEXT, "More options for each `penstock training run`.", is_required=False
+    )
+    data: DataOptions = group(DataOptions)
+    results: str = required(
+        "--results", FOLDER_URI, "Parent directory; a new directory is created for each run."
+    )
+    max_accelerators: int = required("--most", whole(1), "Largest number of accelerators to try.")
+    threads: int | None = option(
+        "--threads", whole(1), "Reads in flight on each rank (default: the workload's reader.read_threads)."
+    )
+
+
+@verb(SweepOptions)
+def sweep(options: SweepOptions, terminal: Terminal) -> int:
+    """Find the largest number of accelerators that the storage feeds: 1, 2, 4, ..., then in between.
+
+    Each attempt is a whole run with results of its own. Exits with 1 if not even one accelerator is fed.
+
+    Examples:
+
+      penstock training sweep unet3d --accelerator h100 --data /data/unet3d --results runs --most 16
+
+      penstock training sweep retinanet_b200 --data /data/r --results runs --most 64 -- --hosts a:32,b:32
+    """
+    from dataclasses import asdict
+
+    from penstock.workflows.sweep import run_command
+    from penstock.workflows.sweep import sweep as find_largest
+
+    found = find_largest(run_command(_run_words(options)), most=options.max_accelerators)
+    rows = [
+        {
+            "accelerators": str(attempt.accelerators),
+            "AU %": f"{attempt.au_compat:.2f}",
+            "samples/s": f"{attempt.samples_per_s:,.1f}",
+            "fed": "yes" if attempt.meets_threshold else "no",
+            "limit": attempt.bottleneck or "-",
+        }
+        for attempt in found.tries
+    ]
+    more = ", and perhaps more" if found.is_most else ""
+    terminal.result(asdict(found), table(f"{found.accelerators} accelerators are fed{more}", rows))
+    return 0 if found.accelerators else 1
+
+
+def _run_words(options: SweepOptions) -> list[str]:
+    workload, data = options.workload, options.data
+    words = [workload.name, "--data", data.uri, "--results", options.results]
+    words += ["--accelerator", workload.accelerator] if workload.accelerator else []
+    words += [word for setting in workload.settings for word in ("--set", setting)]
+    words += ["--threads", str(options.threads)] if options.threads else []
+    words += [word for name, value in data.storage.assignments for word in ("--option", f"{name}={value}")]
+    return [*words, *options.run_words]

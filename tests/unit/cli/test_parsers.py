@@ -1,0 +1,79 @@
+"""Parsers of option values: what they accept, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from penstock.bench.epoch_order import Division
+from penstock.bench.loader.sample_decoder import ContentCheck
+from penstock.cli import parsers
+from penstock.cli.preflight_gates import GATE
+from penstock.cluster.gates.gate_model import Gate
+from penstock.cluster.launcher_command import LauncherName
+from penstock.errors import UsageError
+
+
+def test_values_of_every_kind_are_parsed() -> None:
+    assert parsers.SIZE("2GiB") == 2 << 30
+    assert parsers.RATE("2GiB/s") == 2 << 30
+    assert parsers.TIME("2min") == 120
+    assert parsers.several(parsers.SIZE)("1MiB,8MiB") == (1 << 20, 8 << 20)
+    assert parsers.several(parsers.whole(0))("1, 8") == (1, 8)
+    assert parsers.ASSIGNMENT("b=x=y") == ("b", "x=y")
+    assert parsers.number(0, 1)("0.5") == 0.5
+    assert parsers.choice("a", "b")("b") == "b"
+    assert parsers.FOLDER("/data") == Path("/data")
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (parsers.SIZE, "4G"),
+        (parsers.several(parsers.SIZE), "1MiB,,2MiB"),
+        (parsers.several(parsers.whole(0)), "one"),
+        (parsers.several(parsers.whole(0)), "-1"),
+        (parsers.whole(1, 3), "4"),
+        (parsers.number(0, 1), "1.01"),
+        (parsers.number(), "much"),
+        (parsers.above_zero(parsers.RATE), "0GiB/s"),
+        (parsers.choice("a", "b"), "c"),
+        (parsers.ASSIGNMENT, "novalue"),
+        (parsers.ASSIGNMENT, "=x"),
+    ],
+)
+def test_a_bad_value_is_refused_with_a_fix(parser: Callable[[str], object], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parser(text)
+    assert caught.value.fix
+
+
+def test_bounds_count_as_allowed_values() -> None:
+    assert [parsers.whole(1, 3)(text) for text in ("1", "3")] == [1, 3]
+    assert [parsers.number(0, 1)(text) for text in ("0", "1")] == [0, 1]
+
+
+def test_words_of_choices_are_those_of_the_types_that_they_become() -> None:
+    assert parsers.DIVISION.choices == tuple(Division)
+    assert parsers.CONTENT_CHECK.choices == tuple(ContentCheck)
+    assert parsers.LAUNCHER.choices == get_args(LauncherName)
+    assert GATE.choices == tuple(Gate)
+    assert parsers.DIVISION("pad") is Division.PAD
+    assert parsers.CONTENT_CHECK("full") is ContentCheck.FULL
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("0.01", "1/100"), ("1%", "1/100"), ("1/3", "1/3"), ("1", "1"), ("2.5%", "1/40")]
+)
+def test_a_scale_is_taken_exactly_as_written(text: str, share: str) -> None:
+    assert parsers.SCALE(text) == Fraction(share)
+
+
+@pytest.mark.parametrize("text", ["0", "-0.1", "1.01", "101%", "x", "1/0", ""])
+def test_a_scale_outside_of_its_range_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"Choose a value|Write 0\.01"):
+        parsers.SCALE(text)
