@@ -19,7 +19,7 @@ from harness import Ratio, interleave
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.pipe.base import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.cluster.base_comm import SoloComm
 from penstock.progress import Silent
 from penstock.storage import open_storage

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from penstock.checkpoint.api import save
 from penstock.checkpoint.engine import LoadChoice
-from penstock.checkpoint.loading.load import Loader
-from penstock.checkpoint.members import meeting
-from penstock.checkpoint.opened import open_checkpoint
-from penstock.checkpoint.pipe.memory import WarmMemory
-from penstock.checkpoint.step_writer import save
+from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
+from penstock.checkpoint.loading.loader import Loader
+from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.state.process_group import meeting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

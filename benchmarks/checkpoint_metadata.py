@@ -17,12 +17,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from harness import Ratio, interleave
-from penstock.checkpoint.dcp.metadata import DcpMetadata, read_metadata
-from penstock.checkpoint.dcp.metadata_text import metadata_bytes
-from penstock.checkpoint.pieces import Boxes, Contents, StoredBoxes, TensorFacts, item_bytes_of
-from penstock.checkpoint.plan.loading import rank_load_plan, share_loading
-from penstock.checkpoint.plan.records import Held, LoadOptions, SaveOptions, SharedSavePlan
-from penstock.checkpoint.plan.saving import share_saving
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes, read_metadata
+from penstock.checkpoint.plan.load_plan import LoadOptions, rank_load_plan, share_loading
+from penstock.checkpoint.plan.save_plan import Held, SaveOptions, SharedSavePlan, share_saving
+from penstock.checkpoint.state.regions import Boxes, Contents, StoredBoxes, TensorFacts, item_bytes_of
 
 NUM_TENSORS = 1000
 ROWS, COLUMNS = 8192, 1024

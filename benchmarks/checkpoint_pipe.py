@@ -15,16 +15,19 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness import Ratio, interleave
-from penstock.checkpoint.pipe.base import Measurement, PipeSettings, PlannedObject
-from penstock.checkpoint.pipe.memory import WarmMemory
-from penstock.checkpoint.pipe.read import read_objects
-from penstock.checkpoint.pipe.write import write_objects
+from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, write_objects
+from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.environment import process_environment
 from penstock.storage import open_storage
 from penstock.storage.aligned import aligned_buffer
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.saving.measurement import Measurement
 
 FILE_BYTES = 512 << 20
 CHUNK_BYTES = 16 << 20

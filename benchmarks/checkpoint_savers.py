@@ -22,9 +22,9 @@ import xxhash
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
+from penstock.checkpoint.api import TorchEngine
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.pipe.memory import WarmMemory
-from penstock.checkpoint.torch_engine import TorchEngine
+from penstock.checkpoint.saving.buffers import WarmMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, Seal
-from penstock.checkpoint.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
-from penstock.checkpoint.staging.base import RankShare, SaveCancelled, ShareStats, WrittenFile
-from penstock.checkpoint.sums import sum_of
+from penstock.checkpoint.engine import RankShare, SaveCancelled, ShareStats, WrittenFile
+from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
 from penstock.errors import DataDamaged, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage.object_io import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import Stored
-    from penstock.checkpoint.engine import LoadChoice, SaveChoice, State
-    from penstock.checkpoint.members import Members
-    from penstock.checkpoint.staging.base import Urgency
+    from penstock.checkpoint.engine import LoadChoice, SaveChoice, State, Urgency
+    from penstock.checkpoint.state.process_group import Members
     from penstock.storage import Storage
 
 METADATA = b"known"

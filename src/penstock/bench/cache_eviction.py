@@ -18,7 +18,7 @@ from penstock.storage.residency import SupportsLocalPaths, evict_file
 
 if TYPE_CHECKING:
     from penstock.bench.training.training_files import TrainingFiles
-    from penstock.checkpoint.pipe.base import PlannedObject
+    from penstock.checkpoint.saving.pipeline import PlannedObject
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
 

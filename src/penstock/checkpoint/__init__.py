@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.extras import explained_imports
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.explaining import Explanation, explain
+    from penstock.checkpoint.api import Explanation, explain, load, save
     from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
-    from penstock.checkpoint.loading.load import LoadReport
+    from penstock.checkpoint.loading.loader import LoadReport
     from penstock.checkpoint.manager.graceful_stop import Halt
     from penstock.checkpoint.manager.inflight import SaveHandle, SaveReport
     from penstock.checkpoint.manager.manager import Manager
     from penstock.checkpoint.manager.save_policy import Daly, EverySeconds, EverySteps, Overhead
-    from penstock.checkpoint.step_reader import load
-    from penstock.checkpoint.step_writer import save
-    from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
-    from penstock.checkpoint.torch_dcp.planner import SavePlanner
+    from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
     from penstock.checkpoint.torch_dcp.reader import Reader
     from penstock.checkpoint.torch_dcp.writer import Writer
 
@@ -60,24 +57,24 @@ _PLACES: Final = MappingProxyType(
         "DoubleParity": "levels.options",
         "EverySeconds": "manager.save_policy",
         "EverySteps": "manager.save_policy",
-        "Explanation": "explaining",
+        "Explanation": "api",
         "Flush": "levels.options",
         "Halt": "manager.graceful_stop",
-        "LoadPlanner": "torch_dcp.load_planner",
-        "LoadReport": "loading.load",
+        "LoadPlanner": "torch_dcp.planners",
+        "LoadReport": "loading.loader",
         "Manager": "manager.manager",
         "Overhead": "manager.save_policy",
         "Partner": "levels.options",
         "Reader": "torch_dcp.reader",
         "SaveHandle": "manager.inflight",
-        "SavePlanner": "torch_dcp.planner",
+        "SavePlanner": "torch_dcp.planners",
         "SaveReport": "manager.inflight",
         "Single": "levels.options",
         "Writer": "torch_dcp.writer",
         "Xor": "levels.options",
-        "explain": "explaining",
-        "load": "step_reader",
-        "save": "step_writer",
+        "explain": "api",
+        "load": "api",
+        "save": "api",
     }
 )
 """Public name -> the module here that has it."""

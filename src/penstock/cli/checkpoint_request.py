@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-    from penstock.checkpoint.pipe.base import PipeSettings
+    from penstock.checkpoint.saving.pipeline import PipeSettings
     from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
     from penstock.workload.division_rules import SubmissionDivision
@@ -45,7 +45,7 @@ class PipelineOptions:
 
     def settings(self) -> PipeSettings:
         """The pipeline's settings."""
-        from penstock.checkpoint.pipe.base import PipeSettings
+        from penstock.checkpoint.saving.pipeline import PipeSettings
 
         return PipeSettings(
             streams=self.streams,

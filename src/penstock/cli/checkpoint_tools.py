@@ -13,10 +13,10 @@ from penstock.cli.terminal import Terminal, table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.checkpoint.compare import Compared, Comparison
-    from penstock.checkpoint.convert import Conversion
-    from penstock.checkpoint.inspection import Listed, Shown, ShownTensor
-    from penstock.checkpoint.verify import Verification
+    from penstock.checkpoint.tools.convert import Conversion
+    from penstock.checkpoint.tools.diff import Compared, Comparison
+    from penstock.checkpoint.tools.inspection import Listed, Shown, ShownTensor
+    from penstock.checkpoint.tools.verify import Verification
 
 DIFFERENT = 1
 DAMAGED = 1
@@ -45,7 +45,7 @@ def list_checkpoints(options: ListOptions, terminal: Terminal) -> None:
     """
     from dataclasses import asdict
 
-    from penstock.checkpoint import inspection
+    from penstock.checkpoint.tools import inspection
 
     checkpoints = inspection.list_checkpoints(options.path)
     for checkpoint in checkpoints:
@@ -97,7 +97,7 @@ def show(options: ShowOptions, terminal: Terminal) -> None:
     from dataclasses import asdict, replace
     from fnmatch import fnmatchcase
 
-    from penstock.checkpoint import inspection
+    from penstock.checkpoint.tools import inspection
 
     contents = inspection.show(options.path)
     selected = replace(
@@ -167,17 +167,17 @@ def diff(options: DiffOptions, terminal: Terminal) -> int:
     """
     from dataclasses import asdict
 
-    from penstock.checkpoint import compare
+    from penstock.checkpoint.tools import diff
 
     with terminal.progress() as progress:
-        comparison = compare.compare(options.first, options.second, only=options.only, progress=progress)
+        comparison = diff.compare(options.first, options.second, only=options.only, progress=progress)
     document = {**asdict(comparison), "are_same": comparison.are_same}
     terminal.result(document, lambda console: _draw_differences(console, comparison))
     return 0 if comparison.are_same else DIFFERENT
 
 
 def _draw_differences(console: Console, comparison: Comparison) -> None:
-    from penstock.checkpoint.compare import Outcome
+    from penstock.checkpoint.tools.diff import Outcome
 
     different = [part for part in comparison.parts if part.outcome is not Outcome.SAME]
     if different:
@@ -222,7 +222,7 @@ def verify(options: VerifyOptions, terminal: Terminal) -> int:
     """
     from dataclasses import asdict
 
-    from penstock.checkpoint import verify as verification
+    from penstock.checkpoint.tools import verify as verification
 
     started_s = time.monotonic()
     with terminal.progress() as progress:
@@ -291,8 +291,8 @@ def convert(options: ConvertOptions, terminal: Terminal) -> None:
     """
     from dataclasses import asdict
 
-    from penstock.checkpoint import convert as conversion
-    from penstock.checkpoint.opened import Format
+    from penstock.checkpoint.formats.checkpoint_source import Format
+    from penstock.checkpoint.tools import convert as conversion
 
     settings = conversion.ConvertOptions(
         only=options.only,

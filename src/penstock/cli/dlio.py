@@ -306,7 +306,7 @@ class _Stages:
     def _perform_checkpoints(self) -> CheckpointResult:
         from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
         from penstock.bench.model_state import LayoutRequest, plan_layout
-        from penstock.checkpoint.pipe.base import PipeSettings
+        from penstock.checkpoint.saving.pipeline import PipeSettings
         from penstock.cli.checkpoint_request import perform_run
         from penstock.workload.checkpoint_model import model_of_workload
 

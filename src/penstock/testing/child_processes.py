@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PRELOADED = (
     "penstock.checkpoint.manager",
-    "penstock.checkpoint.torch_engine",
+    "penstock.checkpoint.api",
     "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402 - torch may be missing
 
-from penstock.checkpoint.step_writer import save  # noqa: E402 - needs torch
+from penstock.checkpoint.api import save  # noqa: E402 - needs torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.compare import Outcome, compare
-from penstock.checkpoint.convert import ConvertOptions, convert
-from penstock.checkpoint.inspection import list_checkpoints
-from penstock.checkpoint.opened import Format, open_checkpoint
-from penstock.checkpoint.verify import verify
+from penstock.checkpoint.formats.checkpoint_source import Format, open_checkpoint
+from penstock.checkpoint.tools.convert import ConvertOptions, convert
+from penstock.checkpoint.tools.diff import Outcome, compare
+from penstock.checkpoint.tools.inspection import list_checkpoints
+from penstock.checkpoint.tools.verify import verify
 from penstock.cli import main
 from penstock.errors import DataDamaged, UsageError
 
@@ -272,7 +272,7 @@ def test_the_last_whole_checkpoint_of_a_run_is_only_removed_when_told(archive: P
 
 MEASURED = """
 import sys
-from penstock.checkpoint.convert import Format, convert
+from penstock.checkpoint.tools.convert import Format, convert
 def peak():
     return int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024
 before = peak()

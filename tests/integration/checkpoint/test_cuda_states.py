@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
-from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
-from penstock.checkpoint.torch_dcp.planner import SavePlanner
+from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.checkpoint.torch_dcp.writer import Writer
 

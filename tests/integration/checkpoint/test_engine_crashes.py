@@ -26,8 +26,8 @@ from tests.support.known_states import (
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import Steps
+from penstock.checkpoint.formats.manifest import ManifestFile, read_manifest
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.manifest import ManifestFile, read_manifest
 from penstock.errors import PenstockError
 from penstock.testing.crash import Program, count_calls, killed_at, sweep
 from penstock.testing.file_faults import CallLog, FailFileCall, NoSync, faulty_calls

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from tests.support.gloo_ranks import on_gloo_ranks
 
-from penstock.checkpoint.loading.vigil import INTERRUPTED
-from penstock.checkpoint.step_reader import load
-from penstock.checkpoint.step_writer import save
+from penstock.checkpoint.api import load, save
+from penstock.checkpoint.loading.heartbeat import INTERRUPTED
 from penstock.errors import PenstockError
 from penstock.progress import Silent
 

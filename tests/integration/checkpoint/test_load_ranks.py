@@ -22,13 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import penstock.checkpoint as pc
+from penstock.checkpoint.api import load, save
 from penstock.checkpoint.commit.catalog import find_stored
 from penstock.checkpoint.engine import LoadChoice
-from penstock.checkpoint.loading.load import Loader
-from penstock.checkpoint.members import meeting, own_members
-from penstock.checkpoint.step_reader import load
-from penstock.checkpoint.step_writer import save
-from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
+from penstock.checkpoint.loading.loader import Loader
+from penstock.checkpoint.state.process_group import meeting, own_members
+from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.testing.comm_contract import check_comm

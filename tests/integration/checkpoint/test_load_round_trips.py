@@ -20,14 +20,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
+from penstock.checkpoint.api import load, save
 from penstock.checkpoint.engine import LoadChoice
-from penstock.checkpoint.loading.load import Loader
-from penstock.checkpoint.loading.reading import ReadSettings
-from penstock.checkpoint.members import meeting
-from penstock.checkpoint.opened import open_checkpoint, open_folder
-from penstock.checkpoint.step_reader import load
-from penstock.checkpoint.step_writer import save
-from penstock.checkpoint.torch_dcp.load_planner import LoadPlanner
+from penstock.checkpoint.formats.checkpoint_source import open_checkpoint, open_folder
+from penstock.checkpoint.loading.loader import Loader
+from penstock.checkpoint.loading.reader import ReadSettings
+from penstock.checkpoint.state.process_group import meeting
+from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
 from penstock.storage.in_memory import MemoryStorage

@@ -14,9 +14,9 @@ from tests.support.bytes_engine import BytesEngine
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import Steps, step_dirname
+from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.manager.inflight import Meter, Stand
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.staging.base import SaveCancelled
 from penstock.errors import (
     AccessRefused,
     OutOfSpace,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from tests.support.gloo_ranks import on_gloo_ranks
 
+from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.user_files import writer_of
-from penstock.checkpoint.manifest import read_manifest
-from penstock.checkpoint.verify import verify
+from penstock.checkpoint.tools.verify import verify
 from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError
 
 

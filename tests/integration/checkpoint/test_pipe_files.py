@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.pipe.base import PipeSettings, PlannedObject
-from penstock.checkpoint.pipe.read import read_objects
-from penstock.checkpoint.pipe.write import write_objects
+from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, write_objects
+from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, StorageError
 from penstock.storage.files.access import BufferedAccess, DirectAccess

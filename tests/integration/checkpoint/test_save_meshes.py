@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from penstock.checkpoint.step_writer import save
-from penstock.checkpoint.torch_dcp.planner import SavePlanner
+from penstock.checkpoint.api import save
+from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 
 DTYPES = (

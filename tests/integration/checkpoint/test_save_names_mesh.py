@@ -9,9 +9,9 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from penstock.checkpoint.api import save
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME
-from penstock.checkpoint.manifest import read_manifest
-from penstock.checkpoint.step_writer import save
+from penstock.checkpoint.formats.manifest import read_manifest
 
 
 def save_on_a_mesh(_rank: int, path: Path) -> None:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from penstock.checkpoint.step_writer import save
-from penstock.checkpoint.torch_dcp.planner import SavePlanner
+from penstock.checkpoint.api import save
+from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import RankFailed
 

@@ -15,12 +15,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import penstock.checkpoint as pc
+from penstock.checkpoint.api import TorchEngine, save
+from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.manifest import read_manifest
-from penstock.checkpoint.step_writer import save
-from penstock.checkpoint.torch_dcp.planner import SavePlanner
+from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
-from penstock.checkpoint.torch_engine import TorchEngine
 from penstock.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

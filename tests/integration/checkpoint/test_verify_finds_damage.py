@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.checkpoint.verify import Verification, verify
+from penstock.checkpoint.tools.verify import Verification, verify
 from penstock.errors import ObjectNotFound
 
 torch = pytest.importorskip("torch")
@@ -23,10 +23,10 @@ from torch.distributed.checkpoint._extension import (  # noqa: E402 - torch may 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402
 
-from penstock.checkpoint.step_writer import save  # noqa: E402 - needs torch
+from penstock.checkpoint.api import save  # noqa: E402 - needs torch
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.damage import Damage
+    from penstock.checkpoint.tools.file_scan import Damage
     from penstock.progress import Progress
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.checkpoint.loading.extents import GAP_BYTES
-from penstock.checkpoint.loading.reading import ReadSettings
-from penstock.checkpoint.plan.records import LoadOptions, SaveOptions
+from penstock.checkpoint.loading.reader import GAP_BYTES, ReadSettings
+from penstock.checkpoint.plan.load_plan import LoadOptions
+from penstock.checkpoint.plan.save_plan import SaveOptions
 
 PAGE = (Path(__file__).parents[3] / "docs" / "checkpoint.md").read_text(encoding="utf-8")
 WORDS = " ".join(PAGE.split())

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.checkpoint.compare import differences, short_text
-from penstock.checkpoint.foreign.torch_pickle import Opaque
+from penstock.checkpoint.formats.restricted_pickle import Opaque
+from penstock.checkpoint.tools.diff import differences, short_text
 
 
 def view(array: Any) -> memoryview:

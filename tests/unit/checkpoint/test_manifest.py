@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.manifest import (
+from penstock.checkpoint.engine import WrittenFile
+from penstock.checkpoint.formats.checksums import SUM_BYTES, sum_of
+from penstock.checkpoint.formats.manifest import (
     Manifest,
     ManifestFile,
     manifest_bytes,
@@ -18,9 +20,7 @@ from penstock.checkpoint.manifest import (
     read_manifest,
     with_manifest,
 )
-from penstock.checkpoint.pieces import UNKNOWN, Boxes, Contents, StoredBoxes, StoredObject, TensorFacts
-from penstock.checkpoint.staging.base import WrittenFile
-from penstock.checkpoint.sums import SUM_BYTES, sum_of
+from penstock.checkpoint.state.regions import UNKNOWN, Boxes, Contents, StoredBoxes, StoredObject, TensorFacts
 from penstock.errors import DataDamaged, Unavailable
 
 METADATA = b"the metadata"

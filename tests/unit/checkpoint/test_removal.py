@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.checkpoint.inspection import Listed, State
+from penstock.checkpoint.tools.inspection import Listed, State
 from penstock.checkpoint.tools.remove import whole_beside
 
 

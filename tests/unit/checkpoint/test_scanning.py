@@ -10,7 +10,8 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.scanning import (
+from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.tools.file_scan import (
     CrcCheck,
     Refuted,
     Segment,
@@ -20,7 +21,6 @@ from penstock.checkpoint.scanning import (
     scan,
     stretches,
 )
-from penstock.checkpoint.sums import sum_of
 from penstock.progress import Silent
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import write_object

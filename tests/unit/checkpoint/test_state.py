@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.state import leaves_of
-from penstock.checkpoint.stateful import loading_into, opened
+from penstock.checkpoint.state.leaves import expand_stateful, leaves_of, loading_into
 from penstock.errors import UsageError
 
 
@@ -71,7 +70,7 @@ class Part:
 def test_parts_make_and_take_their_own_state() -> None:
     part = Part()
     state = {"part": part, "step": 1}
-    assert opened(state) == {"part": {"x": 1}, "step": 1}
+    assert expand_stateful(state) == {"part": {"x": 1}, "step": 1}
     with loading_into(state) as inner:
         inner["part"]["x"] = 5
         inner["step"] = 2

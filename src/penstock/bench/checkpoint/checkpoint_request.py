@@ -19,7 +19,7 @@ from penstock.workload.choices import CheckpointMode
 
 if TYPE_CHECKING:
     from penstock.bench.model_state import StateLayout
-    from penstock.checkpoint.pipe.base import PipeSettings
+    from penstock.checkpoint.saving.pipeline import PipeSettings
     from penstock.cluster.gates.preflight import PreflightResult
     from penstock.environment import Environment
     from penstock.results.host import FactsOf

@@ -18,8 +18,8 @@ from penstock.results.figures import mean_of
 if TYPE_CHECKING:
     from penstock.bench.cache_eviction import Coldness
     from penstock.bench.checkpoint.round_plan import Direction, Round
-    from penstock.checkpoint.pipe.base import StreamRecord, WrongByte
-    from penstock.checkpoint.pipe.ranks import PhaseFigures
+    from penstock.checkpoint.saving.measurement import StreamRecord, WrongByte
+    from penstock.checkpoint.saving.phase_figures import PhaseFigures
     from penstock.results.delivery import Delivery
     from penstock.storage.protocol import OptionValue
 

@@ -29,7 +29,7 @@ from penstock.bench.checkpoint.rounds import RoundWork, fitted
 from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.device_counters import Observer
 from penstock.bench.step_recorder import StepRecorder, read_clocks
-from penstock.checkpoint.pipe.memory import WarmMemory
+from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.results.counters import gather_counters
 from penstock.results.dlio.folder import HydraFacts, write_dlio_files

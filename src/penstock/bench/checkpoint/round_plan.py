@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from penstock.bench.model_state.state_layout import checkpoint_folder
-from penstock.checkpoint.pipe.base import PlannedObject
+from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Final
 from penstock.bench.cache_eviction import make_cold
 from penstock.bench.checkpoint.checkpoint_result import MOST_TOLD, RoundFigures
 from penstock.bench.checkpoint.round_plan import objects_of, reader_of
-from penstock.checkpoint.pipe.base import MIN_BUFFERS_PER_STREAM
-from penstock.checkpoint.pipe.ranks import common_origin_ns, figures_of
-from penstock.checkpoint.pipe.read import read_objects
-from penstock.checkpoint.pipe.write import write_objects
+from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM
+from penstock.checkpoint.saving.phase_figures import common_origin_ns, figures_of
+from penstock.checkpoint.saving.pipeline import write_objects
+from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from penstock.bench.checkpoint.round_plan import Round
     from penstock.bench.model_state import StateLayout
     from penstock.bench.step_recorder import StepRecorder
-    from penstock.checkpoint.pipe.base import Measurement, PipeSettings, PlannedObject
-    from penstock.checkpoint.pipe.memory import WarmMemory
+    from penstock.checkpoint.saving.buffers import WarmMemory
+    from penstock.checkpoint.saving.measurement import Measurement
+    from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
 

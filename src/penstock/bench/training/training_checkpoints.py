@@ -16,8 +16,8 @@ from penstock.bench.checkpoint.progress_board import Board, Onlookers, Watch
 from penstock.bench.checkpoint.round_plan import Round, objects_of
 from penstock.bench.checkpoint.rounds import RoundWork, fitted
 from penstock.bench.training.training_result import CheckpointsTaken
-from penstock.checkpoint.pipe.base import PipeSettings
-from penstock.checkpoint.pipe.memory import WarmMemory
+from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.dataset.content import Content
 from penstock.progress import Silent
 

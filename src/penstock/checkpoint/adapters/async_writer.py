@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, require_whole
-from penstock.checkpoint.plan.records import SaveOptions
-from penstock.checkpoint.staging.base import RankShare
-from penstock.checkpoint.staging.memory import StagingMemory
-from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
-from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
-from penstock.checkpoint.torch_dcp.rank_items import RankItems, seal_of
+from penstock.checkpoint.engine import RankShare
+from penstock.checkpoint.plan.save_plan import SaveOptions
+from penstock.checkpoint.saving.payloads import payload_of_bytes, payload_of_tensor
+from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pipe_settings
+from penstock.checkpoint.torch_dcp.writer import RankItems, seal_of
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.object_io import write_object
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
     from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.image import FileImage
+    from penstock.checkpoint.saving.file_layout import FileImage
 
 DEFAULT_STAGING_BYTES = 256 << 20
 TIMEOUT_S = 1800.0

@@ -15,8 +15,8 @@ import torch
 
 from penstock.checkpoint.adapters.tree import load_tree, save_tree, save_tree_in
 from penstock.checkpoint.commit.catalog import open_around, open_shelf
-from penstock.checkpoint.plan.records import SaveOptions
-from penstock.checkpoint.saving import DEFAULT_STAGING_BYTES, Saver
+from penstock.checkpoint.plan.save_plan import SaveOptions
+from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES, Saver
 from penstock.errors import ObjectNotFound, Unavailable, UsageError
 
 try:

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
-from penstock.checkpoint.stateful import opened
-from penstock.checkpoint.torch_dcp.planner import SavePlanner
+from penstock.checkpoint.state.leaves import expand_stateful
+from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.errors import Unavailable
 
 try:
@@ -51,7 +51,7 @@ def save_request(
     """
     writer = AsyncWriter(path, writers=writers, separation_hint=separation_hint, staging_bytes=staging_bytes)
     planned = save_state_dict_async_plan(
-        opened(state), writer, process_group, planner=planner or SavePlanner()
+        expand_stateful(state), writer, process_group, planner=planner or SavePlanner()
     )
     function, preload, arguments = writer.get_save_function_and_args()
     finish = partial(save_state_dict_async_finalize, *planned)

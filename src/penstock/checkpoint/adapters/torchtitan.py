@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from penstock.checkpoint.api import load
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.step_reader import load
 from penstock.errors import Unavailable
 
 try:

@@ -19,10 +19,10 @@ import torch
 from penstock.checkpoint.commit.catalog import open_around
 from penstock.checkpoint.commit.transaction import Target, complete
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
-from penstock.checkpoint.loading.load import Loader
-from penstock.checkpoint.members import Members
-from penstock.checkpoint.opened import open_checkpoint
-from penstock.checkpoint.tensors import is_tensor
+from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
+from penstock.checkpoint.loading.loader import Loader
+from penstock.checkpoint.state.process_group import Members
+from penstock.checkpoint.state.tensors import is_tensor
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import DataDamaged, UsageError
 
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor, Future
 
     from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.opened import Opened
-    from penstock.checkpoint.saving import Saver
+    from penstock.checkpoint.formats.checkpoint_source import Opened
+    from penstock.checkpoint.saving.saver import Saver
 
 TREE_NAME: Final = "penstock.tree"
 TIMEOUT_S: Final = 1800.0

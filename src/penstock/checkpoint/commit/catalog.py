@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.manifest import read_manifest
-from penstock.checkpoint.sums import sum_of
+from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.errors import StorageError, UsageError
 from penstock.storage.object_io import read_object, write_object
 from penstock.storage.registry import open_here

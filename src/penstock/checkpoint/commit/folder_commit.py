@@ -29,7 +29,7 @@ from penstock.checkpoint.commit.protocol import (
     lease_text,
     require_whole,
 )
-from penstock.checkpoint.manifest import read_manifest
+from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError, Unavailable, UsageError
 from penstock.storage.files.file_sink import is_unfinished
 from penstock.storage.object_io import exists, read_object, write_object

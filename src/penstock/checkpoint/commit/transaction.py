@@ -29,7 +29,7 @@ from penstock.storage.capabilities import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from penstock.checkpoint.staging.base import PreparedSave, RankShare, ShareStats, StagedSave, Urgency
+    from penstock.checkpoint.engine import PreparedSave, RankShare, ShareStats, StagedSave, Urgency
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Storage

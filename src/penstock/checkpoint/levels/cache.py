@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.checkpoint.commit.catalog import Stored
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
+from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
 from penstock.checkpoint.levels.node_cache import NodeCache, folders_of
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
 from penstock.checkpoint.levels.redundancy.parity_layout import choose_groups, layout_for
 from penstock.checkpoint.levels.redundancy.recoverability import Assessment, assess
 from penstock.checkpoint.levels.redundancy.redundancy_record import GroupRecord, HeldFile, Member
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES, KeyOf, Protector
-from penstock.checkpoint.loading.opening import DescribedStorage
 from penstock.cluster.collectives import all_gather_results
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.process_id import current_process
@@ -35,7 +35,7 @@ from penstock.storage.uri import parse_uri
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from penstock.checkpoint.staging.base import PreparedSave, RankShare, ShareStats, StagedSave
+    from penstock.checkpoint.engine import PreparedSave, RankShare, ShareStats, StagedSave
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Storage

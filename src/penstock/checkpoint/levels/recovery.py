@@ -16,13 +16,13 @@ import numpy as np
 from penstock.checkpoint.commit.catalog import parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.transaction import begin
+from penstock.checkpoint.engine import RankShare, ShareStats, WrittenFile
+from penstock.checkpoint.formats.checksums import sum_of, sum_of_object
+from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.levels.flush.file_copy import Copy, Pace, copy_files
 from penstock.checkpoint.levels.redundancy.recoverability import home_of
 from penstock.checkpoint.manager.user_files import writer_of
-from penstock.checkpoint.manifest import read_manifest
-from penstock.checkpoint.staging.base import RankShare, ShareStats, WrittenFile
-from penstock.checkpoint.sums import sum_of, sum_of_object
-from penstock.checkpoint.verify import damage_in_files
+from penstock.checkpoint.tools.verify import damage_in_files
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import DataDamaged, RankFailed, StorageError
 from penstock.storage.capabilities import prefer_direct_access
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.commit.catalog import Steps, Stored
     from penstock.checkpoint.commit.transaction import Place
+    from penstock.checkpoint.engine import Urgency
+    from penstock.checkpoint.formats.manifest import Manifest, ManifestFile
     from penstock.checkpoint.levels.cache import CacheLevel
     from penstock.checkpoint.levels.redundancy.recoverability import Assessment
-    from penstock.checkpoint.manifest import Manifest, ManifestFile
-    from penstock.checkpoint.staging.base import Urgency
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Storage

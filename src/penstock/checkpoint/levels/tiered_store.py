@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.commit.catalog import Stored
     from penstock.checkpoint.commit.protocol import Draft
+    from penstock.checkpoint.engine import PreparedSave, ShareStats, StagedSave
     from penstock.checkpoint.levels.flush.flusher import Flusher
     from penstock.checkpoint.levels.options import Flush, Scheme
     from penstock.checkpoint.levels.redundancy.recoverability import Assessment
     from penstock.checkpoint.manager.step_store import Slot
-    from penstock.checkpoint.members import Members
-    from penstock.checkpoint.staging.base import PreparedSave, ShareStats, StagedSave
+    from penstock.checkpoint.state.process_group import Members
     from penstock.progress import Progress
     from penstock.storage import Storage
 

@@ -1,1 +1,1 @@
-"""Loading a checkpoint into the memory of a state: open -> select -> plan -> read -> exchange -> land."""
+"""Loading: from the files of a checkpoint back into the tensors of a state. Start with `loader`."""

@@ -13,7 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.staging.base import SaveCancelled
+from penstock.checkpoint.engine import SaveCancelled
 from penstock.cluster.collectives import format_cause
 from penstock.errors import PenstockError, RankFailed, UsageError, WaitTimeout
 from penstock.progress import Silent
@@ -22,7 +22,7 @@ from penstock.units import format_bytes, format_rate
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from penstock.checkpoint.staging.base import ShareStats, StagedSave
+    from penstock.checkpoint.engine import ShareStats, StagedSave
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
 

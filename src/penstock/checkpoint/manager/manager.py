@@ -36,7 +36,7 @@ from penstock.checkpoint.manager.step_store import (
     try_step,
 )
 from penstock.checkpoint.manager.user_files import Output, Restart, next_restart, require_state, set_name
-from penstock.checkpoint.members import own_members
+from penstock.checkpoint.state.process_group import own_members
 from penstock.errors import RankError, UsageError
 from penstock.storage.registry import open_here
 
@@ -45,10 +45,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.engine import Engine, Names, State
+    from penstock.checkpoint.engine import Engine, Names, PreparedSave, StagedSave, State, Urgency
     from penstock.checkpoint.manager.save_policy import Policy
     from penstock.checkpoint.manager.step_store import Find, Keeper
-    from penstock.checkpoint.staging.base import PreparedSave, StagedSave, Urgency
     from penstock.progress import Progress
     from penstock.storage import Storage
 
@@ -367,9 +366,9 @@ def _opened(place: AnyPath | Storage, rank: int) -> Storage:
 
 
 def _torch_engine(writers: int, separation_hint: str | None, staging_bytes: int | None) -> Engine:
-    from penstock.checkpoint.plan.records import SaveOptions  # noqa: PLC0415 - loads numpy
-    from penstock.checkpoint.saving import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
-    from penstock.checkpoint.torch_engine import TorchEngine  # noqa: PLC0415 - likewise
+    from penstock.checkpoint.api import TorchEngine  # noqa: PLC0415 - likewise
+    from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
+    from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
 
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
     return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES)

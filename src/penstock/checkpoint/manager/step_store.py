@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.commit.catalog import Stored
     from penstock.checkpoint.commit.transaction import Place
-    from penstock.checkpoint.staging.base import PreparedSave, ShareStats, StagedSave
+    from penstock.checkpoint.engine import PreparedSave, ShareStats, StagedSave
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
 

@@ -22,15 +22,14 @@ import numpy as np
 from penstock import __version__
 from penstock.checkpoint.commit.catalog import local_path, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.dcp.metadata import DcpMetadata
-from penstock.checkpoint.dcp.metadata_text import metadata_bytes
+from penstock.checkpoint.engine import RankShare, ShareStats, WrittenFile
+from penstock.checkpoint.formats.checksums import sum_of, sum_of_object
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
+from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
 from penstock.checkpoint.levels.redundancy.recoverability import home_of
 from penstock.checkpoint.manager.step_store import Search, none_restorable, try_step
-from penstock.checkpoint.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
-from penstock.checkpoint.pieces import Boxes, Contents, StoredBoxes
-from penstock.checkpoint.staging.base import RankShare, ShareStats, WrittenFile
-from penstock.checkpoint.sums import sum_of, sum_of_object
-from penstock.checkpoint.verify import damage_in_files
+from penstock.checkpoint.state.regions import Boxes, Contents, StoredBoxes
+from penstock.checkpoint.tools.verify import damage_in_files
 from penstock.cluster.collectives import format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.progress import Silent
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from penstock.checkpoint.commit.catalog import Stored
+    from penstock.checkpoint.engine import Urgency
     from penstock.checkpoint.manager.step_store import Find, Slot
-    from penstock.checkpoint.staging.base import Urgency
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Storage

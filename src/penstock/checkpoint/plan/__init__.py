@@ -1,1 +1,1 @@
-"""Who saves and who loads which bytes: pure functions from columns to columns."""
+"""Which rank writes and which rank reads which bytes: pure functions over numpy columns."""

@@ -1,1 +1,1 @@
-"""What people do with checkpoints that exist: look at them, verify, compare, convert and remove them."""
+"""Tools for stored checkpoints: list, show, verify, compare, convert."""

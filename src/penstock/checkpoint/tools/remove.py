@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf, split_path
-from penstock.checkpoint.inspection import Listed, State, list_all
-from penstock.checkpoint.opened import uri_of
-from penstock.checkpoint.verify import verify
+from penstock.checkpoint.formats.checkpoint_source import uri_of
+from penstock.checkpoint.tools.inspection import Listed, State, list_all
+from penstock.checkpoint.tools.verify import verify
 from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
 

@@ -1,1 +1,1 @@
-"""torch's own interfaces of distributed checkpoints, carried out by the engine: `dcp.save` and `dcp.load`."""
+"""The engine behind torch's own `dcp.save` and `dcp.load`: storage writer, storage reader and planners."""

@@ -1,7 +1,7 @@
-"""Reading for torch's own `dcp.load`: the engine's plan, threads and exchange behind torch's interface.
+"""Storage reader for torch's `dcp.load`: the engine's plan, threads and exchange behind torch's interface.
 
-`Reader` works with any of torch's planners. Invariant: no code out of a checkpoint runs without `trust`, and
-each byte that several ranks want is read from storage by one of them.
+`Reader` works with any planner. Invariant: no code of a checkpoint runs without `trust`, and bytes that
+several ranks want are read from storage by one of them.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from penstock.checkpoint.dcp.metadata import DcpMetadata
-from penstock.checkpoint.dcp.metadata_text import metadata_bytes
-from penstock.checkpoint.loading.gloo import GlooLines
-from penstock.checkpoint.loading.landing import Target, wait_for_devices
-from penstock.checkpoint.loading.load import item_contents, item_targets, unpack
-from penstock.checkpoint.loading.locating import located, unlocated_rows
-from penstock.checkpoint.loading.moving import Means, move
-from penstock.checkpoint.loading.reading import Buffers, ReadSettings
-from penstock.checkpoint.loading.rechecking import recheck
-from penstock.checkpoint.loading.vigil import side_by_side
-from penstock.checkpoint.loading.wishes import as_lines, check_whole, wishes_for, with_payloads
-from penstock.checkpoint.members import members_of_ranks
-from penstock.checkpoint.opened import Opened, open_checkpoint
-from penstock.checkpoint.pieces import Boxes, Ints, item_bytes_of
-from penstock.checkpoint.plan.loading import rank_load_plan, share_loading
-from penstock.checkpoint.plan.records import LoadOptions
-from penstock.checkpoint.plan.records import LoadPlan as SharedPlan
-from penstock.checkpoint.step_reader import DEFAULT_TIMEOUT_S
+from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
+from penstock.checkpoint.formats.checkpoint_source import Opened, open_checkpoint
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
+from penstock.checkpoint.loading.execute import Means, move, recheck
+from penstock.checkpoint.loading.heartbeat import side_by_side
+from penstock.checkpoint.loading.loader import item_contents, item_targets, unpack
+from penstock.checkpoint.loading.placement import Target, wait_for_devices
+from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings
+from penstock.checkpoint.loading.requests import (
+    as_lines,
+    check_whole,
+    located,
+    unlocated_rows,
+    wishes_for,
+    with_payloads,
+)
+from penstock.checkpoint.loading.transport import GlooLines
+from penstock.checkpoint.plan.load_plan import LoadOptions, rank_load_plan, share_loading
+from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
+from penstock.checkpoint.state.process_group import members_of_ranks
+from penstock.checkpoint.state.regions import Boxes, Ints, item_bytes_of
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import UsageError
 from penstock.progress import Silent
@@ -46,9 +49,9 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
     from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.loading.vigil import Stopping
-    from penstock.checkpoint.loading.wishes import Lines, Wishes
-    from penstock.checkpoint.pieces import Contents
+    from penstock.checkpoint.loading.heartbeat import Stopping
+    from penstock.checkpoint.loading.requests import ByteItemIndex, Wishes
+    from penstock.checkpoint.state.regions import Contents
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +84,7 @@ class Reader(StorageReader):
         self.checkpoint_id: AnyPath = path
         self._trust = trust
         self._converts = convert_dtypes
-        self._buffers = Buffers(ReadSettings())
+        self._buffers = ReadBuffers(ReadSettings())
         self._options = LoadOptions()
         self._opened: Opened | None = None
 
@@ -198,7 +201,7 @@ class Reader(StorageReader):
         assert self._opened is not None, "torch calls read_metadata first"
         return self._opened
 
-    def _target(self, memory: torch.Tensor, boxes: Boxes, row: int, lines: Lines) -> Target:
+    def _target(self, memory: torch.Tensor, boxes: Boxes, row: int, lines: ByteItemIndex) -> Target:
         facts = lines.tensors[int(boxes.tensor[row])]
         if str(memory.dtype) != f"torch.{facts.dtype}" and not self._converts:
             raise UsageError(
@@ -212,7 +215,7 @@ class Reader(StorageReader):
         opened: Opened,
         planner: LoadPlanner,
         items: list[ReadItem],
-        come: tuple[Lines, Wishes, list[Target]],
+        come: tuple[ByteItemIndex, Wishes, list[Target]],
         values: dict[str, Any],
     ) -> None:
         lines, wishes, targets = come
@@ -231,14 +234,14 @@ class Reader(StorageReader):
 
 
 def _moved(
-    plan: SharedPlan, lines: Lines, into: tuple[Boxes, list[Target]], means: Means, stopping: Stopping
+    plan: SharedPlan, lines: ByteItemIndex, into: tuple[Boxes, list[Target]], means: Means, stopping: Stopping
 ) -> None:
     wanted, targets = into
     move(plan, lines, targets, means, stopping)
     recheck(plan, lines, wanted, targets, means)
 
 
-def _wishes_again(asked: _Asked, contents: Contents, lines: Lines) -> Wishes:
+def _wishes_again(asked: _Asked, contents: Contents, lines: ByteItemIndex) -> Wishes:
     """The wishes of a rank as the coordinator saw them; the names only count the pieces."""
     names = tuple(("", row) for row in range(len(asked.boxes)))
     return wishes_for(asked.boxes, names, asked.objects, contents, lines)

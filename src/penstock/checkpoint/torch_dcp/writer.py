@@ -1,44 +1,176 @@
-"""Writing for torch's own `dcp.save`: direct I/O, sums, and one commit at the end.
+"""Storage writer for torch's `dcp.save`: direct I/O, checksums, and one commit at the end.
 
-`Writer` fills torch's interface from the engine's parts. Invariant: nothing is visible at the path before
-`finish`, which the coordinator calls when all ranks have written all they were told to.
+Invariant: every item of torch's plan lies in one file and gets one result, and nothing is visible at the path
+before `finish`, which the coordinator calls when all ranks have written.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.metadata import StorageMeta
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from penstock.checkpoint.commit.catalog import open_around
+from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.commit.transaction import Place, begin
-from penstock.checkpoint.dcp.transforms import require_known
-from penstock.checkpoint.plan.records import SaveOptions
-from penstock.checkpoint.saving import WAITING_BUFFER_BYTES
-from penstock.checkpoint.staging.memory import StagingMemory
-from penstock.checkpoint.staging.packing import pack_file
-from penstock.checkpoint.staging.payloads import payload_of_bytes, payload_of_tensor
-from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
-from penstock.checkpoint.torch_dcp.rank_items import RankItems, seal_of
+from penstock.checkpoint.engine import RankShare, WrittenFile
+from penstock.checkpoint.formats.dcp_metadata import read_metadata
+from penstock.checkpoint.formats.manifest import manifest_bytes, manifest_of
+from penstock.checkpoint.formats.objects import require_known
+from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, SharedSavePlan, rank_plans
+from penstock.checkpoint.saving.file_layout import FileImage, lay_out, pack_file
+from penstock.checkpoint.saving.payloads import payload_of_bytes, payload_of_tensor
+from penstock.checkpoint.saving.saver import WAITING_BUFFER_BYTES
+from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pipe_settings
+from penstock.checkpoint.state.regions import Boxes, TensorFacts
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import UsageError
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.planner import SavePlan
 
     from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.commit.protocol import Draft
-    from penstock.checkpoint.staging.payloads import Payload
+    from penstock.checkpoint.saving.payloads import Payload
+
+
+SHARE_NAME = "penstock.share"
+"""One result of each rank has this name and says what its files are; torch passes it on to `finish`."""
+
+
+class RankItems:
+    """The items of one rank, dealt to its files."""
+
+    def __init__(
+        self, items: Sequence[WriteItem], planner: SavePlanner, rank: int, options: SaveOptions
+    ) -> None:
+        self.rank = rank
+        self._objects = {
+            item.index.fqn: _object_bytes(planner.resolve_data(item))
+            for item in items
+            if item.type is WriteItemType.BYTE_IO
+        }
+        tensors = [item for item in items if item.type is not WriteItemType.BYTE_IO]
+        self._items = {(item.index.fqn, _box_of(item)[0]): item for item in tensors}
+        facts = {item.index.fqn: _facts_of(item) for item in tensors}
+        numbers = {name: number for number, name in enumerate(facts)}
+        boxes = Boxes.from_rows([(numbers[item.index.fqn], *_box_of(item)) for item in tensors])
+        shared = SharedSavePlan(
+            tensors=tuple(facts.values()),
+            boxes=boxes,
+            rank=torch.full((len(boxes),), rank, dtype=torch.int64).numpy(),
+            num_ranks=rank + 1,
+        )
+        objects = [
+            PlacedObject(name=name, stored_name=name, size_bytes=len(content))
+            for name, content in self._objects.items()
+        ]
+        self._plan = rank_plans(shared, [*([()] * rank), objects], options, only=rank)[0]
+        self._planner = planner
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all tensors."""
+        return self._plan.num_bytes
+
+    def images(self) -> tuple[FileImage, ...]:
+        """The files, laid out; none where there is nothing to write."""
+        return tuple(lay_out(bucket, self._plan.tensors) for bucket in self._plan.buckets)
+
+    def contents(
+        self,
+        of_object: Callable[[bytes], Any],
+        of_tensor: Callable[[torch.Tensor, torch.dtype], Any],
+    ) -> dict[str, list[Any]]:
+        """By file, in order, what is made of each item: of a tensor with the dtype that the plan stores."""
+        made: dict[str, list[Any]] = {}
+        for bucket in self._plan.buckets:
+            made[bucket.file] = [of_object(self._objects[each.name]) for each in bucket.objects]
+            for item in self._boxes_of(bucket.boxes):
+                memory = self._planner.resolve_data(item)
+                assert isinstance(memory, torch.Tensor), "torch's planners resolve tensors to tensors"
+                assert item.tensor_data is not None, "it is a tensor's item"
+                made[bucket.file].append(of_tensor(memory.detach(), item.tensor_data.properties.dtype))
+        return made
+
+    def results(self, share: RankShare, transforms: Sequence[str] = ()) -> list[WriteResult]:
+        """One result for each item, and the share itself."""
+        results: list[WriteResult] = []
+        for bucket, file in zip(self._plan.buckets, share.files, strict=True):
+            indices = [MetadataIndex(each.name) for each in bucket.objects]
+            indices += [item.index for item in self._boxes_of(bucket.boxes)]
+            results += [_result(index, file, row, transforms) for row, index in enumerate(indices)]
+        return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
+
+    def _boxes_of(self, boxes: Boxes) -> list[WriteItem]:
+        names = [self._plan.tensors[number] for number in boxes.tensor.tolist()]
+        return [
+            self._items[facts.name, boxes.box(row, len(facts.shape))[0]] for row, facts in enumerate(names)
+        ]
+
+
+def seal_of(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta, *, save_id: str
+) -> Seal:
+    """From what all ranks report: the planner's metadata as torch packs it, and our manifest beside it."""
+    each = [result for of_rank in results for result in of_rank]
+    shares = [result.storage_data for result in each if isinstance(result.storage_data, RankShare)]
+    metadata.storage_data = {
+        result.index: result.storage_data for result in each if not isinstance(result.storage_data, RankShare)
+    }
+    metadata.storage_meta = meta
+    # Written, never read: torch's readers expect this very form.
+    content = pickle.dumps(metadata)
+    files = [file for share in shares for file in share.files]
+    manifest = manifest_of(
+        read_metadata(content, "this save's metadata").contents,
+        files,
+        content,
+        save_id=save_id,
+        world_size=len(results),
+    )
+    sizes = {file.name: file.size_bytes for file in files}
+    return Seal(manifest=manifest_bytes(manifest), metadata=content, sizes=sizes)
+
+
+def _object_bytes(resolved: Any) -> bytes:
+    return bytes(resolved.getbuffer())
+
+
+def _box_of(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    assert item.tensor_data is not None, "it is a tensor's item"
+    chunk = item.tensor_data.chunk
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def _facts_of(item: WriteItem) -> TensorFacts:
+    assert item.tensor_data is not None, "it is a tensor's item"
+    dtype = item.tensor_data.properties.dtype
+    name = str(dtype).removeprefix("torch.")
+    return TensorFacts(item.index.fqn, name, tuple(item.tensor_data.size), dtype.itemsize)
+
+
+def _result(index: MetadataIndex, file: WrittenFile, row: int, transforms: Sequence[str]) -> WriteResult:
+    offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
+    info = _StorageInfo(file.name, offset, size)
+    if transforms:
+        # Versions of torch without this field read what is not transformed.
+        info = _StorageInfo(file.name, offset, size, transform_descriptors=list(transforms))
+    return WriteResult(index, size, info)
+
 
 MEMORY_TIMEOUT_S = 60.0
 

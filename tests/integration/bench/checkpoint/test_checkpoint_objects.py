@@ -17,7 +17,7 @@ from tests.support.s3.server import BUCKET
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.pipe.base import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.progress import Silent

@@ -19,7 +19,7 @@ from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.pipe.base import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
-from penstock.checkpoint.verify import verify
+from penstock.checkpoint.tools.verify import verify
 from penstock.errors import StorageError
 
 

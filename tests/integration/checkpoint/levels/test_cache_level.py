@@ -18,7 +18,7 @@ from tests.support.bytes_engine import BytesEngine
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels.cache import Cached, CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
-from penstock.checkpoint.members import Members
+from penstock.checkpoint.state.process_group import Members
 from penstock.errors import PenstockError, RankFailed, UsageError
 from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks

@@ -22,7 +22,7 @@ from penstock.checkpoint.levels.flush.daemon_flusher import states_of
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.checkpoint.levels.flush.journal import JournalReader, Standing, parse
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.verify import verify
+from penstock.checkpoint.tools.verify import verify
 from penstock.errors import OutOfSpace
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.registry import open_here

@@ -21,7 +21,7 @@ from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.checkpoint.levels.flush.journal import parse
 from penstock.checkpoint.levels.options import Flush
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.verify import verify
+from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError
 from penstock.storage.registry import open_here
 from penstock.testing.child_processes import exit_code_of

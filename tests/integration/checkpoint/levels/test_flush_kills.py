@@ -21,7 +21,7 @@ from tests.support.gloo_ranks import as_rank, on_gloo_ranks
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.checkpoint.levels.options import Flush, Partner
 from penstock.checkpoint.manager.manager import Manager
-from penstock.checkpoint.verify import verify
+from penstock.checkpoint.tools.verify import verify
 from penstock.testing.child_processes import Located, clean_context, ending
 
 HOSTS = 2

@@ -15,7 +15,7 @@ from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.options import Single, Xor
 from penstock.checkpoint.levels.tiered_store import LeveledKeeper
 from penstock.checkpoint.manager.step_store import DurableKeeper, Find
-from penstock.checkpoint.members import Members
+from penstock.checkpoint.state.process_group import Members
 from penstock.errors import PenstockError
 from penstock.progress import Silent
 from penstock.storage import open_storage

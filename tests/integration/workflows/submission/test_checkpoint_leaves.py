@@ -14,7 +14,7 @@ import yaml
 
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.pipe.base import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.storage import open_storage

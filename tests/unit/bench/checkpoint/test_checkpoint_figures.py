@@ -15,8 +15,8 @@ from penstock.bench.checkpoint.checkpoint_result import (
     plain_counters,
 )
 from penstock.bench.checkpoint.round_plan import Direction, Round
-from penstock.checkpoint.pipe.base import StreamRecord
-from penstock.checkpoint.pipe.ranks import PhaseFigures
+from penstock.checkpoint.saving.measurement import StreamRecord
+from penstock.checkpoint.saving.phase_figures import PhaseFigures
 from penstock.storage import Counters
 
 GIB = 2**30

@@ -21,7 +21,7 @@ from penstock.bench.checkpoint.round_plan import (
 )
 from penstock.bench.checkpoint.rounds import StateContent
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.pipe.base import PlannedObject
+from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.errors import UsageError
 from penstock.workload.checkpoint_model import load_model
 

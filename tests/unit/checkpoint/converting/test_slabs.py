@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.converting.slabs import Elements, Slab, slab_bytes, slabs
-from penstock.checkpoint.converting.to_safetensors import header_bytes, plan_shards
-from penstock.checkpoint.dcp.envelope import envelope, item_start
-from penstock.checkpoint.dcp.metadata import DcpMetadata
-from penstock.checkpoint.dcp.metadata_text import metadata_bytes
-from penstock.checkpoint.opened import open_checkpoint
-from penstock.checkpoint.pieces import UNKNOWN, Boxes, Contents, StoredBoxes, TensorFacts
+from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
+from penstock.checkpoint.formats.dcp_item import envelope, item_start
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
+from penstock.checkpoint.state.regions import UNKNOWN, Boxes, Contents, StoredBoxes, TensorFacts
+from penstock.checkpoint.tools.convert import header_bytes, plan_shards
+from penstock.checkpoint.tools.tensor_slabs import Elements, Slab, slab_bytes, slabs
 from penstock.errors import DataDamaged
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)

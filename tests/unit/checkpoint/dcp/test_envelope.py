@@ -14,9 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.dcp.archive import Record, directory
-from penstock.checkpoint.dcp.envelope import PAYLOAD_ALIGNMENT, Envelope, envelope, item_start, tensor_pickle
-from penstock.checkpoint.dtypes import ELEMENT_TYPES, element_type
+from penstock.checkpoint.formats.dcp_item import (
+    PAYLOAD_ALIGNMENT,
+    Envelope,
+    Record,
+    directory,
+    envelope,
+    item_start,
+    tensor_pickle,
+)
+from penstock.checkpoint.formats.dtypes import ELEMENT_TYPES, element_type
 from penstock.errors import UsageError
 
 torch = pytest.importorskip("torch")

@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.dcp.envelope import envelope
-from penstock.checkpoint.dcp.items import HEAD_BYTES, payload_in, tensor_bytes
-from penstock.checkpoint.dcp.objects import load_object, object_bytes
-from penstock.checkpoint.dcp.transforms import ZSTD, pack, unpack
-from penstock.checkpoint.dtypes import ELEMENT_TYPES, element_type
+from penstock.checkpoint.formats.dcp_item import HEAD_BYTES, envelope, payload_in, tensor_bytes
+from penstock.checkpoint.formats.dtypes import ELEMENT_TYPES, element_type
+from penstock.checkpoint.formats.objects import ZSTD, load_object, object_bytes, pack, unpack
 from penstock.errors import DataDamaged, Unavailable, UsageError
 
 torch = pytest.importorskip("torch")

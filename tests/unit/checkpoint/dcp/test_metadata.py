@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.dcp.metadata import read_metadata
-from penstock.checkpoint.dcp.metadata_text import metadata_bytes
-from penstock.checkpoint.dtypes import ELEMENT_TYPES
-from penstock.checkpoint.pieces import UNKNOWN
+from penstock.checkpoint.formats.dcp_metadata import metadata_bytes, read_metadata
+from penstock.checkpoint.formats.dtypes import ELEMENT_TYPES
+from penstock.checkpoint.state.regions import UNKNOWN
 from penstock.errors import DataDamaged, UsageError
 
 torch = pytest.importorskip("torch")

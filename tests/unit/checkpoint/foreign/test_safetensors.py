@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.foreign.safetensors import check_index, contents_of, read_header, read_index
+from penstock.checkpoint.formats.safetensors import check_index, contents_of, read_header, read_index
 from penstock.errors import DataDamaged, Unavailable
 
 torch = pytest.importorskip("torch")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.foreign.torch_save import TorchSaveArchive, is_plain, read_archive, row_major
+from penstock.checkpoint.formats.torch_save import TorchSaveArchive, is_plain, read_archive, row_major
 from penstock.errors import DataDamaged, UsageError
 
 torch = pytest.importorskip("torch")
@@ -189,7 +189,7 @@ def test_values_of_unknown_lists_mappings_and_states_are_let_go() -> None:
 
 
 def test_references_to_anything_but_records_are_damage() -> None:
-    from penstock.checkpoint.foreign.torch_pickle import read_torch_pickle
+    from penstock.checkpoint.formats.restricted_pickle import read_torch_pickle
 
     for pickled in (
         b"\x80\x02X\x01\x00\x00\x00xQ.",

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.formats.manifest import ManifestFile
 from penstock.checkpoint.levels.flush.file_copy import PassingSums
-from penstock.checkpoint.manifest import ManifestFile
-from penstock.checkpoint.sums import sum_of
 from penstock.errors import DataDamaged
 
 

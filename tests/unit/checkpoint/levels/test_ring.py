@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.checkpoint.formats.checksums import sum_of
 from penstock.checkpoint.levels.redundancy.parity_layout import Layout, layout_for
 from penstock.checkpoint.levels.redundancy.redundancy_record import FilesIn, FilesOut, HeldFile
 from penstock.checkpoint.levels.redundancy.ring import (
@@ -23,7 +24,6 @@ from penstock.checkpoint.levels.redundancy.ring import (
     rebuild,
     restore_copies,
 )
-from penstock.checkpoint.sums import sum_of
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import read_object, write_object
 from penstock.testing.rank_threads import ThreadComm, on_ranks

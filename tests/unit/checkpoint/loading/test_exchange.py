@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from penstock.checkpoint.loading.exchange import Incoming, Outbox, Outgoing, run_rounds
+from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing, run_rounds
 from penstock.errors import WaitTimeout
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 

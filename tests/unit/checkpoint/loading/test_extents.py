@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.loading.extents import GAP_BYTES, Block, Span, lay_out
+from penstock.checkpoint.loading.reader import GAP_BYTES, Block, Span, lay_out
 
 PAGE = 4096
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.checkpoint.loading.exchange import Outbox
-from penstock.checkpoint.loading.extents import Part
-from penstock.checkpoint.loading.landing import Landings, Target
-from penstock.checkpoint.pieces import Boxes, TensorFacts
-from penstock.checkpoint.plan.records import LoadPlan, Transfers
+from penstock.checkpoint.loading.placement import Landings, Target
+from penstock.checkpoint.loading.reader import Part
+from penstock.checkpoint.loading.transport import Outbox
+from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
+from penstock.checkpoint.state.regions import Boxes, TensorFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,9 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.loading.extents import Part, Span, lay_out
-from penstock.checkpoint.loading.reading import Buffers, OpenFiles, Reading, ReadSettings, SummedItem
-from penstock.checkpoint.sums import sum_of
+from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.loading.reader import (
+    OpenFiles,
+    Part,
+    ReadBuffers,
+    Reading,
+    ReadSettings,
+    Span,
+    SummedItem,
+    lay_out,
+)
 from penstock.errors import DataDamaged, StorageError
 from penstock.progress import Silent
 
@@ -89,7 +97,7 @@ def read(
         wait_for_room=lambda: None,
     )
     with ThreadPoolExecutor(SETTINGS.streams) as threads:
-        futures = reading.start(Buffers(SETTINGS), threads)
+        futures = reading.start(ReadBuffers(SETTINGS), threads)
     files.close()
     for future in futures:
         future.result()
@@ -145,7 +153,7 @@ def test_a_failure_of_one_thread_ends_all() -> None:
 
 
 def test_warm_memory_is_kept_from_load_to_load() -> None:
-    buffers = Buffers(SETTINGS)
+    buffers = ReadBuffers(SETTINGS)
     first, second = buffers.blocks(100), buffers.blocks(2)
     assert len(first) == 2 * SETTINGS.streams
     assert len(second) == 2

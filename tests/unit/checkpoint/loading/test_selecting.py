@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.engine import LoadChoice
-from penstock.checkpoint.loading.selecting import Selection, renamed, select
+from penstock.checkpoint.loading.requests import Selection, apply_rename, select
 from penstock.errors import UsageError
 
 STORED = ["model.a", "model.b", "opt.a", "rng", "rng@rank1"]
@@ -64,4 +64,4 @@ def test_what_is_missing_is_refused_with_its_nearest_name_or_left() -> None:
     ],
 )
 def test_names_are_mapped_whole_or_by_their_beginning(name: str, target: str) -> None:
-    assert renamed(name, {"net.*": "model.*", "head": "classifier.head", "deep.er.*": "*"}) == target
+    assert apply_rename(name, {"net.*": "model.*", "head": "classifier.head", "deep.er.*": "*"}) == target

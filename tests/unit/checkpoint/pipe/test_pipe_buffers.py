@@ -6,9 +6,8 @@ import threading
 
 import pytest
 
-from penstock.checkpoint.pipe.base import PipeSettings
-from penstock.checkpoint.pipe.buffers import Buffers, Ownership, PipeStopped
-from penstock.checkpoint.pipe.memory import HUGE_PAGE_BYTES, WarmMemory
+from penstock.checkpoint.saving.buffers import HUGE_PAGE_BYTES, Buffers, Ownership, PipeStopped, WarmMemory
+from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.errors import PenstockError, StorageTimeout, UsageError
 from penstock.storage.aligned import PAGE_BYTES, address_of
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.pipe.base import PipeSettings, PlannedObject, WrongByte
-from penstock.checkpoint.pipe.memory import WarmMemory
-from penstock.checkpoint.pipe.ranks import figures_of
-from penstock.checkpoint.pipe.read import read_objects
-from penstock.checkpoint.pipe.write import WritePipe, write_objects
+from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.saving.measurement import WrongByte
+from penstock.checkpoint.saving.phase_figures import figures_of
+from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, WritePipe, write_objects
+from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, ShortTransfer, StorageError, StorageTimeout, WaitTimeout
 from penstock.progress import Silent

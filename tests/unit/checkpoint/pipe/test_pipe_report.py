@@ -11,10 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.pipe.base import Ledger, Measurement, StreamRecord
-from penstock.checkpoint.pipe.judge import bottleneck, require_durable, require_read
-from penstock.checkpoint.pipe.ranks import common_origin_ns, figures_of
-from penstock.checkpoint.pipe.report import union_ns
+from penstock.checkpoint.saving.measurement import (
+    Ledger,
+    Measurement,
+    StreamRecord,
+    require_durable,
+    require_read,
+    union_ns,
+)
+from penstock.checkpoint.saving.phase_figures import bottleneck, common_origin_ns, figures_of
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import ShortTransfer
 from penstock.storage.counters import Counters

@@ -7,8 +7,8 @@ from itertools import pairwise, product
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.checkpoint.pieces import Boxes, TensorFacts
-from penstock.checkpoint.plan.records import Held
+from penstock.checkpoint.plan.save_plan import Held
+from penstock.checkpoint.state.regions import Boxes, TensorFacts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "complex128": 16}
 

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.checkpoint.pieces import Boxes, TensorFacts, whole_boxes
-from penstock.checkpoint.plan.agreement import NUM_KEPT_PLANS, Planner
-from penstock.checkpoint.plan.objects import stored_name_for
-from penstock.checkpoint.plan.records import Held, HeldObject, SaveOptions
+from penstock.checkpoint.plan.save_plan import Held, HeldObject, SaveOptions, stored_name_for
+from penstock.checkpoint.saving.saver import NUM_KEPT_PLANS, Planner
+from penstock.checkpoint.state.regions import Boxes, TensorFacts, whole_boxes
 from penstock.errors import UsageError
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.plan.records import SavePlan
+    from penstock.checkpoint.plan.save_plan import SavePlan
 
 
 def held(*shape: int, dtype: str = "float32", name: str = "w", objects: tuple[HeldObject, ...] = ()) -> Held:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.plan.columns import equal_rows, rank_sets, scrambled
+from penstock.checkpoint.plan.region_arithmetic import equal_rows, rank_sets, scrambled
 
 SMALL = st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 2)), min_size=1, max_size=12)
 

@@ -8,16 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.checkpoint.plan.states import grids, jobs, painted, region, tensor_lists
 
-from penstock.checkpoint.pieces import Boxes, Ints, StoredBoxes, TensorFacts, item_bytes_of, whole_boxes
-from penstock.checkpoint.plan.loading import (
+from penstock.checkpoint.plan.load_plan import (
+    LoadOptions,
+    LoadPlan,
     NobodyCanRead,
     missing_elements,
     payload_starts,
     rank_load_plan,
     share_loading,
 )
-from penstock.checkpoint.plan.records import Held, LoadOptions, LoadPlan, SaveOptions
-from penstock.checkpoint.plan.saving import share_saving
+from penstock.checkpoint.plan.save_plan import Held, SaveOptions, share_saving
+from penstock.checkpoint.state.regions import (
+    Boxes,
+    Ints,
+    StoredBoxes,
+    TensorFacts,
+    item_bytes_of,
+    whole_boxes,
+)
 
 FINE = LoadOptions(min_cut_bytes=1, min_gap_bytes=8, message_bytes=16, exchange_bytes=128)
 OPTIONS = st.sampled_from(

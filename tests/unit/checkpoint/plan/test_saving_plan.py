@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.checkpoint.plan.states import jobs, painted, region
 
-from penstock.checkpoint.pieces import Boxes, TensorFacts, item_bytes_of, whole_boxes
-from penstock.checkpoint.plan.coverage import NotCovered
-from penstock.checkpoint.plan.overlaps import overlaps
-from penstock.checkpoint.plan.records import Held, PlacedObject, SaveOptions
-from penstock.checkpoint.plan.saving import rank_plans, share_saving
+from penstock.checkpoint.plan.region_arithmetic import overlaps
+from penstock.checkpoint.plan.save_plan import (
+    Held,
+    NotCovered,
+    PlacedObject,
+    SaveOptions,
+    rank_plans,
+    share_saving,
+)
+from penstock.checkpoint.state.regions import Boxes, TensorFacts, item_bytes_of, whole_boxes
 from penstock.errors import UsageError
 
 FINE = SaveOptions(min_cut_bytes=1)

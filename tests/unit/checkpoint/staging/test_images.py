@@ -12,19 +12,18 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.dcp.envelope import PAYLOAD_ALIGNMENT
-from penstock.checkpoint.image import FileImage, lay_out
-from penstock.checkpoint.pieces import Boxes, TensorFacts
-from penstock.checkpoint.pipe.base import PlannedObject
-from penstock.checkpoint.plan.records import Bucket, PlacedObject
-from penstock.checkpoint.staging.filling import ImageFiller, Summing
-from penstock.checkpoint.staging.links import Links
-from penstock.checkpoint.staging.payloads import (
+from penstock.checkpoint.formats.dcp_item import PAYLOAD_ALIGNMENT
+from penstock.checkpoint.plan.save_plan import Bucket, PlacedObject
+from penstock.checkpoint.saving.file_layout import FileImage, ImageFiller, Summing, lay_out
+from penstock.checkpoint.saving.payloads import (
+    Links,
     Payload,
     payload_of_bytes,
     payload_of_tensor,
     pieces_of_range,
 )
+from penstock.checkpoint.saving.pipeline import PlannedObject
+from penstock.checkpoint.state.regions import Boxes, TensorFacts
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),

@@ -11,13 +11,10 @@ import pytest
 import torch
 import xxhash
 
-from penstock.checkpoint.image import FileImage, Item
-from penstock.checkpoint.pinning import pin
-from penstock.checkpoint.pipe.base import PlannedObject
-from penstock.checkpoint.pipe.memory import WarmMemory
-from penstock.checkpoint.staging.filling import ImageFiller
-from penstock.checkpoint.staging.links import Link, Links, links_to
-from penstock.checkpoint.staging.payloads import TorchPayload, payload_of_tensor
+from penstock.checkpoint.saving.buffers import WarmMemory, pin
+from penstock.checkpoint.saving.file_layout import FileImage, ImageFiller, Item
+from penstock.checkpoint.saving.payloads import Link, Links, TorchPayload, links_to, payload_of_tensor
+from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.storage.aligned import address_of
 
 if TYPE_CHECKING:

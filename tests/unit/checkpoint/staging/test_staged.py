@@ -7,13 +7,12 @@ import threading
 import pytest
 import torch
 
-from penstock.checkpoint.image import FileImage, Item, lay_out
-from penstock.checkpoint.pieces import Boxes, TensorFacts
-from penstock.checkpoint.plan.records import Bucket
-from penstock.checkpoint.staging.base import SaveCancelled
-from penstock.checkpoint.staging.memory import StagingMemory
-from penstock.checkpoint.staging.payloads import payload_of_tensor
-from penstock.checkpoint.staging.staged import Share, Staged, pipe_settings
+from penstock.checkpoint.engine import SaveCancelled
+from penstock.checkpoint.plan.save_plan import Bucket
+from penstock.checkpoint.saving.file_layout import FileImage, Item, lay_out
+from penstock.checkpoint.saving.payloads import payload_of_tensor
+from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pipe_settings
+from penstock.checkpoint.state.regions import Boxes, TensorFacts
 from penstock.errors import StorageError, UsageError, WaitTimeout
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import read_object

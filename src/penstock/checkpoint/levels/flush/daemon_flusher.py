@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import Cached, CacheLevel
     from penstock.checkpoint.levels.options import Flush
     from penstock.checkpoint.manager.step_store import DurableKeeper
-    from penstock.checkpoint.members import Members
+    from penstock.checkpoint.state.process_group import Members
     from penstock.cluster.comm import Comm
 
 

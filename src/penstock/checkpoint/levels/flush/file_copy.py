@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.sums import running_sum
+from penstock.checkpoint.formats.checksums import running_sum
 from penstock.errors import DataDamaged
 from penstock.storage.aligned import PAGE_BYTES, aligned_buffer
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.manifest import ManifestFile
+    from penstock.checkpoint.formats.manifest import ManifestFile
     from penstock.storage import Storage
 
 

@@ -16,6 +16,7 @@ from penstock.checkpoint.commit.catalog import Steps, Stored, open_shelf
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.shared_draft import SharedDraft
 from penstock.checkpoint.commit.transaction import open_drafts
+from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.levels.flush.file_copy import (
     Copy,
     PassingSums,
@@ -25,7 +26,6 @@ from penstock.checkpoint.levels.flush.file_copy import (
 )
 from penstock.checkpoint.levels.flush.journal import Line, Standing
 from penstock.checkpoint.manager.step_store import retire
-from penstock.checkpoint.manifest import read_manifest
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.object_io import read_object
@@ -33,10 +33,10 @@ from penstock.storage.object_io import read_object
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
+    from penstock.checkpoint.formats.manifest import ManifestFile
     from penstock.checkpoint.levels.flush.file_copy import Take
     from penstock.checkpoint.levels.flush.flush_folder import Order, OrderedFile
     from penstock.checkpoint.levels.flush.journal import Journal, What
-    from penstock.checkpoint.manifest import ManifestFile
     from penstock.storage import Storage
 
 

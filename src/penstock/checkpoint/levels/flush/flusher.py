@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.commit.transaction import Place
     from penstock.checkpoint.levels.cache import Cached, CacheLevel
     from penstock.checkpoint.levels.options import Flush
-    from penstock.checkpoint.members import Members
+    from penstock.checkpoint.state.process_group import Members
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from penstock.checkpoint.formats.checksums import running_sum
 from penstock.checkpoint.levels.redundancy.parity_layout import Layout
-from penstock.checkpoint.sums import running_sum
 from penstock.errors import DataDamaged
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""From format to format in bounded memory: opened checkpoint -> slabs of elements -> files of the new one."""

@@ -1,1 +1,0 @@
-"""Formats of others that hold tensors: archives of `torch.save`, and safetensors."""

@@ -1,0 +1,1 @@
+"""What checkpoints look like on disk: DCP, `torch.save`, safetensors, and our manifest."""

@@ -1,0 +1,384 @@
+"""An opened checkpoint of any format: DCP (ours or stock), `torch.save` archives, safetensors.
+
+The single entry for everything that reads: `open_checkpoint` detects the format and reads what describes the
+tensors, but no tensor. Invariant: index and manifest of an opened checkpoint agree, the manifest's checksum
+of `.metadata` matched, and ranks that open together see the same description or all get the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Path, read_metadata
+from penstock.checkpoint.formats.manifest import Manifest, SummedContents, read_manifest, with_manifest
+from penstock.checkpoint.formats.objects import unpack
+from penstock.checkpoint.formats.safetensors import (
+    INDEX_NAME,
+    check_index,
+    contents_of,
+    read_header,
+    read_index,
+)
+from penstock.checkpoint.formats.torch_save import (
+    TorchSaveArchive,
+    is_plain,
+    read_archive,
+    row_major,
+    tensors_inside,
+    with_elements,
+)
+from penstock.checkpoint.state.regions import UNKNOWN, Contents, StoredObject
+from penstock.cluster.collectives import all_gather_results, run_on_all_ranks
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
+from penstock.storage.in_memory import MemorySource
+from penstock.storage.object_io import exists, read_object
+from penstock.storage.wrapping import WrappedStorage
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.formats.checksums import Bytes
+    from penstock.checkpoint.formats.restricted_pickle import TensorRef
+    from penstock.checkpoint.formats.torch_save import ReadRange
+    from penstock.cluster.comm import Comm
+    from penstock.storage import Storage
+    from penstock.storage.protocol import Source
+
+
+class Format(StrEnum):
+    """How a checkpoint lies on disk."""
+
+    DCP = "dcp"
+    """Torch's distributed checkpoints, ours among them."""
+    TORCH_SAVE = "torch"
+    SAFETENSORS = "safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opened:
+    """A checkpoint that was looked into. Reading tensors is up to the caller: ranges of `key(file)`."""
+
+    uri: str
+    format: Format
+    storage: Storage
+    folder: str
+    """Where its files lie below the storage's root; empty for the root itself."""
+    contents: Contents
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """Where each name stands in the nested state; names that are missing stand at the top."""
+    summed: SummedContents | None = None
+    """With checksums, where a manifest has them."""
+    manifest: Manifest | None = None
+    metadata: DcpMetadata | None = None
+    archive: TorchSaveArchive | None = None
+
+    def key(self, file_name: str) -> str:
+        """The key of one of its files in `storage`."""
+        return f"{self.folder}/{file_name}" if self.folder else file_name
+
+    def shape(self, row: int) -> tuple[int, ...]:
+        """Of one stored box."""
+        boxes = self.contents.stored.boxes
+        return boxes.box(row, len(self.contents.tensors[int(boxes.tensor[row])].shape))[1]
+
+    def payload_in(self, row: int, head: Bytes) -> int | None:
+        """Where in a row's item its payload begins, by the item's first bytes; None: see `tensor_bytes`."""
+        stored = self.contents.stored
+        if stored.packed[row]:
+            return None
+        if stored.payload_offset[row] != UNKNOWN:
+            return int(stored.payload_offset[row] - stored.item_offset[row])
+        dtype = self.contents.tensors[int(stored.boxes.tensor[row])].dtype
+        return payload_in(head, int(stored.item_bytes[row]), dtype, self.shape(row))
+
+    def tensor_bytes(self, row: int, item: Bytes) -> memoryview:
+        """The elements of a row's box in row-major order, from its whole item: for packed ones."""
+        if self.archive is not None:
+            return row_major(self.archive.strided[row], memoryview(item))
+        descriptors = self.metadata.descriptors(row) if self.metadata else ()
+        dtype = self.contents.tensors[int(self.contents.stored.boxes.tensor[row])].dtype
+        return tensor_bytes(item, dtype, self.shape(row), descriptors=descriptors, where=self.where(row))
+
+    def where(self, row: int) -> str:
+        """How messages name a row's item: file, tensor and range."""
+        stored = self.contents.stored
+        begin = int(stored.item_offset[row])
+        file = self.contents.files[int(stored.file[row])]
+        name = self.contents.tensors[int(stored.boxes.tensor[row])].name
+        return f"{self.uri}, {file}, {name}, bytes {begin} to {begin + int(stored.item_bytes[row])}"
+
+    def descriptors(self, stored: StoredObject) -> tuple[str, ...]:
+        """The stream transforms of an object's item."""
+        return self.metadata.object_transforms.get(stored.name, ()) if self.metadata else ()
+
+    def read_object_item(self, stored: StoredObject) -> bytearray:
+        """An object's item as it lies in its file."""
+        item = bytearray(stored.size_bytes)
+        with closing(self.storage.open(self.key(self.contents.files[stored.file]))) as source:
+            source.read_into(stored.offset, memoryview(item))
+        return item
+
+    def comparable(self, stored: StoredObject) -> Any:
+        """An object with its tensors as (type, shape, bytes), so that `==` tells whether two are the same."""
+        if self.archive is not None:
+            return with_elements(self.archive.values[stored.name], self._inner_elements)
+        where = f"{self.uri}, {stored.name}"
+        item, descriptors = self.read_object_item(stored), self.descriptors(stored)
+        plain = memoryview(unpack(item, descriptors, where) if descriptors else item)
+        archive = open_item(plain, where)
+
+        def elements(tensor: TensorRef) -> bytearray:
+            offset, size_bytes = archive.records[tensor.storage.key]
+            return bytearray(row_major(tensor, plain[offset : offset + size_bytes]))
+
+        return with_elements(archive.value, elements)
+
+    def safe_value(self, stored: StoredObject) -> Any:
+        """An object without torch and without running anything; classes come out as `Opaque`."""
+        if self.archive is not None:
+            return self.archive.values[stored.name]
+        where = f"{self.uri}, {stored.name}"
+        descriptors = self.descriptors(stored)
+        item = self.read_object_item(stored)
+        return open_item(unpack(item, descriptors, where) if descriptors else item, where).value
+
+    def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
+        """An object as it was saved. Without `trust`, `UsageError` for one whose reading could run code."""
+        where = f"{self.uri}, {stored.name}"
+        if self.archive is None:
+            from penstock.checkpoint.formats.objects import load_object  # noqa: PLC0415 - it loads torch
+
+            item, descriptors = self.read_object_item(stored), self.descriptors(stored)
+            return load_object(item, stored.name, descriptors=descriptors, trust=trust, where=where)
+        value = self.archive.values[stored.name]
+        if not is_plain(value):
+            raise UsageError(
+                f"{stored.name} holds {value!r}, which only its own program can rebuild",
+                where=where,
+                fix="Load this archive with torch.load, if you trust whoever wrote it.",
+            )
+        if not tensors_inside(value):
+            return value
+        from penstock.checkpoint.formats.objects import with_tensors  # noqa: PLC0415 - it loads torch
+
+        return with_tensors(value, self._inner_elements)
+
+    def _inner_elements(self, tensor: TensorRef) -> bytearray:
+        """The elements of a tensor inside an object of an archive."""
+        assert self.archive is not None, "only archives have values that refer to records"
+        offset, size_bytes = self.archive.records[tensor.storage.key]
+        record = bytearray(size_bytes)
+        with closing(self.storage.open(self.key(self.contents.files[0]))) as source:
+            source.read_into(offset, memoryview(record))
+        return bytearray(row_major(tensor, memoryview(record)))
+
+
+def open_checkpoint(path: AnyPath, *, rank: int = 0) -> Opened:
+    """Open the checkpoint at a path or URI: a folder, or one file of `torch.save` or safetensors."""
+    storage, name = open_around(path, rank=rank)
+    uri = uri_of(storage, name)
+    if _is_file(storage, name):
+        return _open_file(storage, name, uri)
+    return open_folder(storage, folder_of(storage, name), uri)
+
+
+def uri_of(storage: Storage, name: str) -> str:
+    """How messages name a checkpoint."""
+    return f"{storage.uri}{name}" if storage.uri.endswith("/") else f"{storage.uri}/{name}"
+
+
+def folder_of(storage: Storage, name: str) -> str:
+    """Where the files of the checkpoint called `name` lie: a commit may have put them elsewhere."""
+    try:
+        return open_shelf(storage).find(name).folder
+    except ObjectNotFound:
+        return name
+
+
+def open_folder(storage: Storage, folder: str, uri: str) -> Opened:
+    """Open the checkpoint whose files lie in a folder of a storage."""
+    metadata_key = f"{folder}/{METADATA_NAME}" if folder else METADATA_NAME
+    try:
+        content = read_object(storage, metadata_key)
+    except ObjectNotFound:
+        return _open_safetensors_folder(storage, folder, uri)
+    return _open_dcp(storage, folder, uri, content)
+
+
+def _is_file(storage: Storage, name: str) -> bool:
+    try:
+        storage.stat(name)
+    except ObjectNotFound:
+        return False
+    except StorageError:
+        # A folder is no object: file systems say so in their own ways.
+        return False
+    return True
+
+
+def _open_dcp(storage: Storage, folder: str, uri: str, content: bytearray) -> Opened:
+    manifest = _manifest(storage, folder, uri)
+    if manifest is not None and (len(content), sum_of(content)) != (
+        manifest.metadata_bytes,
+        manifest.metadata_sum,
+    ):
+        raise DataDamaged(
+            f"{METADATA_NAME} is not as it was written: its checksum differs from the manifest's",
+            where=uri,
+            fix="Load an older checkpoint.",
+        )
+    metadata = read_metadata(content, f"{uri}/{METADATA_NAME}")
+    summed = with_manifest(metadata.contents, manifest, uri) if manifest is not None else None
+    if summed is not None:
+        metadata = replace(metadata, contents=summed.contents)
+    return Opened(
+        uri=uri,
+        format=Format.DCP,
+        storage=storage,
+        folder=folder,
+        contents=metadata.contents,
+        paths=metadata.paths,
+        summed=summed,
+        manifest=manifest,
+        metadata=metadata,
+    )
+
+
+def _manifest(storage: Storage, folder: str, uri: str) -> Manifest | None:
+    key = f"{folder}/{MANIFEST_NAME}" if folder else MANIFEST_NAME
+    try:
+        content = read_object(storage, key)
+    except ObjectNotFound:
+        return None
+    return read_manifest(content, f"{uri}/{MANIFEST_NAME}")
+
+
+def _open_file(storage: Storage, name: str, uri: str) -> Opened:
+    """One file: an archive by its first bytes, else safetensors."""
+    with opened_source(storage, name) as (source, read):
+        if source.size_bytes >= 4 and bytes(read(0, 2)) in (b"PK", b"\x80\x02"):
+            archive = read_archive(read, source.size_bytes, name, uri)
+            return Opened(
+                uri=uri,
+                format=Format.TORCH_SAVE,
+                storage=storage,
+                folder="",
+                contents=archive.contents,
+                paths=archive.paths,
+                archive=archive,
+            )
+        tensors = read_header(read, source.size_bytes, uri)
+    contents = contents_of([(name, tensors)], uri)
+    return Opened(uri=uri, format=Format.SAFETENSORS, storage=storage, folder="", contents=contents)
+
+
+def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Opened:
+    index_key = f"{folder}/{INDEX_NAME}" if folder else INDEX_NAME
+    index = read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
+    names = sorted(set(index.values())) if index is not None else _safetensors_names(storage, folder)
+    if not names:
+        raise ObjectNotFound(
+            "There is no checkpoint here: neither .metadata nor safetensors files",
+            uri=uri,
+            fix="Name a checkpoint's own folder, as run/step-100, or a .pt or .safetensors file.",
+        )
+    files = []
+    for name in names:
+        with opened_source(storage, f"{folder}/{name}" if folder else name) as (source, read):
+            files.append((name, read_header(read, source.size_bytes, f"{uri}/{name}")))
+    contents = contents_of(files, uri)
+    if index is not None:
+        check_index(index, contents, f"{uri}/{INDEX_NAME}")
+    return Opened(uri=uri, format=Format.SAFETENSORS, storage=storage, folder=folder, contents=contents)
+
+
+def _safetensors_names(storage: Storage, folder: str) -> list[str]:
+    below = len(folder) + 1 if folder else 0
+    names = (info.key[below:] for info in storage.list(folder))
+    return sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
+
+
+@contextmanager
+def opened_source(storage: Storage, key: str) -> Iterator[tuple[Source, ReadRange]]:
+    """An object, and ranges of it as bytes; a range beyond its end is damage."""
+    with closing(storage.open(key)) as source:
+
+        def read(offset: int, size: int) -> bytearray:
+            if offset < 0 or offset + size > source.size_bytes:
+                raise DataDamaged(
+                    f"The file has {source.size_bytes} bytes, {offset + size} are needed",
+                    where=f"{storage.uri}/{key}",
+                )
+            content = bytearray(size)
+            source.read_into(offset, memoryview(content))
+            return content
+
+        yield source, read
+
+
+def require_dcp(opened: Opened) -> DcpMetadata:
+    """The metadata of a distributed checkpoint; `UsageError` for other formats."""
+    if opened.metadata is None:
+        raise UsageError(f"{opened.uri} is no distributed checkpoint but {opened.format}")
+    return opened.metadata
+
+
+class DescribedStorage(WrappedStorage):
+    """A storage some of whose small objects are known already; None for one that is known not to be there."""
+
+    def __init__(self, inside: Storage, known: Mapping[str, bytes | None]) -> None:
+        super().__init__(inside)
+        self._known = known
+
+    def open(self, key: str) -> Source:
+        """Open what is known from memory, all else inside."""
+        if key not in self._known:
+            return self.inside.open(key)
+        content = self._known[key]
+        if content is None:
+            raise ObjectNotFound(f"No object {key!r}", uri=f"{self.uri}/{key}", fix="Check the name.")
+        return MemorySource(np.frombuffer(content, dtype=np.uint8), self.uri, self.counters)
+
+
+def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Opened:
+    """Open the checkpoint in a folder; collective. Formats without `.metadata` are opened by each rank."""
+
+    def read() -> dict[str, bytes | None]:
+        return _description(storage, folder) if comm.rank == 0 else {}
+
+    if comm.size == 1:
+        return open_folder(storage, folder, uri)
+    known = all_gather_results(comm, read, awaiting="rank 0 to read what describes the checkpoint")[0]
+    return run_on_all_ranks(
+        comm,
+        lambda: open_folder(DescribedStorage(storage, known), folder, uri),
+        awaiting="all ranks to understand the checkpoint",
+    )
+
+
+def open_path_together(path: AnyPath, comm: Comm) -> Opened:
+    """Open any path or URI that can hold a checkpoint, one file of `torch.save` among them; collective."""
+    return run_on_all_ranks(
+        comm,
+        lambda: open_checkpoint(path, rank=comm.rank),
+        awaiting="all ranks to open the checkpoint",
+    )
+
+
+def _description(storage: Storage, folder: str) -> dict[str, bytes | None]:
+    found: dict[str, bytes | None] = {}
+    for name in (METADATA_NAME, MANIFEST_NAME):
+        key = f"{folder}/{name}" if folder else name
+        try:
+            found[key] = bytes(read_object(storage, key))
+        except ObjectNotFound:
+            found[key] = None
+    return found

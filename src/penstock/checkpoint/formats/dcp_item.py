@@ -1,0 +1,292 @@
+"""Items of `.distcp` files: one `torch.save` archive per stored region, written and located without torch.
+
+An item is `prefix + payload + suffix`: the archive that `torch.save` could have written of one contiguous
+tensor. Invariant: our payloads are aligned to 4 KiB, so they move with direct I/O; in items of other writers
+a payload offset is only given where the bytes from there on are the tensor's own, in row-major order.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from penstock.checkpoint.formats.dtypes import ElementType, contiguous_strides, element_type
+from penstock.checkpoint.formats.objects import unpack
+from penstock.checkpoint.formats.torch_save import TorchSaveArchive, read_archive, row_major
+from penstock.checkpoint.state.regions import UNKNOWN
+from penstock.errors import DataDamaged
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.formats.checksums import Bytes
+
+
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_END64 = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<IIQI")
+_END = struct.Struct("<IHHHHIIH")
+
+_FULL = 0xFFFFFFFF
+_PADDING_ID = b"FB"
+"""The extra field that torch itself pads its headers with."""
+_FLAGS = 0x0808
+"""Bit 3: sums and sizes follow the record, as the payload's are unknown before. Bit 11: names are UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One finished record of an archive, as its directory lists it."""
+
+    name: str
+    header_offset: int
+    size_bytes: int
+    crc32: int = 0
+
+
+def begin_record(name: str, offset: int, *, align: int = 1) -> bytes:
+    """The local header of a record that starts at `offset`; its bytes begin at a multiple of `align`."""
+    encoded = name.encode()
+    extra = _padding(-(offset + _LOCAL.size + len(encoded)) % align, align)
+    header = _LOCAL.pack(0x04034B50, 0, 0, _FLAGS, 0, 0, 0, 0, 0, len(encoded), len(extra))
+    return header + encoded + extra
+
+
+def _padding(num_bytes: int, align: int) -> bytes:
+    """An extra field `num_bytes` long; one that is too short to be a field grows by `align`."""
+    if num_bytes == 0:
+        return b""
+    while num_bytes < 4:
+        num_bytes += align
+    return _PADDING_ID + struct.pack("<H", num_bytes - 4) + bytes(num_bytes - 4)
+
+
+def end_record(size_bytes: int, crc32: int = 0) -> bytes:
+    """The descriptor that follows a record's bytes."""
+    sizes = "QQ" if size_bytes >= _FULL else "II"
+    return struct.pack(f"<II{sizes}", 0x08074B50, crc32, size_bytes, size_bytes)
+
+
+def small_record(name: str, content: bytes, offset: int) -> tuple[bytes, Record]:
+    """A whole record, checksum included, and its entry for the directory."""
+    crc32 = zlib.crc32(content)
+    body = begin_record(name, offset) + content + end_record(len(content), crc32)
+    return body, Record(name, offset, len(content), crc32)
+
+
+def directory(records: Sequence[Record], offset: int) -> bytes:
+    """The central directory of an archive, which begins at `offset`, and the archive's end."""
+    entries = b"".join(_central_entry(record) for record in records)
+    num_records, end_offset = len(records), offset + len(entries)
+    end64 = _END64.pack(
+        0x06064B50, _END64.size - 12, 0x031E, 45, 0, 0, num_records, num_records, len(entries), offset
+    )
+    locator = _LOCATOR64.pack(0x07064B50, 0, end_offset, 1)
+    short = [
+        min(number, full) for number, full in ((num_records, 0xFFFF), (len(entries), _FULL), (offset, _FULL))
+    ]
+    end = _END.pack(0x06054B50, 0, 0, short[0], short[0], short[1], short[2], 0)
+    return entries + end64 + locator + end
+
+
+def _central_entry(record: Record) -> bytes:
+    encoded = record.name.encode()
+    long_fields = [number for number in (record.size_bytes,) * 2 if number >= _FULL]
+    if record.header_offset >= _FULL:
+        long_fields.append(record.header_offset)
+    extra = (
+        struct.pack(f"<HH{len(long_fields)}Q", 1, 8 * len(long_fields), *long_fields) if long_fields else b""
+    )
+    size, header_offset = min(record.size_bytes, _FULL), min(record.header_offset, _FULL)
+    fields = (0x02014B50, 0, 0, _FLAGS, 0, 0, 0, record.crc32, size, size, len(encoded), len(extra))
+    return _CENTRAL.pack(*fields, 0, 0, 0, 0, header_offset) + encoded + extra
+
+
+PAYLOAD_ALIGNMENT = 4096
+_PREFIX_ALIGNMENT = 64
+"""As torch aligns tensors inside its archives; it also makes the prefixes of most shapes equally long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The bytes around a payload. All lengths are known before a byte is written."""
+
+    prefix: bytes
+    payload_bytes: int
+    suffix: bytes
+    """With no CRC-32 for the payload (0), which torch accepts; `with_crc32` has one for stricter readers."""
+    _records: tuple[Record, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        """Of the whole item."""
+        return len(self.prefix) + self.payload_bytes + len(self.suffix)
+
+    def with_crc32(self, crc32: int) -> bytes:
+        """The suffix for a payload whose CRC-32 is known; as long as `suffix`."""
+        *small, payload = self._records
+        summed = Record(payload.name, payload.header_offset, payload.size_bytes, crc32)
+        return _suffix((*small, summed), len(self.prefix))
+
+
+@lru_cache(maxsize=65536)
+def envelope(dtype: str, shape: tuple[int, ...]) -> Envelope:
+    """The envelope of a contiguous tensor of this element type and shape."""
+    kind = element_type(dtype)
+    payload_bytes = math.prod(shape) * kind.size_bytes
+    prefix, records = b"", []
+    for name, content in (
+        ("data.pkl", tensor_pickle(kind, shape)),
+        (".format_version", b"1"),
+        (".storage_alignment", b"64"),
+        ("byteorder", b"little"),
+        ("version", b"3\n"),
+    ):
+        record_bytes, record = small_record(f"archive/{name}", content, len(prefix))
+        prefix += record_bytes
+        records.append(record)
+    payload = Record("archive/data/0", len(prefix), payload_bytes)
+    prefix += begin_record(payload.name, len(prefix), align=_PREFIX_ALIGNMENT)
+    ordered = (*records, payload)
+    return Envelope(prefix, payload_bytes, _suffix(ordered, len(prefix)), ordered)
+
+
+def item_start(position: int, prefix_bytes: int) -> int:
+    """The first place at or behind `position` where an item's payload is aligned."""
+    return position + -(position + prefix_bytes) % PAYLOAD_ALIGNMENT
+
+
+def _suffix(records: tuple[Record, ...], prefix_bytes: int) -> bytes:
+    payload = records[-1]
+    closing = end_record(payload.size_bytes, payload.crc32)
+    return closing + directory(records, prefix_bytes + payload.size_bytes + len(closing))
+
+
+def tensor_pickle(kind: ElementType, shape: Sequence[int]) -> bytes:
+    """The pickle that rebuilds one contiguous tensor from storage 0, byte for byte as torch writes it."""
+    num_elements = math.prod(shape)
+    typed = kind.typed_storage is not None
+    storage = f"ctorch\n{kind.typed_storage}\n" if typed else "ctorch.storage\nUntypedStorage\n"
+    storage_length = num_elements if typed else num_elements * kind.size_bytes
+    memo = 5
+
+    def remembered() -> bytes:
+        nonlocal memo
+        memo += 1
+        return b"q" + bytes([memo - 1])
+
+    parts = [
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v%d\nq\x00((" % (2 if typed else 3),
+        b"X\x07\x00\x00\x00storageq\x01" + storage.encode() + b"q\x02",
+        b"X\x01\x00\x00\x000q\x03X\x03\x00\x00\x00cpuq\x04",
+        _pickled_int(storage_length) + b"t" + remembered() + b"QK\x00",
+        _pickled_tuple(shape, remembered),
+        _pickled_tuple(contiguous_strides(shape), remembered),
+        b"\x89ccollections\nOrderedDict\n" + remembered() + b")R" + remembered(),
+    ]
+    if not typed:
+        parts.append(f"ctorch\n{kind.name}\n".encode() + remembered())
+    parts.append(b"t" + remembered() + b"R" + remembered() + b".")
+    return b"".join(parts)
+
+
+def _pickled_tuple(numbers: Sequence[int], remembered: Callable[[], bytes]) -> bytes:
+    if not numbers:
+        return b")"
+    items = b"".join(_pickled_int(number) for number in numbers)
+    if len(numbers) <= 3:
+        return items + (b"\x85", b"\x86", b"\x87")[len(numbers) - 1] + remembered()
+    return b"(" + items + b"t" + remembered()
+
+
+def _pickled_int(number: int) -> bytes:
+    if number < 1 << 8:
+        return b"K" + struct.pack("<B", number)
+    if number < 1 << 16:
+        return b"M" + struct.pack("<H", number)
+    if number < 1 << 31:
+        return b"J" + struct.pack("<i", number)
+    encoded = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(encoded)]) + encoded
+
+
+HEAD_BYTES: Final = 4096
+"""So much of an item's beginning tells its payload's position."""
+
+_LOCAL_HEADER: Final = struct.Struct("<IHHHHHIIIHH")
+_SIGNATURE: Final = b"PK\x03\x04"
+
+
+def payload_in(head: Bytes, item_bytes: int, dtype: str, shape: Sequence[int]) -> int | None:
+    """Where in an item its payload begins, from the item's first `HEAD_BYTES`.
+
+    None where only `tensor_bytes` of the whole item tells: elements in another order, a big-endian writer,
+    or an archive that is laid out otherwise than torch does.
+    """
+    kind = element_type(dtype)
+    head = bytes(head)
+    pickled = tensor_pickle(kind, shape)
+    content = _content_offset(head, 0)
+    if content is None or head[content : content + len(pickled)] != pickled:
+        return None
+    at, is_little = content + len(pickled), True
+    while (at := head.find(_SIGNATURE, at)) >= 0:
+        content = _content_offset(head, at)
+        if content is None:
+            return None
+        name = _name(head, at)
+        if name.endswith(b"/byteorder"):
+            is_little = head.startswith(b"little", content)
+        if name.endswith(b"/data/0"):
+            fits = content + math.prod(shape) * kind.size_bytes <= item_bytes
+            return content if fits and is_little else None
+        at = content
+    return None
+
+
+def _content_offset(head: bytes, at: int) -> int | None:
+    """Where the bytes of the record begin whose local header is at `at`."""
+    if not head.startswith(_SIGNATURE, at) or len(head) < at + _LOCAL_HEADER.size:
+        return None
+    fields = _LOCAL_HEADER.unpack_from(head, at)
+    return at + _LOCAL_HEADER.size + int(fields[9]) + int(fields[10])
+
+
+def _name(head: bytes, at: int) -> bytes:
+    length = int(_LOCAL_HEADER.unpack_from(head, at)[9])
+    return head[at + _LOCAL_HEADER.size : at + _LOCAL_HEADER.size + length]
+
+
+def tensor_bytes(
+    item: Bytes, dtype: str, shape: Sequence[int], *, descriptors: Sequence[str] = (), where: str
+) -> memoryview:
+    """A tensor's elements in row-major order, from its whole item; `DataDamaged` if it is another tensor."""
+    plain = memoryview(unpack(item, descriptors, where) if descriptors else item)
+    archive = open_item(plain, where)
+    facts = archive.contents.tensors
+    if [(one.dtype, one.shape) for one in facts] != [(dtype, tuple(shape))]:
+        held = ", ".join(f"{one.dtype}{list(one.shape)}" for one in facts) or "no tensor"
+        raise DataDamaged(f"An item should hold {dtype}{list(shape)} and holds {held}", where=where)
+    stored = archive.contents.stored
+    if stored.payload_offset[0] != UNKNOWN:
+        begin = int(stored.payload_offset[0])
+        return plain[begin : begin + facts[0].size_bytes]
+    begin, size = int(stored.item_offset[0]), int(stored.item_bytes[0])
+    return row_major(archive.strided[0], plain[begin : begin + size])
+
+
+def open_item(item: Bytes, where: str) -> TorchSaveArchive:
+    """An item, its transforms undone, as the archive of `torch.save` that it is."""
+    view = memoryview(item)
+
+    def read(offset: int, size: int) -> bytes:
+        found = bytes(view[offset : offset + size])
+        if len(found) != size:
+            raise DataDamaged("An item ends too early", where=where)
+        return found
+
+    return read_archive(read, len(view), "", where)

@@ -1,0 +1,441 @@
+"""The `.metadata` file of a torch distributed checkpoint (DCP): read into columns and written from them.
+
+Reading and writing need no torch; `pickle.load` under torch gives the same objects for our files as for its
+own. Invariant: what is returned has been checked: every region has one place, lies inside its tensor, and no
+file name leaves the checkpoint's folder; and only names that torch's own metadata has are written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, NoReturn
+
+import numpy as np
+
+from penstock.checkpoint.formats.dtypes import element_type
+from penstock.checkpoint.formats.restricted_pickle import read_pickle, without_collections
+from penstock.checkpoint.state.regions import (
+    UNKNOWN,
+    Boxes,
+    Contents,
+    Ints,
+    StoredBoxes,
+    StoredObject,
+    TensorFacts,
+)
+from penstock.errors import AccessRefused, DataDamaged, UsageError
+from penstock.storage.uri import check_key
+
+Path = tuple[str | int, ...]
+"""Where a leaf stands in the nested state dict that its name was made of."""
+Descriptors = tuple[str, ...]
+"""The stream transforms of an item, outermost last: `("stream.zstd/1",)`; () for none."""
+
+VERSION = "1.0.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DcpMetadata:
+    """All that a `.metadata` says."""
+
+    contents: Contents
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    transforms: tuple[Descriptors, ...] = ((),)
+    row_transform: Ints | None = None
+    """By row of `contents.stored`, which of `transforms` it went through; None: none did."""
+    object_transforms: Mapping[str, Descriptors] = field(default_factory=dict)
+    save_id: str | None = None
+    checkpoint_id: str | None = None
+    version: str | None = VERSION
+
+    def descriptors(self, row: int) -> Descriptors:
+        """The stream transforms of one stored box."""
+        return () if self.row_transform is None else self.transforms[int(self.row_transform[row])]
+
+
+def read_metadata(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
+    """Parse a `.metadata` that torch 2.x or we wrote; `where` names it in errors."""
+    with without_collections():
+        return _read(content, where)
+
+
+def _read(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
+    root = read_pickle(content, where)
+    if getattr(root, "kind", None) != "Metadata":
+        _refuse("It holds no checkpoint's metadata", where)
+    try:
+        return _Parsing(root, where).result()
+    except UsageError:
+        raise
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
+        raise DataDamaged(
+            f"Its records are not those of a checkpoint: {type(error).__name__}: {error}", where=where
+        ) from error
+
+
+def _refuse(what: str, where: str) -> NoReturn:
+    raise DataDamaged(what, where=where, fix="Load an older checkpoint, or save this one again.")
+
+
+class _Parsing:
+    """One reading: torch's records in, columns out."""
+
+    def __init__(self, root: Any, where: str) -> None:
+        self._root = root
+        self._where = where
+        self._files: dict[str, int] = {}
+        self._transforms: dict[Descriptors, int] = {(): 0}
+        self._tensors: list[TensorFacts] = []
+        self._objects: list[StoredObject] = []
+        self._object_transforms: dict[str, Descriptors] = {}
+        self._places = {
+            (index.fqn, getattr(index, "offset", None)): place for index, place in root.storage_data.items()
+        }
+
+    def result(self) -> DcpMetadata:
+        parts, places = self._walk()
+        boxes = self._boxes(parts)
+        stored = StoredBoxes(
+            boxes,
+            file=_column(self._file_number(place) for place in places),
+            item_offset=_column(place.offset for place in places),
+            item_bytes=_column(place.length for place in places),
+            payload_offset=np.full(len(places), UNKNOWN, dtype=np.int64),
+            packed=np.zeros(len(places), dtype=np.bool_),
+        )
+        self._check_items(stored)
+        row_transform = _column(self._transform_number(place) for place in places)
+        if len(self._transforms) > 1:
+            stored.packed[:] = row_transform > 0
+        meta = getattr(self._root, "storage_meta", None)
+        return DcpMetadata(
+            contents=Contents(tuple(self._tensors), stored, tuple(self._objects), self._file_names()),
+            paths=_paths(getattr(self._root, "planner_data", None)),
+            transforms=tuple(self._transforms),
+            row_transform=row_transform if len(self._transforms) > 1 else None,
+            object_transforms=self._object_transforms,
+            save_id=getattr(meta, "save_id", None),
+            checkpoint_id=getattr(meta, "checkpoint_id", None),
+            version=getattr(self._root, "version", None),
+        )
+
+    def _walk(self) -> tuple[list[tuple[int, Any]], list[Any]]:
+        """Every part of every tensor, with its tensor's number, and the place of each."""
+        parts, places = [], []
+        for name, about in self._root.state_dict_metadata.items():
+            if about.kind == "BytesStorageMetadata":
+                self._add_object(name)
+                continue
+            number = len(self._tensors)
+            self._tensors.append(self._facts(name, about))
+            for chunk in about.chunks:
+                parts.append((number, chunk))
+                places.append(self._place(name, chunk.offsets))
+        return parts, places
+
+    def _facts(self, name: str, about: Any) -> TensorFacts:
+        dtype, layout, *_ = about.properties.state
+        if layout != "torch.strided":
+            raise UsageError(f"The tensor {name} is stored as {layout}, not densely", where=self._where)
+        kind = element_type(dtype)
+        shape = tuple(int(extent) for extent in about.size)
+        return TensorFacts(str(name), kind.name, shape, kind.size_bytes)
+
+    def _place(self, name: str, offsets: tuple[int, ...] | None) -> Any:
+        place = self._places.get((name, offsets))
+        # torch before 2.1 gave unsharded tensors no offsets.
+        if place is None:
+            place = self._places.get((name, None)) if not any(offsets or ()) else None
+        if place is None:
+            at = f" at {list(offsets)}" if offsets is not None else ""
+            _refuse(f"{name}{at} was never written: no file holds it", self._where)
+        return place
+
+    def _add_object(self, name: str) -> None:
+        place = self._place(name, None)
+        descriptors = _descriptors(place)
+        if descriptors:
+            self._object_transforms[name] = descriptors
+        size_bytes, offset = int(place.length), int(place.offset)
+        if size_bytes < 0 or offset < 0:
+            _refuse(f"The object {name} lies at {offset}, {size_bytes} bytes long", self._where)
+        number = self._file_number(place)
+        self._objects.append(StoredObject(str(name), number, offset, size_bytes, bool(descriptors)))
+
+    def _file_number(self, place: Any) -> int:
+        name = place.relative_path
+        number = self._files.get(name)
+        return self._files.setdefault(name, len(self._files)) if number is None else number
+
+    def _transform_number(self, place: Any) -> int:
+        descriptors = _descriptors(place)
+        return self._transforms.setdefault(descriptors, len(self._transforms)) if descriptors else 0
+
+    def _file_names(self) -> tuple[str, ...]:
+        for name in self._files:
+            try:
+                check_key(name, self._where)
+            except AccessRefused as error:
+                raise DataDamaged(
+                    f"It names the file {name!r}, which is not in its folder", where=self._where
+                ) from error
+        return tuple(self._files)
+
+    def _boxes(self, parts: list[tuple[int, Any]]) -> Boxes:
+        width = max((len(facts.shape) for facts in self._tensors), default=0)
+        offsets = np.zeros((len(parts), width), dtype=np.int64)
+        sizes = np.ones((len(parts), width), dtype=np.int64)
+        tensor = _column(number for number, _ in parts)
+        dims = np.array([len(facts.shape) for facts in self._tensors], dtype=np.int64)
+        for num_dims in range(1, width + 1):
+            rows = np.flatnonzero(dims[tensor] == num_dims) if len(parts) else tensor
+            chosen = [parts[row][1] for row in rows.tolist()]
+            offsets[rows, :num_dims] = _rows((chunk.offsets for chunk in chosen), len(chosen), num_dims)
+            sizes[rows, :num_dims] = _rows((chunk.sizes for chunk in chosen), len(chosen), num_dims)
+        self._check_boxes(Boxes(tensor, offsets, sizes))
+        return Boxes(tensor, offsets, sizes)
+
+    def _check_boxes(self, boxes: Boxes) -> None:
+        shapes = np.ones((len(self._tensors), boxes.num_dims), dtype=np.int64)
+        for number, facts in enumerate(self._tensors):
+            shapes[number, : len(facts.shape)] = facts.shape
+        ends = boxes.offsets + boxes.sizes
+        wrong = ((boxes.offsets < 0) | (boxes.sizes < 0) | (ends > shapes[boxes.tensor])).any(axis=1)
+        for row in np.flatnonzero(wrong)[:1].tolist():
+            facts = self._tensors[int(boxes.tensor[row])]
+            offsets, sizes = boxes.box(row, len(facts.shape))
+            part = f"A part of {facts.name} at {list(offsets)}, {list(sizes)} large"
+            _refuse(f"{part}, is not in its {list(facts.shape)}", self._where)
+
+    def _check_items(self, stored: StoredBoxes) -> None:
+        wrong = (stored.item_offset < 0) | (stored.item_bytes < 0)
+        for row in np.flatnonzero(wrong)[:1].tolist():
+            name = self._tensors[int(stored.boxes.tensor[row])].name
+            _refuse(
+                f"{name} lies at {stored.item_offset[row]}, {stored.item_bytes[row]} bytes long", self._where
+            )
+
+
+def _column(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, dtype=np.int64)
+
+
+def _rows(rows: Iterable[tuple[int, ...]], num_rows: int, width: int) -> Ints:
+    flat = [number for row in rows for number in row]
+    return np.array(flat, dtype=np.int64).reshape(num_rows, width)
+
+
+def _descriptors(place: Any) -> Descriptors:
+    return tuple(getattr(place, "transform_descriptors", None) or ())
+
+
+def _paths(planner_data: object) -> dict[str, Path]:
+    """The default planner's own record; that of another one is its business."""
+    if not isinstance(planner_data, dict):
+        return {}
+    return {
+        name: path
+        for name, path in planner_data.items()
+        if isinstance(name, str)
+        and isinstance(path, tuple)
+        and all(isinstance(key, str | int) for key in path)
+    }
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_GLOBALS: Final = {
+    "chunk": (_METADATA, "ChunkStorageMetadata"),
+    "tensor": (_METADATA, "TensorStorageMetadata"),
+    "bytes": (_METADATA, "BytesStorageMetadata"),
+    "properties": (_METADATA, "TensorProperties"),
+    "format": (_METADATA, "_MEM_FORMAT_ENCODING"),
+    "index": (_METADATA, "MetadataIndex"),
+    "info": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    "Size": ("torch", "Size"),
+    "layout": ("torch.serialization", "_get_layout"),
+}
+_WORDS: Final = (
+    *("offsets", "sizes", "size", "chunks", "fqn", "offset", "relative_path", "length"),
+    *("transform_descriptors",),
+)
+
+
+def metadata_bytes(metadata: DcpMetadata) -> bytes:
+    """The whole file."""
+    return b"".join(_Pickling(metadata).parts())
+
+
+class _Pickling:
+    """One writing: what is said often is said once, at the front, and referred to from then on."""
+
+    def __init__(self, metadata: DcpMetadata) -> None:
+        self._metadata = metadata
+        self._num_remembered = 0
+        self._front: list[bytes] = [b"\x80\x04"]
+        known = {word: self._remember(_global(*path)) for word, path in _GLOBALS.items()}
+        words = {word: self._remember(_text(word)) for word in _WORDS}
+        self._size = known["Size"]
+        strided = self._remember(known["layout"] + _text("torch.strided") + b"\x85R")
+        contiguous = self._remember(known["format"] + b"K\x00\x85R")
+        self._after_dtype = strided + b"\x89" + contiguous + b"\x89tb"
+        self._before_dtype = _text("properties") + known["properties"] + b")\x81("
+        self._tensor = known["tensor"] + b")\x81}("
+        self._object = known["bytes"] + b")\x81"
+        self._chunk = known["chunk"] + b")\x81}(" + words["offsets"] + self._size
+        self._index = known["index"] + b")\x81}(" + words["fqn"]
+        self._index_offset = _text("index") + b"N" + words["offset"] + self._size
+        self._after_index = b"\x85Rub"
+        self._info = known["info"] + b")\x81}(" + words["relative_path"]
+        self._word = words
+        contents = metadata.contents
+        self._names = [self._remember(_text(facts.name)) for facts in contents.tensors]
+        self._object_names = [self._remember(_text(stored.name)) for stored in contents.objects]
+        self._files = [self._remember(_text(name)) for name in contents.files]
+        self._dtypes = {
+            name: self._remember(_global("torch", name))
+            for name in dict.fromkeys(facts.dtype for facts in contents.tensors)
+        }
+
+    def _remember(self, value: bytes) -> bytes:
+        """Put a value into the memo, and give what fetches it."""
+        self._front.append(value + b"\x940")
+        number, self._num_remembered = self._num_remembered, self._num_remembered + 1
+        return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
+
+    def parts(self) -> list[bytes]:
+        """The pickle in order."""
+        meta = self._metadata
+        return [
+            *self._front,
+            _global(_METADATA, "Metadata") + b")\x81}(",
+            *(_text("state_dict_metadata"), b"}(", *self._state(), b"u"),
+            *(_text("planner_data"), b"}(", *self._planner_data(), b"u"),
+            *(_text("storage_data"), b"}(", *self._objects_stored(), *self._boxes_stored(), b"u"),
+            _text("storage_meta") + _global(_METADATA, "StorageMeta") + b")\x81}(",
+            _text("checkpoint_id") + _optional_text(meta.checkpoint_id),
+            _text("save_id") + _optional_text(meta.save_id),
+            _text("load_id") + b"N" + _text("modules") + b"]ub",
+            _text("version") + _optional_text(meta.version),
+            b"ub.",
+        ]
+
+    def _state(self) -> list[bytes]:
+        """Each name, and for a tensor its properties, shape and parts."""
+        contents = self._metadata.contents
+        chunks = self._chunks(contents.stored.boxes)
+        parts: list[bytes] = []
+        word = self._word
+        for number, facts in enumerate(contents.tensors):
+            parts += (self._names[number], self._tensor, self._before_dtype, self._dtypes[facts.dtype])
+            parts += (self._after_dtype, word["size"], self._size, _dimensions(facts.shape), b"\x85R")
+            parts += (word["chunks"], b"](", *chunks[number], b"eub")
+        for name in self._object_names:
+            parts += (name, self._object)
+        return parts
+
+    def _chunks(self, boxes: Boxes) -> list[list[bytes]]:
+        """Each tensor's parts, in the order of the rows."""
+        tensors = self._metadata.contents.tensors
+        by_tensor: list[list[bytes]] = [[] for _ in tensors]
+        opening, between = self._chunk, b"\x85R" + self._word["sizes"] + self._size
+        dims = [len(facts.shape) for facts in tensors]
+        rows = zip(boxes.tensor.tolist(), boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)
+        for number, offsets, sizes in rows:
+            width = dims[number]
+            begin, extent = _dimensions(tuple(offsets[:width])), _dimensions(tuple(sizes[:width]))
+            by_tensor[number].append(b"".join((opening, begin, between, extent, b"\x85Rub")))
+        return by_tensor
+
+    def _planner_data(self) -> list[bytes]:
+        contents = self._metadata.contents
+        remembered = {facts.name: name for facts, name in zip(contents.tensors, self._names, strict=True)}
+        remembered |= {one.name: name for one, name in zip(contents.objects, self._object_names, strict=True)}
+        parts: list[bytes] = []
+        for name, path in self._metadata.paths.items():
+            parts += (remembered.get(name) or _text(name), _path(path))
+        return parts
+
+    def _objects_stored(self) -> list[bytes]:
+        parts: list[bytes] = []
+        transforms = self._metadata.object_transforms
+        for name, one in zip(self._object_names, self._metadata.contents.objects, strict=True):
+            parts += (self._index, name, _text("index"), b"Nub")
+            parts += (self._info, self._files[one.file], self._word["offset"], _number(one.offset))
+            parts += (self._word["length"], _number(one.size_bytes))
+            parts += (self._transforms(transforms.get(one.name, ())), b"ub")
+        return parts
+
+    def _boxes_stored(self) -> list[bytes]:
+        stored = self._metadata.contents.stored
+        if not len(stored):
+            return []
+        begin = [self._index + name + self._index_offset for name in self._names]
+        middle = self._after_index + self._info
+        files, word = self._files, self._word
+        dims = [len(facts.shape) for facts in self._metadata.contents.tensors]
+        columns = (
+            stored.boxes.tensor,
+            stored.boxes.offsets,
+            stored.file,
+            stored.item_offset,
+            stored.item_bytes,
+        )
+        parts: list[bytes] = []
+        for tensor, offsets, file, offset, length in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            at = _dimensions(tuple(offsets[: dims[tensor]]))
+            place = (files[file], word["offset"], _number(offset), word["length"], _number(length))
+            parts.append(b"".join((begin[tensor], at, middle, *place, self._row_end(len(parts)))))
+        return parts
+
+    def _row_end(self, row: int) -> bytes:
+        return self._transforms(self._metadata.descriptors(row)) + b"ub"
+
+    def _transforms(self, descriptors: Descriptors) -> bytes:
+        """Left out where there are none, as older versions of torch had no such field."""
+        if not descriptors:
+            return b""
+        return self._word["transform_descriptors"] + b"](" + b"".join(map(_text, descriptors)) + b"e"
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode("utf-8", "surrogatepass")
+    if len(encoded) < 256:
+        return b"\x8c" + bytes([len(encoded)]) + encoded
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def _optional_text(text: str | None) -> bytes:
+    return b"N" if text is None else _text(text)
+
+
+def _global(module: str, name: str) -> bytes:
+    return _text(module) + _text(name) + b"\x93"
+
+
+@lru_cache(maxsize=1 << 16)
+def _number(number: int) -> bytes:
+    if 0 <= number < 1 << 8:
+        return b"K" + bytes([number])
+    if 0 <= number < 1 << 16:
+        return b"M" + struct.pack("<H", number)
+    if -(1 << 31) <= number < 1 << 31:
+        return b"J" + struct.pack("<i", number)
+    return b"\x8a\x08" + struct.pack("<q", number)
+
+
+@lru_cache(maxsize=1 << 16)
+def _dimensions(numbers: tuple[int, ...]) -> bytes:
+    """The argument of a `torch.Size`, wrapped for its call but for the wrapping itself."""
+    encoded = b"".join(map(_number, numbers))
+    if 1 <= len(numbers) <= 3:
+        return encoded + (b"\x85", b"\x86", b"\x87")[len(numbers) - 1]
+    return b"(" + encoded + b"t" if numbers else b")"
+
+
+def _path(path: Path) -> bytes:
+    return b"(" + b"".join(_text(key) if isinstance(key, str) else _number(key) for key in path) + b"t"

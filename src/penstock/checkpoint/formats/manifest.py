@@ -1,0 +1,346 @@
+"""`penstock.json`: every byte of a checkpoint, with a checksum for each item.
+
+Rank 0 writes it when all files are durable, and before `.metadata`. Invariant: each byte of a checkpoint is
+covered by exactly one thing: an item's checksum, a gap between items (zeros), the checksum of `.metadata`, or
+this file's own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock import __version__
+from penstock.checkpoint.formats.checksums import SUM_BYTES, sum_of
+from penstock.checkpoint.state.regions import UNKNOWN, Contents, Ints
+from penstock.errors import AccessRefused, DataDamaged, Unavailable
+from penstock.storage.uri import check_key
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.checkpoint.engine import WrittenFile
+
+Fact = str | int | float | bool | None
+
+VERSION: Final = 1
+_OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
+"""Every manifest begins so; the hexadecimal sum of all other bytes follows."""
+_HEX: Final = 2 * SUM_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ManifestFile:
+    """One data file: columns of its items in the order of their offsets. Bytes outside of items are zeros."""
+
+    name: str
+    size_bytes: int
+    item_name: Ints
+    """Counts in the manifest's `names`."""
+    item_offset: Ints
+    item_bytes: Ints
+    payload_offset: Ints
+    sums: bytes
+    """XXH3-128 of each item as it lies in the file: 16 bytes each, one after another."""
+
+    def __len__(self) -> int:
+        return len(self.item_offset)
+
+    def sum_at(self, row: int) -> bytes:
+        """One item's sum."""
+        return self.sums[row * SUM_BYTES : (row + 1) * SUM_BYTES]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Manifest:
+    """All of a checkpoint's files, and what wrote them."""
+
+    step: int | None = None
+    save_id: str = ""
+    written_by: str = ""
+    """The program and its version."""
+    world_size: int = 1
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Size of each named dimension of the device mesh, outermost first; empty without one."""
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    """What else the one who saved wants to be known."""
+    metadata_bytes: int
+    metadata_sum: bytes
+    names: tuple[str, ...]
+    """Of tensors and objects; an item of each may lie in several files."""
+    files: tuple[ManifestFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all data files."""
+        return sum(file.size_bytes for file in self.files)
+
+
+def manifest_bytes(manifest: Manifest) -> bytes:
+    """The file, its own sum included."""
+    document = {
+        "version": VERSION,
+        "step": manifest.step,
+        "save_id": manifest.save_id,
+        "written_by": manifest.written_by,
+        "world_size": manifest.world_size,
+        "mesh": dict(manifest.mesh),
+        "facts": dict(manifest.facts),
+        "metadata": {"size_bytes": manifest.metadata_bytes, "xxh3_128": manifest.metadata_sum.hex()},
+        "names": manifest.names,
+        "files": [
+            {
+                "name": file.name,
+                "size_bytes": file.size_bytes,
+                "items": {
+                    "name": file.item_name.tolist(),
+                    "offset": file.item_offset.tolist(),
+                    "size_bytes": file.item_bytes.tolist(),
+                    "payload_offset": file.payload_offset.tolist(),
+                    "xxh3_128": file.sums.hex(),
+                },
+            }
+            for file in manifest.files
+        ],
+    }
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=True, check_circular=False)
+    rest = b'",' + text.encode()[1:] + b"\n"
+    return _OPENING + sum_of(_OPENING, rest).hex().encode() + rest
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+_Size = Annotated[int, Field(ge=0, lt=1 << 62)]
+_Sum = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
+
+
+class _Items(_Strict):
+    name: list[int]
+    offset: list[int]
+    size_bytes: list[int]
+    payload_offset: list[int]
+    xxh3_128: str
+
+
+class _File(_Strict):
+    name: str
+    size_bytes: _Size
+    items: _Items
+
+
+class _MetadataFile(_Strict):
+    size_bytes: _Size
+    xxh3_128: _Sum
+
+
+class _Document(_Strict):
+    format: Literal["penstock.checkpoint"]
+    xxh3_128: _Sum
+    version: Literal[1]
+    step: int | None
+    save_id: str
+    written_by: str
+    world_size: Annotated[int, Field(ge=1)]
+    mesh: dict[str, int]
+    facts: dict[str, Fact]
+    metadata: _MetadataFile
+    names: list[str]
+    files: list[_File]
+
+
+def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manifest:
+    """Check a manifest's own sum, then all that it says; `DataDamaged` names the first thing wrong."""
+    content = bytes(content)
+    _check_own_sum(content, where)
+    try:
+        document = _Document.model_validate_json(content)
+    except ValidationError as error:
+        raise _unreadable(content, error, where) from error
+    files = tuple(_file(file, len(document.names), where) for file in document.files)
+    return Manifest(
+        step=document.step,
+        save_id=document.save_id,
+        written_by=document.written_by,
+        world_size=document.world_size,
+        mesh=document.mesh,
+        facts=document.facts,
+        metadata_bytes=document.metadata.size_bytes,
+        metadata_sum=bytes.fromhex(document.metadata.xxh3_128),
+        names=tuple(document.names),
+        files=files,
+    )
+
+
+def _check_own_sum(content: bytes, where: str) -> None:
+    end = len(_OPENING) + _HEX
+    said = content[len(_OPENING) : end]
+    if not content.startswith(_OPENING) or said != sum_of(_OPENING, content[end:]).hex().encode():
+        raise DataDamaged(
+            "The manifest is not as it was written: its own checksum differs",
+            where=where,
+            fix="Load an older checkpoint; stock torch may still load this one, unverified.",
+        )
+
+
+def _unreadable(content: bytes, error: ValidationError, where: str) -> DataDamaged | Unavailable:
+    """Whole, but of another version: ours cannot read it, which is no damage."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if place == "version":
+        version: Any = json.loads(content).get("version")
+        return Unavailable(
+            f"The manifest has version {version}, this Penstock knows {VERSION}",
+            where=where,
+            fix="Read it with the version that wrote it, or a newer one.",
+        )
+    return DataDamaged(f"The manifest's {place}: {first['msg']}", where=where)
+
+
+def _file(file: _File, num_names: int, where: str) -> ManifestFile:
+    """A file's columns, checked: items in order, apart from each other, and inside the file."""
+    try:
+        check_key(file.name, where)
+        columns = [np.array(column, dtype=np.int64) for column in _columns(file.items)]
+        sums = bytes.fromhex(file.items.xxh3_128)
+    except (AccessRefused, ValueError, OverflowError) as error:
+        raise DataDamaged(f"The manifest's file {file.name!r}: {error}", where=where) from error
+    name, offset, size, payload = columns
+    if len({len(column) for column in columns}) > 1 or len(sums) != SUM_BYTES * len(name):
+        raise DataDamaged(f"The manifest's columns of {file.name} are not equally long", where=where)
+    ends = offset + size
+    edges = np.concatenate([[0], np.stack([offset, ends], axis=1).ravel(), [file.size_bytes]])
+    inside = (payload >= offset) & (payload <= ends) & (name >= 0) & (name < num_names)
+    if (np.diff(edges) < 0).any() or not inside.all():
+        raise DataDamaged(f"The manifest's items of {file.name} overlap or leave the file", where=where)
+    return ManifestFile(
+        name=file.name,
+        size_bytes=file.size_bytes,
+        item_name=name,
+        item_offset=offset,
+        item_bytes=size,
+        payload_offset=payload,
+        sums=sums,
+    )
+
+
+def _columns(items: _Items) -> Iterable[list[int]]:
+    return items.name, items.offset, items.size_bytes, items.payload_offset
+
+
+def manifest_of(
+    contents: Contents,
+    files: Sequence[WrittenFile],
+    metadata: bytes,
+    *,
+    step: int | None = None,
+    save_id: str = "",
+    world_size: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    facts: Mapping[str, Fact] | None = None,
+) -> Manifest:
+    """The manifest of what was written: `contents` as `metadata` tells them, `files` as ranks report them.
+
+    This is the check of coverage, too: an item that `contents` know and no file has, or the other way round,
+    is a `DataDamaged` that names it.
+    """
+    names = (*(facts.name for facts in contents.tensors), *(stored.name for stored in contents.objects))
+    by_name = {file.name: file for file in files if len(file.item_offset)}
+    missing = set(contents.files) ^ set(by_name)
+    if missing:
+        raise DataDamaged(f"Planned and written files differ: {', '.join(sorted(missing)[:5])}")
+    items = _ItemTable(contents)
+    entries = []
+    for number, name in enumerate(contents.files):
+        file = by_name[name]
+        rows = items.match(number, name, file.item_offset, file.item_bytes)
+        entries.append(
+            ManifestFile(
+                name=name,
+                size_bytes=file.size_bytes,
+                item_name=items.name[rows],
+                item_offset=file.item_offset,
+                item_bytes=file.item_bytes,
+                payload_offset=file.payload_offset,
+                sums=file.sums,
+            )
+        )
+    return Manifest(
+        step=step,
+        save_id=save_id,
+        written_by=f"penstock {__version__}",
+        world_size=world_size,
+        mesh=mesh or {},
+        facts=facts or {},
+        metadata_bytes=len(metadata),
+        metadata_sum=sum_of(metadata),
+        names=names,
+        files=tuple(entries),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SummedContents:
+    """A checkpoint's contents with what its manifest adds: where payloads are, and each item's sum."""
+
+    contents: Contents
+    sums: NDArray[np.uint8]
+    """(rows of `contents.stored`, 16): of the item as it lies in the file, its envelope included."""
+    object_sums: tuple[bytes, ...]
+
+
+def with_manifest(contents: Contents, manifest: Manifest, where: str) -> SummedContents:
+    """Join what `.metadata` and the manifest say of one checkpoint; `DataDamaged` where they disagree."""
+    items = _ItemTable(contents)
+    by_name = {file.name: file for file in manifest.files}
+    num_rows = len(contents.stored)
+    payload = np.full(len(items.name), UNKNOWN, dtype=np.int64)
+    sums = np.zeros((len(items.name), SUM_BYTES), dtype=np.uint8)
+    for number, name in enumerate(contents.files):
+        file = by_name.get(name)
+        if file is None:
+            raise DataDamaged(f"The manifest does not know the file {name}", where=where)
+        rows = items.match(number, name, file.item_offset, file.item_bytes)
+        payload[rows] = file.payload_offset
+        sums[rows] = np.frombuffer(file.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
+    # A packed item has no payload of its own, wherever the manifest says that it begins.
+    known = np.where(contents.stored.packed, UNKNOWN, payload[:num_rows])
+    stored = replace(contents.stored, payload_offset=known)
+    return SummedContents(
+        replace(contents, stored=stored),
+        sums[:num_rows],
+        tuple(sums[num_rows + number].tobytes() for number in range(len(contents.objects))),
+    )
+
+
+class _ItemTable:
+    """All items of some contents, boxes first, then objects: found by file and offset."""
+
+    def __init__(self, contents: Contents) -> None:
+        objects, stored = contents.objects, contents.stored
+        numbers = np.arange(len(objects), dtype=np.int64) + len(contents.tensors)
+        self.name = np.concatenate([stored.boxes.tensor, numbers])
+        self._file = np.concatenate([stored.file, _ints(one.file for one in objects)])
+        self._offset = np.concatenate([stored.item_offset, _ints(one.offset for one in objects)])
+        self._bytes = np.concatenate([stored.item_bytes, _ints(one.size_bytes for one in objects)])
+        self._order = np.lexsort((self._bytes, self._offset, self._file))
+        self._begins = np.searchsorted(self._file[self._order], np.arange(len(contents.files) + 1))
+
+    def match(self, file: int, file_name: str, offsets: Ints, sizes: Ints) -> Ints:
+        """The rows of a file's items, whose offsets and sizes must be these, in order."""
+        rows = self._order[self._begins[file] : self._begins[file + 1]]
+        if not (np.array_equal(self._offset[rows], offsets) and np.array_equal(self._bytes[rows], sizes)):
+            raise DataDamaged(
+                f"The items of {file_name} are not those that the metadata tells", where=file_name
+            )
+        return np.asarray(rows)
+
+
+def _ints(numbers: Iterable[int]) -> Ints:
+    return np.fromiter(numbers, dtype=np.int64)

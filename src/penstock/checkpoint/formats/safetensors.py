@@ -1,0 +1,148 @@
+"""safetensors files as checkpoints: a single file, or a folder of them with or without an index.
+
+Invariant: what is returned has been checked as the format requires: ranges inside the file, of the length
+that dtype and shape need, without overlap; and an index is only trusted as far as its files agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from penstock.checkpoint.formats.dtypes import BY_SAFETENSORS
+from penstock.checkpoint.state.regions import Contents, StoredBoxes, TensorFacts, whole_boxes
+from penstock.errors import DataDamaged, Unavailable
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.formats.torch_save import ReadRange
+
+LARGEST_HEADER: Final = 100_000_000
+"""The format's own limit."""
+INDEX_NAME: Final = "model.safetensors.index.json"
+_METADATA_KEY: Final = "__metadata__"
+
+_Size = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    dtype: str
+    shape: list[_Size]
+    data_offsets: tuple[_Size, _Size]
+
+
+_HEADER: Final = TypeAdapter(dict[str, dict[str, str] | _Entry])
+_INDEX: Final = TypeAdapter(dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of one file: facts, and where its payload begins in it."""
+
+    facts: TensorFacts
+    offset: int
+
+
+def read_header(read: ReadRange, size_bytes: int, where: str) -> list[StoredTensor]:
+    """The tensors of one file, in the order of their payloads."""
+    if size_bytes < 8:
+        raise _damaged("it has no header", where)
+    header_bytes = int.from_bytes(read(0, 8), "little")
+    if header_bytes > min(LARGEST_HEADER, size_bytes - 8):
+        raise _damaged(f"its header would have {header_bytes} bytes", where)
+    entries = _parsed_header(bytes(read(8, header_bytes)), where)
+    tensors, position = [], 0
+    for name, entry in sorted(entries.items(), key=lambda named: named[1].data_offsets):
+        begin, end = entry.data_offsets
+        facts = _facts(name, entry, where)
+        if begin != position or end - begin != facts.size_bytes:
+            raise _damaged(
+                f"{name} lies at {begin} to {end}, which does not fit its neighbours or its shape", where
+            )
+        tensors.append(StoredTensor(facts, 8 + header_bytes + begin))
+        position = end
+    if 8 + header_bytes + position != size_bytes:
+        raise _damaged(f"it has {size_bytes} bytes, its header tells of {8 + header_bytes + position}", where)
+    return tensors
+
+
+def _damaged(what: str, where: str) -> DataDamaged:
+    return DataDamaged(
+        f"This is no whole safetensors file: {what}", where=where, fix="Fetch or save it again."
+    )
+
+
+def _parsed_header(content: bytes, where: str) -> Mapping[str, _Entry]:
+    try:
+        header = _HEADER.validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise _damaged(f"its header {place}: {first['msg']}", where) from error
+    header.pop(_METADATA_KEY, None)
+    entries = {name: entry for name, entry in header.items() if isinstance(entry, _Entry)}
+    if len(entries) != len(header):
+        raise _damaged("its header has texts where tensors should be", where)
+    return entries
+
+
+def _facts(name: str, entry: _Entry, where: str) -> TensorFacts:
+    kind = BY_SAFETENSORS.get(entry.dtype)
+    if kind is None:
+        raise Unavailable(
+            f"{name} has elements of type {entry.dtype}, which torch has no tensors of", where=where
+        )
+    return TensorFacts(name, kind.name, tuple(entry.shape), kind.size_bytes)
+
+
+def contents_of(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> Contents:
+    """One checkpoint of several files. A tensor that two files hold is damage."""
+    tensors = [stored for _, of_file in files for stored in of_file]
+    facts = tuple(stored.facts for stored in tensors)
+    seen: set[str] = set()
+    for one in facts:
+        if one.name in seen:
+            raise _damaged(f"{one.name} lies in two of the files", where)
+        seen.add(one.name)
+    offsets = np.array([stored.offset for stored in tensors], dtype=np.int64)
+    sizes = np.array([one.size_bytes for one in facts], dtype=np.int64)
+    file = np.repeat(np.arange(len(files)), [len(of_file) for _, of_file in files])
+    stored_boxes = StoredBoxes(
+        whole_boxes(facts),
+        file=file.astype(np.int64),
+        item_offset=offsets,
+        item_bytes=sizes,
+        payload_offset=offsets,
+        packed=np.zeros(len(facts), dtype=np.bool_),
+    )
+    return Contents(facts, stored_boxes, (), tuple(name for name, _ in files))
+
+
+def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
+    """File name by tensor name, of a Hugging Face index."""
+    try:
+        document: Any = json.loads(content)
+        return _INDEX.validate_python(document["weight_map"], strict=True)
+    except (ValueError, ValidationError, KeyError, TypeError) as error:
+        raise DataDamaged(f"This index tells no file for each tensor: {error}", where=where) from error
+
+
+def check_index(index: Mapping[str, str], contents: Contents, where: str) -> None:
+    """Every tensor lies in the file that the index says, and no tensor is missing."""
+    held = {
+        facts.name: contents.files[int(file)]
+        for facts, file in zip(contents.tensors, contents.stored.file, strict=True)
+    }
+    wrong = [name for name, file in index.items() if held.get(name) != file]
+    if wrong:
+        raise DataDamaged(
+            f"{len(wrong)} tensors are not in the files that the index names, {wrong[0]} for one",
+            where=where,
+            fix="A file is missing or from another checkpoint; fetch them again.",
+        )

@@ -1,0 +1,350 @@
+"""From what was read to where it belongs: tensors of this rank, and messages to other ranks.
+
+A share that is one contiguous part of a tensor in host memory is read right there; every other one passes
+through memory of its own. Invariant: a share is passed on once, when its last byte has arrived, by the thread
+that read that byte.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from penstock.checkpoint.loading.transport import Incoming, Outgoing
+from penstock.storage.aligned import copy_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from penstock.checkpoint.loading.reader import Part
+    from penstock.checkpoint.loading.transport import Outbox
+    from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
+    from penstock.checkpoint.state.regions import Boxes, TensorFacts
+
+Memory = "NDArray[np.uint8]"
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
+    """Memory of this rank that a wanted box is loaded into; `facts` are those of the stored tensor."""
+
+    offsets: tuple[int, ...]
+    memory: torch.Tensor
+    facts: TensorFacts
+
+    def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """The memory of a box inside."""
+        found = self.memory
+        for dim, (mine, begin, extent) in enumerate(zip(self.offsets, offsets, sizes, strict=True)):
+            found = found.narrow(dim, begin - mine, extent)
+        return found
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether stored bytes are this memory's own bytes."""
+        same = str(self.memory.dtype) == f"torch.{self.facts.dtype}"
+        return same and self.memory.device.type == "cpu" and not _is_view_of_other_bits(self.memory)
+
+    def straight(self, offsets: Sequence[int], sizes: Sequence[int]) -> NDArray[np.uint8] | None:
+        """The bytes of a box inside, where they lie in one run as they are stored."""
+        found = self.view(offsets, sizes)
+        if not self.is_plain or not found.is_contiguous():
+            return None
+        return _words(found, 1).reshape(-1).numpy()
+
+    def straight_on_device(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+        """The bytes of a box inside, where they lie in one run on a device, as they are stored."""
+        found = self.view(offsets, sizes)
+        same = str(self.memory.dtype) == f"torch.{self.facts.dtype}"
+        if self.memory.device.type == "cpu" or not same or _is_view_of_other_bits(found):
+            return None
+        return found.reshape(-1).view(torch.uint8) if found.is_contiguous() else None
+
+    def fill(self, offsets: Sequence[int], sizes: Sequence[int], content: NDArray[Any]) -> None:
+        """Copy a box from words of the stored element size."""
+        found = self.view(offsets, sizes)
+        if self.is_plain:
+            np.copyto(_words(found, self.facts.item_bytes).numpy(), content)
+            return
+        dtype = getattr(torch, self.facts.dtype)
+        words = torch.from_numpy(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
+        found.copy_(words.view(dtype).reshape(tuple(sizes)))
+
+
+def _is_view_of_other_bits(memory: torch.Tensor) -> bool:
+    return memory.is_conj() or memory.is_neg()
+
+
+def wait_for_devices(targets: Sequence[Target]) -> None:
+    """Return when devices have done what this thread asked of them: others copy there, in other streams."""
+    devices = {each.memory.device for each in targets if each.memory.device.type in ("cuda", "xpu")}
+    for device in devices:
+        torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def _words(memory: torch.Tensor, item_bytes: int) -> torch.Tensor:
+    """Main memory of any dtype and strides as words of its element size, or as bytes where it is one run."""
+    storage = torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage())
+    own = memory.element_size()
+    if item_bytes == 1 and own > 1:
+        begin = memory.storage_offset() * own
+        return storage[begin : begin + memory.numel() * own]
+    words: torch.Tensor = storage[: storage.numel() - storage.numel() % own].view(_WORDS[own])
+    return words.as_strided(memory.size(), memory.stride(), memory.storage_offset())
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """One read of the plan on its way: `memory` is made when its first byte comes."""
+
+    begin: int
+    """Of its payload in the file."""
+    num_bytes: int
+    num_missing: int
+    memory: NDArray[np.uint8] | None = None
+    is_own: bool = False
+    """`memory` is a tensor's."""
+    on_device: torch.Tensor | None = None
+    """A tensor's bytes on a device, which take each part as it comes: none is gathered in main memory."""
+
+
+class Landings:
+    """The `Landing` of a load plan: `begins` says where each read's payload begins in its file."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        begins: Sequence[int],
+        targets: Sequence[Target],
+        *,
+        tensors: Sequence[TensorFacts],
+        outbox: Outbox,
+        messages: Sequence[tuple[Outgoing, int]],
+        takes_any_address: bool,
+    ) -> None:
+        self._plan = plan
+        self._targets = targets
+        self._tensors = tensors
+        self._outbox = outbox
+        self._messages = messages
+        self._takes_any_address = takes_any_address
+        sizes = [self._num_bytes(plan.boxes, row) for row in range(len(plan.row))]
+        self._shares = [_Share(begin, size, size) for begin, size in zip(begins, sizes, strict=True)]
+        self._local = _by_read(plan.local)
+        self._sends = _by_read(plan.sends)
+        self._lock = threading.Lock()
+        if any(not target.memory.is_cpu for target in targets):
+            for number, share in enumerate(self._shares):
+                share.on_device = self._device_memory(number)
+
+    def place(self, span: int, begin: int, end: int) -> memoryview | None:
+        """The share's memory, where the storage reads to any address."""
+        share = self._shares[span]
+        is_inside = share.begin <= begin and end <= share.begin + share.num_bytes
+        if not self._takes_any_address or not is_inside or share.on_device is not None:
+            return None
+        memory = self._memory(span)
+        return memoryview(memory.data)[begin - share.begin : end - share.begin]
+
+    def take(self, span: int, begin: int, content: memoryview) -> None:
+        """Copy what is payload; the rest of an item was only summed."""
+        share = self._shares[span]
+        skipped = max(share.begin - begin, 0)
+        end = min(begin + len(content), share.begin + share.num_bytes)
+        if begin + skipped >= end:
+            return
+        start = begin + skipped - share.begin
+        if share.on_device is not None:
+            part = torch.frombuffer(content[skipped : end - begin], dtype=torch.uint8)
+            share.on_device[start : end - share.begin].copy_(part)
+            return
+        target = memoryview(self._memory(span).data)[start : end - share.begin]
+        copy_bytes(target, content[skipped : end - begin])
+
+    def arrived(self, part: Part) -> None:
+        """Pass the share on once all of its payload has come."""
+        share = self._shares[part.span]
+        end = min(part.end, share.begin + share.num_bytes)
+        with self._lock:
+            share.num_missing -= max(end - max(part.begin, share.begin), 0)
+            is_whole = share.num_missing == 0
+        if is_whole and share.memory is not None:
+            self._pass_on(part.span, share, share.memory)
+            share.memory = None
+
+    def _memory(self, number: int) -> NDArray[np.uint8]:
+        share = self._shares[number]
+        with self._lock:
+            if share.memory is None:
+                own = self._own_memory(number)
+                share.is_own = own is not None
+                share.memory = np.empty(share.num_bytes, dtype=np.uint8) if own is None else own
+            return share.memory
+
+    def _device_memory(self, number: int) -> torch.Tensor | None:
+        """Where all of a share belongs to one place on a device, and to nobody else."""
+        rows = self._local.get(number, ())
+        if len(rows) != 1 or number in self._sends or not self._covers(rows[0], number):
+            return None
+        target = self._targets[int(self._plan.local.want[rows[0]])]
+        return target.straight_on_device(*self._box(self._plan.local.boxes, rows[0]))
+
+    def _covers(self, row: int, number: int) -> bool:
+        return self._num_bytes(self._plan.local.boxes, row) == self._shares[number].num_bytes
+
+    def _own_memory(self, number: int) -> NDArray[np.uint8] | None:
+        rows = self._local.get(number, ())
+        for row in rows:
+            if self._covers(row, number):
+                target = self._targets[int(self._plan.local.want[row])]
+                found = target.straight(*self._box(self._plan.local.boxes, row))
+                if found is not None:
+                    return found
+        return None
+
+    def _pass_on(self, number: int, share: _Share, memory: NDArray[np.uint8]) -> None:
+        local, sends = self._plan.local, self._plan.sends
+        for row in self._local.get(number, ()):
+            target = self._targets[int(local.want[row])]
+            box = self._box(local.boxes, row)
+            if share.is_own:
+                straight = target.straight(*box)
+                if straight is not None and _same_place(straight, memory):
+                    continue
+            target.fill(*box, self._cut(number, memory, local.boxes, row))
+        for row in self._sends.get(number, ()):
+            message, offset = self._messages[row]
+            content = self._cut(number, memory, sends.boxes, row)
+            size = content.nbytes
+            if size == message.size_bytes and content.flags.c_contiguous:
+                self._outbox.lend(message, content.reshape(-1).view(np.uint8), counts=not share.is_own)
+            else:
+                place = self._outbox.buffer(message)[offset : offset + size]
+                np.copyto(place.view(content.dtype).reshape(content.shape), content)
+            self._outbox.filled(message)
+
+    def _cut(self, number: int, memory: NDArray[np.uint8], boxes: Boxes, row: int) -> NDArray[Any]:
+        """A box inside a share, as words of its element size."""
+        offsets, sizes = self._box(boxes, row)
+        own_offsets, own_sizes = self._box(self._plan.boxes, number)
+        words = memory.view(_word(self._facts(boxes, row).item_bytes)).reshape(own_sizes)
+        inside = tuple(
+            slice(begin - own, begin - own + extent)
+            for begin, own, extent in zip(offsets, own_offsets, sizes, strict=True)
+        )
+        return words[inside]
+
+    def _facts(self, boxes: Boxes, row: int) -> TensorFacts:
+        return self._tensors[int(boxes.tensor[row])]
+
+    def _box(self, boxes: Boxes, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return boxes.box(row, len(self._facts(boxes, row).shape))
+
+    def _num_bytes(self, boxes: Boxes, row: int) -> int:
+        return int(np.prod(boxes.sizes[row])) * self._facts(boxes, row).item_bytes
+
+
+def _word(item_bytes: int) -> np.dtype[Any]:
+    return np.dtype("c16") if item_bytes == 16 else np.dtype(f"u{item_bytes}")
+
+
+def _same_place(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
+    return bool(one.ctypes.data == other.ctypes.data and one.nbytes == other.nbytes)
+
+
+def _by_read(transfers: Transfers) -> dict[int, list[int]]:
+    rows: dict[int, list[int]] = {}
+    for row, read in enumerate(transfers.read.tolist()):
+        rows.setdefault(read, []).append(row)
+    return rows
+
+
+def outgoing_messages(
+    transfers: Transfers, tensors: Sequence[TensorFacts]
+) -> tuple[list[Outgoing], list[tuple[Outgoing, int]]]:
+    """The messages of some sends, and for each send its message and its place in there."""
+    found: dict[tuple[int, int], Outgoing] = {}
+    places: list[tuple[Outgoing, int]] = []
+    for row, (peer, number) in enumerate(_ends(transfers)):
+        if (peer, number) not in found:
+            found[peer, number] = Outgoing(peer, number, int(transfers.in_round[row]), 0, 0)
+        message = found[peer, number]
+        places.append((message, message.size_bytes))
+        message.size_bytes += _transfer_bytes(transfers, row, tensors)
+        message.num_missing += 1
+    return list(found.values()), places
+
+
+def incoming_messages(
+    transfers: Transfers, tensors: Sequence[TensorFacts], targets: Sequence[Target]
+) -> list[Incoming]:
+    """The messages of some receives, each with how it gets to its place."""
+    rows: dict[tuple[int, int], list[int]] = {}
+    for row, ends in enumerate(_ends(transfers)):
+        rows.setdefault(ends, []).append(row)
+    messages = []
+    for (peer, number), own in rows.items():
+        parcel = _Parcel(transfers, own, tensors, targets)
+        messages.append(
+            Incoming(
+                peer,
+                number,
+                int(transfers.in_round[own[0]]),
+                parcel.size_bytes,
+                parcel.straight(),
+                parcel.unpack,
+            )
+        )
+    return messages
+
+
+class _Parcel:
+    """Transfers that come in one message."""
+
+    def __init__(
+        self, transfers: Transfers, rows: list[int], tensors: Sequence[TensorFacts], targets: Sequence[Target]
+    ) -> None:
+        self._transfers = transfers
+        self._rows = rows
+        self._tensors = tensors
+        self._targets = targets
+        self._sizes = [_transfer_bytes(transfers, row, tensors) for row in rows]
+        self.size_bytes = sum(self._sizes)
+
+    def straight(self) -> NDArray[np.uint8] | None:
+        if len(self._rows) > 1:
+            return None
+        target, box = self._place(self._rows[0])
+        return target.straight(*box)
+
+    def unpack(self, memory: NDArray[np.uint8]) -> None:
+        begin = 0
+        for row, size in zip(self._rows, self._sizes, strict=True):
+            target, box = self._place(row)
+            content = memory[begin : begin + size]
+            if content.ctypes.data % target.facts.item_bytes:
+                content = content.copy()
+            target.fill(*box, content.view(_word(target.facts.item_bytes)).reshape(box[1]))
+            begin += size
+
+    def _place(self, row: int) -> tuple[Target, tuple[tuple[int, ...], tuple[int, ...]]]:
+        boxes = self._transfers.boxes
+        facts = self._tensors[int(boxes.tensor[row])]
+        return self._targets[int(self._transfers.want[row])], boxes.box(row, len(facts.shape))
+
+
+def _ends(transfers: Transfers) -> list[tuple[int, int]]:
+    return list(zip(transfers.peer.tolist(), transfers.message.tolist(), strict=True))
+
+
+def _transfer_bytes(transfers: Transfers, row: int, tensors: Sequence[TensorFacts]) -> int:
+    item_bytes = tensors[int(transfers.boxes.tensor[row])].item_bytes
+    return int(np.prod(transfers.boxes.sizes[row])) * item_bytes

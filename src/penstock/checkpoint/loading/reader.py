@@ -1,0 +1,369 @@
+"""Blocks from storage into memory: several threads read, checksum and pass on.
+
+A block whose destination is contiguous and aligned is read straight into it; other blocks pass through a
+buffer. Invariant: the blocks cover every span once, each part is passed on once, and the parts of an item are
+checksummed in order, whichever thread reads them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.checkpoint.formats.checksums import RunningSum, running_sum
+from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.errors import DataDamaged
+from penstock.storage.aligned import PAGE_BYTES, round_up
+
+if TYPE_CHECKING:
+    from penstock.progress import Progress
+    from penstock.storage.protocol import Source
+
+
+STEP_BYTES = 1 << 20
+"""Bytes are summed and copied in steps that stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSettings:
+    """How a rank reads. Memory for buffers: twice as many blocks as streams."""
+
+    streams: int = 4
+    block_bytes: int = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedItem:
+    """An item that is read whole, and the sum it must have."""
+
+    name: str
+    file: str
+    begin: int
+    end: int
+    expected: bytes
+
+
+class Landing(Protocol):
+    """Where the bytes of spans go; called from the reading threads."""
+
+    def place(self, span: int, begin: int, end: int) -> memoryview | None:
+        """Memory that bytes `begin` to `end` of the file may be read into as they are; None: `take` them."""
+
+    def take(self, span: int, begin: int, content: memoryview) -> None:
+        """Copy a part's bytes, which lie at `begin` in the file."""
+
+    def arrived(self, part: Part) -> None:
+        """All bytes of a part are in their place, whether by `place` or by `take`."""
+
+
+class OpenFiles:
+    """Files that are open while blocks of them are to be read: few at a time, however many there are."""
+
+    def __init__(self, blocks: Sequence[Block], open_file: Callable[[int], Source]) -> None:
+        self._num_left = Counter(block.file for block in blocks)
+        self._open_file = open_file
+        self._open: dict[int, Source] = {}
+        self._lock = threading.Lock()
+
+    def open(self, file: int) -> Source:
+        """The file, opened by the first who needs it."""
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = self._open_file(file)
+            return self._open[file]
+
+    def done(self, file: int) -> None:
+        """One more block of the file has been read; the last one closes it."""
+        with self._lock:
+            self._num_left[file] -= 1
+            if not self._num_left[file]:
+                self._open.pop(file).close()
+
+    def close(self) -> None:
+        """Close what a failure left open; nobody reads any more."""
+        for source in self._open.values():
+            source.close()
+        self._open.clear()
+
+
+class ReadBuffers:
+    """Warm memory for blocks, kept from load to load by whoever loads more than once."""
+
+    def __init__(self, settings: ReadSettings) -> None:
+        self.settings = settings
+        self._memory: WarmMemory | None = None
+        self._lock = threading.Lock()
+
+    def blocks(
+        self, num_blocks: int, prepare: Callable[[WarmMemory], object] | None = None
+    ) -> list[memoryview]:
+        """Buffers for a load of so many blocks, in memory that `prepare` has seen."""
+        size = self.settings.block_bytes
+        num_buffers = min(2 * self.settings.streams, num_blocks)
+        with self._lock:
+            if self._memory is None or self._memory.size_bytes < num_buffers * size:
+                self._memory = WarmMemory(num_buffers * size)
+            self._memory.touch(num_buffers * size)
+            if prepare is not None:
+                prepare(self._memory)
+            view = self._memory.view
+        return [view[start : start + size] for start in range(0, num_buffers * size, size)]
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item being summed."""
+
+    about: SummedItem
+    sum: RunningSum = field(default_factory=running_sum)
+    done_bytes: int = 0
+
+
+class Reading:
+    """One pass over some blocks."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        spans: Sequence[Span],
+        *,
+        files: OpenFiles,
+        landing: Landing,
+        items: Mapping[int, SummedItem],
+        progress: Progress,
+        wait_for_room: Callable[[], None],
+    ) -> None:
+        self._blocks = blocks
+        self._spans = spans
+        self._files = files
+        self._landing = landing
+        self._items = {number: _Item(about) for number, about in items.items()}
+        self._progress = progress
+        self._wait_for_room = wait_for_room
+        self._lock = threading.Condition()
+        self._next = 0
+        self._parked: dict[int, tuple[memoryview, memoryview | None]] = {}
+        self._free: list[memoryview] = []
+        self._is_stopped = False
+
+    def start(
+        self, buffers: ReadBuffers, threads: Executor, prepare: Callable[[WarmMemory], object] | None = None
+    ) -> list[Future[None]]:
+        """Begin to read in `threads`; each future has what went wrong in one, and the others stop then.
+
+        `prepare` is called with the memory of the buffers first.
+        """
+        if not self._blocks:
+            return []
+        self._free = buffers.blocks(len(self._blocks), prepare)
+        num_threads = min(buffers.settings.streams, len(self._blocks))
+        return [threads.submit(self._work) for _ in range(num_threads)]
+
+    def stop(self) -> None:
+        """Read no further blocks."""
+        with self._lock:
+            self._is_stopped = True
+            self._lock.notify_all()
+
+    def _work(self) -> None:
+        with ExitStack() as undo:
+            undo.callback(self.stop)
+            while (taken := self._take()) is not None:
+                number, buffer = taken
+                self._read(number, buffer)
+                self._wait_for_room()
+            undo.pop_all()
+
+    def _take(self) -> tuple[int, memoryview] | None:
+        """The next block and a free buffer, together: so the earliest block under way always has one."""
+        with self._lock:
+            while not self._free and not self._is_stopped and self._next < len(self._blocks):
+                self._lock.wait()
+            if self._is_stopped or self._next >= len(self._blocks):
+                return None
+            number, self._next = self._next, self._next + 1
+            return number, self._free.pop()
+
+    def _give_back(self, buffer: memoryview) -> None:
+        with self._lock:
+            self._free.append(buffer)
+            self._lock.notify_all()
+
+    def _read(self, number: int, buffer: memoryview) -> None:
+        block = self._blocks[number]
+        source = self._files.open(block.file)
+        straight = self._straight(block)
+        if straight is not None:
+            source.read_into(block.begin, straight)
+            content = straight
+        else:
+            content = buffer[: block.end - block.begin]
+            # Up to the end of the last page, so that direct I/O needs no second request for the tail.
+            whole = min(round_up(len(content), PAGE_BYTES), source.size_bytes - block.begin)
+            source.read_into(block.begin, buffer[: max(whole, len(content))])
+        self._files.done(block.file)
+        if self._may_sum(number, buffer, straight):
+            self._hand_on(number, content, is_straight=straight is not None)
+            self._give_back(buffer)
+            self._follow(number)
+
+    def _straight(self, block: Block) -> memoryview | None:
+        if len(block.parts) != 1:
+            return None
+        (part,) = block.parts
+        if (part.begin, part.end) != (block.begin, block.end):
+            return None
+        return self._landing.place(part.span, part.begin, part.end)
+
+    def _may_sum(self, number: int, buffer: memoryview, straight: memoryview | None) -> bool:
+        """Whether this block's turn has come; otherwise it is parked for whoever finishes the one before."""
+        with self._lock:
+            if not self._blocks[number].continues or self._summed_before(number):
+                return True
+            self._parked[number] = (buffer, straight)
+            return False
+
+    def _summed_before(self, number: int) -> bool:
+        item = self._spans[self._blocks[number].parts[0].span].item
+        assert item is not None, "a block that continues an item begins with it"
+        progress = self._items[item]
+        return progress.about.begin + progress.done_bytes == self._blocks[number].parts[0].begin
+
+    def _follow(self, number: int) -> None:
+        """Take on the blocks behind that have been waiting for this one."""
+        while True:
+            number += 1
+            with self._lock:
+                if number not in self._parked:
+                    return
+                buffer, straight = self._parked.pop(number)
+            block = self._blocks[number]
+            content = buffer[: block.end - block.begin] if straight is None else straight
+            self._hand_on(number, content, is_straight=straight is not None)
+            self._give_back(buffer)
+
+    def _hand_on(self, number: int, content: memoryview, *, is_straight: bool) -> None:
+        block = self._blocks[number]
+        for part in block.parts:
+            inside = content[part.begin - block.begin : part.end - block.begin]
+            item = self._spans[part.span].item
+            for start in range(0, len(inside), STEP_BYTES):
+                step = inside[start : start + STEP_BYTES]
+                if item is not None:
+                    self._items[item].sum.update(step)
+                if not is_straight:
+                    self._landing.take(part.span, part.begin + start, step)
+            if item is not None:
+                self._count(self._items[item], len(inside))
+            self._landing.arrived(part)
+        self._progress.advance(block.end - block.begin)
+
+    def _count(self, item: _Item, num_bytes: int) -> None:
+        with self._lock:
+            item.done_bytes += num_bytes
+        about = item.about
+        if about.begin + item.done_bytes < about.end:
+            return
+        if item.sum.digest() != about.expected:
+            raise damaged(about)
+
+
+def damaged(item: SummedItem) -> DataDamaged:
+    """The error for an item whose sum is wrong."""
+    return DataDamaged(
+        f"{item.name} is not as it was written: its checksum differs",
+        where=f"{item.file}, bytes {item.begin} to {item.end}",
+        fix="Load an older step, or run `penstock checkpoint verify` to see all damage.",
+    )
+
+
+GAP_BYTES = 64 * 1024
+"""Unwanted bytes between spans that are read along: one request costs more than reading so much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes of one file that are wanted. Spans with the same `item` are summed together, in order."""
+
+    file: int
+    begin: int
+    end: int
+    item: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a block has of a span: bytes `begin` to `end` of the file."""
+
+    span: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One request: bytes `begin` to `end` of a file."""
+
+    file: int
+    begin: int
+    end: int
+    parts: tuple[Part, ...]
+    continues: bool
+    """The first part's item began in the block before: that one is summed first."""
+
+
+def lay_out(spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int) -> list[Block]:
+    """Blocks for `spans`, which are sorted by file and beginning.
+
+    Blocks begin at multiples of `alignment_bytes`, which `block_bytes` is one of as well; they end where the
+    spans do, so a reader may round up as far as its file goes.
+    """
+    blocks: list[Block] = []
+    for first, last, begin, end in _extents(spans):
+        file = spans[first].file
+        pending = first
+        for block_begin in range(begin - begin % alignment_bytes, end, block_bytes):
+            block_end = min(block_begin + block_bytes, end)
+            while pending < last and spans[pending].end <= block_begin:
+                pending += 1
+            parts = tuple(_parts(spans, range(pending, last), block_begin, block_end))
+            if parts:
+                blocks.append(
+                    Block(file, block_begin, block_end, parts, _continues(spans, parts[0], block_begin))
+                )
+    return blocks
+
+
+def _extents(spans: Sequence[Span]) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of spans with small gaps: first and last (exclusive) span, first byte and end."""
+    first, end = 0, spans[0].end if spans else 0
+    for number, span in enumerate(spans):
+        if span.file != spans[first].file or span.begin > end + GAP_BYTES:
+            yield first, number, spans[first].begin, end
+            first, end = number, span.end
+        end = max(end, span.end)
+    if spans:
+        yield first, len(spans), spans[first].begin, end
+
+
+def _parts(spans: Sequence[Span], numbers: range, begin: int, end: int) -> Iterator[Part]:
+    for number in numbers:
+        span = spans[number]
+        if span.begin >= end:
+            return
+        if max(span.begin, begin) < min(span.end, end):
+            yield Part(number, max(span.begin, begin), min(span.end, end))
+
+
+def _continues(spans: Sequence[Span], part: Part, block_begin: int) -> bool:
+    item = spans[part.span].item
+    if item is None:
+        return False
+    if spans[part.span].begin < block_begin:
+        return True
+    return part.span > 0 and spans[part.span - 1].item == item

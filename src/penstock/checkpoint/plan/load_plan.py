@@ -1,0 +1,418 @@
+"""Which rank reads which bytes, from what all ranks want and what the checkpoint holds, and who gets them.
+
+Pure: every rank calls `plan_load` with the same arguments and takes its own part. Bytes that several ranks
+want are read by one of them and sent to the others. Invariant: every wanted element has exactly one reader,
+and that rank can open the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.state.regions import Boxes, Ints
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.checkpoint.plan.region_arithmetic import (
+    RankSets,
+    box_table,
+    equal_rows,
+    overlaps,
+    ranges,
+    rank_sets,
+    share_out,
+    split_large,
+)
+from penstock.checkpoint.state.regions import Bools, Boxes, Ints, StoredBoxes
+from penstock.errors import PenstockError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class NobodyCanRead(PenstockError):
+    """A wanted file can be opened by no rank; `file` counts in the checkpoint's files."""
+
+    file: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """What each wanted box has in common with each unit; sorted by unit."""
+
+    want: Ints
+    unit: Ints
+    boxes: Boxes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wishes:
+    """Which rank wants which of the different wanted boxes, and as which of its rows; sorted by box."""
+
+    want: Ints
+    rank: Ints
+    row: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedLoadPlan:
+    """Who reads what. A unit is a stretch of one item's payload; a share of it is read by one rank.
+
+    Shares are in the order of files and of positions in them.
+    """
+
+    stored: StoredBoxes
+    share_unit: Ints
+    share_row: Ints
+    """The row of `stored` that a share is of."""
+    share_boxes: Boxes
+    share_rank: Ints
+    share_round: Ints
+    pieces: _Pieces
+    wishes: _Wishes
+
+
+def missing_elements(stored: Boxes, wanted: Boxes) -> Ints:
+    """How many elements of each wanted box no stored box has."""
+    met = overlaps(wanted, stored)
+    found = np.zeros(len(wanted), dtype=np.int64)
+    np.add.at(found, met.left, met.boxes.num_elements)
+    return wanted.num_elements - found
+
+
+def share_loading(
+    stored: StoredBoxes,
+    item_bytes: Ints,
+    wanted: Sequence[Boxes],
+    options: LoadOptions,
+    *,
+    readable: Bools | None = None,
+) -> SharedLoadPlan:
+    """Decide which rank reads which bytes; `wanted` is by rank, in the checkpoint's tensor numbers.
+
+    `item_bytes` is by tensor number. `readable` says which rank (row) can open which file (column); without
+    it all can open all. Elements that nobody stored are for `missing_elements` to find, not for this.
+    """
+    every = Boxes.concatenated(wanted)
+    ranks = np.repeat(np.arange(len(wanted)), [len(each) for each in wanted])
+    rows = np.concatenate([np.arange(len(each)) for each in wanted])
+    groups = equal_rows(box_table(every))
+    order = np.argsort(groups.number, kind="stable")
+    wishes = _Wishes(groups.number[order], ranks[order], rows[order])
+
+    met = overlaps(every.take(groups.first), stored.boxes)
+    source, boxes = _without_wide_gaps(
+        met.boxes, stored.boxes.take(met.right), item_bytes, options.min_gap_bytes
+    )
+    want, row = met.left[source], met.right[source]
+    hulls = _hulls(boxes, stored.boxes.take(row))
+    units = equal_rows(np.concatenate([row[:, None], box_table(hulls)], axis=1))
+    by_unit = np.argsort(units.number, kind="stable")
+    pieces = _Pieces(want[by_unit], units.number[by_unit], boxes.take(by_unit))
+    unit_row, unit_boxes = row[units.first], hulls.take(units.first)
+
+    sets = _reader_sets(pieces, wishes, stored.file[unit_row], readable, len(units))
+    total = int(unit_boxes.num_bytes(item_bytes).sum())
+    shares = share_out(
+        unit_boxes, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
+    )
+    round_bytes = _round_bytes(sets, options)
+    part, parts = split_large(shares.boxes, item_bytes, round_bytes)
+    share_unit = shares.source[part]
+    share_row = unit_row[share_unit]
+    start = payload_starts(parts, stored.boxes.take(share_row))
+    in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
+    share_rank, share_boxes = shares.rank[part][in_file], parts.take(in_file)
+    return SharedLoadPlan(
+        stored=stored,
+        share_unit=share_unit[in_file],
+        share_row=share_row[in_file],
+        share_boxes=share_boxes,
+        share_rank=share_rank,
+        share_round=_rounds(share_rank, share_boxes.num_bytes(item_bytes), round_bytes),
+        pieces=pieces,
+        wishes=wishes,
+    )
+
+
+def _min_cut_bytes(total: int, num_ranks: int, options: LoadOptions) -> int:
+    """Items below this are not cut: only who reads a whole item can check its sum on the way.
+
+    A sixteenth of a rank's fair share keeps the loads of ranks within about six percent of each other.
+    """
+    return max(options.min_cut_bytes, total // (16 * num_ranks))
+
+
+def _round_bytes(sets: RankSets, options: LoadOptions) -> int:
+    """What each rank reads for one round, so that what a rank receives in it stays within its memory."""
+    most = int(sets.size.max(initial=1))
+    return min(max(options.exchange_bytes // most, options.message_bytes), options.exchange_bytes // 4)
+
+
+def _rounds(rank: Ints, num_bytes: Ints, round_bytes: int) -> Ints:
+    """Of each share: how often its rank has read `round_bytes` before it."""
+    order = np.argsort(rank, kind="stable")
+    begin = np.cumsum(num_bytes[order]) - num_bytes[order]
+    is_first = np.ones(len(rank), dtype=np.bool_)
+    is_first[1:] = rank[order][1:] != rank[order][:-1]
+    own_begin = begin - begin[_run_starts(is_first)]
+    rounds = np.empty(len(rank), dtype=np.int64)
+    rounds[order] = own_begin // round_bytes
+    return rounds
+
+
+def _run_starts(is_first: Bools) -> Ints:
+    """For each row, the row at which its run begins."""
+    return np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
+
+
+def payload_starts(inner: Boxes, outer: Boxes) -> Ints:
+    """Where, in elements, each inner box begins in the row-major payload of its outer box."""
+    width = max(inner.num_dims, outer.num_dims)
+    inner, outer = inner.widened(width), outer.widened(width)
+    strides = np.ones((len(outer), width), dtype=np.int64)
+    for dim in range(width - 2, -1, -1):
+        strides[:, dim] = strides[:, dim + 1] * outer.sizes[:, dim + 1]
+    return np.asarray(((inner.offsets - outer.offsets) * strides).sum(axis=1))
+
+
+def _hulls(boxes: Boxes, outer: Boxes) -> Boxes:
+    """The smallest boxes around `boxes` that are contiguous in the payload of `outer`."""
+    width = outer.num_dims
+    boxes = boxes.widened(width)
+    offsets, sizes = boxes.offsets.copy(), boxes.sizes.copy()
+    varies = np.zeros(len(boxes), dtype=np.bool_)
+    for dim in range(width):
+        # Behind the first dimension that varies, contiguous means whole.
+        offsets[varies, dim] = outer.offsets[varies, dim]
+        sizes[varies, dim] = outer.sizes[varies, dim]
+        varies |= boxes.sizes[:, dim] > 1
+    return Boxes(boxes.tensor, offsets, sizes)
+
+
+def _without_wide_gaps(
+    boxes: Boxes, outer: Boxes, item_bytes: Ints, min_gap_bytes: int
+) -> tuple[Ints, Boxes]:
+    """Cut boxes that leave out much of each row of `outer` into rows, so that the gaps need not be read.
+
+    Also says which of `boxes` each part is of.
+    """
+    source = np.arange(len(boxes))
+    outer = outer.widened(max(boxes.num_dims, outer.num_dims))
+    boxes = boxes.widened(outer.num_dims)
+    for dim in range(boxes.num_dims - 1):
+        hulls = _hulls(boxes, outer.take(source))
+        varies_here = (boxes.sizes[:, :dim] == 1).all(axis=1) & (boxes.sizes[:, dim] > 1)
+        gap_bytes = (
+            (hulls.num_elements - boxes.num_elements) // boxes.sizes[:, dim] * item_bytes[boxes.tensor]
+        )
+        cut = varies_here & (gap_bytes >= min_gap_bytes)
+        if not cut.any():
+            continue
+        count = np.where(cut, boxes.sizes[:, dim], 1)
+        owner, number = ranges(np.zeros(len(count), dtype=np.int64), count)
+        offsets, sizes = boxes.offsets[owner], boxes.sizes[owner]
+        offsets[:, dim] += number
+        sizes[cut[owner], dim] = 1
+        source, boxes = source[owner], Boxes(boxes.tensor[owner], offsets, sizes)
+    return source, boxes
+
+
+def _reader_sets(
+    pieces: _Pieces, wishes: _Wishes, file: Ints, readable: Bools | None, num_units: int
+) -> RankSets:
+    """Which ranks may read each unit: those that want it and can; if none of them can, all that can.
+
+    Works on sets of ranks, never on pairs of units and ranks: those are a billion where a thousand ranks all
+    want a million units.
+    """
+    by_want = rank_sets(wishes.want, wishes.rank, int(wishes.want[-1]) + 1 if len(wishes.want) else 0)
+    unions = rank_sets(pieces.unit, by_want.of_group[pieces.want], num_units)
+    number = np.repeat(np.arange(len(unions)), unions.size)
+    owner, place = ranges(by_want.start[unions.members], by_want.size[unions.members])
+    wanting = rank_sets(number[owner], by_want.members[place], len(unions))
+    of_unit = wanting.of_group[unions.of_group]
+    if readable is None:
+        return RankSets(of_unit, wanting.start, wanting.size, wanting.members)
+    kinds = equal_rows(np.stack([of_unit, file], axis=1))
+    able = _able_sets(wanting, of_unit[kinds.first], file[kinds.first], readable)
+    return RankSets(able.of_group[kinds.number], able.start, able.size, able.members)
+
+
+def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> RankSets:
+    """For each pair of a wanting set and a file, who of the set can open it, or else whoever can."""
+    pair, place = ranges(wanting.start[number], wanting.size[number])
+    rank = wanting.members[place]
+    able = readable[rank, file[pair]]
+    orphans = np.flatnonzero(np.bincount(pair[able], minlength=len(file)) == 0)
+    helper, helped = np.nonzero(readable[:, file[orphans]])
+    lost = np.setdiff1d(np.arange(len(orphans)), helped)
+    if len(lost):
+        missing = int(file[orphans[lost[0]]])
+        raise NobodyCanRead(f"No rank can open file number {missing}", file=missing)
+    pairs = np.concatenate([pair[able], orphans[helped]])
+    return rank_sets(pairs, np.concatenate([rank[able], helper]), len(file))
+
+
+def rank_load_plan(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
+    """What one rank reads, where it goes, and what it gets from others."""
+    reads = np.flatnonzero(shared.share_rank == rank)
+    out = _deliveries_of_shares(shared, reads)
+    to = shared.wishes.rank[out.wish]
+    mine = to == rank
+    incoming = _deliveries_of_wishes(shared, np.flatnonzero(shared.wishes.rank == rank))
+    source = shared.share_rank[incoming.share]
+    others = source != rank
+
+    def transfers(found: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
+        boxes = found.boxes.take(rows)
+        num_bytes, in_round = boxes.num_bytes(item_bytes), shared.share_round[found.share[rows]]
+        return Transfers(
+            read=np.searchsorted(reads, found.share[rows]),
+            peer=peer[rows],
+            want=shared.wishes.row[found.wish[rows]],
+            boxes=boxes,
+            in_round=in_round,
+            message=_messages(peer[rows], in_round, num_bytes, options.message_bytes),
+        )
+
+    return LoadPlan(
+        rank=rank,
+        row=shared.share_row[reads],
+        boxes=shared.share_boxes.take(reads),
+        local=transfers(out, mine, to),
+        sends=transfers(out, ~mine, to),
+        receives=transfers(incoming, others, source),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Deliveries:
+    """What of a share goes to which wish; sorted by share, piece and wish, on every rank alike."""
+
+    share: Ints
+    wish: Ints
+    boxes: Boxes
+
+
+def _deliveries_of_shares(shared: SharedLoadPlan, shares: Ints) -> _Deliveries:
+    """All that is to come of some shares."""
+    unit = shared.share_unit[shares]
+    begin = np.searchsorted(shared.pieces.unit, unit)
+    count = np.searchsorted(shared.pieces.unit, unit, side="right") - begin
+    owner, piece = ranges(begin, count)
+    share, piece, boxes = _common(shared, shares[owner], piece)
+    want = shared.pieces.want[piece]
+    begin = np.searchsorted(shared.wishes.want, want)
+    count = np.searchsorted(shared.wishes.want, want, side="right") - begin
+    row, wish = ranges(begin, count)
+    return _ordered(share[row], piece[row], wish, boxes.take(row))
+
+
+def _deliveries_of_wishes(shared: SharedLoadPlan, wishes: Ints) -> _Deliveries:
+    """All that some wishes are to get."""
+    by_want = np.argsort(shared.pieces.want, kind="stable")
+    sorted_want = shared.pieces.want[by_want]
+    want = shared.wishes.want[wishes]
+    begin = np.searchsorted(sorted_want, want)
+    owner, place = ranges(begin, np.searchsorted(sorted_want, want, side="right") - begin)
+    wish, piece = wishes[owner], by_want[place]
+    by_unit = np.argsort(shared.share_unit, kind="stable")
+    sorted_unit = shared.share_unit[by_unit]
+    unit = shared.pieces.unit[piece]
+    begin = np.searchsorted(sorted_unit, unit)
+    row, place = ranges(begin, np.searchsorted(sorted_unit, unit, side="right") - begin)
+    tagged = np.arange(len(row))
+    share, tagged, boxes = _common(shared, by_unit[place], piece[row], tagged)
+    return _ordered(share, piece[row][tagged], wish[row][tagged], boxes)
+
+
+def _common(
+    shared: SharedLoadPlan, share: Ints, piece: Ints, tag: Ints | None = None
+) -> tuple[Ints, Ints, Boxes]:
+    """The pairs of shares and pieces that have something in common, and what; `tag` or `piece` of each."""
+    one, other = shared.share_boxes.take(share), shared.pieces.boxes.take(piece)
+    begin = np.maximum(one.offsets, other.offsets)
+    end = np.minimum(one.offsets + one.sizes, other.offsets + other.sizes)
+    real = (end > begin).all(axis=1)
+    kept = piece if tag is None else tag
+    return share[real], kept[real], Boxes(one.tensor[real], begin[real], (end - begin)[real])
+
+
+def _ordered(share: Ints, piece: Ints, wish: Ints, boxes: Boxes) -> _Deliveries:
+    order = np.lexsort((wish, piece, share))
+    return _Deliveries(share[order], wish[order], boxes.take(order))
+
+
+def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
+    """Number the messages to or from each peer: small transfers in a row share one, large ones go alone.
+
+    Sender and receiver see the same transfers between them in the same order, so they number them alike. No
+    message has transfers of two rounds.
+    """
+    order = np.argsort(peer, kind="stable")
+    peer, in_round, size = peer[order], in_round[order], num_bytes[order]
+    is_first = np.ones(len(peer), dtype=np.bool_)
+    is_first[1:] = peer[1:] != peer[:-1]
+    begin = np.cumsum(size) - size
+    window = (begin - begin[_run_starts(is_first)]) // message_bytes
+    is_large = size >= message_bytes
+    opens = is_first | is_large
+    opens[1:] |= (window[1:] != window[:-1]) | (in_round[1:] != in_round[:-1]) | is_large[:-1]
+    number = np.cumsum(opens)
+    numbered = np.empty(len(peer), dtype=np.int64)
+    numbered[order] = number - number[_run_starts(is_first)]
+    return numbered
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How loads are planned. All ranks must use the same."""
+
+    min_cut_bytes: int = 64 * 1024
+    """What several ranks want is not cut into smaller parts than this."""
+    min_gap_bytes: int = 256 * 1024
+    """Unwanted bytes between wanted ones are skipped from this on; smaller gaps are read along."""
+    exchange_bytes: int = 256 << 20
+    """What a rank receives in one round, at most; the next round is read meanwhile."""
+    message_bytes: int = 1 << 20
+    """Transfers of fewer bytes between two ranks share a message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Transfers:
+    """Parts of what is read and where they go, row by row, in the order of reading."""
+
+    read: Ints
+    """Which of the plan's reads; of a receive it has no meaning."""
+    peer: Ints
+    """The rank at the other end."""
+    want: Ints
+    """Which of the destination rank's wanted boxes."""
+    boxes: Boxes
+    in_round: Ints
+    """Rounds of the exchange: all ranks finish one before the next. Local transfers take no notice."""
+    message: Ints
+    """Transfers with the same peer and number travel together, in this order."""
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoadPlan:
+    """What one rank reads and passes on. Reads are in the order of files and positions.
+
+    `row` is the stored row that each read box lies in, contiguous in its payload.
+    """
+
+    rank: int
+    row: Ints
+    boxes: Boxes
+    local: Transfers
+    sends: Transfers
+    receives: Transfers

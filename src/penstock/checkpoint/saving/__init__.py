@@ -1,0 +1,1 @@
+"""Saving: from the tensors of a state to durable, checksummed files. Start with `saver`."""

@@ -1,0 +1,388 @@
+"""The write pipeline: producer -> buffers -> storage, several objects at once, with timestamps.
+
+Each stream has one thread that fills buffers and one that submits them, so content is produced while the
+storage works. Invariant: an object is durable with exactly its planned bytes, or the phase raises and the
+object is aborted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
+
+from penstock.checkpoint.saving.buffers import (
+    MIN_BUFFERS_PER_STREAM,
+    Buffer,
+    Buffers,
+    Crew,
+    Ownership,
+    PipeStopped,
+    WarmMemory,
+)
+from penstock.checkpoint.saving.measurement import (
+    Job,
+    PhaseFacts,
+    Stamps,
+    StreamFacts,
+    Tally,
+    measure,
+    now_ns,
+    number_chunks,
+    require_durable,
+    total_chunks,
+)
+from penstock.errors import ShortTransfer, UsageError
+from penstock.progress import Progress, Silent
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.saving.measurement import Measurement
+    from penstock.storage.protocol import Sink, Storage
+
+
+VerifyMode = Literal["full", "sample", "off"]
+FillOrder = Literal["chunk by chunk", "all first"]
+"""Whether a chunk is settled and handed on before the next is filled, or all are filled before any is.
+
+"all first" needs buffers for everything, and lets go of the source as early as can be.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedObject:
+    """One object that is to be written or read, whole; its `key` is relative to the storage's root."""
+
+    key: str
+    size_bytes: int
+
+
+class Producer(Protocol):
+    """Makes the bytes of planned objects."""
+
+    def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+        """Overwrite all of `buffer` with the object's bytes from `offset` on.
+
+        Called front to back for each object, by one thread; for different objects by several at once. What
+        it raises ends the phase. It should leave the GIL alone while it works.
+        """
+
+
+@runtime_checkable
+class SupportsSettling(Protocol):
+    """A `Producer` that leaves something to do for when nobody waits for the source of its bytes any more."""
+
+    def catch_up(self) -> None:
+        """Return when all that the calling thread has filled is in its buffers: the source may change."""
+
+    def settle(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
+        """Finish what `fill` left. Called once for each range, in its order, by the same thread."""
+
+
+class Verifier(Protocol):
+    """Knows the bytes that planned objects ought to have."""
+
+    def verify(self, planned: PlannedObject, offset: int, buffer: memoryview) -> int | None:
+        """Where in `buffer`, which was read at `offset`, the first wrong byte is; None if all are right.
+
+        Called from several threads at once, in no order, at most once for each range.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipeSettings:
+    """How a rank moves its objects. `streams` objects are under way at once, each with a writer of its own.
+
+    Reading, `streams` requests are under way at once. `silence_s` is how long a storage may take and give
+    back nothing before it counts as dead.
+    """
+
+    streams: int = 2
+    chunk_bytes: int = 16 << 20
+    buffer_memory_bytes: int = 256 << 20
+    verify: VerifyMode = "full"
+    sample_every: int = 16
+    """With verify="sample": one chunk of so many is verified, and always an object's last one."""
+    silence_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name in ("streams", "chunk_bytes", "sample_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}", fix="Give at least 1.")
+        least = MIN_BUFFERS_PER_STREAM * self.streams * self.chunk_bytes
+        if self.buffer_memory_bytes < least:
+            raise UsageError(
+                f"{self.buffer_memory_bytes} bytes of buffers are too few for {self.streams} streams of "
+                f"{MIN_BUFFERS_PER_STREAM} x {self.chunk_bytes} bytes",
+                fix=f"Give at least {least} bytes, smaller chunks or fewer streams.",
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What all lanes of a phase have in common; `next_job` gives each job to one of them."""
+
+    next_job: Callable[[], Job | None]
+    producer: Producer
+    buffers: Buffers
+    stamps: Stamps
+    chunk_bytes: int
+    order: FillOrder
+
+
+class Lane:
+    """One stream, and what it counts by itself for the record."""
+
+    def __init__(self, stream: int, shared: Shared) -> None:
+        self._stream = stream
+        self._shared = shared
+        # Jobs, each followed by its chunks; None when there are no more, or the phase stopped.
+        self._ready: SimpleQueue[Job | Buffer | None] = SimpleQueue()
+        self._unsettled: deque[tuple[Job, Buffer | None]] = deque()
+        self._is_stopped = False
+        self.filled: Future[None] = Future()
+        """Done when this stream needs the producer's source no more; failed where it gave up before."""
+        self.filled_ns = 0
+        self.facts = StreamFacts()
+
+    def stop(self) -> None:
+        """Wake the submitting thread, which gives up."""
+        self._is_stopped = True
+        self._ready.put(None)
+
+    def fill(self) -> None:
+        """Fill buffers, object after object, until no job is left."""
+        with ExitStack() as undo:
+            undo.callback(self.filled.set_exception, PipeStopped())
+            self._fill_all()
+            undo.pop_all()
+        self.filled_ns = now_ns()
+        self.filled.set_result(None)
+        self._settle_all()
+        self._ready.put(None)
+
+    def write(self, storage: Storage, progress: Progress) -> None:
+        """Submit what is filled, object after object, each durable before the next begins."""
+        while isinstance(job := self._next_ready(), Job):
+            self._write_object(job, storage, progress)
+
+    def _fill_all(self) -> None:
+        producer = self._shared.producer
+        while (job := self._shared.next_job()) is not None:
+            self._note(job, None)
+            for number in range(job.num_chunks):
+                self._note(job, self._fill_chunk(job, number))
+        # What is left to settle holds its buffers already: others may have those that are free.
+        self._shared.buffers.retire(self._stream)
+        if isinstance(producer, SupportsSettling):
+            producer.catch_up()
+
+    def _note(self, job: Job, buffer: Buffer | None) -> None:
+        self._unsettled.append((job, buffer))
+        if self._shared.order == "chunk by chunk":
+            self._settle_all()
+
+    def _settle_all(self) -> None:
+        """Hand on what is filled, each object before its chunks."""
+        producer = self._shared.producer
+        while self._unsettled:
+            if self._is_stopped:
+                raise PipeStopped
+            job, buffer = self._unsettled.popleft()
+            if buffer is None:
+                self._ready.put(job)
+                continue
+            if isinstance(producer, SupportsSettling):
+                producer.settle(job.planned, buffer.offset, buffer.filled)
+            buffer.hand_on(Ownership.FILLING, Ownership.READY)
+            self._ready.put(buffer)
+
+    def _fill_chunk(self, job: Job, number: int) -> Buffer:
+        shared, stamps, chunk = self._shared, self._shared.stamps, job.first_chunk + number
+        awaited_ns = now_ns()
+        buffer = shared.buffers.take(self._stream, job.planned.key)
+        begin_ns = now_ns()
+        self.facts.content_stall_ns += begin_ns - awaited_ns
+        buffer.job, buffer.chunk, buffer.offset = job.number, chunk, number * shared.chunk_bytes
+        buffer.size_bytes = min(shared.chunk_bytes, job.planned.size_bytes - buffer.offset)
+        shared.producer.fill(job.planned, buffer.offset, buffer.filled)
+        stamps.stream[chunk] = self._stream
+        stamps.size_bytes[chunk] = buffer.size_bytes
+        stamps.content_begin[chunk] = begin_ns
+        stamps.content_end[chunk] = now_ns()
+        return buffer
+
+    def _next_ready(self) -> Job | Buffer | None:
+        awaited_ns = now_ns()
+        ready = self._ready.get()
+        if self._is_stopped:
+            raise PipeStopped
+        if self.facts.num_objects:
+            # Before a stream's first object there is nothing that could be stalled: that is set-up.
+            self.facts.storage_stall_ns += now_ns() - awaited_ns
+        return ready
+
+    def _write_object(self, job: Job, storage: Storage, progress: Progress) -> None:
+        stamps, planned = self._shared.stamps, job.planned
+        stamps.object_stream[job.number] = self._stream
+        stamps.opening[job.number, 0] = now_ns()
+        with ExitStack() as undo:
+            sink = storage.create(planned.key, planned.size_bytes)
+            undo.callback(sink.abort)
+            stamps.opening[job.number, 1] = now_ns()
+            self.facts.num_objects += 1
+            for _ in range(job.num_chunks):
+                progress.advance(self._submit_next(sink))
+            stamps.ending[job.number, 0] = now_ns()
+            info = sink.finish()
+            stamps.ending[job.number, 1] = now_ns()
+            if info.size_bytes != planned.size_bytes:
+                raise ShortTransfer(
+                    f"{planned.size_bytes} bytes were submitted, but the storage has {info.size_bytes}",
+                    uri=f"{storage.uri.rstrip('/')}/{planned.key}",
+                    expected_bytes=planned.size_bytes,
+                    actual_bytes=info.size_bytes,
+                    fix="The storage lost a part of this object; nothing of it counts as written.",
+                )
+            undo.pop_all()
+        self.facts.durable_bytes += info.size_bytes
+
+    def _submit_next(self, sink: Sink) -> int:
+        buffer = self._next_ready()
+        if not isinstance(buffer, Buffer):
+            raise PipeStopped
+        # Once submitted it is not ours to look at: its next owner may have it already.
+        chunk, size_bytes, stamps = buffer.chunk, buffer.size_bytes, self._shared.stamps
+        buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
+        stamps.submitted[chunk] = now_ns()
+        sink.submit(buffer.filled, buffer.release)
+        stamps.returned[chunk] = now_ns()
+        return size_bytes
+
+
+def write_objects(
+    storages: Sequence[Storage],
+    planned: Sequence[PlannedObject],
+    producer: Producer,
+    settings: PipeSettings,
+    *,
+    memory: WarmMemory | None = None,
+    rank: int = 0,
+    origin_ns: int | None = None,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Write and make durable all of `planned`; the first failure of any thread is raised, nothing half stays.
+
+    Stream i writes to `storages[i % len(storages)]`: give each stream one of its own where requests and
+    retries are wanted for each. `memory` is what earlier phases used, at least `buffer_memory_bytes`;
+    `origin_ns` is a moment that all ranks share, by default the beginning of this call.
+    """
+    entered_ns = now_ns()
+    memory = memory or WarmMemory(settings.buffer_memory_bytes)
+    memory.touch(settings.buffer_memory_bytes)
+    with WritePipe(planned, producer, settings, memory=memory, entered_ns=entered_ns) as pipe:
+        return pipe.write_to(storages, rank=rank, origin_ns=origin_ns, progress=progress)
+
+
+class WritePipe:
+    """One phase of writing. It fills buffers from the beginning, and empties them once told where to.
+
+    Use it as a context: leaving it early gives up, and whatever is unfinished is aborted.
+    """
+
+    def __init__(
+        self,
+        planned: Sequence[PlannedObject],
+        producer: Producer,
+        settings: PipeSettings,
+        *,
+        memory: WarmMemory,
+        entered_ns: int | None = None,
+        order: FillOrder = "chunk by chunk",
+    ) -> None:
+        self._entered_ns = now_ns() if entered_ns is None else entered_ns
+        self._streams = settings.streams
+        self._jobs = number_chunks(planned, settings.chunk_bytes)
+        self._planned_bytes = sum(each.size_bytes for each in planned)
+        self._unfilled = iter(self._jobs)
+        self._picking = threading.Lock()
+        self._buffers = Buffers(memory, settings)
+        self._stamps = Stamps.for_chunks(total_chunks(self._jobs), len(self._jobs))
+        for buffer in self._buffers.all:
+            buffer.release = partial(self._acknowledge, buffer)
+        shared = Shared(
+            next_job=self._next_job,
+            producer=producer,
+            buffers=self._buffers,
+            stamps=self._stamps,
+            chunk_bytes=settings.chunk_bytes,
+            order=order,
+        )
+        self._lanes = tuple(Lane(stream, shared) for stream in range(settings.streams))
+        self._crew = Crew(2 * settings.streams, self.stop)
+        self._fillers = [self._crew.start(lane.fill) for lane in self._lanes]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._crew.dismiss()
+
+    def stop(self) -> None:
+        """Have all threads give up; safe at any time, from any thread."""
+        self._buffers.stop()
+        for lane in self._lanes:
+            lane.stop()
+
+    def wait_filled(self, timeout_s: float | None = None) -> None:
+        """Return when the producer is needed no more; raises what a thread raised."""
+        filled = [lane.filled for lane in self._lanes]
+        self._crew.wait(filled, "all bytes to be copied into buffers", timeout_s)
+
+    @property
+    def filled_ns(self) -> int:
+        """When the producer's source was needed for the last time; 0 before the first stream is that far."""
+        return max(lane.filled_ns for lane in self._lanes)
+
+    def write_to(
+        self,
+        storages: Sequence[Storage],
+        *,
+        rank: int = 0,
+        origin_ns: int | None = None,
+        progress: Progress | None = None,
+    ) -> Measurement:
+        """Empty the buffers into storage until everything is durable; what the phase was seen to do."""
+        progress = progress or Silent()
+        progress.begin("writing", self._planned_bytes)
+        tally = Tally(storages, self._streams)
+        self._buffers.expect_returns()
+        writers = [
+            self._crew.start(lane.write, storages[stream % len(storages)], progress)
+            for stream, lane in enumerate(self._lanes)
+        ]
+        self._crew.wait([*self._fillers, *writers], "all bytes to be durable")
+        phase = PhaseFacts(
+            direction="write",
+            rank=rank,
+            origin_ns=self._entered_ns if origin_ns is None else origin_ns,
+            entered_ns=self._entered_ns,
+            planned_bytes=self._planned_bytes,
+        )
+        measurement = measure(phase, self._stamps, [lane.facts for lane in self._lanes], tally)
+        require_durable(measurement.ledger, uri=storages[0].uri)
+        return measurement
+
+    def _next_job(self) -> Job | None:
+        with self._picking:
+            return next(self._unfilled, None)
+
+    def _acknowledge(self, buffer: Buffer) -> None:
+        """The storage lets go of `buffer`; called from any thread of its."""
+        self._stamps.acknowledged[buffer.chunk] = now_ns()
+        self._buffers.give_back(buffer, Ownership.IN_FLIGHT)

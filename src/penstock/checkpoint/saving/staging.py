@@ -1,0 +1,245 @@
+"""One rank's share of a save, from the first copied byte to durable files.
+
+Copying begins when the object is made. Staging memory is kept warm between saves and never exceeds its
+budget. Invariant: memory is returned exactly once, when no thread uses it any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.checkpoint.engine import RankShare, SaveCancelled, ShareStats, WrittenFile
+from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, PipeStopped, WarmMemory
+from penstock.checkpoint.saving.file_layout import ImageFiller
+from penstock.checkpoint.saving.measurement import now_ns
+from penstock.checkpoint.saving.payloads import links_to
+from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, WritePipe
+from penstock.errors import UsageError, WaitTimeout
+from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.wrapping import WrappedStorage
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.saving.file_layout import FileImage
+    from penstock.checkpoint.saving.measurement import Measurement
+    from penstock.checkpoint.saving.payloads import Payload
+    from penstock.progress import Progress
+    from penstock.storage.protocol import Sink, Storage
+
+
+MOST_CHUNK_BYTES = 16 << 20
+"""Larger writes are no faster, and make the last one of a file a longer wait."""
+
+_NS_PER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank is to write: its files and where their payloads are."""
+
+    rank: int
+    images: tuple[FileImage, ...]
+    payloads: Mapping[str, Sequence[Payload]]
+    payload_bytes: int
+    paths: Mapping[str, tuple[str | int, ...]]
+    plan_s: float = 0.0
+
+
+def pipe_settings(images: Sequence[FileImage], writers: int, buffer_bytes: int) -> PipeSettings:
+    """How to write these files with at most `buffer_bytes` of buffers, and no more than they need."""
+    streams = max(1, min(writers, len(images)))
+    largest = max((image.size_bytes for image in images), default=0)
+    # A file is at least two chunks, so that one is written while the other is filled.
+    wanted = min(MOST_CHUNK_BYTES, round_up(max(-(-largest // 2), 1), PAGE_BYTES))
+    room = buffer_bytes // (MIN_BUFFERS_PER_STREAM * streams) // PAGE_BYTES * PAGE_BYTES
+    chunk_bytes = max(min(wanted, room), PAGE_BYTES)
+    needed = sum(round_up(image.size_bytes, chunk_bytes) for image in images)
+    least = MIN_BUFFERS_PER_STREAM * streams * chunk_bytes
+    return PipeSettings(
+        streams=streams,
+        chunk_bytes=chunk_bytes,
+        buffer_memory_bytes=max(min(needed, buffer_bytes // chunk_bytes * chunk_bytes), least),
+    )
+
+
+class Staged:
+    """A `StagedSave` whose files are images filled from payloads.
+
+    With `copies_first`, for which there is memory for all of the share, nothing is summed or written before
+    everything is copied: tensors may change as early as can be.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        memory: StagingMemory,
+        settings: PipeSettings,
+        *,
+        copies_first: bool,
+        timeout_s: float,
+    ) -> None:
+        self._share = share
+        self._copies_first = copies_first
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._is_taken = False
+        with ExitStack() as undo:
+            borrowed = memory.borrow(settings.buffer_memory_bytes, timeout_s)
+            undo.callback(memory.give_back, borrowed)
+            self._began_ns = now_ns()
+            links = links_to(share.payloads)
+            links.pin(borrowed)
+            self._filler = ImageFiller(
+                share.images,
+                share.payloads,
+                links=links,
+                summing="afterwards" if copies_first else "while copying",
+            )
+            planned = [PlannedObject(image.name, image.size_bytes) for image in share.images]
+            self._pipe = undo.enter_context(
+                WritePipe(
+                    planned,
+                    self._filler,
+                    settings,
+                    memory=borrowed,
+                    entered_ns=self._began_ns,
+                    order="all first" if copies_first else "chunk by chunk",
+                )
+            )
+            self._undo = undo.pop_all()
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """Return when the tensors may change."""
+        try:
+            self._pipe.wait_filled(timeout_s)
+        except PipeStopped as error:
+            raise SaveCancelled from error
+
+    def write_to(
+        self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
+    ) -> RankShare:
+        """Write all files, each durable; afterwards the memory is free for the next save."""
+        self._take()
+        with self._undo:
+            try:
+                if self._copies_first:
+                    self._pipe.wait_filled()
+                seen = self._pipe.write_to(
+                    [_Keyed(storage, key_of)], rank=self._share.rank, progress=progress
+                )
+            except PipeStopped as error:
+                raise SaveCancelled from error
+        return RankShare(
+            rank=self._share.rank,
+            files=tuple(self._written(image) for image in self._share.images),
+            stats=self._stats(seen),
+            paths=self._share.paths,
+        )
+
+    def cancel(self) -> None:
+        """Give up. Whoever writes gives the memory back; if nobody does, this does."""
+        self._pipe.stop()
+        with self._lock:
+            is_taken, self._is_taken = self._is_taken, True
+        if not is_taken:
+            self._undo.close()
+
+    def _take(self) -> None:
+        with self._lock:
+            if self._is_taken:
+                raise SaveCancelled
+            self._is_taken = True
+
+    def _written(self, image: FileImage) -> WrittenFile:
+        offset, size, payload = image.columns()
+        return WrittenFile(
+            name=image.name,
+            size_bytes=image.size_bytes,
+            item_offset=offset,
+            item_bytes=size,
+            payload_offset=payload,
+            sums=self._filler.sums(image.name),
+        )
+
+    def _stats(self, seen: Measurement) -> ShareStats:
+        return ShareStats(
+            rank=self._share.rank,
+            payload_bytes=self._share.payload_bytes,
+            file_bytes=seen.ledger.durable_bytes,
+            plan_s=self._share.plan_s,
+            stage_s=max(self._pipe.filled_ns - self._began_ns, 0) / _NS_PER_S,
+            write_s=(seen.last_submit_ns - seen.first_submit_ns) / _NS_PER_S,
+            sync_s=(seen.end_ns - seen.last_submit_ns) / _NS_PER_S,
+            memory_bytes=self._settings.buffer_memory_bytes,
+        )
+
+
+class _Keyed(WrappedStorage):
+    """A storage in which files have the keys that `key_of` gives them."""
+
+    def __init__(self, inside: Storage, key_of: Callable[[str], str]) -> None:
+        super().__init__(inside)
+        self._key_of = key_of
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Begin the file under its key."""
+        return super().create(self._key_of(key), size_bytes)
+
+
+class StagingMemory:
+    """Lends memory to saves, from any thread. Whoever borrows gives back."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._idle: list[WarmMemory] = []
+        self._lent_bytes = 0
+        self._changed = threading.Condition()
+
+    def borrow(self, size_bytes: int, timeout_s: float) -> WarmMemory:
+        """At least `size_bytes`, warm if somebody had it before; waits for earlier saves."""
+        size_bytes = round_up(size_bytes, PAGE_BYTES)
+        if size_bytes > self.budget_bytes:
+            raise UsageError(
+                f"{size_bytes} bytes do not fit into staging_bytes={self.budget_bytes}",
+                fix="Raise staging_bytes, or have fewer writers.",
+            )
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while (memory := self._find(size_bytes)) is None:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    raise WaitTimeout("an earlier save to give back its staging memory", timeout_s)
+            self._lent_bytes += memory.size_bytes
+            return memory
+
+    def give_back(self, memory: WarmMemory) -> None:
+        """Others may have it now; its content stays what it was."""
+        with self._changed:
+            self._lent_bytes -= memory.size_bytes
+            self._idle.append(memory)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Let go of everything that is idle."""
+        with self._changed:
+            self._idle.clear()
+
+    def _find(self, size_bytes: int) -> WarmMemory | None:
+        fitting = [each for each in self._idle if each.size_bytes >= size_bytes]
+        if fitting:
+            best = min(fitting, key=lambda each: each.size_bytes)
+            self._idle.remove(best)
+            return best
+        if self._lent_bytes + size_bytes > self.budget_bytes:
+            return None
+        # None is large enough: the cold ones make room for one that is.
+        while self._lent_bytes + self._idle_bytes() + size_bytes > self.budget_bytes:
+            self._idle.pop(0)
+        return WarmMemory(size_bytes)
+
+    def _idle_bytes(self) -> int:
+        return sum(each.size_bytes for each in self._idle)

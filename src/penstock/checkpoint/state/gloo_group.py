@@ -1,0 +1,119 @@
+"""A gloo group of our own, made by its ranks alone, beside whatever groups a trainer has.
+
+`torch.distributed.new_group` names a group that not all ranks make after how many groups each of them happens
+to have: ranks with different numbers never meet, and a name that was used before leads to dead addresses.
+Invariant: no two groups ever made in a job share a name, and making one needs nobody but its members.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from penstock.cluster.base_comm import BaseComm
+from penstock.cluster.torch_comm import LONGEST_CALL, TorchPendingTransfer, broken_connection
+
+if TYPE_CHECKING:
+    from penstock.cluster.polling import PollingWait
+
+
+def make_group(ranks: Sequence[int]) -> Any:
+    """A gloo group of these ranks, by their numbers in the job; collective over them."""
+    name = "penstock/" + hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+    store = _get_default_store()
+    # Each member counts for itself; they make their groups in the same order, so they count alike.
+    number = store.add(f"{name}/{dist.get_rank()}", 1)
+    own_store = dist.PrefixStore(f"{name}/{number}/", store)  # type: ignore[attr-defined] # not in torch's stubs
+    group_of = getattr(dist, "ProcessGroupGloo")  # noqa: B009 - likewise
+    return group_of(own_store, list(ranks).index(dist.get_rank()), len(ranks), LONGEST_CALL)
+
+
+class GroupComm(BaseComm):
+    """All ranks of a group that `make_group` made."""
+
+    def __init__(self, host: str, group: Any) -> None:
+        super().__init__(group.rank(), group.size(), host)
+        self._group: Any = group
+
+    def close(self) -> None:
+        """Let the group go; its connections close with its last user."""
+        self._group = None
+
+    def transfer(self) -> GroupTransfer:
+        """A transfer between the same ranks; gloo keeps its messages apart from those of collectives."""
+        return GroupTransfer(self._group, f"rank {self.rank} on {self.host}")
+
+    def _finish(self, work: Any, wait: PollingWait) -> None:
+        wait.until(work.is_completed)
+        work.wait()
+
+    def _move_nothing(self, wait: PollingWait) -> None:
+        self._finish(self._group.allreduce([torch.zeros(1)]), wait)
+
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:
+        size_bytes = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
+        self._finish(self._group.broadcast(size_bytes, 0), wait)
+        received = _tensor(int(size_bytes), payload)
+        self._finish(self._group.broadcast(received, 0), wait)
+        return received.numpy().tobytes()
+
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
+        # gloo gathers equal shapes only: everyone sends as much as the longest payload.
+        longest = max(int(size) for size in sizes)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self._finish(self._group.allgather([parts], [_tensor(longest, payload)]), wait)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+
+    def _lead_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
+        longest = max(int(size) for size in sizes)
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size if self.rank == 0 else 0)]
+        self._finish(self._group.gather(parts, _tensor(longest, payload), 0), wait)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+
+
+class GroupTransfer:
+    """Point to point in a group that `make_group` made."""
+
+    def __init__(self, group: Any, place: str) -> None:
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self._group: Any = group
+        self._place = place
+
+    def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
+        """Begin to send the whole of `buffer`."""
+        return self._begun("send", buffer, to, tag)
+
+    def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
+        """Begin to fill the whole of `buffer`."""
+        return self._begun("recv", buffer, source, tag)
+
+    def close(self) -> None:
+        """Let the group go."""
+        self._group = None
+
+    def _begun(self, verb: str, buffer: memoryview, peer: int, tag: int) -> TorchPendingTransfer:
+        if not buffer.nbytes:
+            return TorchPendingTransfer(None, self._place)
+        try:
+            work = getattr(self._group, verb)([torch.frombuffer(buffer, dtype=torch.uint8)], peer, tag)
+        except RuntimeError as error:
+            raise broken_connection(error, "a connection", self._place) from error
+        return TorchPendingTransfer(work, self._place)
+
+
+def _tensor(size_bytes: int, payload: bytes | None) -> torch.Tensor:
+    """`payload` at the beginning of so many bytes."""
+    found = torch.zeros(size_bytes, dtype=torch.uint8)
+    if payload:
+        found[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return found

@@ -1,0 +1,100 @@
+"""The ranks that save or load together: a process group of torch, or this process alone.
+
+All collectives of the engine use a group of our own, or the caller's if that one speaks gloo. torch is
+imported only if the job has ranks. Invariant: a rank outside of the group gets an error at once, and the
+ranks in it do not wait for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from socket import gethostname
+from typing import TYPE_CHECKING, Any
+
+from penstock.cluster.base_comm import SoloComm
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.cluster.base_comm import BaseComm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """The ranks that this one saves and loads with. `group` is torch's; None for a single rank."""
+
+    comm: BaseComm
+    group: Any = None
+
+    def close(self) -> None:
+        """Release the group, if it was made for us; every member calls it."""
+        self.comm.close()
+
+
+def own_members(process_group: Any = None) -> Members:
+    """A new group with the ranks of `process_group` (None: all), for work that runs beside the training.
+
+    Collective over these ranks alone. Its messages never mix with those of the trainer.
+    """
+    return members_of_ranks(_list_ranks(process_group))
+
+
+def members_of_ranks(ranks: Sequence[int]) -> Members:
+    """A new group of these ranks, by their numbers in the job. Collective over them alone."""
+    if len(ranks) < 2:
+        return Members(SoloComm(gethostname()))
+    from penstock.checkpoint.state.gloo_group import GroupComm, make_group  # noqa: PLC0415 - loads torch
+
+    group = make_group(ranks)
+    return Members(GroupComm(gethostname(), group), group)
+
+
+def borrowed_members(process_group: Any = None) -> Members:
+    """The caller's group if it speaks gloo, else a new one: for work that ends before the call returns."""
+    ranks = _list_ranks(process_group)
+    if len(ranks) < 2:
+        return Members(SoloComm(gethostname()))
+    import torch.distributed as dist  # noqa: PLC0415 - already loaded by now
+
+    from penstock.cluster.torch_comm import TorchComm  # noqa: PLC0415 - likewise
+
+    if "gloo" not in str(dist.get_backend_config(process_group)):
+        return own_members(process_group)
+    group = dist.group.WORLD if process_group is None else process_group
+    return Members(TorchComm(gethostname(), group), group)
+
+
+@contextmanager
+def meeting(process_group: Any = None) -> Iterator[Members]:
+    """Borrowed members for one call."""
+    members = borrowed_members(process_group)
+    try:
+        yield members
+    finally:
+        members.close()
+
+
+def _list_ranks(process_group: Any) -> list[int]:
+    """The ranks of a group, by their numbers in the job; only this one if the job has no ranks."""
+    if "torch" not in sys.modules:
+        # A program that has not imported torch has no process group either.
+        return [0]
+    import torch.distributed as dist  # noqa: PLC0415 - see above
+
+    if not (dist.is_available() and dist.is_initialized()):
+        if process_group is not None:
+            raise UsageError(
+                "A process group was given, but torch.distributed is not initialised",
+                fix="Call torch.distributed.init_process_group first.",
+            )
+        return [0]
+    if process_group is None:
+        return list(range(dist.get_world_size()))
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(process_group) < 0:
+        raise UsageError(
+            f"Rank {dist.get_rank()} is not in the process group that was given",
+            fix="Call this only on the ranks of the group, or pass the group that this rank belongs to.",
+        )
+    return dist.get_process_group_ranks(process_group)

@@ -1,0 +1,215 @@
+"""The tensors that this rank holds of a state: plain ones, DTensors and ShardedTensors as regions in memory.
+
+The boundary between torch and the planners. Invariant: a shard's memory is the state's own memory, so reading
+into it loads the state, and what is written from it is the current value.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from penstock.checkpoint.plan.save_plan import Held, HeldObject
+from penstock.checkpoint.state.leaves import Leaf, leaves_of
+from penstock.checkpoint.state.regions import Boxes, TensorFacts
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of a tensor that this rank holds, and the memory with its elements, strided as it may be."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    memory: torch.Tensor
+
+    def contains(self, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether another box lies inside this one."""
+        return all(
+            mine <= begin and begin + extent <= mine + room
+            for mine, room, begin, extent in zip(self.offsets, self.sizes, offsets, sizes, strict=True)
+        )
+
+    def view(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """The memory of a box inside this one."""
+        found = self.memory
+        for dim, (mine, begin, extent) in enumerate(zip(self.offsets, offsets, sizes, strict=True)):
+            found = found.narrow(dim, begin - mine, extent)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holding:
+    """What this rank holds of a state: what planners see of it, and the memory and bytes behind."""
+
+    leaves: tuple[Leaf, ...]
+    held: Held
+    pieces: Mapping[str, Sequence[Piece]]
+    """By tensor name; none where this rank has no part of a sharded tensor."""
+    objects: Mapping[str, bytes]
+    """Leaves that are no tensors, as torch saves them; empty where nobody asked for them."""
+
+    def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """The memory of a box, which lies in one of the pieces of tensor `name`."""
+        for piece in self.pieces[name]:
+            if piece.contains(offsets, sizes):
+                return piece.view(offsets, sizes)
+        raise UsageError(
+            f"This rank holds no piece of {name!r} with {list(sizes)} elements at {list(offsets)}",
+            fix="Write and read only what the plan gave to this rank.",
+        )
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value is saved as a tensor: any strided torch tensor, sharded or not.
+
+    Other classes count that name their chunks as torch's distributed checkpoints ask: with
+    `__create_chunk_list__` and `__get_tensor_shard__`.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided
+    return isinstance(value, ShardedTensor) or hasattr(type(value), "__create_chunk_list__")
+
+
+def hold(state: Mapping[str, Any]) -> Holding:
+    """What this rank holds of `state`, to save it. Packs everything that is no tensor."""
+    return _held(leaves_of(state, is_tensor), pack_objects=True)
+
+
+def destinations(state: Mapping[str, Any]) -> Holding:
+    """What this rank holds of `state`, to load into it."""
+    return _held(leaves_of(state, is_tensor), pack_objects=False)
+
+
+def held_of_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> Holding:
+    """The same for some leaves of a state."""
+    return _held(leaves, pack_objects=pack_objects)
+
+
+def _held(leaves: Sequence[Leaf], *, pack_objects: bool) -> Holding:
+    tensors: list[TensorFacts] = []
+    rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
+    pieces: dict[str, list[Piece]] = {}
+    objects: dict[str, bytes] = {}
+    packed: dict[tuple[type, str], bytes] = {}
+    for leaf in leaves:
+        if is_tensor(leaf.value):
+            pieces[leaf.name] = pieces_of(leaf.name, leaf.value)
+            rows += [(len(tensors), piece.offsets, piece.sizes) for piece in pieces[leaf.name]]
+            tensors.append(facts_of(leaf.name, leaf.value))
+        elif pack_objects:
+            objects[leaf.name] = _packed(leaf.value, packed)
+    held_objects = tuple(
+        HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
+        for name, content in objects.items()
+    )
+    held = Held(tensors=tuple(tensors), boxes=Boxes.from_rows(rows), objects=held_objects)
+    return Holding(tuple(leaves), held, pieces, objects)
+
+
+def facts_of(name: str, value: torch.Tensor | ShardedTensor) -> TensorFacts:
+    """What is the same of a tensor on all ranks."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    return TensorFacts(name, dtype, tuple(value.size()), value.dtype.itemsize)
+
+
+def pieces_of(name: str, value: torch.Tensor | ShardedTensor) -> list[Piece]:
+    """The boxes of a tensor that this rank holds; empty boxes of DTensors that have no row here, too."""
+    if isinstance(value, ShardedTensor):
+        return [
+            Piece(
+                tuple(shard.metadata.shard_offsets),
+                tuple(shard.metadata.shard_sizes),
+                _plain(name, shard.tensor),
+            )
+            for shard in value.local_shards()
+        ]
+    if isinstance(value, DTensor):
+        return _pieces_of_dtensor(name, value)
+    if hasattr(type(value), "__create_chunk_list__"):
+        return _pieces_of_chunks(name, value)
+    return [Piece((0,) * value.dim(), tuple(value.size()), _plain(name, value))]
+
+
+def mesh_of(leaves: Sequence[Leaf]) -> dict[str, int]:
+    """Size of each dimension of the state's device mesh, outermost first; empty where nothing is on one.
+
+    Where tensors are on several meshes, that of most dimensions is told: the others are parts of it.
+    """
+    meshes = [leaf.value.device_mesh for leaf in leaves if isinstance(leaf.value, DTensor)]
+    if not meshes:
+        return {}
+    largest = max(meshes, key=lambda mesh: mesh.ndim)
+    names = largest.mesh_dim_names or tuple(f"dim_{number}" for number in range(largest.ndim))
+    return dict(zip(names, map(int, largest.mesh.shape), strict=True))
+
+
+def _pieces_of_dtensor(name: str, value: DTensor) -> list[Piece]:
+    if value.device_mesh.get_coordinate() is None:
+        return []
+    if any(placement.is_partial() for placement in value.placements):
+        raise UsageError(
+            f"{name!r} is a DTensor of partial sums: no rank holds its values",
+            fix="Reduce it first, for example with redistribute(placements=[Replicate()]).",
+        )
+    local = value.to_local()
+    chunks = value.__create_chunk_list__()  # type: ignore[no-untyped-call] # torch leaves it untyped
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.size()):
+        raise UsageError(
+            f"The part of {name!r} on this rank, {list(local.size())}, is not one box of its shape",
+            where=f"placements {value.placements}",
+            fix="Save it with even shards, or redistribute it to Shard placements first.",
+        )
+    return [Piece(tuple(chunks[0].offsets), tuple(chunks[0].sizes), _plain(name, local))]
+
+
+def _pieces_of_chunks(name: str, value: Any) -> list[Piece]:
+    pieces = []
+    for number, chunk in enumerate(value.__create_chunk_list__()):
+        index = MetadataIndex(name, chunk.offsets, number)
+        memory = _plain(name, value.__get_tensor_shard__(index))
+        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), memory))
+    return pieces
+
+
+def _plain(name: str, value: torch.Tensor) -> torch.Tensor:
+    if value.is_meta:
+        raise UsageError(
+            f"{name!r} lies on the meta device: it has no values",
+            fix="Materialise it first, for example with module.to_empty(device=...).",
+        )
+    return value.detach()
+
+
+def bytes_of(memory: torch.Tensor) -> NDArray[Any]:
+    """The bytes of contiguous CPU memory, without a copy."""
+    return memory.reshape(-1).view(torch.uint8).numpy()
+
+
+def _packed(value: object, known: dict[tuple[type, str], bytes]) -> bytes:
+    """`value` as torch saves it. Plain values recur by the thousand in optimizers, and packing takes long."""
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    if value is not None and type(value) not in (bool, int, float, str):
+        return _saved(value)
+    key = (type(value), repr(value))
+    if key not in known:
+        known[key] = _saved(value)
+    return known[key]
+
+
+def _saved(value: object) -> bytes:
+    archive = io.BytesIO()
+    torch.save(value, archive)
+    return archive.getvalue()

@@ -1,0 +1,387 @@
+"""Check a stored checkpoint against every checksum that it has.
+
+Our checkpoints have checksums of all their bytes; stock archives have a CRC-32 for each record, which torch
+never checks; safetensors have none. Invariant: what was not checked is counted, and never called whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Final
+
+from penstock.checkpoint.commit.catalog import AnyPath, open_around
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
+from penstock.checkpoint.formats.checkpoint_source import Format, Opened, folder_of, open_checkpoint, uri_of
+from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, read_manifest
+from penstock.checkpoint.formats.objects import require_known, unpack
+from penstock.checkpoint.formats.torch_save import ReadRange, data_offset, read_directory
+from penstock.checkpoint.tools.file_scan import (
+    STRETCH_BYTES,
+    CrcCheck,
+    Damage,
+    Refuted,
+    Segment,
+    Stretch,
+    SumCheck,
+    ZeroCheck,
+    scan,
+    stretches,
+)
+from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
+from penstock.progress import Progress, Silent
+from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.object_io import read_object
+
+if TYPE_CHECKING:
+    from penstock.storage import Storage
+    from penstock.storage.protocol import Source
+
+_MOST_NAMES: Final = 5
+"""So many items are named of those that cannot be checked."""
+
+_END_BYTES: Final = 1 << 17
+"""More than an archive's directory and the longest comment after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What a check of one checkpoint came to."""
+
+    uri: str
+    format: str
+    num_files: int
+    num_items: int
+    size_bytes: int
+    checked_bytes: int
+    """Of all bytes, those that a checksum or the format itself tells."""
+    damage: tuple[Damage, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is wrong; of bytes that nothing tells this says nothing."""
+        return not self.damage
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether there was any checksum at all."""
+        return self.checked_bytes > 0 or self.size_bytes == 0
+
+
+def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
+    """Check all of the checkpoint at a path or URI; `ObjectNotFound` where there is none.
+
+    Damage is returned, not raised, also that of the manifest or of `.metadata`.
+    """
+    storage, name = open_around(path)
+    uri = uri_of(storage, name)
+    folder = folder_of(storage, name)
+    try:
+        content = read_object(storage, f"{folder}/{MANIFEST_NAME}")
+    except (ObjectNotFound, StorageError):
+        return _verify_foreign(path, uri, progress or Silent())
+    try:
+        manifest = read_manifest(content, uri)
+    except DataDamaged as error:
+        damage = Damage(file=MANIFEST_NAME, begin=0, end=len(content), item="", what=error.what)
+        return _of_one_file(uri, Format.DCP, damage)
+    return _verify_ours(storage, folder, uri, manifest, progress or Silent())
+
+
+def _of_one_file(uri: str, format_: str, damage: Damage) -> Verification:
+    """Nothing more can be said when what tells of the rest is damaged."""
+    return Verification(
+        uri=uri,
+        format=format_,
+        num_files=1,
+        num_items=0,
+        size_bytes=damage.end,
+        checked_bytes=damage.end,
+        damage=(damage,),
+        notes=("The data files were not checked: what tells of them is damaged.",),
+    )
+
+
+def _verify_ours(
+    storage: Storage, folder: str, uri: str, manifest: Manifest, progress: Progress
+) -> Verification:
+    damage = [*_check_metadata(storage, folder, manifest)]
+    damage += damage_in_files(storage, folder, manifest, manifest.files, progress)
+    size_bytes = manifest.size_bytes + manifest.metadata_bytes
+    return Verification(
+        uri=uri,
+        format="penstock",
+        num_files=len(manifest.files) + 2,
+        num_items=sum(map(len, manifest.files)),
+        size_bytes=size_bytes,
+        checked_bytes=size_bytes,
+        damage=tuple(sorted(set(damage))),
+    )
+
+
+def damage_in_files(
+    storage: Storage,
+    folder: str,
+    manifest: Manifest,
+    files: Sequence[ManifestFile],
+    progress: Progress | None = None,
+) -> list[Damage]:
+    """What is wrong with some of a checkpoint's files: with all of them, or with those that lie here."""
+    seen = progress or Silent()
+    damage: list[Damage] = []
+    work: list[Stretch] = []
+    for file in files:
+        wrong = _check_size(storage, f"{folder}/{file.name}", file)
+        damage += wrong
+        if not wrong or wrong[0].begin > 0:
+            work += stretches(file.name, _segments(file, manifest.names))
+    seen.begin("bytes", sum(stretch.size_bytes for stretch in work))
+    return damage + scan(prefer_direct_access(storage), lambda file: f"{folder}/{file}", work, seen)
+
+
+def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[Damage]:
+    wrong = partial(Damage, file=METADATA_NAME, begin=0, end=manifest.metadata_bytes, item="")
+    try:
+        content = read_object(storage, f"{folder}/{METADATA_NAME}")
+    except ObjectNotFound:
+        yield wrong(what="the file is missing")
+    except StorageError as error:
+        yield wrong(what=f"cannot be read: {error}")
+    else:
+        if len(content) != manifest.metadata_bytes or sum_of(content) != manifest.metadata_sum:
+            yield wrong(what="its checksum differs")
+
+
+def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
+    """A missing file is damage from 0 on, one of another size from where it ends, or should."""
+    wrong = partial(Damage, file=file.name, item="")
+    try:
+        size_bytes = storage.stat(key).size_bytes
+    except ObjectNotFound:
+        return [wrong(begin=0, end=file.size_bytes, what="the file is missing")]
+    except StorageError as error:
+        return [wrong(begin=0, end=file.size_bytes, what=f"cannot be read: {error}")]
+    if size_bytes == file.size_bytes:
+        return []
+    ends = sorted((size_bytes, file.size_bytes))
+    what = f"the file has {size_bytes} bytes, {file.size_bytes} were written"
+    return [wrong(begin=ends[0], end=ends[1], what=what)]
+
+
+def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[Segment]:
+    """All bytes of a file in order: items, and the gaps between them."""
+    at = 0
+    columns = (file.item_offset.tolist(), file.item_bytes.tolist(), file.item_name.tolist())
+    for row, (offset, size, name) in enumerate(zip(*columns, strict=True)):
+        if offset > at:
+            yield Segment(at, offset, "", ZeroCheck)
+        at = offset + size
+        yield Segment(offset, at, names[name], partial(SumCheck, file.sum_at(row)))
+    if file.size_bytes > at:
+        yield Segment(at, file.size_bytes, "", ZeroCheck)
+
+
+def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification:
+    try:
+        opened = open_checkpoint(path)
+    except DataDamaged as error:
+        return _of_one_file(
+            uri, "unknown", Damage(file=error.where, begin=0, end=0, item="", what=error.what)
+        )
+    items = sorted(_items(opened))
+    unknown = [item for item in items if not _can_unpack(item.descriptors)]
+    result = partial(
+        Verification,
+        uri=opened.uri,
+        format=opened.format,
+        num_files=len(opened.contents.files),
+        num_items=len(items),
+        size_bytes=sum(item.size_bytes for item in items),
+    )
+    if opened.format is Format.SAFETENSORS:
+        return result(
+            checked_bytes=0,
+            damage=(),
+            notes=("The format has no checksums: only headers and sizes were checked.",),
+        )
+    work = list(_archive_stretches([item for item in items if _can_unpack(item.descriptors)]))
+    counted = _Counted(progress)
+    progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
+    damage = scan(prefer_direct_access(opened.storage), opened.key, work, counted)
+    return result(
+        checked_bytes=counted.num_bytes,
+        damage=tuple(damage),
+        notes=(
+            "Checked by the CRC-32 of the archives' records; what surrounds those has none.",
+            *_notes_of_unknown(unknown),
+        ),
+    )
+
+
+def _notes_of_unknown(items: Sequence[_Item]) -> Iterator[str]:
+    """What could not be checked, by name."""
+    if items:
+        names = ", ".join(item.name for item in items[:_MOST_NAMES])
+        more = f" and {len(items) - _MOST_NAMES} more" if len(items) > _MOST_NAMES else ""
+        through = ", ".join(sorted({name for item in items for name in item.descriptors}))
+        yield f"Not checked, for they went through {through}, which is unknown here: {names}{more}."
+
+
+def _can_unpack(descriptors: Sequence[str]) -> bool:
+    try:
+        require_known(descriptors)
+    except UsageError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Item:
+    """One archive of `torch.save`, alone in its file or among others."""
+
+    file: str
+    begin: int
+    size_bytes: int
+    name: str
+    descriptors: tuple[str, ...] = ()
+    """The stream transforms that it went through."""
+
+
+def _items(opened: Opened) -> Iterator[_Item]:
+    contents = opened.contents
+    if opened.format is Format.TORCH_SAVE:
+        (file,) = contents.files
+        yield _Item(file, 0, opened.storage.stat(opened.key(file)).size_bytes, "")
+        return
+    stored = contents.stored
+    columns = (stored.file, stored.item_offset, stored.item_bytes, stored.boxes.tensor)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for row, (file, begin, size, tensor) in enumerate(rows):
+        through = opened.metadata.descriptors(row) if opened.metadata else ()
+        yield _Item(contents.files[file], begin, size, contents.tensors[tensor].name, tuple(through))
+    for one in contents.objects:
+        through = opened.descriptors(one)
+        yield _Item(contents.files[one.file], one.offset, one.size_bytes, one.name, tuple(through))
+
+
+def _archive_stretches(items: Sequence[_Item]) -> Iterator[Stretch]:
+    """Runs of archives of one file; where their records are is found out by the thread that reads them."""
+    run: list[_Item] = []
+    for item in items:
+        if run and (item.file != run[0].file or sum(one.size_bytes for one in run) >= STRETCH_BYTES):
+            yield _archive_stretch(run)
+            run = []
+        run.append(item)
+    if run:
+        yield _archive_stretch(run)
+
+
+def _archive_stretch(run: list[_Item]) -> Stretch:
+    def segments(source: Source) -> list[Segment]:
+        return [segment for item in run for segment in _records(source, item)]
+
+    begin = run[0].begin
+    return Stretch(run[0].file, begin, run[-1].begin + run[-1].size_bytes - begin, segments)
+
+
+def _records(source: Source, item: _Item) -> Iterator[Segment]:
+    """The records of one archive that have a checksum, in order; all of it, if they cannot be found."""
+    if item.descriptors:
+        check = partial(_PackedCheck, item)
+        yield Segment(item.begin, item.begin + item.size_bytes, item.name, check)
+        return
+    read = _reader(source, item)
+    try:
+        records = read_directory(read, item.size_bytes, item.name)
+        begins = {name: item.begin + data_offset(read, record, "") for name, record in records.items()}
+    except DataDamaged as error:
+        yield Segment(item.begin, item.begin + item.size_bytes, item.name, partial(Refuted, error.what))
+        return
+    for name, begin in sorted(begins.items(), key=lambda named: named[1]):
+        record = records[name]
+        if record.crc32:
+            crc = partial(CrcCheck, record.crc32)
+            yield Segment(begin, begin + record.size_bytes, item.name or name, crc)
+
+
+class _PackedCheck:
+    """An item that went through stream transforms: where its records are only the whole of it tells.
+
+    Takes the memory of the item and of what it holds, as loading it does.
+    """
+
+    def __init__(self, item: _Item) -> None:
+        self._item = item
+        self._content = bytearray()
+
+    def update(self, content: memoryview) -> None:
+        """Keep the next bytes."""
+        self._content += content
+
+    def complaint(self) -> str | None:
+        """Unpack it, and look at each of its records."""
+        try:
+            plain = memoryview(unpack(self._content, self._item.descriptors, self._item.name))
+            return _complaint_of_archive(plain, self._item.name)
+        except DataDamaged as error:
+            return error.what
+
+
+def _complaint_of_archive(content: memoryview, name: str) -> str | None:
+    def read(offset: int, size: int) -> bytes:
+        if offset < 0 or offset + size > len(content):
+            raise DataDamaged("the archive ends before it", where=name)
+        return bytes(content[offset : offset + size])
+
+    for record in read_directory(read, len(content), name).values():
+        begin = data_offset(read, record, name)
+        check = CrcCheck(record.crc32)
+        check.update(content[begin : begin + record.size_bytes])
+        if record.crc32 and (what := check.complaint()) is not None:
+            return what
+    return None
+
+
+def _reader(source: Source, item: _Item) -> ReadRange:
+    """Ranges of an item, most of them out of its first and last pages, which are read once."""
+    ends: dict[int, bytearray] = {}
+
+    def fetch(offset: int, size: int) -> bytearray:
+        if offset < 0 or item.begin + offset + size > source.size_bytes or offset + size > item.size_bytes:
+            raise DataDamaged("the file ends before it", where=item.name)
+        content = bytearray(size)
+        source.read_into(item.begin + offset, memoryview(content))
+        return content
+
+    def read(offset: int, size: int) -> bytearray:
+        for begin in (0, max(item.size_bytes - _END_BYTES, 0)):
+            if begin <= offset and offset + size <= min(begin + _END_BYTES, item.size_bytes):
+                if begin not in ends:
+                    ends[begin] = fetch(begin, min(_END_BYTES, item.size_bytes - begin))
+                return ends[begin][offset - begin : offset - begin + size]
+        return fetch(offset, size)
+
+    return read
+
+
+class _Counted:
+    """Progress that remembers how much was checked."""
+
+    def __init__(self, inside: Progress) -> None:
+        self._inside = inside
+        self._lock = Lock()
+        self.num_bytes = 0
+
+    def begin(self, phase: str, total: float) -> None:
+        """Pass on."""
+        self._inside.begin(phase, total)
+
+    def advance(self, amount: float) -> None:
+        """Count and pass on."""
+        with self._lock:
+            self.num_bytes += int(amount)
+        self._inside.advance(amount)

@@ -1,0 +1,259 @@
+"""Planners for torch's `dcp.save` and `dcp.load`, built on the engine's own.
+
+`SavePlanner` lets replicas share the work and keeps each rank's own objects; `LoadPlanner` selects and
+renames. Both work with torch's storage writers and readers as well as with ours. Invariant: each byte is
+written once, and everything is loaded back to the very place in the state where it was found.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import ChainMap
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from penstock.checkpoint.engine import LoadChoice
+from penstock.checkpoint.formats.objects import load_object
+from penstock.checkpoint.loading.requests import Selection, select
+from penstock.checkpoint.plan.save_plan import SaveOptions, place_objects, share_saving
+from penstock.checkpoint.state.tensors import destinations, hold
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+    from penstock.checkpoint.engine import Names
+    from penstock.checkpoint.plan.save_plan import Held, PlacedObject, SharedSavePlan
+    from penstock.checkpoint.state.tensors import Holding
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """A drop-in for torch's `DefaultLoadPlanner`: `dcp.load(state, planner=pc.LoadPlanner(), ...)`.
+
+    The choices are those of `pc.load`; after the load, `selection` says what was left. Works with torch's
+    storage readers as well as with `pc.Reader`.
+    """
+
+    def __init__(
+        self,
+        *,
+        only: Names | None = None,
+        exclude: Names | None = None,
+        rename: dict[str, str] | None = None,
+        strict: bool = True,
+        trust: bool = False,
+    ) -> None:
+        super().__init__(allow_partial_load=not strict)
+        self._choice = LoadChoice(only=only, exclude=exclude, rename=rename, strict=strict, trust=trust)
+        self._holding: Holding | None = None
+        self.selection: Selection | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
+    ) -> None:
+        """All ranks: look at what this rank has room for."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        self._holding = destinations(state_dict)
+
+    def create_local_plan(self) -> LoadPlan:
+        """All ranks: which stored chunks go into which of this rank's pieces."""
+        assert self._holding is not None, "torch calls set_up_planner first"
+        assert self.metadata is not None, "torch calls set_up_planner with it"
+        stored = self.metadata.state_dict_metadata
+        names = [leaf.name for leaf in self._holding.leaves]
+        self.selection = select(names, stored, self._choice, rank=_rank())
+        items: list[ReadItem] = []
+        for name, stored_name in self.selection.stored_names.items():
+            about = stored[stored_name]
+            if isinstance(about, BytesStorageMetadata):
+                items.append(_object_item(name, stored_name))
+            else:
+                items += self._tensor_items(name, stored_name, about)
+        return LoadPlan(items)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """An object has come: unpickle it as harmless data, or as anything with `trust`; put it in place."""
+        assert self._holding is not None, "torch calls set_up_planner first"
+        name = read_item.dest_index.fqn
+        found = load_object(value.getvalue(), name, trust=self._choice.trust, where="this checkpoint")
+        (leaf,) = (each for each in self._holding.leaves if each.name == name)
+        leaf.put(found)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The live memory that a read goes to."""
+        assert self._holding is not None, "torch calls set_up_planner first"
+        index = read_item.dest_index
+        corner = tuple(index.offset or (0,) * len(read_item.lengths))
+        begin = [at + inside for at, inside in zip(corner, read_item.dest_offsets, strict=True)]
+        return self._holding.view(index.fqn, begin, tuple(read_item.lengths))
+
+    def _tensor_items(self, name: str, stored_name: str, about: TensorStorageMetadata) -> list[ReadItem]:
+        assert self._holding is not None, "torch calls set_up_planner first"
+        if name not in self._holding.pieces:
+            raise UsageError(
+                f"{name!r} is no tensor in the state, but {stored_name!r} is one in the checkpoint",
+                fix="Give the state a tensor there, or leave this part out with exclude=.",
+            )
+        (facts,) = (each for each in self._holding.held.tensors if each.name == name)
+        if facts.shape != tuple(about.size):
+            raise UsageError(
+                f"{name!r} is {list(facts.shape)} in the state and {list(about.size)} in the checkpoint",
+                fix="Build the state with the configuration it was saved with, or leave this part out.",
+            )
+        chunks = [
+            ChunkStorageMetadata(_torch_size(piece.offsets), _torch_size(piece.sizes))
+            for piece in self._holding.pieces[name]
+        ]
+        items = create_read_items_for_chunk_list(stored_name, about, chunks)
+        return [
+            replace(item, dest_index=MetadataIndex(name, item.dest_index.offset, item.dest_index.index))
+            for item in items
+        ]
+
+
+def _object_item(name: str, stored_name: str) -> ReadItem:
+    nothing = _torch_size((0,))
+    return ReadItem(
+        type=LoadItemType.BYTE_IO,
+        dest_index=MetadataIndex(name),
+        dest_offsets=nothing,
+        storage_index=MetadataIndex(stored_name),
+        storage_offsets=nothing,
+        lengths=nothing,
+    )
+
+
+def _torch_size(numbers: tuple[int, ...]) -> torch.Size:
+    from torch import Size  # noqa: PLC0415 - torch is loaded by now
+
+    return Size(numbers)
+
+
+def _rank() -> int:
+    import torch.distributed as dist  # noqa: PLC0415 - likewise
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What each rank sends to the coordinator beside its empty plan, and what its own plan brings back."""
+
+    held: Held
+    paths: dict[str, tuple[str | int, ...]]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """A drop-in for torch's `DefaultSavePlanner`: `dcp.save(state, planner=pc.SavePlanner(), ...)`.
+
+    `min_cut_bytes`: a replicated tensor below twice this size is written whole by one rank.
+    """
+
+    def __init__(self, *, min_cut_bytes: int = 64 * 1024) -> None:
+        super().__init__()
+        self._options = SaveOptions(min_cut_bytes=min_cut_bytes)
+        self._holding: Holding | None = None
+        self._plain_names: dict[str, str] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - as torch has it
+    ) -> None:
+        """All ranks: look at what this rank holds."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._holding = hold(state_dict)
+
+    def create_local_plan(self) -> SavePlan:
+        """All ranks: tell the coordinator what this rank holds; it decides who writes what."""
+        assert self._holding is not None, "torch calls set_up_planner first"
+        paths = {leaf.name: leaf.path for leaf in self._holding.leaves}
+        self.plan = SavePlan([], planner_data=_Told(self._holding.held, paths))
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Coordinator: divide what all ranks hold."""
+        told: list[_Told] = [plan.planner_data for plan in all_plans]
+        shared = share_saving([each.held for each in told], self._options)
+        objects = place_objects([each.held.objects for each in told])
+        plans = [
+            replace(
+                plan,
+                items=_write_items(shared, objects[rank], rank),
+                planner_data=_plain_names(objects[rank]),
+            )
+            for rank, plan in enumerate(all_plans)
+        ]
+        plans, metadata = create_default_global_save_plan(plans)
+        metadata.planner_data = dict(ChainMap(*(each.paths for each in told)))
+        for placed in (each for rank in objects for each in rank if each.stored_name != each.name):
+            metadata.planner_data[placed.stored_name] = (placed.stored_name,)
+        self.global_plan, self.metadata = plans, metadata
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """All ranks: take what the coordinator decided."""
+        self._plain_names = new_plan.planner_data
+        self.plan = new_plan
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The memory of a box, live and perhaps strided, or a packed object."""
+        assert self._holding is not None, "torch calls set_up_planner first"
+        name = write_item.index.fqn
+        if write_item.type is WriteItemType.BYTE_IO:
+            return io.BytesIO(self._holding.objects[self._plain_names.get(name, name)])
+        assert write_item.tensor_data is not None, "every other item is a tensor's"
+        chunk = write_item.tensor_data.chunk
+        memory = self._holding.view(name, tuple(chunk.offsets), tuple(chunk.sizes))
+        # Readers other than torch's own know nothing of views that stand for their conjugates.
+        return memory.resolve_conj().resolve_neg()
+
+
+def _plain_names(objects: list[PlacedObject]) -> dict[str, str]:
+    """The leaf's name of each object that is stored under another."""
+    return {each.stored_name: each.name for each in objects if each.stored_name != each.name}
+
+
+def _write_items(shared: SharedSavePlan, objects: list[PlacedObject], rank: int) -> list[WriteItem]:
+    """One rank's part in torch's words."""
+    items = [WriteItem(MetadataIndex(each.stored_name), WriteItemType.BYTE_IO) for each in objects]
+    mine = shared.boxes.take(shared.rank == rank)
+    for row, number in enumerate(mine.tensor.tolist()):
+        facts = shared.tensors[number]
+        offsets, sizes = mine.box(row, len(facts.shape))
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+            properties=TensorProperties(dtype=getattr(torch, facts.dtype)),
+            size=torch.Size(facts.shape),
+        )
+        kind = WriteItemType.TENSOR if sizes == facts.shape else WriteItemType.SHARD
+        items.append(WriteItem(MetadataIndex(facts.name, offsets), kind, tensor_data=data))
+    return items
