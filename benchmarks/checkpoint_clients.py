@@ -16,7 +16,7 @@ from tests.support.s3.moto_server import running_moto
 from tests.support.s3.server import BUCKET, S3Server
 
 from harness import Ratio, interleave
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipeSettings
@@ -49,9 +49,11 @@ class Side:
 
     def __call__(self) -> Mapping[str, float]:
         """Write a checkpoint, read it back, remove it."""
-        model = asked_of(load_model("llama3-8b"), num_checkpoints_write=1, num_checkpoints_read=1)
+        model = change_checkpoint_section(
+            load_model("llama3-8b"), num_checkpoints_write=1, num_checkpoints_read=1
+        )
         request = CheckpointRequest(
-            model=asked_of(model, time_between_checkpoints_s=0.0),
+            model=change_checkpoint_section(model, time_between_checkpoints_s=0.0),
             layout=plan_layout(LayoutRequest(model=model, num_processes=1, scale=SCALE)),
             scale=SCALE,
             pipe=PIPE,

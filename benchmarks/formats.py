@@ -29,7 +29,7 @@ from penstock.storage import ObjectInfo, Release
 from penstock.storage.aligned import aligned_buffer, copy_bytes
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import Compression, DataFormat
-from penstock.workload.spec import Column, Dataset, Parquet
+from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 SIZE_BYTES = 64 << 20
 STEP_BYTES = 128 << 10
@@ -54,7 +54,7 @@ IMAGES = {
     "jpeg": Dataset(format=DataFormat.JPEG, record_length_bytes=Fraction(IMAGE_BYTES)),
     "png": Dataset(format=DataFormat.PNG, record_length_bytes=Fraction(IMAGE_BYTES)),
 }
-COLUMNS = tuple(Column(name=f"c{number}", dtype="float32", size=512) for number in range(8))
+COLUMNS = tuple(ParquetColumn(name=f"c{number}", dtype="float32", size=512) for number in range(8))
 ENCODED = {
     "hdf5": Dataset(format=DataFormat.HDF5, num_samples_per_file=64, record_length_bytes=Fraction(1 << 20)),
     "parquet": Dataset(

@@ -27,17 +27,17 @@ from typing import Any, cast
 import numpy as np
 
 from harness import Ratio, interleave
-from penstock.bench.cache_eviction import drop_caches
-from penstock.bench.epoch_order import Division
+from penstock.bench.cache_eviction import evict_data_set
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES
-from penstock.bench.training.harness_limit import EventList, ZeroCostStorage, run_ceiling
-from penstock.bench.training.training_loop import Loop, phase_works
-from penstock.bench.training.training_run import Prepared, prepare
+from penstock.bench.training.harness_limit import EventsInMemory, ZeroCostStorage, measure_harness_limit
+from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
+from penstock.bench.training.training_run import PreparedTraining, prepare_training
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import Recipe, write_manifest
+from penstock.dataset.dataset_manifest import DatasetRecipe, write_manifest
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
 from penstock.results.events import Phase
@@ -46,7 +46,7 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import DataFormat
 from penstock.workload.duration import Duration
 from penstock.workload.loading import load
-from penstock.workload.spec import Dataset, Reader, Train, Workload
+from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 COMM = SoloComm()
 WORKERS = 4
@@ -54,7 +54,7 @@ COMPUTE_S = 0.020
 WORKLOAD = Workload(
     name="side-by-side",
     dataset=Dataset(format=DataFormat.NPZ, num_files_train=64, record_length_bytes=Fraction(4 << 20)),
-    reader=Reader(batch_size=4),
+    reader=ReaderSection(batch_size=4),
     train=Train(computation_time=Duration.fixed(COMPUTE_S)),
 )
 GIB = 2**30
@@ -69,7 +69,7 @@ def measure(repetitions: int) -> list[Ratio]:
     _print_ceilings()
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         storage = open_storage(folder, {})
-        recipe = Recipe(dataset=WORKLOAD.dataset, seed=1, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(dataset=WORKLOAD.dataset, seed=1, reduction=IRREDUCIBLE)
         generate(recipe, storage, comm=COMM, threads=2, progress=Silent())
         ratios = []
         for start in ("fork", "spawn"):
@@ -92,12 +92,12 @@ def _beside_raw_reads(repetitions: int) -> list[Ratio]:
         workload = replace(
             WORKLOAD,
             dataset=files,
-            reader=Reader(batch_size=2, prefetch_size=4),
+            reader=ReaderSection(batch_size=2, prefetch_size=4),
             train=replace(WORKLOAD.train, computation_time=Duration()),
         )
         with tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=BESIDE_US) as folder:
             storage = open_storage(f"direct://{folder}", {})
-            recipe = Recipe(dataset=files, seed=1, reduction=IRREDUCIBLE)
+            recipe = DatasetRecipe(dataset=files, seed=1, reduction=IRREDUCIBLE)
             generate(recipe, storage, comm=COMM, threads=2, progress=Silent())
             paths = [str(path) for path in sorted(Path(folder).glob("train/*.npz"))]
             (found,) = interleave(
@@ -112,10 +112,10 @@ def _beside_raw_reads(repetitions: int) -> list[Ratio]:
 
 def _without_computation(workload: Workload, storage: Storage) -> Mapping[str, float]:
     prepared = _prepared(workload, storage)
-    work = phase_works(workload, prepared, storage, rank=0)[Phase.TRAIN]
-    recorder = EventList()
+    work = make_phase_works(workload, prepared, storage, rank=0)[Phase.TRAIN]
+    recorder = EventsInMemory()
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS, prefetch_batches=4))) as loader:
-        loop = Loop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=6)
+        loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=6)
         loop.train(work, 1, prepared.plan.epochs[0].num_steps)
     steps = recorder.events(rank=0, host=COMM.host).steps
     elapsed_s = (int(steps["barrier_ns"][-1]) - int(steps["start_ns"][0])) / 1e9
@@ -144,8 +144,10 @@ def _read_directly(path: str) -> int:
     return done
 
 
-def _prepared(workload: Workload, storage: Storage) -> Prepared:
-    return prepare(workload, storage, seed=1, division=Division.ROTATE, comm=COMM, progress=Silent())
+def _prepared(workload: Workload, storage: Storage) -> PreparedTraining:
+    return prepare_training(
+        workload, storage, seed=1, division=Remainder.ROTATE, comm=COMM, progress=Silent()
+    )
 
 
 def _print_overhead() -> None:
@@ -171,9 +173,9 @@ def _print_ceilings() -> None:
         files = replace(shipped.dataset, listing_validation_interval=0)
         workload = replace(shipped, dataset=files, train=replace(shipped.train, epochs=1))
         storage = MemoryStorage()
-        write_manifest(storage, Recipe(dataset=files, seed=1, reduction=IRREDUCIBLE), complete=True)
+        write_manifest(storage, DatasetRecipe(dataset=files, seed=1, reduction=IRREDUCIBLE), complete=True)
         options = NativeOptions(threads=WORKERS)
-        found = run_ceiling(
+        found = measure_harness_limit(
             workload, _prepared(workload, storage), storage, options=options, comm=COMM, progress=Silent()
         )
         assert found is not None
@@ -186,11 +188,11 @@ def _print_ceilings() -> None:
 
 def _native(storage: Storage) -> Mapping[str, float]:
     prepared = _prepared(WORKLOAD, storage)
-    drop_caches(prepared.files, storage, comm=COMM)
-    works = phase_works(WORKLOAD, prepared, storage, rank=0)
-    recorder = EventList()
+    evict_data_set(prepared.files, storage, comm=COMM)
+    works = make_phase_works(WORKLOAD, prepared, storage, rank=0)
+    recorder = EventsInMemory()
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS))) as loader:
-        loop = Loop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=4)
+        loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=4)
         began_s = time.process_time()
         loop.train(works[Phase.TRAIN], 1, prepared.plan.epochs[0].num_steps)
         cpu_s = time.process_time() - began_s
@@ -232,7 +234,7 @@ class _TorchSide:
         """One epoch through worker processes, made for it as DLIO does."""
         from torch.utils.data import DataLoader  # noqa: PLC0415 - heavy, and ours runs without
 
-        drop_caches(_prepared(WORKLOAD, self.storage).files, self.storage, comm=COMM)
+        evict_data_set(_prepared(WORKLOAD, self.storage).files, self.storage, comm=COMM)
         paths = sorted(str(path) for path in self.folder.glob("train/*.npz"))
         before_s = _cpu_s()
         with warnings.catch_warnings():

@@ -1,1 +1,1 @@
-"""What is timed: the probe of a storage's limits, and every benchmark that is later compared with them."""
+"""The benchmarks: storage probe, training runs, checkpoints."""

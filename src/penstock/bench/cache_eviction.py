@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST_DROP_S: Final = 24 * 3600.0
+MAX_EVICTION_S: Final = 24 * 3600.0
 """Dropping writes back first: what was written without fsync takes as long as it takes."""
 
 WARM_SHARE: Final = 0.01
@@ -35,7 +35,7 @@ Path = Literal["page cache dropped", "past the page cache", "no page cache", "no
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coldness:
+class ObjectEviction:
     """How a read came to its bytes. `resident_bytes` of `total_bytes` were in memory, over all nodes.
 
     Where a kernel does not tell, the path is "not known", and all bytes count as resident: nothing is proven.
@@ -58,27 +58,27 @@ class Coldness:
         return self.resident_share <= WARM_SHARE
 
 
-def make_cold(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm) -> Coldness:
+def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm) -> ObjectEviction:
     """Get what this rank is about to read out of its node's memory. Collective; the same on all ranks.
 
     Whoever wrote a file on this node may be another rank: each drops what it reads itself, on the node on
     which it will read it, and that is what counts.
     """
     if storage.uri.startswith("direct://"):
-        return Coldness(path="past the page cache")
+        return ObjectEviction(path="past the page cache")
     if not (storage.uri.startswith("file://") and isinstance(storage, SupportsLocalPaths)):
-        return Coldness(path="no page cache")
+        return ObjectEviction(path="no page cache")
     began_s = time.monotonic()
     paths = [storage.local_path(each.key) for each in planned]
     counts = all_gather_results(
         comm,
-        lambda: _drop_or_doubt(paths, sum(each.size_bytes for each in planned)),
+        lambda: _evict_or_assume_cached(paths, sum(each.size_bytes for each in planned)),
         awaiting="all nodes to drop a checkpoint from memory",
-        timeout_s=max(LONGEST_DROP_S, comm.timeout_s),
+        timeout_s=max(MAX_EVICTION_S, comm.timeout_s),
     )
     is_known = all(known for known, *_ in counts)
     before, resident, total = (sum(column) for column in list(zip(*counts, strict=True))[1:])
-    return Coldness(
+    return ObjectEviction(
         path="page cache dropped" if is_known else "not known",
         before_bytes=before,
         resident_bytes=resident,
@@ -87,7 +87,7 @@ def make_cold(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm)
     )
 
 
-def _drop_or_doubt(paths: Sequence[str], size_bytes: int) -> tuple[bool, int, int, int]:
+def _evict_or_assume_cached(paths: Sequence[str], size_bytes: int) -> tuple[bool, int, int, int]:
     try:
         return (True, *_drop_objects(paths))
     except Unavailable as error:
@@ -106,7 +106,7 @@ def _drop_objects(paths: Sequence[str]) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheDrop:
+class CacheEviction:
     """Over all nodes: how much of the data set was in memory before and after, of how much."""
 
     before_bytes: int
@@ -130,12 +130,12 @@ class CacheDrop:
         }
 
 
-def keeps_page_cache(storage: Storage) -> bool:
+def uses_page_cache(storage: Storage) -> bool:
     """Whether reads of this storage may come out of this node's memory: only files that are read buffered."""
     return storage.uri.startswith("file://") and isinstance(storage, SupportsLocalPaths)
 
 
-def drop_caches(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheDrop:
+def evict_data_set(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheEviction:
     """Drop the files' pages on every node; the ranks of a node share its files. Collective."""
     assert isinstance(storage, SupportsLocalPaths)
     began_s = time.monotonic()
@@ -148,7 +148,7 @@ def drop_caches(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheD
         awaiting="all nodes to drop the data set from memory",
     )
     before, resident, total = (sum(column) for column in zip(*counts, strict=True))
-    return CacheDrop(
+    return CacheEviction(
         before_bytes=before,
         resident_bytes=resident,
         total_bytes=total,

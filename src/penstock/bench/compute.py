@@ -1,7 +1,7 @@
 """Emulated computation: how long each step computes, and a wait of exactly that long.
 
-Place in the flow: between a batch's arrival and the barrier. Invariant: the same (seed, phase, rank, epoch,
-step) computes equally long in every run, however ranks are placed and wherever a run resumes.
+The same (seed, phase, rank, epoch, step) computes equally long in every run, however ranks are placed and
+wherever a run resumes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from penstock.workload.duration import Law
+from penstock.workload.duration import Distribution
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,7 +82,7 @@ class ComputeTimes:
 
     def of_epoch(self, epoch: int, num_steps: int) -> NDArray[np.int64]:
         """Nanoseconds for the steps 1 to `num_steps`; drawn before the epoch, so that no step waits."""
-        if self.duration.law is Law.FIXED:
+        if self.duration.law is Distribution.FIXED:
             return np.full(num_steps, round(self.duration.mean_s * 1e9), np.int64)
         key = (
             np.random.SeedSequence((self.seed, int(self.phase), self.rank)).generate_state(4).view(np.uint64)

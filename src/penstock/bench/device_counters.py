@@ -1,8 +1,7 @@
-"""What hosts count while a run lasts, and whether devices moved what the run says it did.
+"""Counts what devices move during a run, and reconciles it with what the run says it moved.
 
-Place in the flow: opened beside a run's folder before its first byte; `deliver` is asked at its end. One
-sampler a host, in the process of its lowest rank. Invariant: a host that could not count makes "not checked",
-never a failed run.
+One sampler per host, in the process of its lowest rank. A host whose counters cannot be read makes the result
+"not checked", never a failed run.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ROOT: Final = Path("/")
 _NO_HARDWARE: Final = HostHardware(boot_id="", drives=(), nics=(), ports=())
 
 
-class Observer:
+class DeviceObserver:
     """One rank's part in it: the lowest rank of each host samples, the others only take part."""
 
     def __init__(self, comm: Comm, run_folder: Path, uri: str, *, root: Path = ROOT) -> None:
@@ -91,11 +90,11 @@ class Observer:
             moved=dict(self._moved[direction]),
             failure=self._failure or sampler_failure,
         )
-        told = self._comm.gather(
+        reports = self._comm.gather(
             (application_bytes, mine if self._samples else None), awaiting="what all hosts counted"
         )
-        hosts = [traffic for _, traffic in told if traffic is not None]
-        return reconcile(direction, sum(size_bytes for size_bytes, _ in told), hosts)
+        hosts = [traffic for _, traffic in reports if traffic is not None]
+        return reconcile(direction, sum(size_bytes for size_bytes, _ in reports), hosts)
 
     def __enter__(self) -> Self:
         return self

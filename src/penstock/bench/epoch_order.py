@@ -1,8 +1,8 @@
 """Which rank reads which item, when: a pure function of (seed, epoch, rank, position), in O(1) memory.
 
-An item is whatever is dealt out to ranks: a sample, a file, a row group. Plans, loaders and verification all
-ask here, any process for any position. Invariant: in an epoch no item comes twice over all ranks (save what
-`pad` repeats and counts), and all ranks get equally many.
+An item is whatever is handed to ranks: a sample, a file, a row group. Any process can compute any position.
+In an epoch no item comes twice over all ranks (except what `pad` repeats and counts), and all ranks get the
+same number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STEP_ITEMS: Final = 1 << 12
 """Positions that an iteration evaluates at once."""
 
 
-class Division(StrEnum):
+class Remainder(StrEnum):
     """What happens to the remainder where items do not divide evenly among ranks."""
 
     ROTATE = "rotate"
@@ -73,7 +73,7 @@ class EpochOrder:
         return items
 
 
-class DealtItems:
+class AssignedItems:
     """What one epoch deals out to all ranks together, by place: an order of items, `left_out` ones skipped.
 
     Places beyond the order begin it anew.
@@ -111,7 +111,7 @@ class Shard:
     num_items: int
     num_ranks: int
     rank: int
-    division: Division = Division.ROTATE
+    division: Remainder = Remainder.ROTATE
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.num_ranks:
@@ -123,12 +123,12 @@ class Shard:
                 "There is nothing to read", fix="Give at least one item, or leave this part out."
             )
         division = f"{self.num_items} / {self.num_ranks} ranks = {self.num_items // self.num_ranks} each"
-        if self.division is Division.ERROR and self._remainder:
+        if self.division is Remainder.ERROR and self._remainder:
             raise UsageError(
                 f"Items do not divide evenly: {division}, {self._remainder} left over",
                 fix="Change either number, or choose to rotate, drop or pad the remainder.",
             )
-        if self.num_items < self.num_ranks and self.division is not Division.PAD:
+        if self.num_items < self.num_ranks and self.division is not Remainder.PAD:
             raise UsageError(
                 f"Too few items for every rank to have one: {division}",
                 fix="Use fewer ranks, more items, or let items come more than once (pad).",
@@ -142,12 +142,12 @@ class Shard:
     @property
     def num_left_out(self) -> int:
         """How many items each epoch leaves out."""
-        return self._remainder if self.division in (Division.ROTATE, Division.DROP) else 0
+        return self._remainder if self.division in (Remainder.ROTATE, Remainder.DROP) else 0
 
     @property
     def num_repeated(self) -> int:
         """How many positions of each epoch, over all ranks, repeat an item."""
-        return -self.num_items % self.num_ranks if self.division is Division.PAD else 0
+        return -self.num_items % self.num_ranks if self.division is Remainder.PAD else 0
 
     def left_out(self, epoch: int) -> tuple[range, ...]:
         """The items that nobody reads in this epoch, ascending: at most two runs.
@@ -157,7 +157,7 @@ class Shard:
         """
         if not self.num_left_out:
             return ()
-        if self.division is Division.DROP:
+        if self.division is Remainder.DROP:
             return (range(self.num_items - self.num_left_out, self.num_items),)
         start = epoch * self.num_left_out % self.num_items
         stop = start + self.num_left_out
@@ -178,7 +178,7 @@ class RankOrder:
     def __init__(self, shard: Shard, *, seed: int, epoch: int, shuffle: Shuffle) -> None:
         self.shard = shard
         order = EpochOrder(shard.num_items - shard.num_left_out, seed, epoch, shuffle)
-        self._dealt = DealtItems(order, shard.left_out(epoch))
+        self._dealt = AssignedItems(order, shard.left_out(epoch))
 
     def __len__(self) -> int:
         return self.shard.num_per_rank

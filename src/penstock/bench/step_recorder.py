@@ -1,7 +1,7 @@
-"""Record what each step of a rank did, without disturbing it: preallocated rows, written out between steps.
+"""Records what each step of a rank did without disturbing it: preallocated rows, written out between steps.
 
-Place in the flow: the timed loop calls `add_*`; `results.tables` gathers what lies in the spool. Invariant: a
-run that dies keeps all but the last seconds, one that fails or is interrupted keeps everything.
+The timed loop calls `add_*`; `results.tables` collects the spools. A run that is killed loses at most the
+last seconds; one that fails or is interrupted loses nothing.
 """
 
 from __future__ import annotations

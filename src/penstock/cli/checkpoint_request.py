@@ -108,9 +108,9 @@ def run_checkpoints(
 
 def build_request(options: CheckpointRunOptions, *, comm: Comm) -> CheckpointRequest:
     """The request for these options."""
-    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 
-    model = asked_of(
+    model = change_checkpoint_section(
         options.model.load(),
         num_checkpoints_write=options.writes,
         num_checkpoints_read=options.reads,

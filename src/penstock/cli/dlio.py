@@ -241,7 +241,7 @@ class _Stages:
 
     def _generate(self) -> None:
         from penstock.dataset.content import Reduction
-        from penstock.dataset.dataset_manifest import Recipe
+        from penstock.dataset.dataset_manifest import DatasetRecipe
         from penstock.dataset.generate import generate
         from penstock.workload.choices import DataFormat, StorageKind
 
@@ -249,7 +249,9 @@ class _Stages:
             self._log("Synthetic samples need no files: nothing is generated")
             return
         self._log("Starting data generation")
-        recipe = Recipe(dataset=self.workload.dataset, seed=self.workload.train.seed, reduction=Reduction())
+        recipe = DatasetRecipe(
+            dataset=self.workload.dataset, seed=self.workload.train.seed, reduction=Reduction()
+        )
         with self.terminal.progress() as progress:
             report = generate(
                 recipe, self.storage, comm=self.comm, threads=self._write_threads, progress=progress
@@ -259,7 +261,7 @@ class _Stages:
         self._log(f"Generation done: {report.written_files} files written, {report.kept_files} existed")
 
     def _train(self) -> None:
-        from penstock.bench.epoch_order import Division
+        from penstock.bench.epoch_order import Remainder
         from penstock.bench.training.training_request import TrainingRequest
         from penstock.bench.training.training_run import train
 
@@ -269,7 +271,7 @@ class _Stages:
             results=self.folder.parent,
             run_folder=self.folder,
             seed=choose_seed(self.comm, self.workload, None),
-            division=Division.DROP,
+            division=Remainder.DROP,
             loader=self.loader,
             reopen=self.open_storage,
             decodes=decodes_arrow(self.workload),
@@ -349,7 +351,7 @@ class _Stages:
 
         files = open_files(self.workload.dataset, self.storage, seed=self.workload.train.seed, evaluates=True)
         self.comm.barrier(awaiting="all ranks to know the files to delete")
-        num_removed = remove(files.lie, self.storage, comm=self.comm, threads=self._write_threads)
+        num_removed = remove(files.data_files, self.storage, comm=self.comm, threads=self._write_threads)
         self.terminal.note(f"dataset.keep_files is false: {num_removed} files were deleted")
 
     @property

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.bench.model_state import StateLayout
     from penstock.cli.terminal import Terminal
     from penstock.workload.checkpoint_model import CheckpointModel
-    from penstock.workload.loading import Loaded
+    from penstock.workload.loading import LoadedWorkload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class WorkloadOptions:
     )
     settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. reader.batch_size=14.")
 
-    def load(self, terminal: Terminal, *, is_data_set: bool = False) -> Loaded:
+    def load(self, terminal: Terminal, *, is_data_set: bool = False) -> LoadedWorkload:
         """Load the workload and print its remarks; a data set needs no accelerator."""
         from penstock.workload.loading import load, load_data_set
         from penstock.workload.overrides import parse_settings

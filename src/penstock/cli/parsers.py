@@ -16,7 +16,7 @@ from penstock.units import parse_bytes, parse_rate, parse_seconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from penstock.bench.epoch_order import Division
+    from penstock.bench.epoch_order import Remainder
     from penstock.bench.loader.sample_decoder import ContentCheck
 
 T = TypeVar("T")
@@ -133,10 +133,10 @@ def parse_scale(text: str) -> Fraction:
     return scale
 
 
-def _division(word: str) -> Division:
-    from penstock.bench.epoch_order import Division
+def _division(word: str) -> Remainder:
+    from penstock.bench.epoch_order import Remainder
 
-    return Division(word)
+    return Remainder(word)
 
 
 def _content_check(word: str) -> ContentCheck:

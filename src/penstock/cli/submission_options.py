@@ -156,8 +156,8 @@ def open_session(submitted: SubmittedRun, settings: Sequence[str], *, comm: Comm
 
 def parse_changes(settings: Iterable[str]) -> Mapping[str, Any]:
     """What `--set` options change, under DLIO's keys."""
-    from penstock.workload.dlio_keys import our_path
+    from penstock.workload.dlio_keys import canonical_path
     from penstock.workload.layered_settings import dotted
     from penstock.workload.overrides import parse_settings
 
-    return {dotted(our_path(setting.path)): setting.value for setting in parse_settings(settings)}
+    return {dotted(canonical_path(setting.path)): setting.value for setting in parse_settings(settings)}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from penstock.submission.authoring.result_dir import Series
     from penstock.submission.authoring.run_sequence import RunSequence
     from penstock.workflows.submission.session import Session
-    from penstock.workload.dataset_size import Sizing
+    from penstock.workload.dataset_size import DatasetSizing
 
 WRONG_BYTES = 1
 
@@ -159,12 +159,12 @@ def _sized_workload(
         benchmark=Benchmark.TRAINING, model=workload.name
     )
     assert series is not None
-    request = dataset_size.sizing_request(
+    request = dataset_size.make_sizing_request(
         workload,
         num_accelerators=num_accelerators,
         host_memory_bytes=[host.memory_bytes for host in hosts],
     )
-    required_size = dataset_size.size(request)
+    required_size = dataset_size.size_dataset(request)
     is_given = any(override.path == ("dataset", "num_files_train") for override in overrides)
     num_files = workload.dataset.num_files_train if is_given else _choose_num_files(series, required_size)
     _require_enough(required_size, num_files)
@@ -174,17 +174,17 @@ def _sized_workload(
     return replace(options.workload, settings=tuple(settings))
 
 
-def _choose_num_files(series: Series, required_size: Sizing) -> int:
+def _choose_num_files(series: Series, required_size: DatasetSizing) -> int:
     """The number of files of an earlier datasize, if it is enough; else the smallest that is."""
     from penstock.submission.authoring.series_state import read_series_state
 
     earlier = [leaf.num_files for leaf in read_series_state(series).datasizes]
-    enough = [num_files for num_files in earlier if required_size.judge(num_files).passed]
+    enough = [num_files for num_files in earlier if required_size.check_files(num_files).passed]
     return int(enough[-1] if enough else required_size.min_files)
 
 
-def _require_enough(required_size: Sizing, num_files: int) -> None:
-    verdict = required_size.judge(num_files)
+def _require_enough(required_size: DatasetSizing, num_files: int) -> None:
+    verdict = required_size.check_files(num_files)
     if not verdict.passed:
         raise UsageError(
             f"The data set is too small (rule 3.1.2): {verdict.proof}; {'; '.join(required_size.proof)}",

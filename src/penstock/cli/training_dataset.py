@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
-    from penstock.dataset.dataset_manifest import Recipe
-    from penstock.dataset.verify_dataset import Verified
+    from penstock.dataset.dataset_manifest import DatasetRecipe
+    from penstock.dataset.verify_dataset import VerificationResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class DatasetOptions:
         "--dedupable", number(0, 1), "Share of 4 KiB blocks that are duplicates.", default="0.0"
     )
 
-    def recipe(self, terminal: Terminal) -> Recipe:
+    def recipe(self, terminal: Terminal) -> DatasetRecipe:
         """The recipe of the data set; prints the workload's remarks."""
         from penstock.dataset.content import Reduction
-        from penstock.dataset.dataset_manifest import Recipe
+        from penstock.dataset.dataset_manifest import DatasetRecipe
 
         workload = self.workload.load(terminal, is_data_set=True).workload
-        return Recipe(
+        return DatasetRecipe(
             dataset=workload.dataset,
             seed=workload.train.seed if self.seed is None else self.seed,
             reduction=Reduction(compressible=self.compressible, dedupable=self.dedupable),
@@ -105,7 +105,7 @@ def verify(options: DatasetOptions, comm: Comm, terminal: Terminal) -> int:
     return 1 if report.num_wrong else 0
 
 
-def _draw_verified(console: Console, uri: str, report: Verified) -> None:
+def _draw_verified(console: Console, uri: str, report: VerificationResult) -> None:
     from rich.markup import escape
 
     from penstock.units import format_bytes, format_seconds

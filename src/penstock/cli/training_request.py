@@ -22,11 +22,11 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.bench.epoch_order import Division
+    from penstock.bench.epoch_order import Remainder
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
     from penstock.bench.loader.pytorch_loader import PytorchOptions
     from penstock.bench.loader.sample_decoder import ContentCheck
-    from penstock.bench.training.training_checkpoints import CheckpointWish
+    from penstock.bench.training.training_checkpoints import CheckpointsRequest
     from penstock.bench.training.training_files import OpenFormat
     from penstock.bench.training.training_request import TrainingRequest
     from penstock.bench.training.training_result import TrainingResult
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.workflows.submission.session import Session
     from penstock.workload.division_rules import SubmissionDivision
-    from penstock.workload.spec import Reader, Workload
+    from penstock.workload.spec import ReaderSection, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class TrainingRunOptions:
     seed: int | None = option(
         "--seed", whole(0), "Seed for the sample order (default: the workload's train.seed)."
     )
-    division: Division | None = option(
+    division: Remainder | None = option(
         "--division",
         DIVISION,
         "Handling of samples that do not divide evenly among ranks (default: rotate).",
@@ -166,7 +166,7 @@ class ReadingRules:
     """Which loader reads, and what happens to samples that do not divide evenly."""
 
     loader: str
-    division: Division
+    division: Remainder
 
 
 def choose_reading_rules(options: TrainingRunOptions) -> ReadingRules:
@@ -181,12 +181,12 @@ def choose_reading_rules(options: TrainingRunOptions) -> ReadingRules:
     return default_rules(options.loader, options.division)
 
 
-def default_rules(loader: str | None, division: Division | None) -> ReadingRules:
+def default_rules(loader: str | None, division: Remainder | None) -> ReadingRules:
     """Outside of the closed division: our own loader, and no sample left out of two epochs in a row."""
     return ReadingRules(loader=loader or "native", division=division or DIVISION("rotate"))
 
 
-def closed_rules(workload: WorkloadOptions, loader: str | None, division: Division | None) -> ReadingRules:
+def closed_rules(workload: WorkloadOptions, loader: str | None, division: Remainder | None) -> ReadingRules:
     """What the closed division prescribes; UsageError if the options say something else."""
     from penstock.workload.division_rules import SubmissionDivision
 
@@ -265,7 +265,7 @@ def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
     )
 
 
-def _transformed_bytes(reader: Reader) -> int:
+def _transformed_bytes(reader: ReaderSection) -> int:
     """A sample's size after its transformation, if the workload says its shape; else 0."""
     from math import prod
 
@@ -322,10 +322,10 @@ def plan_checkpoints(
     comm: Comm,
     environment: Environment,
     options: Mapping[str, str] | None = None,
-) -> CheckpointWish | None:
+) -> CheckpointsRequest | None:
     """The checkpoints that the workload saves as it trains, to `uri` or its own folder; None if none."""
     from penstock.bench.model_state import LayoutRequest, plan_layout
-    from penstock.bench.training.training_checkpoints import CheckpointWish
+    from penstock.bench.training.training_checkpoints import CheckpointsRequest
     from penstock.cli.checkpoint_request import durability_options
     from penstock.storage import open_storage
     from penstock.workload.checkpoint_model import model_of_workload
@@ -336,7 +336,7 @@ def plan_checkpoints(
     checkpoint = workload.checkpoint
     destination = uri or checkpoint.checkpoint_folder
     storage_options = {**durability_options(destination, fsync=checkpoint.fsync), **(options or {})}
-    return CheckpointWish(
+    return CheckpointsRequest(
         layout=plan_layout(LayoutRequest(model=model, num_processes=comm.size, mode=checkpoint.mode)),
         when=checkpoint,
         reopen=partial(open_storage, destination, environment, options=storage_options, rank=comm.rank),

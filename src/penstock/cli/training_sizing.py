@@ -15,10 +15,10 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.bench.epoch_order import Division
-    from penstock.workload.accelerator_forecast import Forecast
-    from penstock.workload.dataset_size import Sizing, Verdict
-    from penstock.workload.loading import Loaded
+    from penstock.bench.epoch_order import Remainder
+    from penstock.workload.accelerator_forecast import AcceleratorForecast
+    from penstock.workload.dataset_size import DatasetSizing, SizeCheck
+    from penstock.workload.loading import LoadedWorkload
     from penstock.workload.spec import Workload
 
 
@@ -64,11 +64,11 @@ def size(options: SizeOptions, terminal: Terminal) -> None:
     from penstock.workload import dataset_size
 
     loaded = options.workload.load(terminal)
-    request = dataset_size.sizing_request(
+    request = dataset_size.make_sizing_request(
         loaded.workload, num_accelerators=options.accelerators, host_memory_bytes=options.memory_of_hosts
     )
-    required_size = dataset_size.size(request)
-    verdict = required_size.judge(loaded.workload.dataset.num_files_train)
+    required_size = dataset_size.size_dataset(request)
+    verdict = required_size.check_files(loaded.workload.dataset.num_files_train)
     command = _next_command(options.workload, required_size)
     terminal.result(
         _sizing_document(loaded, required_size, verdict, command),
@@ -94,10 +94,10 @@ def whatif(options: WhatIfOptions, terminal: Terminal) -> None:
 
       penstock training whatif dlrm_b200 --bandwidth 100GB/s --json
     """
-    from penstock.workload.accelerator_forecast import forecast
+    from penstock.workload.accelerator_forecast import forecast_accelerators
 
     loaded = options.workload.load(terminal)
-    prediction = forecast(loaded.workload, Fraction(options.bandwidth))
+    prediction = forecast_accelerators(loaded.workload, Fraction(options.bandwidth))
     terminal.result(
         _forecast_document(loaded, prediction),
         lambda console: _draw_forecast(console, loaded.workload, prediction),
@@ -115,7 +115,7 @@ class PlanOptions:
     rank: int = option("--rank", whole(0), "Rank whose samples are shown.", default="0")
     epoch: int = option("--epoch", whole(1), "Epoch whose samples are shown, counted from 1.", default="1")
     head: int = option("--head", whole(0), "Number of samples to show.", default="10")
-    division: Division = option(
+    division: Remainder = option(
         "--division",
         DIVISION,
         "Handling of samples that do not divide evenly among ranks.",
@@ -140,10 +140,10 @@ def plan(options: PlanOptions, terminal: Terminal) -> None:
     """
     from dataclasses import asdict
 
-    from penstock.bench.training.order_preview import preview
+    from penstock.bench.training.order_preview import preview_order
 
     loaded = options.workload.load(terminal, is_data_set=True)
-    order = preview(
+    order = preview_order(
         loaded.workload,
         num_ranks=options.ranks,
         rank=options.rank,
@@ -160,7 +160,7 @@ def plan(options: PlanOptions, terminal: Terminal) -> None:
     terminal.result(asdict(order), table(title, rows))
 
 
-def _next_command(options: WorkloadOptions, required_size: Sizing) -> str:
+def _next_command(options: WorkloadOptions, required_size: DatasetSizing) -> str:
     """The command that makes this data set: the user's settings, secrets apart, then the computed ones."""
     import shlex
 
@@ -177,7 +177,9 @@ def _next_command(options: WorkloadOptions, required_size: Sizing) -> str:
     return f"{shlex.join(words)} --data URI"
 
 
-def _sizing_document(loaded: Loaded, required_size: Sizing, verdict: Verdict, command: str) -> dict[str, Any]:
+def _sizing_document(
+    loaded: LoadedWorkload, required_size: DatasetSizing, verdict: SizeCheck, command: str
+) -> dict[str, Any]:
     request = required_size.request
     return {
         "workload": loaded.workload.full_name,
@@ -209,7 +211,7 @@ def _as_float(value: Fraction | None) -> float | None:
 
 
 def _draw_sizing(
-    console: Console, workload: Workload, required_size: Sizing, verdict: Verdict, command: str
+    console: Console, workload: Workload, required_size: DatasetSizing, verdict: SizeCheck, command: str
 ) -> None:
     from rich.markup import escape
 
@@ -230,7 +232,7 @@ def _draw_sizing(
     console.print(f"  next      {escape(command)}")
 
 
-def _forecast_document(loaded: Loaded, prediction: Forecast) -> dict[str, Any]:
+def _forecast_document(loaded: LoadedWorkload, prediction: AcceleratorForecast) -> dict[str, Any]:
     return {
         "workload": loaded.workload.full_name,
         "bandwidth_bytes_per_s": float(prediction.bandwidth_bytes_per_s),
@@ -246,7 +248,7 @@ def _forecast_document(loaded: Loaded, prediction: Forecast) -> dict[str, Any]:
     }
 
 
-def _draw_forecast(console: Console, workload: Workload, prediction: Forecast) -> None:
+def _draw_forecast(console: Console, workload: Workload, prediction: AcceleratorForecast) -> None:
     from rich.markup import escape
 
     from penstock.units import format_rate

@@ -1,7 +1,7 @@
 """Content: any byte of generated data, from (seed, object, offset) alone, at the speed of memory.
 
-What was written can be verified by whoever knows the seed; nothing is stored for it. Invariant: the bytes of
-a version of the algorithm never change, on any machine. Version 1, in unsigned little-endian 64-bit integers:
+Written data can be verified from the seed; nothing is stored for it. The bytes of a version of the algorithm
+never change, on any machine. Version 1, in unsigned little-endian 64-bit integers:
 
     a, b       = both halves of blake2b-128(seed as 8 bytes + kind + object, person "penstock content"), where
                  kind is "i" and object a number of 8 bytes, or kind is "n" and object a name in UTF-8;
@@ -22,20 +22,24 @@ Only where storage is meant to save something, each block k has a draw d = word(
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.dataset.kernels import BLOCK_WORDS, Words, load_kernels
 from penstock.errors import UsageError
 from penstock.storage.aligned import flat
+
+Words = NDArray[np.uint64]
 
 CONTENT_VERSION: Final = 1
 """Recorded beside generated data: another number means other bytes from the same seed."""
 
 _WORD_BYTES: Final = 8
+_BLOCK_WORDS: Final = 512
 _END: Final = 2**64
 _PERSON: Final = b"penstock content"
 
@@ -64,10 +68,11 @@ IRREDUCIBLE: Final = Reduction()
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One object's bytes. `name` tells it from all others of the seed: a number below 2**64, or a text.
+    """One object's bytes. `name` identifies it within the seed: a number below 2**64, or a text.
 
-    Any thread may use it, at any offset and length. The first one of a process loads the compiled loops, or
-    compiles them (half a second): make one before timing.
+    Any thread may use it, at any offset and length. The first one on a machine compiles a loop in half a
+    second, later ones load it from the cache: make one before timing, and call `prepare_verification` where
+    content is verified in a timed section.
     """
 
     seed: int
@@ -81,11 +86,15 @@ class Content:
         )
         seed = _eight(self.seed, "seed")
         shares = np.array(
-            [self.reduction.dedupable * 2**32, self.reduction.compressible * BLOCK_WORDS * 2**24]
+            [self.reduction.dedupable * 2**32, self.reduction.compressible * _BLOCK_WORDS * 2**24]
         )
         recipe = np.concatenate([_keys(seed + kind), _keys(seed + b"p"), np.rint(shares).astype(np.uint64)])
         object.__setattr__(self, "_recipe", recipe)
-        load_kernels()
+        _load_fill()
+
+    def prepare_verification(self) -> None:
+        """Load what `verify` needs, or compile it."""
+        _load_find()
 
     def fill(self, buffer: memoryview, offset: int = 0) -> None:
         """Overwrite `buffer` with the object's bytes from `offset` on."""
@@ -96,7 +105,7 @@ class Content:
         body_end = head + num_words * _WORD_BYTES
         if num_words:
             words = np.frombuffer(target[head:body_end], dtype=np.uint64)
-            load_kernels().fill(words, (offset + head) // _WORD_BYTES, self._recipe)
+            _load_fill()(words, (offset + head) // _WORD_BYTES, self._recipe)
         if body_end < target.nbytes:
             target[body_end:] = self._bytes(offset + body_end, target.nbytes - body_end)
 
@@ -109,7 +118,7 @@ class Content:
             return self._first_difference(seen[:head], offset)
         if num_words:
             words = np.frombuffer(seen[head:body_end], dtype=np.uint64)
-            wrong = load_kernels().find(words, (offset + head) // _WORD_BYTES, self._recipe)
+            wrong = _load_find()(words, (offset + head) // _WORD_BYTES, self._recipe)
             if wrong >= 0:
                 start = head + wrong * _WORD_BYTES
                 return start + self._first_difference(seen[start : start + _WORD_BYTES], offset + start)
@@ -121,13 +130,26 @@ class Content:
         """A few bytes, less than two words: what is left before and after whole words."""
         first = offset // _WORD_BYTES
         words = np.empty(2, dtype=np.uint64)
-        load_kernels().fill(words, first, self._recipe)
+        _load_fill()(words, first, self._recipe)
         start = offset - first * _WORD_BYTES
         return words.tobytes()[start : start + size_bytes]
 
     def _first_difference(self, seen: memoryview, offset: int) -> int:
         expected = self._bytes(offset, seen.nbytes)
         return next(at for at in range(seen.nbytes) if seen[at] != expected[at])
+
+
+def _load_fill() -> Callable[[Words, int, Words], None]:
+    # Imported here because numba takes a third of a second, which only those who use content should pay.
+    from penstock.dataset.content_kernels import load_fill  # noqa: PLC0415
+
+    return load_fill()
+
+
+def _load_find() -> Callable[[Words, int, Words], int]:
+    from penstock.dataset.content_kernels import load_find  # noqa: PLC0415 - see above
+
+    return load_find()
 
 
 def _split(buffer: memoryview, offset: int) -> tuple[int, int]:

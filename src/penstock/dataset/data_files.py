@@ -18,8 +18,8 @@ from penstock.errors import ObjectNotFound
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.dataset.file_naming import Namespace
-    from penstock.dataset.formats.format_protocol import FileFormat, Plan
+    from penstock.dataset.file_naming import FileNames
+    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
     from penstock.storage import Storage
 
 
@@ -31,13 +31,13 @@ class DataFiles:
     """All files of a data set, training files first: the number of a file is also that of its content."""
 
     kind: FileFormat
-    train: Namespace
-    evaluation: Namespace
+    train: FileNames
+    evaluation: FileNames
 
     def __len__(self) -> int:
         return len(self.train) + len(self.evaluation)
 
-    def plan(self, index: int) -> Plan:
+    def plan(self, index: int) -> FilePlan:
         """File `index` as it is or will be."""
         num_train = len(self.train)
         if index < num_train:
@@ -45,9 +45,9 @@ class DataFiles:
         return self.kind.plan(index, self.evaluation.name(index - num_train))
 
 
-def each_file(
+def for_each_file(
     files: DataFiles,
-    work: Callable[[Plan], Outcome],
+    work: Callable[[FilePlan], Outcome],
     *,
     rank: int,
     num_ranks: int,
@@ -67,7 +67,7 @@ def each_file(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _planned(files: DataFiles, index: int, work: Callable[[Plan], Outcome]) -> Outcome:
+def _planned(files: DataFiles, index: int, work: Callable[[FilePlan], Outcome]) -> Outcome:
     return work(files.plan(index))
 
 
@@ -77,13 +77,13 @@ def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> i
     How many files there were is known only where storage tells whether it deleted something.
     """
 
-    def remove_one(plan: Plan) -> int:
+    def remove_one(plan: FilePlan) -> int:
         return max((_delete(storage, part.key(plan.name)) for part in plan.parts), default=0)
 
     if comm.rank == 0:
         _delete(storage, KEY)
     comm.barrier(awaiting="rank 0 to withdraw the manifest")
-    removed = sum(each_file(files, remove_one, rank=comm.rank, num_ranks=comm.size, threads=threads))
+    removed = sum(for_each_file(files, remove_one, rank=comm.rank, num_ranks=comm.size, threads=threads))
     return comm.reduce(removed, "sum", awaiting="all ranks to delete their files")
 
 

@@ -1,7 +1,7 @@
-"""What a folder of generated data says of itself: `penstock-dataset.json`, written before its first file.
+"""The manifest of a generated data set: `penstock-dataset.json`, written before its first file.
 
-It holds everything that the files' bytes follow from, so that a later run can go on, verify, or refuse to
-mix two data sets. Invariant: `complete` is true only when every file was seen whole.
+It holds everything that the files' bytes follow from, so a later run can resume, verify, or refuse to mix two
+data sets. `complete` is true only when every file was written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _BYTES_FOLLOW_FROM: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class DatasetRecipe:
     """All that a data set's bytes follow from."""
 
     dataset: Dataset
@@ -74,7 +74,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def claim(storage: Storage, recipe: Recipe) -> bool:
+def claim_folder(storage: Storage, recipe: DatasetRecipe) -> bool:
     """Mark the place as this data set's; whether it was already. Another one's is `UsageError`."""
     held = read_manifest(storage)
     if held is None:
@@ -84,7 +84,7 @@ def claim(storage: Storage, recipe: Recipe) -> bool:
     return True
 
 
-def require_same(storage: Storage, recipe: Recipe) -> None:
+def require_same(storage: Storage, recipe: DatasetRecipe) -> None:
     """`UsageError` unless a data set of this recipe lies here, whole or not."""
     held = read_manifest(storage)
     if held is None:
@@ -96,7 +96,7 @@ def require_same(storage: Storage, recipe: Recipe) -> None:
     _refuse_other(storage, recipe, held)
 
 
-def _refuse_other(storage: Storage, recipe: Recipe, held: Mapping[str, Any]) -> None:
+def _refuse_other(storage: Storage, recipe: DatasetRecipe, held: Mapping[str, Any]) -> None:
     differing = _differences(recipe.document(), held["recipe"])
     if differing:
         raise UsageError(
@@ -117,7 +117,7 @@ def _differences(asked: Mapping[str, Any], held: Mapping[str, Any], prefix: str 
     return sorted(names)
 
 
-def write_manifest(storage: Storage, recipe: Recipe, *, complete: bool) -> None:
+def write_manifest(storage: Storage, recipe: DatasetRecipe, *, complete: bool) -> None:
     """Replace the manifest, in one step."""
     document = {
         "manifest_version": _FORMAT_VERSION,

@@ -1,7 +1,7 @@
-"""The files of a data set that others made: listed once a node, in parallel, into one file that ranks share.
+"""The files of an external data set: listed once per node, in parallel, into one file that its ranks share.
 
-Place in the flow: opening a run's files where no manifest of ours lies. Collective. Invariant: all ranks of
-all nodes see the same files, or all fail; the listing's file is gone once every rank has it in memory.
+Used where no manifest of ours exists. Collective: all ranks of all nodes see the same files, or all fail. The
+listing's file is removed once every rank has mapped it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignFiles:
+class ExternalFiles:
     """What was found: `evaluation` is None where none is asked for."""
 
     train: Listing
@@ -43,9 +43,9 @@ class ForeignFiles:
     elapsed_s: float
 
 
-def list_foreign(
+def list_external_files(
     dataset: Dataset, storage: Storage, *, evaluates: bool, comm: Comm, progress: Progress
-) -> ForeignFiles:
+) -> ExternalFiles:
     """List the files of `dataset`; `UsageError` where fewer lie there than it asks for. Collective."""
     began_s = time.monotonic()
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
@@ -71,7 +71,7 @@ def list_foreign(
     finally:
         if folder is not None:
             shutil.rmtree(folder)
-    return ForeignFiles(train=train, evaluation=evaluation, elapsed_s=time.monotonic() - began_s)
+    return ExternalFiles(train=train, evaluation=evaluation, elapsed_s=time.monotonic() - began_s)
 
 
 def _list_both(
@@ -99,7 +99,7 @@ def _list_one(
                     progress.advance(1)
                     yield found
 
-    listing = list_files(together(files, folders, threads=dataset.listing_threads), path)
+    listing = list_files(list_in_parallel(files, folders, threads=dataset.listing_threads), path)
     if len(listing) or len(folders) == 1:
         return listing
     listing.close()  # subfolders of other names than DLIO's
@@ -140,7 +140,7 @@ def _require_same(comm: Comm, found: tuple[Listing, Listing | None], storage: St
         )
 
 
-def together(
+def list_in_parallel(
     files: Callable[[str], Iterator[ObjectInfo]], folders: Sequence[str], *, threads: int
 ) -> Iterator[ObjectInfo]:
     """What `files` gives of each folder, in any order, `threads` folders at a time and in bounded memory."""

@@ -1,7 +1,7 @@
-"""Files as numbers: a data set of any size is a formula, or one listing; never a list of names in memory.
+"""File names as a formula: a data set of any size is computed or listed, never a list of names in memory.
 
-Generation, orders and loaders speak of file 0 to n - 1 and ask here for a name when they need one. Invariant:
-`index(name(i)) == i` for every file, and None for every other name.
+Generation, orders and loaders speak of file 0 to n - 1 and ask for a name when they need one.
+`index(name(i)) == i` for every file, and `index` is None for every other name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Dataset
 
 
-class Namespace(Protocol):
+class FileNames(Protocol):
     """The names of a data set's files, as keys below its root. Any thread may ask."""
 
     def __len__(self) -> int:

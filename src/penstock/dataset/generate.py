@@ -1,7 +1,7 @@
-"""Make a data set, or go on with one that was interrupted: claim the place, write what is missing, say so.
+"""Generates a data set, or resumes one that was interrupted: claim the folder, write what is missing.
 
-A file appears under its name only when it is whole, so what is there is kept. Invariant: the bytes of every
-file follow from the recipe alone, whoever writes them, in any order, however often it was interrupted.
+A file appears under its name only when it is complete, so existing files are kept. The bytes of every file
+follow from the recipe alone, whichever rank writes them, in any order.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from penstock.dataset.content import Content
-from penstock.dataset.data_files import DataFiles, each_file
-from penstock.dataset.dataset_manifest import Recipe, claim, write_manifest
+from penstock.dataset.data_files import DataFiles, for_each_file
+from penstock.dataset.dataset_manifest import DatasetRecipe, claim_folder, write_manifest
 from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
@@ -22,7 +22,7 @@ from penstock.storage.volumes import require_free_space
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.dataset.formats.format_protocol import Plan
+    from penstock.dataset.formats.format_protocol import FilePlan
     from penstock.progress import Progress
     from penstock.storage import Storage
     from penstock.storage.aligned import BufferPool
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class GenerationResult:
     """What was done, over all ranks. `written_bytes` are new, `kept_files` were there from an earlier try."""
 
     num_files: int
@@ -45,7 +45,7 @@ class Generated:
         return self.written_bytes / self.elapsed_s if self.elapsed_s else 0.0
 
 
-def data_files(recipe: Recipe) -> DataFiles:
+def data_files(recipe: DatasetRecipe) -> DataFiles:
     """All files of a recipe, as formulas."""
     return DataFiles(
         kind=open_format(recipe.dataset, recipe.seed),
@@ -60,7 +60,9 @@ def expected_bytes(dataset: Dataset) -> int:
     return ceil(num_files * dataset.num_samples_per_file * dataset.record_length_bytes)
 
 
-def generate(recipe: Recipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress) -> Generated:
+def generate(
+    recipe: DatasetRecipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress
+) -> GenerationResult:
     """Write all files that are not there yet; collective. Can be interrupted and called again."""
     files = data_files(recipe)
     size_bytes = expected_bytes(recipe.dataset)
@@ -69,10 +71,14 @@ def generate(recipe: Recipe, storage: Storage, *, comm: Comm, threads: int, prog
         awaiting="rank 0 to claim the place",
     )
     writer = _Writer(files=files, recipe=recipe, storage=storage, pool=buffer_pool(), keeps=is_resumed)
+    # On a machine's first use this compiles; every thread of the pool would wait for it.
+    progress.begin("loading the content generator", 1)
+    Content(recipe.seed, 0)
+    progress.advance(1)
     progress.begin("generating", size_bytes / comm.size)
     began_s = time.monotonic()
     written_files = written_bytes = 0
-    for plan, new_bytes in each_file(
+    for plan, new_bytes in for_each_file(
         files, writer.write, rank=comm.rank, num_ranks=comm.size, threads=threads
     ):
         written_files += new_bytes is not None
@@ -83,7 +89,7 @@ def generate(recipe: Recipe, storage: Storage, *, comm: Comm, threads: int, prog
     elapsed_s = comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time")
     if comm.rank == 0:
         write_manifest(storage, recipe, complete=True)
-    return Generated(
+    return GenerationResult(
         num_files=len(files),
         written_files=total_files,
         kept_files=len(files) - total_files,
@@ -92,8 +98,8 @@ def generate(recipe: Recipe, storage: Storage, *, comm: Comm, threads: int, prog
     )
 
 
-def _prepare(recipe: Recipe, storage: Storage, size_bytes: int) -> bool:
-    is_resumed = claim(storage, recipe)
+def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
+    is_resumed = claim_folder(storage, recipe)
     if not is_resumed:
         require_free_space(
             storage.uri, size_bytes, what="This data set", fix="ask for fewer files or smaller samples"
@@ -106,12 +112,12 @@ class _Writer:
     """Writes one file after the other, on any thread."""
 
     files: DataFiles
-    recipe: Recipe
+    recipe: DatasetRecipe
     storage: Storage
     pool: BufferPool
     keeps: bool
 
-    def write(self, plan: Plan) -> tuple[Plan, int | None]:
+    def write(self, plan: FilePlan) -> tuple[FilePlan, int | None]:
         """The plan, and the bytes written for it; None if the file was there."""
         if self.keeps and self._is_whole(plan):
             return plan, None
@@ -119,7 +125,7 @@ class _Writer:
         stored = write_file(self.files.kind, plan, self.storage, content, self.pool)
         return plan, sum(part.size_bytes for part in stored)
 
-    def _is_whole(self, plan: Plan) -> bool:
+    def _is_whole(self, plan: FilePlan) -> bool:
         try:
             return all(
                 part.size_bytes in (None, self.storage.stat(part.key(plan.name)).size_bytes)

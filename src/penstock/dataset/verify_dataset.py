@@ -1,6 +1,6 @@
-"""Read a data set again and hold every byte against the generator: nothing was stored for it but the recipe.
+"""Reads a data set and compares every byte with the generator: nothing but the recipe was stored for it.
 
-Invariant: a file that is missing or cut off counts as wrong and does not end the walk; failing storage does.
+A file that is missing or truncated counts as wrong and does not end the verification; failing storage does.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from penstock.dataset.content import Content
-from penstock.dataset.data_files import each_file
+from penstock.dataset.data_files import for_each_file
 from penstock.dataset.formats.data_file import verify_file
 from penstock.dataset.generate import data_files
 from penstock.errors import ObjectNotFound, ShortTransfer
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.dataset.dataset_manifest import Recipe
-    from penstock.dataset.formats.format_protocol import Plan
+    from penstock.dataset.dataset_manifest import DatasetRecipe
+    from penstock.dataset.formats.format_protocol import FilePlan
     from penstock.progress import Progress
     from penstock.storage import Storage
 
-MOST_TOLD: Final = 100
+MAX_REPORTED: Final = 100
 """So many wrong files are told one by one; all are counted."""
 
 
@@ -35,8 +35,8 @@ class WrongFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """What was seen, over all ranks; `wrong` holds the first `MOST_TOLD` of `num_wrong` files."""
+class VerificationResult:
+    """What was seen, over all ranks; `wrong` holds the first `MAX_REPORTED` of `num_wrong` files."""
 
     num_files: int
     num_wrong: int
@@ -45,14 +45,17 @@ class Verified:
     elapsed_s: float
 
 
-def verify(recipe: Recipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress) -> Verified:
+def verify(
+    recipe: DatasetRecipe, storage: Storage, *, comm: Comm, threads: int, progress: Progress
+) -> VerificationResult:
     """Hold every file against the recipe; collective, with the same result on every rank."""
     files = data_files(recipe)
+    Content(recipe.seed, 0).prepare_verification()
     progress.begin("verifying files", -(-len(files) // comm.size))
     began_s = time.monotonic()
     read_before = storage.counters.snapshot().read_bytes
 
-    def look(plan: Plan) -> WrongFile | None:
+    def look(plan: FilePlan) -> WrongFile | None:
         content = Content(recipe.seed, plan.index, recipe.reduction)
         try:
             found = verify_file(files.kind, plan, storage, content)
@@ -62,17 +65,19 @@ def verify(recipe: Recipe, storage: Storage, *, comm: Comm, threads: int, progre
 
     wrong: list[WrongFile] = []
     num_wrong = 0
-    for seen in each_file(files, look, rank=comm.rank, num_ranks=comm.size, threads=threads):
+    for seen in for_each_file(files, look, rank=comm.rank, num_ranks=comm.size, threads=threads):
         progress.advance(1)
         if seen is not None:
             num_wrong += 1
-            wrong = [*wrong, seen][:MOST_TOLD]
+            wrong = [*wrong, seen][:MAX_REPORTED]
     read_bytes = storage.counters.snapshot().read_bytes - read_before
-    told = comm.gather(wrong, awaiting="all ranks to verify their files")
-    return Verified(
+    reports = comm.gather(wrong, awaiting="all ranks to verify their files")
+    return VerificationResult(
         num_files=len(files),
         num_wrong=comm.reduce(num_wrong, "sum", awaiting="the count of wrong files"),
-        wrong=tuple(sorted((one for rank in told for one in rank), key=lambda one: one.name)[:MOST_TOLD]),
+        wrong=tuple(
+            sorted((one for rank in reports for one in rank), key=lambda one: one.name)[:MAX_REPORTED]
+        ),
         read_bytes=comm.reduce(read_bytes, "sum", awaiting="the bytes that all ranks read"),
         elapsed_s=comm.reduce(time.monotonic() - began_s, "max", awaiting="the slowest rank's time"),
     )

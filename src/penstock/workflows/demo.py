@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from penstock import __version__
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.model_state import LayoutRequest, plan_layout
@@ -29,7 +29,7 @@ from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.cluster.base_comm import SoloComm
 from penstock.cluster.doctor import Diagnosis, examine
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import Recipe
+from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.reports.html_page import Section, render_sections
 from penstock.storage import open_storage
@@ -163,7 +163,7 @@ def _train(out: Path, *, environment: Environment, progress: Progress) -> Traini
     comm, seed = SoloComm(gethostname()), workload.train.seed
     with TemporaryDirectory(dir=out.resolve(), prefix="data-") as folder:
         storage = open_storage(folder, environment)
-        recipe = Recipe(dataset=workload.dataset, seed=seed, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(dataset=workload.dataset, seed=seed, reduction=IRREDUCIBLE)
         generate(recipe, storage, comm=comm, threads=2, progress=progress)
         request = TrainingRequest(
             workload=workload,
@@ -180,7 +180,7 @@ def _take_checkpoints(
     out: Path, *, scheme: str, size_bytes: int, environment: Environment, progress: Progress
 ) -> CheckpointResult:
     """Checkpoints of a large language model, scaled to about `size_bytes`: written, read back, removed."""
-    model = asked_of(
+    model = change_checkpoint_section(
         load_model(_MODEL),
         num_checkpoints_write=_NUM_CHECKPOINTS,
         num_checkpoints_read=_NUM_CHECKPOINTS,

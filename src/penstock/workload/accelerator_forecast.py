@@ -1,7 +1,7 @@
-"""How many accelerators a bandwidth can feed: pure, exact, and only as good as its model, which it states.
+"""How many accelerators a bandwidth can feed. Pure and exact within its model, which it states.
 
 The model: prefetching hides reading behind computation, so a step lasts as long as the slower of the two, and
-accelerators share the bandwidth evenly. Utilization is computation over step.
+accelerators share the bandwidth evenly. Utilization is computation divided by step time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODEL: Final = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class AcceleratorForecast:
     """The largest number of accelerators at the threshold, and the utilization there and one further.
 
     `num_accelerators` of 0 means that not even one is kept busy enough; then `au` is 1 of it.
@@ -43,7 +43,7 @@ class Forecast:
     proof: tuple[str, ...]
 
 
-def forecast(workload: Workload, bandwidth_bytes_per_s: Fraction) -> Forecast:
+def forecast_accelerators(workload: Workload, bandwidth_bytes_per_s: Fraction) -> AcceleratorForecast:
     """The largest number of accelerators whose utilization stays at or above the workload's threshold."""
     computation_s = Fraction(str(workload.train.computation_time.expected_s))
     threshold = Fraction(str(workload.metric.au))
@@ -55,7 +55,7 @@ def forecast(workload: Workload, bandwidth_bytes_per_s: Fraction) -> Forecast:
     def au(num: int) -> Fraction:
         return computation_s / max(computation_s, num * step_bytes / bandwidth_bytes_per_s)
 
-    found = Forecast(
+    found = AcceleratorForecast(
         num_accelerators=num_accelerators,
         au=au(max(num_accelerators, 1)),
         au_with_one_more=au(num_accelerators + 1),
@@ -78,7 +78,7 @@ def _check(computation_s: Fraction, threshold: Fraction, bandwidth_bytes_per_s: 
         raise UsageError("With a threshold of 0 any number passes", fix="Set metric.au.")
 
 
-def _proof(workload: Workload, found: Forecast, exactly: Fraction) -> Iterator[str]:
+def _proof(workload: Workload, found: AcceleratorForecast, exactly: Fraction) -> Iterator[str]:
     step, computation = f"{bytes_text(found.step_read_bytes)} B", f"{float(found.computation_s):g} s"
     bandwidth = format_rate(float(found.bandwidth_bytes_per_s))
     each = format_rate(float(found.bytes_per_accelerator_per_s))

@@ -1,7 +1,6 @@
-"""The model that a checkpoint is of, found by name: a shipped card, a workload that has one, or a YAML file.
+"""The model of a checkpoint, found by name: a shipped card, a workload with a model, or a YAML file.
 
-Place in the flow: the way in for everything about checkpoints; `bench.state` derives files and bytes from it.
-Invariant: a name means the same model here as in `workload=NAME` of DLIO's command line.
+A name means the same model here as in `workload=NAME` of DLIO's command line.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
 from penstock.suggest import did_you_mean
-from penstock.workload.loading import Loaded, is_file_name, load, load_sections, read_text
-from penstock.workload.shipped_catalog import Card, cards, families, read_card, shipped_card
+from penstock.workload.loading import LoadedWorkload, is_file_name, load, load_sections, read_text
+from penstock.workload.shipped_catalog import ModelCard, cards, families, read_card, shipped_card
 from penstock.workload.strict_yaml import parse_yaml
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def model_of_workload(name: str, workload: Workload) -> CheckpointModel:
     return CheckpointModel(about=card.about, num_ranks=card.ranks, workload=workload, files=tuple(card.files))
 
 
-def _of_card(card: Card, loaded: Loaded) -> CheckpointModel:
+def _of_card(card: ModelCard, loaded: LoadedWorkload) -> CheckpointModel:
     return CheckpointModel(
         about=card.about,
         num_ranks=card.ranks,

@@ -1,4 +1,4 @@
-"""The words a workload may use where it has a choice, as DLIO spells them."""
+"""The values that a workload may use where it has a choice, spelled as in DLIO."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ class DataFormat(StrEnum):
     endings: tuple[str, ...]
     is_stream: bool
 
-    def __new__(cls, name: str, opener: str, endings: tuple[str, ...] = (), is_stream: bool = False) -> Self:  # noqa: FBT001, FBT002 - read as columns of the table below
+    def __new__(
+        cls,
+        name: str,
+        opener: str = "",
+        endings: tuple[str, ...] = (),
+        is_stream: bool = False,  # noqa: FBT001, FBT002 - members are rows of a table
+    ) -> Self:
         """Keep the columns of the table beside the name, which is the member's value."""
         member = str.__new__(cls, name)
         member._value_ = name

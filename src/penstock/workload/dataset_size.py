@@ -19,7 +19,7 @@ from penstock.workload.choices import DataFormat
 from penstock.workload.values import element_bytes
 
 if TYPE_CHECKING:
-    from penstock.workload.spec import Column, Dataset, Workload
+    from penstock.workload.spec import Dataset, ParquetColumn, Workload
 
 
 def record_bytes(dataset: Dataset) -> Fraction:
@@ -46,7 +46,7 @@ def parquet_row_bytes(dataset: Dataset) -> int | None:
     return sum(column_bytes(column) for column in dataset.parquet.columns)
 
 
-def column_bytes(column: Column) -> int:
+def column_bytes(column: ParquetColumn) -> int:
     """What one row holds of this column."""
     return column.size * element_bytes(column.dtype)
 
@@ -60,7 +60,7 @@ FILES_PER_FOLDER: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizingRequest:
+class DatasetSizingRequest:
     """What decides the size. `host_memory_bytes` has one entry a host; hosts may differ."""
 
     record_bytes: Fraction
@@ -73,7 +73,7 @@ class SizingRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class SizeCheck:
     """Whether a data set is large enough, and the figures that say so."""
 
     passed: bool
@@ -81,14 +81,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizing:
+class DatasetSizing:
     """The smallest data set that is large enough, what it asks of storage, and the arithmetic as text.
 
     `num_subfolders` of 0 means none. Rates are those of accelerators that never wait, None
     without computation.
     """
 
-    request: SizingRequest
+    request: DatasetSizingRequest
     min_samples_by_steps: int
     min_samples_by_memory: int
     min_samples: int
@@ -99,16 +99,16 @@ class Sizing:
     bytes_per_s: Fraction | None
     proof: tuple[str, ...]
 
-    def judge(self, num_files: int) -> Verdict:
+    def check_files(self, num_files: int) -> SizeCheck:
         """Whether `num_files` are enough: the same ceiling, said the same way."""
         passed = num_files >= self.min_files
         sign = ">=" if passed else "<"
-        return Verdict(passed=passed, proof=f"{num_files:,} files {sign} {self.min_files:,} files needed")
+        return SizeCheck(passed=passed, proof=f"{num_files:,} files {sign} {self.min_files:,} files needed")
 
 
-def sizing_request(
+def make_sizing_request(
     workload: Workload, *, num_accelerators: int, host_memory_bytes: Iterable[int]
-) -> SizingRequest:
+) -> DatasetSizingRequest:
     """What `workload` on these machines asks to be sized."""
     hosts = tuple(host_memory_bytes)
     if num_accelerators < 1 or not hosts or min(hosts) < 1:
@@ -116,7 +116,7 @@ def sizing_request(
             f"{num_accelerators} accelerators on hosts of {list(hosts)} bytes make no cluster",
             fix="Give at least one accelerator, and the memory of at least one host.",
         )
-    return SizingRequest(
+    return DatasetSizingRequest(
         record_bytes=record_bytes(workload.dataset),
         read_bytes_per_sample=read_bytes_per_sample(workload.dataset),
         num_samples_per_file=workload.dataset.num_samples_per_file,
@@ -127,7 +127,7 @@ def sizing_request(
     )
 
 
-def size(request: SizingRequest) -> Sizing:
+def size_dataset(request: DatasetSizingRequest) -> DatasetSizing:
     """The smallest data set by both rules: 500 steps for each accelerator, five times all memory."""
     by_steps = MIN_STEPS * request.batch_size * request.num_accelerators
     by_memory_exactly = MEMORY_MULTIPLE * sum(request.host_memory_bytes) / request.record_bytes
@@ -136,7 +136,7 @@ def size(request: SizingRequest) -> Sizing:
     min_files = -(-min_samples // request.num_samples_per_file)
     num_samples = min_files * request.num_samples_per_file
     each = _rate(request)
-    return Sizing(
+    return DatasetSizing(
         request=request,
         min_samples_by_steps=by_steps,
         min_samples_by_memory=by_memory,
@@ -150,7 +150,7 @@ def size(request: SizingRequest) -> Sizing:
     )
 
 
-def _rate(request: SizingRequest) -> Fraction | None:
+def _rate(request: DatasetSizingRequest) -> Fraction | None:
     if request.computation_s == 0:
         return None
     return request.batch_size * request.read_bytes_per_sample / request.computation_s
@@ -160,7 +160,9 @@ def _num_subfolders(num_files: int) -> int:
     return 0 if num_files <= FILES_PER_FOLDER else -(-num_files // FILES_PER_FOLDER)
 
 
-def _proof(request: SizingRequest, by_steps: int, by_memory: Fraction, min_samples: int) -> Iterable[str]:
+def _proof(
+    request: DatasetSizingRequest, by_steps: int, by_memory: Fraction, min_samples: int
+) -> Iterable[str]:
     is_one_each = request.num_samples_per_file == 1
     unit = "files" if is_one_each else "samples"
     yield (

@@ -1,7 +1,6 @@
-"""What the divisions of MLPerf Storage let a training run change, as data; the same for runs and for judges.
+"""What the divisions of MLPerf Storage let a training run change; the same table for runs and checks. Pure.
 
-Pure: keys in, breaches with their rule's id out. Invariant: a key that no set names is forbidden, so a key
-that a later edition adds is refused until somebody has read the rule.
+A key that no set names is forbidden, so a key that a later edition adds is refused until its rule is entered.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from types import MappingProxyType
 from typing import Final
 
 from penstock.errors import UsageError
-from penstock.workload.dlio_keys import our_path
+from penstock.workload.dlio_keys import canonical_path
 from penstock.workload.layered_settings import Path, dotted
 
 
@@ -90,12 +89,14 @@ class Breach:
         return f"{self.key} {self.why} (rule {self.rule})"
 
 
-def breaches(division: SubmissionDivision, changed: Iterable[Path], *, workload: str) -> tuple[Breach, ...]:
+def find_breaches(
+    division: SubmissionDivision, changed: Iterable[Path], *, workload: str
+) -> tuple[Breach, ...]:
     """What a division forbids of these changed keys, of a workload of the family `workload`."""
     allowed = _ALLOWED[division] | PLACE_KEYS
     rule = RULES[division]
     found = []
-    for key in dict.fromkeys(dotted(our_path(path)) for path in changed):
+    for key in dict.fromkeys(dotted(canonical_path(path)) for path in changed):
         if key not in allowed:
             found.append(
                 Breach(rule=rule, key=key, why=f"must stay as it is in the {division.value} division")
@@ -107,7 +108,7 @@ def breaches(division: SubmissionDivision, changed: Iterable[Path], *, workload:
 
 def require_allowed(division: SubmissionDivision, changed: Iterable[Path], *, workload: str) -> None:
     """`UsageError` that names every forbidden key with its rule."""
-    found = breaches(division, changed, workload=workload)
+    found = find_breaches(division, changed, workload=workload)
     if found:
         free = ", ".join(sorted(_ALLOWED[division]))
         raise UsageError(

@@ -1,7 +1,7 @@
-"""What DLIO's files say in other words, what DLIO ignores or misreads, and what means nothing here.
+"""DLIO's keys: aliases, keys that DLIO ignores or misreads, and keys without effect here.
 
-Place in the flow: between reading a layer and `document`. One invariant: no key is dropped in silence; it
-becomes a value of the spec, a remark, or an error.
+Between reading a layer and `workload_schema`. No key is dropped silently: it becomes a value of the spec, a
+remark, or an error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from penstock.errors import UsageError
 from penstock.workload.extensions import Extension
-from penstock.workload.layered_settings import Path, Problem, Stack, dotted, flatten
+from penstock.workload.layered_settings import LayeredSettings, Path, SettingProblem, dotted, flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ REFUSED: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
+class DlioDifference:
     """What DLIO does otherwise, for the values `shown_for`, or for all but those it is `hidden_for`."""
 
     text: str
@@ -138,61 +138,61 @@ class Departure:
 
 
 DEPARTURES: Final = {
-    _path("dataset.compression"): Departure(
+    _path("dataset.compression"): DlioDifference(
         hidden_for=("none",), text="DLIO never compresses npz; here it compresses"
     ),
-    _path("dataset.enable_chunking"): Departure(
+    _path("dataset.enable_chunking"): DlioDifference(
         shown_for=(True,), text="DLIO ignores it; here HDF5 is chunked"
     ),
-    _path("dataset.chunk_size"): Departure(
+    _path("dataset.chunk_size"): DlioDifference(
         hidden_for=(0,), text="DLIO ignores it; here it is the size of HDF5's chunks"
     ),
-    _path("dataset.listing_threads"): Departure(
+    _path("dataset.listing_threads"): DlioDifference(
         hidden_for=(4,), text="DLIO always takes 4; here as many as asked for"
     ),
-    _path("reader.file_shuffle"): Departure(
+    _path("reader.file_shuffle"): DlioDifference(
         shown_for=("off", False), text="DLIO shuffles files whatever is written here; here off is off"
     ),
-    _path("reader.sample_shuffle"): Departure(
+    _path("reader.sample_shuffle"): DlioDifference(
         shown_for=("seed", "random"),
         text="DLIO's PyTorch loader leaves samples in order; here they are shuffled",
     ),
-    _path("reader.read_type"): Departure(
+    _path("reader.read_type"): DlioDifference(
         shown_for=("on_demand",),
         text="DLIO takes an explicit on_demand for memory; here samples are read on demand",
     ),
-    _path("reader.file_access"): Departure(
+    _path("reader.file_access"): DlioDifference(
         hidden_for=("multi",), text="DLIO ignores it; here it is honoured"
     ),
-    _path("reader.read_threads"): Departure(
+    _path("reader.read_threads"): DlioDifference(
         shown_for=(1,), text="DLIO takes 1 for automatic; here it is one thread"
     ),
-    _path("reader.write_threads"): Departure(
+    _path("reader.write_threads"): DlioDifference(
         shown_for=(1,), text="DLIO takes 1 for automatic; here it is one thread"
     ),
-    _path("checkpoint.type"): Departure(
+    _path("checkpoint.type"): DlioDifference(
         hidden_for=("rank_zero",), text="DLIO ignores it; here it is honoured"
     ),
-    _path("checkpoint.fsync"): Departure(
+    _path("checkpoint.fsync"): DlioDifference(
         shown_for=(True,), text="DLIO never syncs, whatever is asked; here every file is synced"
     ),
-    _path("checkpoint.recovery_rank_shift"): Departure(
+    _path("checkpoint.recovery_rank_shift"): DlioDifference(
         shown_for=(True,), text="DLIO ignores it; here ranks read what another node wrote"
     ),
-    _path("storage.storage_type"): Departure(
+    _path("storage.storage_type"): DlioDifference(
         shown_for=("parallel_fs",), text="DLIO refuses it; here it is files"
     ),
 }
 """Keys that DLIO ignores or misreads: for which values that shows, and what is done here."""
 
 
-def layer_of(tree: Mapping[str, Any], source: str) -> tuple[dict[Path, Any], list[Remark]]:
+def read_layer(tree: Mapping[str, Any], source: str) -> tuple[dict[Path, Any], list[Remark]]:
     """One layer under the names that we use. A wrapping `workload:` is taken off, as in a resolved file."""
     inner = tree["workload"] if set(tree) == {"workload"} else tree
     values: dict[Path, Any] = {}
     remarks = []
     for given, value in flatten(inner):
-        path = our_path(given)
+        path = canonical_path(given)
         if path in values:
             raise UsageError(
                 f"{dotted(path)} is given twice, the second time as {dotted(given)}", where=source
@@ -203,7 +203,7 @@ def layer_of(tree: Mapping[str, Any], source: str) -> tuple[dict[Path, Any], lis
     return values, remarks
 
 
-def our_path(given: Path) -> Path:
+def canonical_path(given: Path) -> Path:
     """The key that we know by the one that was given."""
     if given == ("model",):  # a bare `model: resnet50`
         return ("model", "name")
@@ -211,13 +211,13 @@ def our_path(given: Path) -> Path:
     return ALIASES.get(section, section)
 
 
-def settle(stack: Stack) -> tuple[list[Remark], list[Problem]]:
+def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[Remark], list[SettingProblem]]:
     """Take out of `stack` what means nothing here or asks for nothing; say so, and what is refused.
 
     Also said: where DLIO would have done otherwise with a value that stays.
     """
     remarks: list[Remark] = []
-    problems: list[Problem] = []
+    problems: list[SettingProblem] = []
     for path, setting in list(stack.settings.items()):
         if setting.value is None or (path in UNSET_BY_MINUS_ONE and setting.value == -1):
             del stack.settings[path]
@@ -226,7 +226,7 @@ def settle(stack: Stack) -> tuple[list[Remark], list[Problem]]:
             remarks.append(Remark(dotted(path), f"accepted, without effect here: {reason}"))
         elif refusal := _refusal(path, setting.value):
             del stack.settings[path]
-            problems.append(Problem(path=path, kind="refused", text=refusal))
+            problems.append(SettingProblem(path=path, kind="refused", text=refusal))
         elif not setting.is_ours and path in DEPARTURES and DEPARTURES[path].shows(setting.value):
             remarks.append(Remark(dotted(path), DEPARTURES[path].text))
     return remarks, problems

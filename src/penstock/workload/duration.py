@@ -1,6 +1,6 @@
-"""How long something takes: a fixed time, or one drawn anew each time from a distribution.
+"""How long something takes: a fixed time, or one drawn from a distribution each time.
 
-Used for computation, preprocessing and evaluation. A draw is never negative: its absolute value counts.
+For computation, preprocessing and evaluation. A draw is never negative: its absolute value counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class Law(StrEnum):
+class Distribution(StrEnum):
     """The distributions that DLIO knows, and none at all."""
 
     FIXED = "fixed"
@@ -33,7 +33,7 @@ class Duration:
     exponential: `scale_s`. poisson: `expected_events`, a whole number of seconds.
     """
 
-    law: Law = Law.FIXED
+    law: Distribution = Distribution.FIXED
     mean_s: float = 0.0
     stdev_s: float = 0.0
     min_s: float = 0.0
@@ -50,39 +50,39 @@ class Duration:
     @property
     def is_zero(self) -> bool:
         """Whether every draw is nothing at all."""
-        return self.law is Law.FIXED and self.mean_s == 0
+        return self.law is Distribution.FIXED and self.mean_s == 0
 
     @property
     def expected_s(self) -> float:
         """The mean of what `draw` returns; exact for a fixed time."""
         match self.law:
-            case Law.FIXED:
+            case Distribution.FIXED:
                 return self.mean_s
-            case Law.NORMAL:
+            case Distribution.NORMAL:
                 return _mean_of_folded_normal(self.mean_s, self.stdev_s)
-            case Law.UNIFORM:
+            case Distribution.UNIFORM:
                 return (self.min_s + self.max_s) / 2
-            case Law.GAMMA:
+            case Distribution.GAMMA:
                 return self.shape * self.scale_s
-            case Law.EXPONENTIAL:
+            case Distribution.EXPONENTIAL:
                 return self.scale_s
-            case Law.POISSON:
+            case Distribution.POISSON:
                 return self.expected_events
 
     def draw(self, generator: np.random.Generator) -> float:
         """One time in seconds, from the caller's generator: the same generator, the same times."""
         match self.law:
-            case Law.FIXED:
+            case Distribution.FIXED:
                 return self.mean_s
-            case Law.NORMAL:
+            case Distribution.NORMAL:
                 return abs(generator.normal(self.mean_s, self.stdev_s))
-            case Law.UNIFORM:
+            case Distribution.UNIFORM:
                 return generator.uniform(self.min_s, self.max_s)
-            case Law.GAMMA:
+            case Distribution.GAMMA:
                 return generator.gamma(self.shape, self.scale_s)
-            case Law.EXPONENTIAL:
+            case Distribution.EXPONENTIAL:
                 return generator.exponential(self.scale_s)
-            case Law.POISSON:
+            case Distribution.POISSON:
                 return float(generator.poisson(self.expected_events))
 
 

@@ -1,7 +1,7 @@
-"""Loaders, readers and checkpoint mechanisms of other packages, by the names of their entry points.
+"""Loaders, readers and checkpoint mechanisms of other packages, found by the names of their entry points.
 
-A package says so in its pyproject: `[project.entry-points."penstock.loaders"]`, `mine = "mine:options"`.
-Invariant: nothing is imported before somebody asks for it by name.
+A package declares one in its pyproject: `[project.entry-points."penstock.loaders"]`, `mine = "mine:options"`.
+Nothing is imported before it is named by a user.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Extension(StrEnum):
     """Called with the workload; gives what writes and reads its checkpoints."""
 
 
-def installed(kind: Extension) -> dict[str, EntryPoint]:
+def installed_extensions(kind: Extension) -> dict[str, EntryPoint]:
     """What packages of this environment offer, by name."""
     return {entry.name: entry for entry in sorted(entry_points(group=kind.value), key=lambda one: one.name)}
 
@@ -34,7 +34,7 @@ def load_extension(kind: Extension, name: str, *, where: str, own: tuple[str, ..
 
     One whose package cannot be imported is `Unavailable`, with the reason.
     """
-    offered = installed(kind)
+    offered = installed_extensions(kind)
     if name not in offered:
         names = ", ".join((*own, *offered)) or "none"
         raise UsageError(

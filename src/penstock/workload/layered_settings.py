@@ -1,7 +1,6 @@
-"""Nested mappings as flat ones, path by path, so that layers lie over one another and say whence.
+"""Nested mappings as flat ones, path by path, in layers, so that every value knows its source.
 
-Place in the flow: file, catalog and overrides become layers; one `Stack` of them becomes the tree that
-`document` reads. One invariant: the later layer wins, and every value knows its source.
+File, catalog and overrides become layers; a later layer wins. `workload_schema` reads the resulting tree.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def flatten(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, A
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class SettingProblem:
     """What is wrong with the value at `path`."""
 
     path: Path
@@ -49,12 +48,12 @@ class Setting:
 
 
 @dataclass(slots=True)
-class Stack:
+class LayeredSettings:
     """Settings by path, layer upon layer."""
 
     settings: dict[Path, Setting] = field(default_factory=dict)
 
-    def lay(self, values: Mapping[Path, Any], *, source: str, is_ours: bool = False) -> None:
+    def add_layer(self, values: Mapping[Path, Any], *, source: str, is_ours: bool = False) -> None:
         """Put one layer on top. A value replaces what stood at its path, and everything below it."""
         for path, value in sorted(values.items(), key=lambda setting: len(setting[0])):
             self._make_room(path, source)

@@ -16,9 +16,16 @@ from penstock.errors import UsageError
 from penstock.suggest import did_you_mean, nearest
 from penstock.workload.choices import CheckpointMode
 from penstock.workload.dataset_size import parquet_row_bytes
-from penstock.workload.dlio_keys import ALIASES, EXPLAINED, SECTION_ALIASES, Remark, layer_of, settle
-from penstock.workload.layered_settings import Path, Problem, Stack, dotted
-from penstock.workload.shipped_catalog import Family, families, shipped_card
+from penstock.workload.dlio_keys import (
+    ALIASES,
+    EXPLAINED,
+    SECTION_ALIASES,
+    Remark,
+    apply_dlio_rules,
+    read_layer,
+)
+from penstock.workload.layered_settings import LayeredSettings, Path, SettingProblem, dotted
+from penstock.workload.shipped_catalog import WorkloadFamily, families, shipped_card
 from penstock.workload.strict_yaml import parse_yaml
 from penstock.workload.workload_schema import known_paths, read_workload
 
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Workload
 
 
-def advice(path: Path) -> str:
+def suggest_key(path: Path) -> str:
     """What to write instead of `path`, or which keys there are beside it."""
     steps = tuple(step for step in path if not step.isdecimal())  # elements of a list share their keys
     meant = _namesake(steps) or _sibling(steps) or _lookalike(steps)
@@ -70,7 +77,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedWorkload:
     """A workload, and remarks on keys that DLIO reads otherwise or that mean nothing here."""
 
     workload: Workload
@@ -95,7 +102,7 @@ def load(
     accelerator: str = "",
     overrides: Sequence[Override] = (),
     config_dir: FilePath | None = None,
-) -> Loaded:
+) -> LoadedWorkload:
     """The workload of this name: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
 
     A file `NAME.yaml` of `config_dir`, or of its folder `workload`, comes before a shipped one.
@@ -106,7 +113,7 @@ def load(
 
 def load_sections(
     sections: Mapping[str, Any], *, name: str, source: str, overrides: Sequence[Override] = ()
-) -> Loaded:
+) -> LoadedWorkload:
     """The workload of these sections, which somebody read from `source`."""
     origin = _Origin(name=name, accelerator="", source=source, layers=(sections,), is_ours=False)
     return _finish(origin, overrides)
@@ -118,7 +125,7 @@ def load_data_set(
     accelerator: str = "",
     overrides: Sequence[Override] = (),
     config_dir: FilePath | None = None,
-) -> Loaded:
+) -> LoadedWorkload:
     """As `load`, for those who look only at the data set: without an accelerator, what all of them share."""
     origin = _file_origin(name, accelerator, config_dir)
     if origin is None and not accelerator and name in families():
@@ -126,7 +133,7 @@ def load_data_set(
     return _finish(origin or _shipped_origin(name, accelerator), overrides)
 
 
-def shipped() -> tuple[Loaded, ...]:
+def shipped() -> tuple[LoadedWorkload, ...]:
     """Every workload of the catalog, one for each accelerator."""
     names = [name for family in families().values() for name in family.full_names()]
     return tuple(load(name) for name in names)
@@ -193,7 +200,7 @@ def _shipped_origin(name: str, accelerator: str) -> _Origin:
     )
 
 
-def _family_of(name: str) -> tuple[Family, str]:
+def _family_of(name: str) -> tuple[WorkloadFamily, str]:
     if name in families():
         return families()[name], ""
     for family in families().values():
@@ -211,7 +218,7 @@ def _family_of(name: str) -> tuple[Family, str]:
     )
 
 
-def _only(family: Family) -> str:
+def _only(family: WorkloadFamily) -> str:
     if len(family.variants) > 1:
         raise UsageError(
             f"{family.name} differs from accelerator to accelerator",
@@ -220,7 +227,7 @@ def _only(family: Family) -> str:
     return next(iter(family.variants), "")
 
 
-def _shared_origin(family: Family) -> _Origin:
+def _shared_origin(family: WorkloadFamily) -> _Origin:
     otherwise = [
         f"{accelerator} sets {', '.join(sorted(own['dataset']))}"
         for accelerator, own in family.variants.items()
@@ -237,64 +244,64 @@ def _shared_origin(family: Family) -> _Origin:
     )
 
 
-def _finish(origin: _Origin, overrides: Sequence[Override]) -> Loaded:
-    stack = Stack()
+def _finish(origin: _Origin, overrides: Sequence[Override]) -> LoadedWorkload:
+    stack = LayeredSettings()
     remarks = list(origin.remarks)
     for tree in origin.layers:
-        values, said = layer_of(tree, origin.source)
-        stack.lay(values, source=origin.source, is_ours=origin.is_ours)
+        values, said = read_layer(tree, origin.source)
+        stack.add_layer(values, source=origin.source, is_ours=origin.is_ours)
         remarks += said
     for override in overrides:
-        values, said = layer_of(override.tree(), override.source)
-        stack.lay(values, source=override.source)
+        values, said = read_layer(override.tree(), override.source)
+        stack.add_layer(values, source=override.source)
         remarks += said
-    said, problems = settle(stack)
+    said, problems = apply_dlio_rules(stack)
     workload, refused = read_workload(stack.tree(), name=origin.name, accelerator=origin.accelerator)
     problems += refused if workload is None else _contradictions(workload)
     if problems or workload is None:
         raise _complaint(problems, stack, origin.source)
-    return Loaded(workload=workload, remarks=(*remarks, *said, *_mismatches(workload, stack)))
+    return LoadedWorkload(workload=workload, remarks=(*remarks, *said, *_mismatches(workload, stack)))
 
 
-def _contradictions(workload: Workload) -> Iterator[Problem]:
+def _contradictions(workload: Workload) -> Iterator[SettingProblem]:
     """Values that are right each, and make no sense together."""
     dataset, model = workload.dataset, workload.model
     if dataset.record_dims and dataset.record_length_bytes_stdev:
-        yield Problem(
+        yield SettingProblem(
             path=("dataset", "record_length_bytes_stdev"),
             kind="refused",
             text="cannot go with record_dims, which fix every record's size; set one of them",
         )
     if workload.checkpoint.mode is CheckpointMode.SUBSET and model.parallelism.data is None:
-        yield Problem(
+        yield SettingProblem(
             path=("checkpoint", "mode"),
             kind="refused",
             text="is 'subset', which needs model.parallelism.data: of how many replicas it is a subset",
         )
     names = [column.name for column in dataset.parquet.columns]
     for twice in sorted({name for name in names if names.count(name) > 1}):
-        yield Problem(
+        yield SettingProblem(
             path=("dataset", "parquet", "columns"), kind="refused", text=f"name {twice!r} more than once"
         )
 
 
-def _mismatches(workload: Workload, stack: Stack) -> Iterator[Remark]:
+def _mismatches(workload: Workload, stack: LayeredSettings) -> Iterator[Remark]:
     row_bytes = parquet_row_bytes(workload.dataset)
     is_asked = ("dataset", "record_length_bytes") in stack.settings
     if row_bytes is not None and is_asked and row_bytes != workload.dataset.record_length_bytes:
         yield Remark("dataset.record_length_bytes", f"the columns make rows of {row_bytes} B, and they count")
 
 
-def _complaint(problems: Sequence[Problem], stack: Stack, source: str) -> UsageError:
+def _complaint(problems: Sequence[SettingProblem], stack: LayeredSettings, source: str) -> UsageError:
     lines = [_sentence(problem, stack, source) for problem in problems]
     if len(lines) == 1:
         return UsageError(f"{source}: {lines[0]}")
     return UsageError("\n  ".join((f"{source}: {len(lines)} values are not understood:", *lines)))
 
 
-def _sentence(problem: Problem, stack: Stack, source: str) -> str:
+def _sentence(problem: SettingProblem, stack: LayeredSettings, source: str) -> str:
     asked = stack.source_of(problem.path)
     where = f" ({asked})" if asked not in ("", source) else ""
     if problem.kind == "unknown":
-        return f"{dotted(problem.path)} is no key{where}; {advice(problem.path)}"
+        return f"{dotted(problem.path)} is no key{where}; {suggest_key(problem.path)}"
     return f"{dotted(problem.path)} {problem.text}{where}"

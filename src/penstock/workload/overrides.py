@@ -1,7 +1,7 @@
-"""Changes to a workload from a command line: `dataset.num_files_train=42`, and DLIO's own words for the same.
+"""Changes to a workload from a command line: `dataset.num_files_train=42`, and DLIO's own syntax.
 
-Place in the flow: text to path and value; what a path means is `document`'s business. The grammar of values
-is the part of Hydra's that DLIO's users write: words, numbers, quoted text, [lists] and {mappings}.
+Text to path and value; the meaning of a path is `workload_schema`'s business. The grammar of values is the
+part of Hydra's that DLIO's users write: words, numbers, quoted text, [lists] and {mappings}.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from penstock.workload.strict_yaml import parse_yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class WorkloadFamily:
     """One file of the catalog. `variants` is empty where the workload names no accelerator."""
 
     name: str
@@ -35,7 +35,7 @@ class Family:
 
 
 @cache
-def families() -> Mapping[str, Family]:
+def families() -> Mapping[str, WorkloadFamily]:
     """All families by name, in order."""
     folder = files("penstock.workload") / "catalog"
     entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
@@ -43,9 +43,9 @@ def families() -> Mapping[str, Family]:
     return {family.name: family for family in shipped}
 
 
-def _family(file_name: str, text: str) -> Family:
+def _family(file_name: str, text: str) -> WorkloadFamily:
     tree = parse_yaml(text, source=file_name)
-    return Family(
+    return WorkloadFamily(
         name=file_name.removesuffix(".yaml"),
         about=tree["about"],
         shared=tree["workload"],
@@ -71,7 +71,7 @@ class FileRule(BaseModel):
     every: Annotated[int, Field(ge=1)] = 1
 
 
-class Card(BaseModel):
+class ModelCard(BaseModel):
     """One model. `ranks` of None leaves their number to the model's own parallelism."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -85,7 +85,7 @@ class Card(BaseModel):
 
 
 @cache
-def cards() -> Mapping[str, Card]:
+def cards() -> Mapping[str, ModelCard]:
     """All shipped cards by name, in order."""
     folder = resource_files("penstock.workload") / "catalog" / "models"
     entries = sorted(folder.iterdir(), key=lambda entry: entry.name)
@@ -101,19 +101,19 @@ def cards() -> Mapping[str, Card]:
     return {card.name: card for card in found}
 
 
-def shipped_card(name: str) -> Card | None:
+def shipped_card(name: str) -> ModelCard | None:
     """The card of this name, or of which this is DLIO's name."""
     return cards().get(name) or next((card for card in cards().values() if name in card.aliases), None)
 
 
-def read_card(tree: Mapping[str, Any], *, name: str, source: str) -> Card:
+def read_card(tree: Mapping[str, Any], *, name: str, source: str) -> ModelCard:
     """A card from a file's content: its own keys apart, the rest being the sections of a workload."""
     own = {key: tree[key] for key in CARD_KEYS if key in tree}
     sections = {key: value for key, value in tree.items() if key not in CARD_KEYS}
     if set(sections) == {"workload"}:
         sections = sections["workload"]
     try:
-        return Card.model_validate({**own, "name": name, "sections": sections})
+        return ModelCard.model_validate({**own, "name": name, "sections": sections})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))

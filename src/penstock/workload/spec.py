@@ -1,7 +1,7 @@
-"""What a user asks for, whole: one frozen dataclass a section of a workload, with DLIO's defaults.
+"""A workload as typed data: one frozen dataclass per section, with DLIO's defaults.
 
-Place in the flow: between the edge (`document`, which derives the outer form from these types) and everything
-that plans and acts. A spec is never changed: an override makes another one. Units stand in the names.
+Between the parser (`workload_schema`) and everything that plans and acts. A spec is never changed: an
+override makes another one. Units are part of the names.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Workflow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
+class ParquetColumn:
     """One Parquet column: `size` elements of `dtype` in every row; training reads it if `read` says so."""
 
     name: str
@@ -75,7 +75,7 @@ class Parquet:
     `row_group_size` and `generation_batch_size` are rows; a batch of 0 rows is one row group.
     """
 
-    columns: tuple[Column, ...] = ()
+    columns: tuple[ParquetColumn, ...] = ()
     row_group_size: AtLeastOne = 1024
     partition_by: str | None = None
     generation_batch_size: Count = 0
@@ -124,7 +124,7 @@ class Dataset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
+class ReaderSection:
     """How samples come in. `read_threads` and `write_threads` of None are chosen by the machine's cores.
 
     `prefetch_size` is in batches, `shuffle_size` in samples; `transfer_bytes` of None leaves the size of
@@ -173,7 +173,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
+class CheckpointSection:
     """When and how checkpoints are taken; `steps_between_checkpoints`, where given, replaces epochs."""
 
     checkpoint_folder: str = "./checkpoints/"
@@ -232,7 +232,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class OutputSection:
     """Where results go; `folder` of None leaves the choice to the command."""
 
     folder: str | None = None
@@ -286,7 +286,7 @@ SECRET_NAMES: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
+class StorageSection:
     """Where data lies in DLIO's terms; a `--data` URI counts instead."""
 
     storage_type: StorageKind = StorageKind.LOCAL_FS
@@ -305,15 +305,15 @@ class Workload:
     framework: Framework = Framework.TENSORFLOW
     workflow: Workflow = field(default_factory=Workflow)
     dataset: Dataset = field(default_factory=Dataset)
-    reader: Reader = field(default_factory=Reader)
+    reader: ReaderSection = field(default_factory=ReaderSection)
     train: Train = field(default_factory=Train)
     evaluation: Evaluation = field(default_factory=Evaluation)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     model: Model = field(default_factory=Model)
-    output: Output = field(default_factory=Output)
+    output: OutputSection = field(default_factory=OutputSection)
     metric: Metric = field(default_factory=Metric)
     profiling: Profiling = field(default_factory=Profiling)
-    storage: Storage = field(default_factory=Storage)
+    storage: StorageSection = field(default_factory=StorageSection)
 
     @property
     def full_name(self) -> str:

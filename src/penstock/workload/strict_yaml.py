@@ -1,4 +1,4 @@
-"""YAML text as plain values: safe, and strict about a key given twice, which would hide one of the two."""
+"""YAML text as plain values: safe, and with an error for a key that occurs twice in one mapping."""
 
 from __future__ import annotations
 

@@ -11,17 +11,17 @@ from typing import Any, Final
 
 from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_seconds
-from penstock.workload.duration import Duration, Law
+from penstock.workload.duration import Distribution, Duration
 
 _BYTE_TYPES: Final = ("string", "binary")
 
 _LAW_FIELDS: Final = {
-    Law.FIXED: {"mean": "mean_s"},
-    Law.NORMAL: {"mean": "mean_s", "stdev": "stdev_s"},
-    Law.UNIFORM: {"min": "min_s", "max": "max_s"},
-    Law.GAMMA: {"shape": "shape", "scale": "scale_s"},
-    Law.EXPONENTIAL: {"scale": "scale_s"},
-    Law.POISSON: {"lam": "expected_events"},
+    Distribution.FIXED: {"mean": "mean_s"},
+    Distribution.NORMAL: {"mean": "mean_s", "stdev": "stdev_s"},
+    Distribution.UNIFORM: {"min": "min_s", "max": "max_s"},
+    Distribution.GAMMA: {"shape": "shape", "scale": "scale_s"},
+    Distribution.EXPONENTIAL: {"scale": "scale_s"},
+    Distribution.POISSON: {"lam": "expected_events"},
 }
 """What each law is told in DLIO's words, and our fields."""
 
@@ -85,31 +85,32 @@ def read_duration(value: Any) -> Duration:
     given = {key: entry for key, entry in value.items() if key != "type"}
     _compare_keys(law, known=set(known), given=set(given))
     values = {known[key]: _non_negative(key, entry) for key, entry in given.items()}
-    if law is Law.UNIFORM and values["min_s"] > values["max_s"]:
+    if law is Distribution.UNIFORM and values["min_s"] > values["max_s"]:
         raise UsageError(f"min {values['min_s']:g} is above max {values['max_s']:g}", fix="Swap them.")
     return Duration(law=law, **values)
 
 
 def write_duration(duration: Duration) -> float | dict[str, str | float]:
     """The inverse of `read_duration`: a bare number for a fixed time."""
-    if duration.law is Law.FIXED:
+    if duration.law is Distribution.FIXED:
         return duration.mean_s
     known = _LAW_FIELDS[duration.law]
     return {"type": duration.law.value, **{key: getattr(duration, name) for key, name in known.items()}}
 
 
-def _law_of(value: Mapping[str, Any]) -> Law:
+def _law_of(value: Mapping[str, Any]) -> Distribution:
     """The law by its `type`; without one a spread means a normal distribution, as in DLIO."""
-    named = value.get("type", Law.NORMAL if "stdev" in value else Law.FIXED)
+    named = value.get("type", Distribution.NORMAL if "stdev" in value else Distribution.FIXED)
     try:
-        return Law(named)
+        return Distribution(named)
     except ValueError as error:
         raise UsageError(
-            f"{named!r} is no distribution", fix=f"Choose one of {', '.join(law.value for law in Law)}."
+            f"{named!r} is no distribution",
+            fix=f"Choose one of {', '.join(law.value for law in Distribution)}.",
         ) from error
 
 
-def _compare_keys(law: Law, *, known: set[str], given: set[str]) -> None:
+def _compare_keys(law: Distribution, *, known: set[str], given: set[str]) -> None:
     if given == known:
         return
     wrong = [f"{key} is missing" for key in sorted(known - given)]

@@ -28,8 +28,15 @@ from pydantic import Field as OuterField
 
 from penstock.workload.choices import Shuffle
 from penstock.workload.duration import Duration
-from penstock.workload.layered_settings import Path, Problem
-from penstock.workload.spec import SECRET_NAMES, Checkpoint, Dataset, Reader, Storage, Workload
+from penstock.workload.layered_settings import Path, SettingProblem
+from penstock.workload.spec import (
+    SECRET_NAMES,
+    CheckpointSection,
+    Dataset,
+    ReaderSection,
+    StorageSection,
+    Workload,
+)
 from penstock.workload.values import (
     read_bytes,
     read_duration,
@@ -41,9 +48,9 @@ from penstock.workload.values import (
 
 _OUTER_NAMES: Final = {
     (Dataset, "chunk_size_bytes"): "chunk_size",
-    (Reader, "transfer_bytes"): "transfer_size",
-    (Checkpoint, "time_between_checkpoints_s"): "time_between_checkpoints",
-    (Storage, "post_generation_settle_s"): "post_generation_settle_seconds",
+    (ReaderSection, "transfer_bytes"): "transfer_size",
+    (CheckpointSection, "time_between_checkpoints_s"): "time_between_checkpoints",
+    (StorageSection, "post_generation_settle_s"): "post_generation_settle_seconds",
 }
 """Fields whose key in a file is another word; all others are the same."""
 
@@ -57,7 +64,7 @@ class _Section(BaseModel):
 
 def read_workload(
     tree: Mapping[str, Any], *, name: str, accelerator: str
-) -> tuple[Workload | None, list[Problem]]:
+) -> tuple[Workload | None, list[SettingProblem]]:
     """The workload that `tree` describes, or all that is wrong with it."""
     try:
         outer = _model(Workload).model_validate({**tree, "name": name, "accelerator": accelerator})
@@ -183,15 +190,17 @@ def _section_of(hint: Any) -> type | None:
     return next((section for section in sections if isinstance(section, type)), None)
 
 
-def _problem(error: Any) -> Problem:
+def _problem(error: Any) -> SettingProblem:
     path = tuple(str(step) for step in error["loc"])
     if error["type"] == "extra_forbidden":
-        return Problem(path=path, kind="unknown")
+        return SettingProblem(path=path, kind="unknown")
     if error["type"] in ("model_type", "model_attributes_type"):
-        return Problem(path=path, kind="refused", text=f"is {error['input']!r}, but it is a section of keys")
+        return SettingProblem(
+            path=path, kind="refused", text=f"is {error['input']!r}, but it is a section of keys"
+        )
     if error["type"] == "missing":
-        return Problem(path=path, kind="refused", text="is missing")
+        return SettingProblem(path=path, kind="refused", text="is missing")
     cause = error.get("ctx", {}).get("error")
     said = str(cause) if cause is not None else f"it {error['msg'].removeprefix('Input ')}"
     shown = "a secret" if path[-1] in SECRET_NAMES else repr(error["input"])
-    return Problem(path=path, kind="refused", text=f"is {shown}: {said}")
+    return SettingProblem(path=path, kind="refused", text=f"is {shown}: {said}")

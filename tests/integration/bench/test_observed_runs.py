@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.unit.cluster.test_host_counters import host
 
-from penstock.bench.device_counters import Observer
+from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
@@ -21,7 +21,7 @@ from penstock.cli import main
 from penstock.cluster.base_comm import SoloComm
 from penstock.cluster.counter_coverage import find_coverage
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import Recipe
+from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
 from penstock.results.counters import read_counters
@@ -31,7 +31,7 @@ from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 from penstock.workload.choices import DataFormat
 from penstock.workload.duration import Duration
-from penstock.workload.spec import Dataset, Reader, Train, Workload
+from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 MIB = 1 << 20
 ATTEMPTS = 6
@@ -40,7 +40,7 @@ ATTEMPTS = 6
 WORKLOAD = Workload(
     name="small",
     dataset=Dataset(format=DataFormat.NPZ, num_files_train=16, record_length_bytes=Fraction(4 * MIB)),
-    reader=Reader(batch_size=4),
+    reader=ReaderSection(batch_size=4),
     train=Train(epochs=1, computation_time=Duration.fixed(0.001)),
 )
 
@@ -51,7 +51,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("observed") / "data"
     if find_coverage(str(folder)).watched != "device":
         pytest.skip(f"no device counts here: {find_coverage(str(folder)).reason}")
-    recipe = Recipe(dataset=WORKLOAD.dataset, seed=3, reduction=IRREDUCIBLE)
+    recipe = DatasetRecipe(dataset=WORKLOAD.dataset, seed=3, reduction=IRREDUCIBLE)
     generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=2, progress=Silent())
     return folder
 
@@ -112,7 +112,7 @@ def test_a_run_out_of_the_page_cache_is_flagged(
 def _observed(comm: ThreadComm, folder: Path, roots: list[Path]) -> Delivery:
     """Each host's only drive reads 8 MiB while its ranks read 1 MiB each."""
     root = roots[int(comm.host)]
-    with Observer(comm, folder, "s3://bucket", root=root) as observer:
+    with DeviceObserver(comm, folder, "s3://bucket", root=root) as observer:
         comm.barrier(awaiting="all to begin")
         with observer.during("read"):
             comm.barrier(awaiting="all to read")
@@ -147,7 +147,7 @@ def test_a_host_that_cannot_count_leaves_its_run_alone_and_the_account_unchecked
 
 
 def test_a_direction_without_a_block_moved_nothing(tmp_path: Path) -> None:
-    with Observer(SoloComm(), tmp_path / "run", "s3://bucket", root=host(tmp_path / "a")) as observer:
+    with DeviceObserver(SoloComm(), tmp_path / "run", "s3://bucket", root=host(tmp_path / "a")) as observer:
         pass
     delivery = observer.deliver("write", 2 * MIB)
     assert replace(delivery, why="") == Delivery(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.bench.probe import ProbeRequest, ProbeResult, measurement, probe
-from penstock.bench.probe.probe_folder import Place
-from penstock.bench.probe.probe_plan import Step
+from penstock.bench.probe.probe_folder import ProbeFolder
+from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
@@ -122,13 +122,13 @@ class _BreakingSink:
         self._inner.submit(buffer, release)
 
 
-def _place(tmp_path: Path, folder: str = "penstock-probe-test") -> Place:
+def _place(tmp_path: Path, folder: str = "penstock-probe-test") -> ProbeFolder:
     location = parse_uri(f"file://{tmp_path}")
-    return Place(location, folder, comm=SoloComm(), environment={}, options={})
+    return ProbeFolder(location, folder, comm=SoloComm(), environment={}, options={})
 
 
 def test_a_stream_that_fails_ends_all_of_them_with_its_own_error_and_nothing_stays(tmp_path: Path) -> None:
-    step = Step(op="write", mode="buffered", streams=3, block_bytes=64 << 10, blocks_per_stream=2000)
+    step = ProbeStep(op="write", mode="buffered", streams=3, block_bytes=64 << 10, blocks_per_stream=2000)
 
     def run() -> None:
         with _place(tmp_path) as place:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.cluster.base_comm import SoloComm
-from penstock.dataset.external import list_foreign, together
+from penstock.dataset.external import list_external_files, list_in_parallel
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import ObjectInfo, open_storage
@@ -20,7 +20,7 @@ from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
-    from penstock.dataset.external import ForeignFiles
+    from penstock.dataset.external import ExternalFiles
 
 
 def put(folder: Path, *names: str) -> None:
@@ -29,9 +29,9 @@ def put(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(b"x" * 10)
 
 
-def found(place: Path, dataset: Dataset, *, evaluates: bool = False) -> ForeignFiles:
+def found(place: Path, dataset: Dataset, *, evaluates: bool = False) -> ExternalFiles:
     storage = open_storage(str(place), {})
-    return list_foreign(dataset, storage, evaluates=evaluates, comm=SoloComm(), progress=Silent())
+    return list_external_files(dataset, storage, evaluates=evaluates, comm=SoloComm(), progress=Silent())
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_folders_are_listed_at_once_in_bounded_memory() -> None:
         barrier.wait()
         return (info(f"{folder}/{index}") for index in range(5000))
 
-    seen = [one.key for one in together(files, ["a", "b", "c"], threads=3)]
+    seen = [one.key for one in list_in_parallel(files, ["a", "b", "c"], threads=3)]
     assert len(set(seen)) == len(seen) == 15_000
 
 
@@ -101,11 +101,13 @@ def test_a_folder_that_cannot_be_listed_ends_the_listing_of_all() -> None:
         return (info(f"{folder}/{index}") for index in range(100_000))
 
     with pytest.raises(StorageError, match="No such right"):
-        list(together(files, list("abcdef"), threads=2))
+        list(list_in_parallel(files, list("abcdef"), threads=2))
 
 
 def test_whoever_stops_listening_leaves_no_thread_behind() -> None:
-    stream = together(lambda folder: (info(f"{folder}/{n}") for n in range(10**6)), list("abc"), threads=3)
+    stream = list_in_parallel(
+        lambda folder: (info(f"{folder}/{n}") for n in range(10**6)), list("abc"), threads=3
+    )
     next(stream)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(stream.close).result(timeout=60)  # type: ignore[attr-defined]  # a generator

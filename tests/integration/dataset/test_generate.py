@@ -20,9 +20,9 @@ from tests.support.s3.server import BUCKET
 
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import KEY, Recipe, read_manifest, require_same
-from penstock.dataset.generate import Generated, generate
-from penstock.dataset.verify_dataset import Verified, verify
+from penstock.dataset.dataset_manifest import KEY, DatasetRecipe, read_manifest, require_same
+from penstock.dataset.generate import GenerationResult, generate
+from penstock.dataset.verify_dataset import VerificationResult, verify
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
@@ -41,14 +41,14 @@ SMALL = Dataset(
     record_length_bytes=Fraction(50_000),
     record_length_bytes_stdev=Fraction(9_000),
 )
-RECIPE = Recipe(dataset=SMALL, seed=7, reduction=IRREDUCIBLE)
+RECIPE = DatasetRecipe(dataset=SMALL, seed=7, reduction=IRREDUCIBLE)
 
 
-def _generate(storage: Storage, recipe: Recipe = RECIPE) -> Generated:
+def _generate(storage: Storage, recipe: DatasetRecipe = RECIPE) -> GenerationResult:
     return generate(recipe, storage, comm=SoloComm(), threads=3, progress=Silent())
 
 
-def _verify(storage: Storage, recipe: Recipe = RECIPE) -> Verified:
+def _verify(storage: Storage, recipe: DatasetRecipe = RECIPE) -> VerificationResult:
     return verify(recipe, storage, comm=SoloComm(), threads=3, progress=Silent())
 
 

@@ -10,7 +10,7 @@ import pytest
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import Reduction
 from penstock.dataset.data_files import remove
-from penstock.dataset.dataset_manifest import KEY, Recipe, read_manifest
+from penstock.dataset.dataset_manifest import KEY, DatasetRecipe, read_manifest
 from penstock.dataset.generate import data_files, generate
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
@@ -19,8 +19,8 @@ from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 
 
-def made(folder: Path, dataset: Dataset) -> tuple[Recipe, Storage]:
-    recipe = Recipe(dataset=dataset, seed=1, reduction=Reduction())
+def made(folder: Path, dataset: Dataset) -> tuple[DatasetRecipe, Storage]:
+    recipe = DatasetRecipe(dataset=dataset, seed=1, reduction=Reduction())
     storage = open_storage(str(folder), {})
     generate(recipe, storage, comm=SoloComm("here"), threads=2, progress=Silent())
     return recipe, storage
@@ -52,6 +52,6 @@ def test_files_that_are_gone_already_are_not_missed(tmp_path: Path) -> None:
 
 
 def test_synthetic_samples_have_nothing_to_delete(tmp_path: Path) -> None:
-    recipe = Recipe(dataset=small(DataFormat.SYNTHETIC), seed=1, reduction=Reduction())
+    recipe = DatasetRecipe(dataset=small(DataFormat.SYNTHETIC), seed=1, reduction=Reduction())
     storage = open_storage(str(tmp_path), {})
     assert remove(data_files(recipe), storage, comm=SoloComm("here"), threads=1) == 0

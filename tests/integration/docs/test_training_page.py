@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.training.batch_requests import TRANSFER_BYTES
 from penstock.bench.training.harness_limit import FEWEST_STEPS, LONGEST_S, MOST_STEPS
 from penstock.bench.training.training_result import STAGES_FILE
@@ -27,5 +27,5 @@ def test_the_commands_on_the_page_work(text: str, tmp_path: Path, typed: Callabl
 def test_limits_and_words_on_the_page_are_those_of_the_code() -> None:
     assert f"some {LONGEST_S:g} seconds ({FEWEST_STEPS} to {MOST_STEPS} steps" in PAGE
     assert f"({TRANSFER_BYTES >> 10} KiB)" in PAGE
-    assert {division.value for division in Division} | {STAGES_FILE} <= QUOTED
+    assert {division.value for division in Remainder} | {STAGES_FILE} <= QUOTED
     assert len(BLOCKS) == 2

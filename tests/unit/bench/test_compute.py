@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.bench.compute import SPIN_NS, ComputeTimes, SystemClock, compute_until
 from penstock.results.events import Phase
-from penstock.workload.duration import Duration, Law
+from penstock.workload.duration import Distribution, Duration
 
 
 class ScriptedClock:
@@ -80,24 +80,26 @@ def test_the_machines_clock_keeps_to_the_contract() -> None:
     assert clock.now_ns() >= ended_ns
 
 
-def times(law: Law = Law.NORMAL, *, seed: int = 1, rank: int = 0, phase: Phase = Phase.TRAIN) -> ComputeTimes:
+def times(
+    law: Distribution = Distribution.NORMAL, *, seed: int = 1, rank: int = 0, phase: Phase = Phase.TRAIN
+) -> ComputeTimes:
     duration = {
-        Law.FIXED: Duration.fixed(0.323),
-        Law.NORMAL: Duration(law=Law.NORMAL, mean_s=0.3, stdev_s=0.1),
-        Law.UNIFORM: Duration(law=Law.UNIFORM, min_s=0.1, max_s=0.2),
-        Law.GAMMA: Duration(law=Law.GAMMA, shape=2.0, scale_s=0.1),
-        Law.EXPONENTIAL: Duration(law=Law.EXPONENTIAL, scale_s=0.1),
-        Law.POISSON: Duration(law=Law.POISSON, expected_events=2),
+        Distribution.FIXED: Duration.fixed(0.323),
+        Distribution.NORMAL: Duration(law=Distribution.NORMAL, mean_s=0.3, stdev_s=0.1),
+        Distribution.UNIFORM: Duration(law=Distribution.UNIFORM, min_s=0.1, max_s=0.2),
+        Distribution.GAMMA: Duration(law=Distribution.GAMMA, shape=2.0, scale_s=0.1),
+        Distribution.EXPONENTIAL: Duration(law=Distribution.EXPONENTIAL, scale_s=0.1),
+        Distribution.POISSON: Duration(law=Distribution.POISSON, expected_events=2),
     }[law]
     return ComputeTimes(duration=duration, seed=seed, phase=phase, rank=rank)
 
 
 def test_a_fixed_time_is_the_same_nanoseconds_every_step() -> None:
-    assert times(Law.FIXED).of_epoch(1, 3).tolist() == [323_000_000] * 3
+    assert times(Distribution.FIXED).of_epoch(1, 3).tolist() == [323_000_000] * 3
 
 
-@pytest.mark.parametrize("law", Law)
-def test_the_same_key_gives_the_same_times_and_none_is_negative(law: Law) -> None:
+@pytest.mark.parametrize("law", Distribution)
+def test_the_same_key_gives_the_same_times_and_none_is_negative(law: Distribution) -> None:
     first, second = times(law).of_epoch(2, 50), times(law).of_epoch(2, 50)
     assert first.tolist() == second.tolist()
     assert first.dtype == np.int64

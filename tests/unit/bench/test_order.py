@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.epoch_order import Division, EpochOrder, RankOrder, Shard
+from penstock.bench.epoch_order import EpochOrder, RankOrder, Remainder, Shard
 from penstock.errors import UsageError
 from penstock.workload.choices import Shuffle
 
@@ -29,16 +29,16 @@ def divisible(draw: st.DrawFn, most: int = 400) -> tuple[int, int]:
 
 
 def epoch_of(
-    num_items: int, num_ranks: int, division: Division, *, seed: int, epoch: int, shuffle: Shuffle
+    num_items: int, num_ranks: int, division: Remainder, *, seed: int, epoch: int, shuffle: Shuffle
 ) -> list[list[int]]:
     """What each rank reads."""
     shards = [Shard(num_items, num_ranks, rank, division) for rank in range(num_ranks)]
     return [list(RankOrder(shard, seed=seed, epoch=epoch, shuffle=shuffle).iterate()) for shard in shards]
 
 
-@given(divisible(), st.sampled_from([Division.ROTATE, Division.DROP]), seeds, epochs, shuffles)
+@given(divisible(), st.sampled_from([Remainder.ROTATE, Remainder.DROP]), seeds, epochs, shuffles)
 def test_no_item_comes_twice_in_an_epoch_and_what_is_missing_was_said(
-    counts: tuple[int, int], division: Division, seed: int, epoch: int, shuffle: Shuffle
+    counts: tuple[int, int], division: Remainder, seed: int, epoch: int, shuffle: Shuffle
 ) -> None:
     num_items, num_ranks = counts
     ranks = epoch_of(num_items, num_ranks, division, seed=seed, epoch=epoch, shuffle=shuffle)
@@ -50,9 +50,9 @@ def test_no_item_comes_twice_in_an_epoch_and_what_is_missing_was_said(
     assert {len(rank) for rank in ranks} == {shard.num_per_rank}
 
 
-@given(st.tuples(st.integers(1, 12), st.integers(1, 30)), st.sampled_from(Division), seeds, epochs, shuffles)
+@given(st.tuples(st.integers(1, 12), st.integers(1, 30)), st.sampled_from(Remainder), seeds, epochs, shuffles)
 def test_where_the_division_is_even_every_item_comes_exactly_once_whatever_the_policy(
-    counts: tuple[int, int], division: Division, seed: int, epoch: int, shuffle: Shuffle
+    counts: tuple[int, int], division: Remainder, seed: int, epoch: int, shuffle: Shuffle
 ) -> None:
     num_ranks, each = counts
     ranks = epoch_of(num_ranks * each, num_ranks, division, seed=seed, epoch=epoch, shuffle=shuffle)
@@ -81,7 +81,7 @@ def test_rotate_leaves_nobody_out_more_often_than_others(counts: tuple[int, int]
 
 
 def test_drop_leaves_out_the_last_items_of_every_epoch() -> None:
-    shard = Shard(10, 4, 0, Division.DROP)
+    shard = Shard(10, 4, 0, Remainder.DROP)
     assert [shard.left_out(epoch) for epoch in (0, 1, 99)] == [(range(8, 10),)] * 3
     assert shard.num_per_rank == 2
 
@@ -90,8 +90,8 @@ def test_drop_leaves_out_the_last_items_of_every_epoch() -> None:
 def test_pad_reads_everything_and_repeats_only_what_it_counts(
     num_items: int, num_ranks: int, seed: int, epoch: int, shuffle: Shuffle
 ) -> None:
-    ranks = epoch_of(num_items, num_ranks, Division.PAD, seed=seed, epoch=epoch, shuffle=shuffle)
-    shard = Shard(num_items, num_ranks, 0, Division.PAD)
+    ranks = epoch_of(num_items, num_ranks, Remainder.PAD, seed=seed, epoch=epoch, shuffle=shuffle)
+    shard = Shard(num_items, num_ranks, 0, Remainder.PAD)
     everything = list(chain(*ranks))
     assert set(everything) == set(range(num_items))
     assert len(everything) - num_items == shard.num_repeated < num_ranks
@@ -99,9 +99,11 @@ def test_pad_reads_everything_and_repeats_only_what_it_counts(
     assert shard.left_out(epoch) == ()
 
 
-@given(divisible(), st.sampled_from([Division.ROTATE, Division.DROP, Division.PAD]), seeds, epochs, shuffles)
+@given(
+    divisible(), st.sampled_from([Remainder.ROTATE, Remainder.DROP, Remainder.PAD]), seeds, epochs, shuffles
+)
 def test_a_position_alone_is_the_same_as_in_a_sequence_or_a_part_of_it(
-    counts: tuple[int, int], division: Division, seed: int, epoch: int, shuffle: Shuffle
+    counts: tuple[int, int], division: Remainder, seed: int, epoch: int, shuffle: Shuffle
 ) -> None:
     num_items, num_ranks = counts
     shard = Shard(num_items, num_ranks, num_ranks - 1, division)
@@ -120,19 +122,19 @@ def test_iterating_goes_on_beyond_one_step() -> None:
 
 
 def test_without_shuffling_ranks_take_turns_and_every_epoch_is_the_same() -> None:
-    ranks = epoch_of(12, 3, Division.ROTATE, seed=1, epoch=5, shuffle=Shuffle.OFF)
+    ranks = epoch_of(12, 3, Remainder.ROTATE, seed=1, epoch=5, shuffle=Shuffle.OFF)
     assert ranks == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 def test_without_shuffling_rotate_skips_and_keeps_the_sequence() -> None:
     epochs_seen = (
-        epoch_of(7, 3, Division.ROTATE, seed=1, epoch=epoch, shuffle=Shuffle.OFF) for epoch in range(8)
+        epoch_of(7, 3, Remainder.ROTATE, seed=1, epoch=epoch, shuffle=Shuffle.OFF) for epoch in range(8)
     )
     seen = [tuple(chain(*zip(*ranks, strict=True))) for ranks in epochs_seen]
     assert seen[0] == (1, 2, 3, 4, 5, 6)
     assert seen[3] == (0, 1, 2, 4, 5, 6)
     assert seen[7] == seen[0]
-    wrapped = epoch_of(5, 3, Division.ROTATE, seed=1, epoch=2, shuffle=Shuffle.OFF)
+    wrapped = epoch_of(5, 3, Remainder.ROTATE, seed=1, epoch=2, shuffle=Shuffle.OFF)
     assert Shard(5, 3, 0).left_out(2) == (range(1), range(4, 5))
     assert wrapped == [[1], [2], [3]]
 
@@ -159,7 +161,7 @@ def test_a_ranks_files_change_from_epoch_to_epoch_when_shuffling() -> None:
 def test_an_epoch_of_a_number_of_ranks_is_the_same_stream_for_another_number() -> None:
     streams = []
     for num_ranks in (1, 2, 4):
-        ranks = epoch_of(64, num_ranks, Division.ROTATE, seed=9, epoch=1, shuffle=Shuffle.SEED)
+        ranks = epoch_of(64, num_ranks, Remainder.ROTATE, seed=9, epoch=1, shuffle=Shuffle.SEED)
         streams.append([ranks[step % num_ranks][step // num_ranks] for step in range(64)])
     assert streams[0] == streams[1] == streams[2]
 
@@ -167,17 +169,17 @@ def test_an_epoch_of_a_number_of_ranks_is_the_same_stream_for_another_number() -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((10, 4, 4, Division.ROTATE), "no rank 4 of 4"),
-        ((10, 4, -1, Division.ROTATE), "no rank -1 of 4"),
-        ((10, 0, 0, Division.ROTATE), "no rank 0 of 0"),
-        ((0, 1, 0, Division.PAD), "nothing to read"),
-        ((3, 4, 0, Division.ROTATE), "3 / 4 ranks = 0 each"),
-        ((3, 4, 0, Division.DROP), "Too few items"),
-        ((10, 4, 0, Division.ERROR), "10 / 4 ranks = 2 each, 2 left over"),
+        ((10, 4, 4, Remainder.ROTATE), "no rank 4 of 4"),
+        ((10, 4, -1, Remainder.ROTATE), "no rank -1 of 4"),
+        ((10, 0, 0, Remainder.ROTATE), "no rank 0 of 0"),
+        ((0, 1, 0, Remainder.PAD), "nothing to read"),
+        ((3, 4, 0, Remainder.ROTATE), "3 / 4 ranks = 0 each"),
+        ((3, 4, 0, Remainder.DROP), "Too few items"),
+        ((10, 4, 0, Remainder.ERROR), "10 / 4 ranks = 2 each, 2 left over"),
     ],
 )
 def test_shards_that_make_no_sense_are_refused_with_their_arithmetic(
-    arguments: tuple[int, int, int, Division], message: str
+    arguments: tuple[int, int, int, Remainder], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
         Shard(*arguments)

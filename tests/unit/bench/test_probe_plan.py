@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from penstock.bench.probe.probe_plan import (
     MODES,
     NUM_SMALL_OBJECTS,
-    Group,
     ProbeRequest,
+    StepGroup,
     plan_groups,
     probe_locations,
 )
@@ -25,7 +25,7 @@ requests = st.builds(
 )
 
 
-def _sequential(groups: tuple[Group, ...]) -> list[Group]:
+def _sequential(groups: tuple[StepGroup, ...]) -> list[StepGroup]:
     return [group for group in groups if group.steps[0].op == "write"]
 
 

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.sample_decoder import ContentCheck
 from penstock.cli import parsers
 from penstock.cli.preflight_gates import GATE
@@ -58,11 +58,11 @@ def test_bounds_count_as_allowed_values() -> None:
 
 
 def test_words_of_choices_are_those_of_the_types_that_they_become() -> None:
-    assert parsers.DIVISION.choices == tuple(Division)
+    assert parsers.DIVISION.choices == tuple(Remainder)
     assert parsers.CONTENT_CHECK.choices == tuple(ContentCheck)
     assert parsers.LAUNCHER.choices == get_args(LauncherName)
     assert GATE.choices == tuple(Gate)
-    assert parsers.DIVISION("pad") is Division.PAD
+    assert parsers.DIVISION("pad") is Remainder.PAD
     assert parsers.CONTENT_CHECK("full") is ContentCheck.FULL
 
 

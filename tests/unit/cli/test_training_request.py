@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.cli.option_groups import WorkloadOptions
 from penstock.cli.training_request import closed_rules, default_rules, loader_options
@@ -61,8 +61,8 @@ def test_without_torch_the_error_says_what_to_install(monkeypatch: pytest.Monkey
 def test_the_closed_division_has_torchs_loader_and_drops_remainders() -> None:
     changed = WorkloadOptions(name="unet3d_b200", settings=("reader.read_threads=8",))
     rules = closed_rules(changed, None, None)
-    assert (rules.loader, rules.division) == ("pytorch", Division.DROP)
-    assert closed_rules(WorkloadOptions(name="unet3d"), "pytorch", Division.DROP) == rules
+    assert (rules.loader, rules.division) == ("pytorch", Remainder.DROP)
+    assert closed_rules(WorkloadOptions(name="unet3d"), "pytorch", Remainder.DROP) == rules
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_the_closed_division_has_torchs_loader_and_drops_remainders() -> None:
         ("unet3d_b200", ["train.epochs=1"], None, None, "train.epochs must stay.*3.6.2"),
         ("own.yaml", [], None, None, "not a shipped workload"),
         ("unet3d_b200", [], "native", None, "--loader pytorch, not native"),
-        ("unet3d_b200", [], None, Division.ROTATE, "--division drop, not rotate"),
+        ("unet3d_b200", [], None, Remainder.ROTATE, "--division drop, not rotate"),
     ],
 )
 def test_what_the_closed_division_forbids_is_refused_with_its_rule(
-    name: str, settings: list[str], loader: str | None, division: Division | None, said: str
+    name: str, settings: list[str], loader: str | None, division: Remainder | None, said: str
 ) -> None:
     with pytest.raises(UsageError, match=said):
         closed_rules(WorkloadOptions(name=name, settings=tuple(settings)), loader, division)
@@ -83,7 +83,7 @@ def test_what_the_closed_division_forbids_is_refused_with_its_rule(
 
 def test_without_a_word_our_own_loader_reads_and_remainders_rotate() -> None:
     rules = default_rules(None, None)
-    assert (rules.loader, rules.division) == ("native", Division.ROTATE)
+    assert (rules.loader, rules.division) == ("native", Remainder.ROTATE)
 
 
 def test_only_tensorflow_has_threads_of_their_own_for_preprocessing() -> None:

@@ -24,7 +24,7 @@ from penstock.results.host import HostFacts
 from penstock.results.overview import view_run
 from penstock.testing.events import RankScript, even_run
 from penstock.workload.loading import load
-from penstock.workload.spec import Dataset, Metric, Reader, Workload
+from penstock.workload.spec import Dataset, Metric, ReaderSection, Workload
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "results"
 PUBLISHED = Path(os.environ.get("PENSTOCK_MLPERF_RESULTS", "/nowhere"))
@@ -83,7 +83,7 @@ def run_of(ranks: list[RankEvents], **changes: Any) -> DlioRun:
     workload = Workload(
         name="tiny",
         dataset=Dataset(num_files_train=24, num_files_eval=6, num_samples_per_file=1),
-        reader=Reader(batch_size=2, batch_size_eval=1),
+        reader=ReaderSection(batch_size=2, batch_size_eval=1),
         metric=Metric(au=0.8),
     )
     hosts = [host(name, 1) for name in dict.fromkeys(rank.clock.host for rank in ranks)]

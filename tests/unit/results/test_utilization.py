@@ -19,7 +19,7 @@ from penstock.results.utilization import (
     strict_au_percent,
 )
 from penstock.testing.events import RankScript, even_run
-from penstock.workload.spec import Dataset, Evaluation, Metric, Reader, Train, Workflow, Workload
+from penstock.workload.spec import Dataset, Evaluation, Metric, ReaderSection, Train, Workflow, Workload
 
 
 def rule(num_steps: int, *, start: int = 1, end: int = 0, batch: int = 2) -> Rule:
@@ -173,7 +173,7 @@ def test_dlios_number_of_steps(num_ranks: int, total_steps: int | None, phase: P
     workload = Workload(
         name="x",
         dataset=Dataset(num_files_train=42, num_files_eval=10, num_samples_per_file=3),
-        reader=Reader(batch_size=4, batch_size_eval=2),
+        reader=ReaderSection(batch_size=4, batch_size_eval=2),
         train=Train(total_training_steps=total_steps),
         metric=Metric(exclude_start_steps=2, exclude_end_steps=3),
     )
@@ -221,7 +221,7 @@ WORKLOAD = Workload(
     name="tiny",
     workflow=Workflow(train=True),
     dataset=Dataset(num_files_train=16, num_samples_per_file=1),
-    reader=Reader(batch_size=2),
+    reader=ReaderSection(batch_size=2),
     train=Train(epochs=2),
     evaluation=Evaluation(),
     metric=Metric(au=0.9),

@@ -6,9 +6,14 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.epoch_order import Division
-from penstock.bench.training.sample_sharding import Deal, RankEpoch
-from penstock.bench.training.training_plan import Lot, left_out_by_division, lot_of, share_of
+from penstock.bench.epoch_order import Remainder
+from penstock.bench.training.sample_sharding import RankEpoch, Sharding
+from penstock.bench.training.training_plan import (
+    SampleSet,
+    count_rank_share,
+    left_out_by_division,
+    summarize_samples,
+)
 from penstock.submission.rules.sample_order_rules import digest_of_all
 from penstock.workload.choices import Shuffle
 
@@ -19,14 +24,14 @@ from penstock.workload.choices import Shuffle
     samples_per_file=st.integers(1, 12),
     item_samples=st.integers(1, 5),
     num_ranks=st.integers(1, 4),
-    division=st.sampled_from([Division.ROTATE, Division.DROP]),
+    division=st.sampled_from([Remainder.ROTATE, Remainder.DROP]),
     epoch=st.integers(1, 5),
 )
 def test_an_epoch_of_a_plan_comes_to_all_samples(  # noqa: PLR0917 - Hypothesis gives them by name
-    num_files: int, samples_per_file: int, item_samples: int, num_ranks: int, division: Division, epoch: int
+    num_files: int, samples_per_file: int, item_samples: int, num_ranks: int, division: Remainder, epoch: int
 ) -> None:
     item_samples = min(item_samples, samples_per_file)
-    deal = Deal(
+    deal = Sharding(
         num_files=num_files,
         samples_per_file=samples_per_file,
         block_samples=item_samples,
@@ -44,13 +49,16 @@ def test_an_epoch_of_a_plan_comes_to_all_samples(  # noqa: PLR0917 - Hypothesis 
     for rank in range(num_ranks):
         order = RankEpoch(deal, rank=rank, epoch=epoch)
         steps = order.count_samples()
-        share = share_of(order, num_steps=steps, full_steps=steps)
+        share = count_rank_share(order, num_steps=steps, full_steps=steps)
         total += share.taken + share.left_out
     expected = digest_of_all(num_files * samples_per_file, item_samples, samples_per_file)
-    assert total == Lot(samples=num_files * samples_per_file, digest=expected)
+    assert total == SampleSet(samples=num_files * samples_per_file, digest=expected)
 
 
 def test_many_items_are_hashed_piece_by_piece() -> None:
     num_samples = (1 << 20) + 3
     ones = np.ones(num_samples, dtype=np.int64)
-    assert digest_of_all(num_samples, 1, 1) == lot_of(np.arange(num_samples, dtype=np.int64), ones).digest
+    assert (
+        digest_of_all(num_samples, 1, 1)
+        == summarize_samples(np.arange(num_samples, dtype=np.int64), ones).digest
+    )

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.dlio_keys import ALIASES, EXPLAINED, REFUSED, layer_of, settle
-from penstock.workload.layered_settings import Stack
+from penstock.workload.dlio_keys import ALIASES, EXPLAINED, REFUSED, apply_dlio_rules, read_layer
+from penstock.workload.layered_settings import LayeredSettings
 from penstock.workload.spec import Workload
 from penstock.workload.workload_schema import known_paths, read_workload
 
@@ -179,10 +179,10 @@ def tree_of(path: str, value: Any) -> dict[str, Any]:
 
 
 def taken_in(tree: dict[str, Any]) -> tuple[Workload, list[str]]:
-    values, said = layer_of(tree, "test.yaml")
-    stack = Stack()
-    stack.lay(values, source="test.yaml")
-    remarks, problems = settle(stack)
+    values, said = read_layer(tree, "test.yaml")
+    stack = LayeredSettings()
+    stack.add_layer(values, source="test.yaml")
+    remarks, problems = apply_dlio_rules(stack)
     workload, refused = read_workload(stack.tree(), name="w", accelerator="")
     assert problems == refused == []
     assert workload is not None
@@ -245,7 +245,7 @@ def test_a_wrapping_section_is_taken_off() -> None:
 )
 def test_two_names_of_one_key_in_one_file_are_refused(tree: dict[str, Any]) -> None:
     with pytest.raises(UsageError) as caught:
-        layer_of(tree, "test.yaml")
+        read_layer(tree, "test.yaml")
     assert "is given twice" in str(caught.value)
     assert "test.yaml" in str(caught.value)
 
@@ -321,16 +321,16 @@ def test_nothing_is_said_where_both_do_the_same(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize("path", list(REFUSED), ids=".".join)
 def test_classes_by_name_are_refused_with_the_way_that_there_is(path: tuple[str, ...]) -> None:
-    stack = Stack()
-    stack.lay({path: "my.module.Class"}, source="test.yaml")
-    _, (problem,) = settle(stack)
+    stack = LayeredSettings()
+    stack.add_layer({path: "my.module.Class"}, source="test.yaml")
+    _, (problem,) = apply_dlio_rules(stack)
     assert problem.path == path
     assert "entry point" in problem.text
     assert stack.tree() == {}
 
 
 def test_an_interpolation_is_refused_instead_of_taken_for_a_name() -> None:
-    stack = Stack()
-    stack.lay({("storage", "storage_root"): "${oc.env:BUCKET}"}, source="test.yaml")
-    _, (problem,) = settle(stack)
+    stack = LayeredSettings()
+    stack.add_layer({("storage", "storage_root"): "${oc.env:BUCKET}"}, source="test.yaml")
+    _, (problem,) = apply_dlio_rules(stack)
     assert "write the value itself" in problem.text

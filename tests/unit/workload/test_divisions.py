@@ -10,10 +10,10 @@ from penstock.workload.division_rules import (
     OPEN_KEYS,
     PLACE_KEYS,
     SubmissionDivision,
-    breaches,
+    find_breaches,
     require_allowed,
 )
-from penstock.workload.dlio_keys import our_path
+from penstock.workload.dlio_keys import canonical_path
 from penstock.workload.layered_settings import Path, dotted
 from penstock.workload.workload_schema import known_paths
 
@@ -27,29 +27,32 @@ def keys(*texts: str) -> list[Path]:
 @pytest.mark.parametrize("key", sorted(CLOSED_KEYS | PLACE_KEYS))
 def test_both_divisions_leave_free_what_the_closed_one_does(key: str) -> None:
     for division in SubmissionDivision:
-        assert breaches(division, keys(key), workload="unet3d") == ()
+        assert find_breaches(division, keys(key), workload="unet3d") == ()
 
 
 @pytest.mark.parametrize("key", sorted(OPEN_KEYS - CLOSED_KEYS))
 def test_only_the_open_division_lets_the_workload_be_adapted(key: str) -> None:
-    assert breaches(OPEN, keys(key), workload="unet3d") == ()
-    (breach,) = breaches(CLOSED, keys(key), workload="unet3d")
+    assert find_breaches(OPEN, keys(key), workload="unet3d") == ()
+    (breach,) = find_breaches(CLOSED, keys(key), workload="unet3d")
     assert breach.rule == "3.6.2"
 
 
 @pytest.mark.parametrize("key", ["reader.batch_size", "train.computation_time", "metric.au", "new.key"])
 def test_whatever_no_rule_names_is_forbidden(key: str) -> None:
-    assert [one.rule for one in breaches(CLOSED, keys(key), workload="unet3d")] == ["3.6.2"]
-    assert [one.rule for one in breaches(OPEN, keys(key), workload="unet3d")] == ["3.6.3"]
+    assert [one.rule for one in find_breaches(CLOSED, keys(key), workload="unet3d")] == ["3.6.2"]
+    assert [one.rule for one in find_breaches(OPEN, keys(key), workload="unet3d")] == ["3.6.3"]
 
 
 def test_a_key_counts_once_and_by_whatever_word() -> None:
-    assert len(breaches(CLOSED, keys("data_reader.batch_size", "reader.batch_size"), workload="unet3d")) == 1
-    assert breaches(CLOSED, keys("data_reader.read_threads"), workload="unet3d") == ()
+    assert (
+        len(find_breaches(CLOSED, keys("data_reader.batch_size", "reader.batch_size"), workload="unet3d"))
+        == 1
+    )
+    assert find_breaches(CLOSED, keys("data_reader.read_threads"), workload="unet3d") == ()
 
 
 def test_reading_past_the_page_cache_is_for_one_workload() -> None:
-    (breach,) = breaches(CLOSED, keys("reader.odirect"), workload="retinanet")
+    (breach,) = find_breaches(CLOSED, keys("reader.odirect"), workload="retinanet")
     assert "unet3d alone" in str(breach)
 
 
@@ -70,4 +73,4 @@ def test_a_refusal_names_every_key_its_rule_and_what_is_free() -> None:
 def test_every_key_that_the_rules_name_exists() -> None:
     known = {dotted(path) for path in known_paths()}
     explained = {"dataset.num_files_generated", "dataset.total_disk_bytes"}
-    assert {dotted(our_path(path)) for path in keys(*(OPEN_KEYS | PLACE_KEYS))} <= known | explained
+    assert {dotted(canonical_path(path)) for path in keys(*(OPEN_KEYS | PLACE_KEYS))} <= known | explained

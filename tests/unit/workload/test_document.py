@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workload.choices import DataFormat, Shuffle
-from penstock.workload.duration import Duration, Law
+from penstock.workload.duration import Distribution, Duration
 from penstock.workload.loading import shipped
-from penstock.workload.spec import Column, Parquet, StorageOptions, Transformer, Workload
+from penstock.workload.spec import Parquet, ParquetColumn, StorageOptions, Transformer, Workload
 from penstock.workload.workload_schema import known_paths, read_workload, write_workload
 
 if TYPE_CHECKING:
-    from penstock.workload.layered_settings import Problem
+    from penstock.workload.layered_settings import SettingProblem
 
 
 def read(tree: dict[str, Any]) -> Workload:
@@ -36,7 +36,7 @@ def without_nulls(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def problems_of(tree: dict[str, Any]) -> list[Problem]:
+def problems_of(tree: dict[str, Any]) -> list[SettingProblem]:
     workload, problems = read_workload(tree, name="w", accelerator="")
     assert workload is None
     return problems
@@ -67,8 +67,11 @@ def test_every_shipped_workload_survives_being_written_and_read(workload: Worklo
     threads=st.none() | st.integers(0, 64),
     shuffle=st.sampled_from(Shuffle),
     kind=st.sampled_from(DataFormat),
-    columns=st.lists(st.builds(Column, name=st.text(min_size=1), size=st.integers(1, 9), read=st.booleans())),
-    time=st.floats(0, 10).map(Duration.fixed) | st.just(Duration(law=Law.GAMMA, shape=2.0, scale_s=0.5)),
+    columns=st.lists(
+        st.builds(ParquetColumn, name=st.text(min_size=1), size=st.integers(1, 9), read=st.booleans())
+    ),
+    time=st.floats(0, 10).map(Duration.fixed)
+    | st.just(Duration(law=Distribution.GAMMA, shape=2.0, scale_s=0.5)),
 )
 def test_any_values_survive_being_written_and_read(**values: Any) -> None:
     plain = Workload(name="w")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.workload.duration import Duration, Law
+from penstock.workload.duration import Distribution, Duration
 
 LAWS = [
     Duration.fixed(0.323),
-    Duration(law=Law.NORMAL, mean_s=0.3, stdev_s=0.05),
-    Duration(law=Law.NORMAL, mean_s=0.1, stdev_s=0.4),
-    Duration(law=Law.NORMAL, mean_s=0.0, stdev_s=0.2),
-    Duration(law=Law.UNIFORM, min_s=0.1, max_s=0.5),
-    Duration(law=Law.GAMMA, shape=2.0, scale_s=0.1),
-    Duration(law=Law.EXPONENTIAL, scale_s=0.2),
-    Duration(law=Law.POISSON, expected_events=3.0),
+    Duration(law=Distribution.NORMAL, mean_s=0.3, stdev_s=0.05),
+    Duration(law=Distribution.NORMAL, mean_s=0.1, stdev_s=0.4),
+    Duration(law=Distribution.NORMAL, mean_s=0.0, stdev_s=0.2),
+    Duration(law=Distribution.UNIFORM, min_s=0.1, max_s=0.5),
+    Duration(law=Distribution.GAMMA, shape=2.0, scale_s=0.1),
+    Duration(law=Distribution.EXPONENTIAL, scale_s=0.2),
+    Duration(law=Distribution.POISSON, expected_events=3.0),
 ]
 
 
@@ -42,10 +42,10 @@ def test_a_fixed_time_is_exact_and_draws_nothing_from_the_generator() -> None:
 
 
 def test_a_normal_time_without_spread_is_its_mean() -> None:
-    assert Duration(law=Law.NORMAL, mean_s=0.25, stdev_s=0.0).expected_s == 0.25
+    assert Duration(law=Distribution.NORMAL, mean_s=0.25, stdev_s=0.0).expected_s == 0.25
 
 
 def test_only_a_fixed_nothing_is_zero() -> None:
     assert Duration().is_zero
     assert not Duration.fixed(0.1).is_zero
-    assert not Duration(law=Law.NORMAL, mean_s=0.0, stdev_s=1.0).is_zero
+    assert not Duration(law=Distribution.NORMAL, mean_s=0.0, stdev_s=1.0).is_zero

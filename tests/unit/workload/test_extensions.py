@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import Unavailable, UsageError
-from penstock.workload.extensions import Extension, installed, load_extension
+from penstock.workload.extensions import Extension, installed_extensions, load_extension
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("package")
 def test_what_packages_offer_is_found_by_name() -> None:
-    assert {"mine", "broken"} <= set(installed(Extension.LOADER))
+    assert {"mine", "broken"} <= set(installed_extensions(Extension.LOADER))
     assert load_extension(Extension.LOADER, "mine", where="--loader")("w", 3) == ("w", 3)
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from penstock.errors import UsageError
 from penstock.workload.choices import DataFormat, LoaderKind, Shuffle
-from penstock.workload.duration import Duration, Law
+from penstock.workload.duration import Distribution, Duration
 from penstock.workload.loading import load, load_data_set
 from penstock.workload.overrides import parse_settings
 from penstock.workload.workload_schema import write_workload
@@ -103,7 +103,7 @@ def test_a_file_of_dlio_loads_as_it_is(tmp_path: Path) -> None:
     assert workload.dataset.record_length_bytes_stdev == 68341808
     assert workload.reader.data_loader is LoaderKind.PYTORCH
     assert workload.reader.sample_shuffle is Shuffle.OFF
-    assert workload.train.computation_time == Duration(law=Law.NORMAL, mean_s=1.3604, stdev_s=0.1)
+    assert workload.train.computation_time == Duration(law=Distribution.NORMAL, mean_s=1.3604, stdev_s=0.1)
     assert [remark.path for remark in loaded.remarks] == ["model.model_size"]
 
 
@@ -159,7 +159,7 @@ def test_overrides_come_last_and_know_units() -> None:
 
 def test_a_spread_can_be_set_upon_a_shipped_time() -> None:
     workload = load("unet3d_h100", overrides=parse_settings(["train.computation_time.stdev=10ms"])).workload
-    assert workload.train.computation_time == Duration(law=Law.NORMAL, mean_s=0.323, stdev_s=0.01)
+    assert workload.train.computation_time == Duration(law=Distribution.NORMAL, mean_s=0.323, stdev_s=0.01)
 
 
 def test_old_names_work_in_overrides_and_are_said() -> None:

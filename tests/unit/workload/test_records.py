@@ -14,11 +14,11 @@ from penstock.workload.dataset_size import (
     read_bytes_per_sample,
     record_bytes,
 )
-from penstock.workload.spec import Column, Dataset, Parquet
+from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 COLUMNS = st.lists(
     st.builds(
-        Column,
+        ParquetColumn,
         name=st.text(min_size=1),
         dtype=st.sampled_from(["int8", "float16", "float32", "float64", "binary"]),
         size=st.integers(1, 1000),
@@ -40,7 +40,9 @@ def test_dimensions_count_before_the_length() -> None:
 
 
 def test_columns_count_in_parquet_alone() -> None:
-    parquet = Parquet(columns=(Column(name="a", dtype="float64", size=5), Column(name="b", read=False)))
+    parquet = Parquet(
+        columns=(ParquetColumn(name="a", dtype="float64", size=5), ParquetColumn(name="b", read=False))
+    )
     assert record_bytes(Dataset(format=DataFormat.PARQUET, parquet=parquet, record_dims=(9,))) == 44
     assert read_bytes_per_sample(Dataset(format=DataFormat.PARQUET, parquet=parquet)) == 40
     assert parquet_row_bytes(Dataset(format=DataFormat.NPZ, parquet=parquet)) is None
@@ -54,7 +56,7 @@ def test_parquet_without_columns_has_one_of_the_record_length() -> None:
 
 
 @given(COLUMNS)
-def test_what_is_read_and_what_is_not_make_the_row(columns: tuple[Column, ...]) -> None:
+def test_what_is_read_and_what_is_not_make_the_row(columns: tuple[ParquetColumn, ...]) -> None:
     dataset = Dataset(format=DataFormat.PARQUET, parquet=Parquet(columns=columns))
     unread = sum(column_bytes(column) for column in columns if not column.read)
     assert read_bytes_per_sample(dataset) + unread == record_bytes(dataset) == parquet_row_bytes(dataset)

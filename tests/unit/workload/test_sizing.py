@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from penstock.errors import UsageError
 from penstock.workload.dataset_size import (
     FILES_PER_FOLDER,
-    SizingRequest,
+    DatasetSizingRequest,
     bytes_text,
     describe_size,
+    make_sizing_request,
     quotient_text,
-    size,
-    sizing_request,
+    size_dataset,
 )
 from penstock.workload.loading import load
 
 GIB = 1 << 30
 
 REQUESTS = st.builds(
-    SizingRequest,
+    DatasetSizingRequest,
     record_bytes=st.fractions(min_value=Fraction(1, 100), max_value=10**10, max_denominator=100),
     read_bytes_per_sample=st.just(Fraction(1)),
     num_samples_per_file=st.integers(1, 10**7),
@@ -36,7 +36,7 @@ REQUESTS = st.builds(
 )
 
 
-def holds(request: SizingRequest, num_files: int) -> bool:
+def holds(request: DatasetSizingRequest, num_files: int) -> bool:
     """Both rules, said again from the other side: products instead of quotients."""
     num_samples = num_files * request.num_samples_per_file
     enough_steps = num_samples >= 500 * request.batch_size * request.num_accelerators
@@ -44,34 +44,39 @@ def holds(request: SizingRequest, num_files: int) -> bool:
 
 
 @given(REQUESTS)
-def test_the_files_suffice_and_one_fewer_does_not(request: SizingRequest) -> None:
-    found = size(request)
+def test_the_files_suffice_and_one_fewer_does_not(request: DatasetSizingRequest) -> None:
+    found = size_dataset(request)
     assert holds(request, found.min_files)
     assert not holds(request, found.min_files - 1)
 
 
 @given(REQUESTS, st.integers(-3, 3))
-def test_the_judge_says_what_the_rules_say(request: SizingRequest, more: int) -> None:
-    found = size(request)
+def test_the_judge_says_what_the_rules_say(request: DatasetSizingRequest, more: int) -> None:
+    found = size_dataset(request)
     num_files = max(0, found.min_files + more)
-    verdict = found.judge(num_files)
+    verdict = found.check_files(num_files)
     assert verdict.passed == holds(request, num_files)
     assert f"{num_files:,} files" in verdict.proof
     assert f"{found.min_files:,} files needed" in verdict.proof
 
 
 @given(REQUESTS, st.integers(1, 1 << 40), st.integers(1, 1000))
-def test_more_of_anything_never_needs_less(request: SizingRequest, memory: int, accelerators: int) -> None:
-    least = size(request).min_files
+def test_more_of_anything_never_needs_less(
+    request: DatasetSizingRequest, memory: int, accelerators: int
+) -> None:
+    least = size_dataset(request).min_files
     hosts = (*request.host_memory_bytes, memory)
-    assert size(replace(request, host_memory_bytes=hosts)).min_files >= least
-    assert size(replace(request, num_accelerators=request.num_accelerators + accelerators)).min_files >= least
-    assert size(replace(request, batch_size=request.batch_size + 1)).min_files >= least
+    assert size_dataset(replace(request, host_memory_bytes=hosts)).min_files >= least
+    assert (
+        size_dataset(replace(request, num_accelerators=request.num_accelerators + accelerators)).min_files
+        >= least
+    )
+    assert size_dataset(replace(request, batch_size=request.batch_size + 1)).min_files >= least
 
 
 @given(REQUESTS)
-def test_the_data_set_holds_the_samples_that_were_counted(request: SizingRequest) -> None:
-    found = size(request)
+def test_the_data_set_holds_the_samples_that_were_counted(request: DatasetSizingRequest) -> None:
+    found = size_dataset(request)
     assert found.min_samples == max(found.min_samples_by_steps, found.min_samples_by_memory)
     assert (found.min_files - 1) * request.num_samples_per_file < found.min_samples
     assert found.dataset_bytes == math.ceil(
@@ -80,8 +85,8 @@ def test_the_data_set_holds_the_samples_that_were_counted(request: SizingRequest
 
 
 @given(REQUESTS)
-def test_folders_are_suggested_when_one_would_hold_too_many(request: SizingRequest) -> None:
-    found = size(request)
+def test_folders_are_suggested_when_one_would_hold_too_many(request: DatasetSizingRequest) -> None:
+    found = size_dataset(request)
     if found.min_files <= FILES_PER_FOLDER:
         assert found.num_subfolders == 0
     else:
@@ -90,39 +95,41 @@ def test_folders_are_suggested_when_one_would_hold_too_many(request: SizingReque
 
 
 @given(REQUESTS)
-def test_the_host_order_does_not_matter(request: SizingRequest) -> None:
+def test_the_host_order_does_not_matter(request: DatasetSizingRequest) -> None:
     turned = replace(request, host_memory_bytes=request.host_memory_bytes[::-1])
-    assert size(turned).min_files == size(request).min_files
-    assert size(turned).proof == size(request).proof
+    assert size_dataset(turned).min_files == size_dataset(request).min_files
+    assert size_dataset(turned).proof == size_dataset(request).proof
 
 
 def test_the_known_case_is_one_file_more_than_the_floor() -> None:
-    request = sizing_request(
+    request = make_sizing_request(
         load("unet3d_h100").workload, num_accelerators=8, host_memory_bytes=(512 * GIB, 512 * GIB)
     )
-    found = size(request)
+    found = size_dataset(request)
     assert found.min_files == 37_501
     assert "memory: 5 x 1024 GiB / 146600628 B = 37,500.2 -> 37,501 files" in found.proof
     assert "steps: 500 steps x 7 samples x 8 accelerators = 28,000 files" in found.proof
     assert "larger: memory, 37,501 files" in found.proof
-    assert not found.judge(37_500).passed
-    assert found.judge(37_500).proof == "37,500 files < 37,501 files needed"
-    assert found.judge(37_501).proof == "37,501 files >= 37,501 files needed"
+    assert not found.check_files(37_500).passed
+    assert found.check_files(37_500).proof == "37,500 files < 37,501 files needed"
+    assert found.check_files(37_501).proof == "37,501 files >= 37,501 files needed"
     assert found.num_subfolders == 4
 
 
 def test_many_accelerators_make_the_steps_decide() -> None:
-    request = sizing_request(load("unet3d_b200").workload, num_accelerators=100, host_memory_bytes=(GIB,))
-    found = size(request)
+    request = make_sizing_request(
+        load("unet3d_b200").workload, num_accelerators=100, host_memory_bytes=(GIB,)
+    )
+    found = size_dataset(request)
     assert found.min_files == 350_000
     assert "larger: steps, 350,000 files" in found.proof
 
 
 def test_several_samples_a_file_are_divided_last_and_a_fractional_length_stays_exact() -> None:
-    request = sizing_request(
+    request = make_sizing_request(
         load("resnet50_h100").workload, num_accelerators=8, host_memory_bytes=(512 * GIB, 256 * GIB)
     )
-    found = size(request)
+    found = size_dataset(request)
     assert found.min_samples == math.ceil(Fraction(5 * 768 * GIB * 100, 11466007))
     assert found.min_files == math.ceil(Fraction(found.min_samples, 1251))
     assert "(1 x 512 GiB + 1 x 256 GiB) / 114660.07 B" in found.proof[1]
@@ -130,20 +137,22 @@ def test_several_samples_a_file_are_divided_last_and_a_fractional_length_stays_e
 
 
 def test_parquet_is_counted_by_its_columns_and_judged_by_samples() -> None:
-    request = sizing_request(load("dlrm_b200").workload, num_accelerators=8, host_memory_bytes=(512 * GIB,))
-    found = size(request)
+    request = make_sizing_request(
+        load("dlrm_b200").workload, num_accelerators=8, host_memory_bytes=(512 * GIB,)
+    )
+    found = size_dataset(request)
     assert request.record_bytes == 761
     assert found.min_samples == math.ceil(Fraction(5 * 512 * GIB, 761))
     assert found.min_files == 766
-    assert found.judge(1024).passed
+    assert found.check_files(1024).passed
 
 
 def test_rates_count_what_is_read_and_vanish_without_computation() -> None:
-    dlrm = sizing_request(load("dlrm_b200").workload, num_accelerators=4, host_memory_bytes=(GIB,))
-    found = size(dlrm)
+    dlrm = make_sizing_request(load("dlrm_b200").workload, num_accelerators=4, host_memory_bytes=(GIB,))
+    found = size_dataset(dlrm)
     assert found.bytes_per_accelerator_per_s == Fraction(16384 * 160) / Fraction("0.000375")
     assert found.bytes_per_s == 4 * found.bytes_per_accelerator_per_s
-    idle = size(replace(dlrm, computation_s=Fraction(0)))
+    idle = size_dataset(replace(dlrm, computation_s=Fraction(0)))
     assert idle.bytes_per_accelerator_per_s is None
     assert idle.bytes_per_s is None
 
@@ -167,7 +176,9 @@ def test_rates_count_what_is_read_and_vanish_without_computation() -> None:
     ],
 )
 def test_the_demand_of_an_accelerator_is_the_known_one(name: str, gib_per_s: float) -> None:
-    found = size(sizing_request(load(name).workload, num_accelerators=1, host_memory_bytes=(GIB,)))
+    found = size_dataset(
+        make_sizing_request(load(name).workload, num_accelerators=1, host_memory_bytes=(GIB,))
+    )
     assert found.bytes_per_accelerator_per_s is not None
     assert float(found.bytes_per_accelerator_per_s) / GIB == pytest.approx(gib_per_s, rel=0.01)
 
@@ -175,12 +186,16 @@ def test_the_demand_of_an_accelerator_is_the_known_one(name: str, gib_per_s: flo
 @pytest.mark.parametrize(("accelerators", "memory"), [(0, (GIB,)), (1, ()), (1, (GIB, 0))])
 def test_no_cluster_is_refused(accelerators: int, memory: tuple[int, ...]) -> None:
     with pytest.raises(UsageError, match="make no cluster"):
-        sizing_request(load("unet3d_h100").workload, num_accelerators=accelerators, host_memory_bytes=memory)
+        make_sizing_request(
+            load("unet3d_h100").workload, num_accelerators=accelerators, host_memory_bytes=memory
+        )
 
 
 def test_memory_that_is_no_whole_gib_is_said_in_bytes() -> None:
-    request = sizing_request(load("unet3d_h100").workload, num_accelerators=1, host_memory_bytes=(GIB + 1,))
-    assert "5 x 1073741825 B / 146600628 B" in size(request).proof[1]
+    request = make_sizing_request(
+        load("unet3d_h100").workload, num_accelerators=1, host_memory_bytes=(GIB + 1,)
+    )
+    assert "5 x 1073741825 B / 146600628 B" in size_dataset(request).proof[1]
 
 
 @pytest.mark.parametrize(

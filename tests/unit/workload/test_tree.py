@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import UsageError
-from penstock.workload.layered_settings import Stack, dotted, flatten
+from penstock.workload.layered_settings import LayeredSettings, dotted, flatten
 
 
-def stack_of(*layers: dict[tuple[str, ...], object]) -> Stack:
-    stack = Stack()
+def stack_of(*layers: dict[tuple[str, ...], object]) -> LayeredSettings:
+    stack = LayeredSettings()
     for number, values in enumerate(layers):
-        stack.lay(values, source=f"layer {number}")
+        stack.add_layer(values, source=f"layer {number}")
     return stack
 
 

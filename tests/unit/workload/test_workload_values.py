@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.workload.duration import Duration, Law
+from penstock.workload.duration import Distribution, Duration
 from penstock.workload.values import (
     element_bytes,
     read_bytes,
@@ -81,12 +81,18 @@ def test_an_unknown_element_type_is_refused() -> None:
         (2, Duration.fixed(2.0)),
         ("250ms", Duration.fixed(0.25)),
         ({"mean": 0.5}, Duration.fixed(0.5)),
-        ({"mean": "500ms", "stdev": 0.1}, Duration(law=Law.NORMAL, mean_s=0.5, stdev_s=0.1)),
-        ({"type": "normal", "mean": 1, "stdev": 0}, Duration(law=Law.NORMAL, mean_s=1.0)),
-        ({"type": "uniform", "min": 0.1, "max": 0.2}, Duration(law=Law.UNIFORM, min_s=0.1, max_s=0.2)),
-        ({"type": "gamma", "shape": 2, "scale": 0.1}, Duration(law=Law.GAMMA, shape=2.0, scale_s=0.1)),
-        ({"type": "exponential", "scale": 0.1}, Duration(law=Law.EXPONENTIAL, scale_s=0.1)),
-        ({"type": "poisson", "lam": 3}, Duration(law=Law.POISSON, expected_events=3.0)),
+        ({"mean": "500ms", "stdev": 0.1}, Duration(law=Distribution.NORMAL, mean_s=0.5, stdev_s=0.1)),
+        ({"type": "normal", "mean": 1, "stdev": 0}, Duration(law=Distribution.NORMAL, mean_s=1.0)),
+        (
+            {"type": "uniform", "min": 0.1, "max": 0.2},
+            Duration(law=Distribution.UNIFORM, min_s=0.1, max_s=0.2),
+        ),
+        (
+            {"type": "gamma", "shape": 2, "scale": 0.1},
+            Duration(law=Distribution.GAMMA, shape=2.0, scale_s=0.1),
+        ),
+        ({"type": "exponential", "scale": 0.1}, Duration(law=Distribution.EXPONENTIAL, scale_s=0.1)),
+        ({"type": "poisson", "lam": 3}, Duration(law=Distribution.POISSON, expected_events=3.0)),
         (Duration.fixed(1.0), Duration.fixed(1.0)),
     ],
 )
@@ -119,11 +125,17 @@ def test_a_wrong_time_says_what_is_wrong_with_it(written: Any, said: str) -> Non
 @given(
     st.one_of(
         st.builds(Duration.fixed, TIMES),
-        st.builds(lambda mean, spread: Duration(law=Law.NORMAL, mean_s=mean, stdev_s=spread), TIMES, TIMES),
-        st.builds(lambda low, more: Duration(law=Law.UNIFORM, min_s=low, max_s=low + more), TIMES, TIMES),
-        st.builds(lambda shape, scale: Duration(law=Law.GAMMA, shape=shape, scale_s=scale), TIMES, TIMES),
-        st.builds(lambda scale: Duration(law=Law.EXPONENTIAL, scale_s=scale), TIMES),
-        st.builds(lambda events: Duration(law=Law.POISSON, expected_events=events), TIMES),
+        st.builds(
+            lambda mean, spread: Duration(law=Distribution.NORMAL, mean_s=mean, stdev_s=spread), TIMES, TIMES
+        ),
+        st.builds(
+            lambda low, more: Duration(law=Distribution.UNIFORM, min_s=low, max_s=low + more), TIMES, TIMES
+        ),
+        st.builds(
+            lambda shape, scale: Duration(law=Distribution.GAMMA, shape=shape, scale_s=scale), TIMES, TIMES
+        ),
+        st.builds(lambda scale: Duration(law=Distribution.EXPONENTIAL, scale_s=scale), TIMES),
+        st.builds(lambda events: Duration(law=Distribution.POISSON, expected_events=events), TIMES),
     )
 )
 def test_a_written_time_reads_as_itself(duration: Duration) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.workload.dlio_keys import DEPARTURES, EXPLAINED, REFUSED
-from penstock.workload.duration import Law
+from penstock.workload.duration import Distribution
 from penstock.workload.layered_settings import dotted
 
 PAGE = (Path(__file__).parents[3] / "docs" / "workloads.md").read_text(encoding="utf-8")
@@ -19,8 +19,8 @@ def test_the_page_speaks_of_every_key_that_dlio_or_we_treat_otherwise(path: tupl
     assert f"`{dotted(path)}`" in PAGE
 
 
-@pytest.mark.parametrize("law", Law)
-def test_the_page_lists_every_distribution(law: Law) -> None:
+@pytest.mark.parametrize("law", Distribution)
+def test_the_page_lists_every_distribution(law: Distribution) -> None:
     assert f"| `{law}` |" in PAGE
 
 
@@ -28,4 +28,4 @@ def test_the_pages_program_runs() -> None:
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict[str, object] = {}
     exec(program, names)
-    assert "found" in names
+    assert "sizing" in names

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
-    from penstock.bench.checkpoint.round_plan import Round
+    from penstock.bench.checkpoint.round_plan import CheckpointRound
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
 
@@ -39,7 +39,7 @@ FORMAT_VERSION: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class CheckpointShape:
     """What two runs must have in common to read each other's checkpoints; `scale` is an exact fraction."""
 
     model: str
@@ -51,7 +51,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptStep:
+class MarkedStep:
     """One whole checkpoint; `ended_at_s` is by the wall clock of the rank 0 that wrote it."""
 
     step: int
@@ -59,7 +59,7 @@ class KeptStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marker:
+class CheckpointMarker:
     """All of a folder. `run_folder` is where the run that wrote it last keeps its results."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -67,9 +67,9 @@ class Marker:
     format: int = FORMAT_VERSION
     content_version: int
     seed: int
-    shape: Shape
+    shape: CheckpointShape
     run_folder: str
-    steps: tuple[KeptStep, ...] = ()
+    steps: tuple[MarkedStep, ...] = ()
 
     @property
     def step_numbers(self) -> tuple[int, ...]:
@@ -81,20 +81,20 @@ class Marker:
         """When the last of them was durable."""
         return max((each.ended_at_s for each in self.steps), default=None)
 
-    def with_step(self, step: int, ended_at_s: float) -> Marker:
+    def with_step(self, step: int, ended_at_s: float) -> CheckpointMarker:
         """The same, and one more checkpoint."""
         others = tuple(each for each in self.steps if each.step != step)
-        return replace(self, steps=(*others, KeptStep(step=step, ended_at_s=ended_at_s)))
+        return replace(self, steps=(*others, MarkedStep(step=step, ended_at_s=ended_at_s)))
 
 
-def read_marker(storage: Storage) -> Marker | None:
+def read_marker(storage: Storage) -> CheckpointMarker | None:
     """The marker of this place; None if no checkpoints of ours lie there."""
     try:
         text = bytes(read_object(storage, KEY))
     except ObjectNotFound:
         return None
     try:
-        return TypeAdapter(Marker).validate_json(text)
+        return TypeAdapter(CheckpointMarker).validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "it"
@@ -105,12 +105,12 @@ def read_marker(storage: Storage) -> Marker | None:
         ) from error
 
 
-def write_marker(storage: Storage, marker: Marker) -> None:
+def write_marker(storage: Storage, marker: CheckpointMarker) -> None:
     """Replace the marker; durable once this returns."""
-    write_object(storage, KEY, [TypeAdapter(Marker).dump_json(marker, indent=2) + b"\n"])
+    write_object(storage, KEY, [TypeAdapter(CheckpointMarker).dump_json(marker, indent=2) + b"\n"])
 
 
-def require_same_shape(found: Marker, wanted: Shape, *, uri: str) -> None:
+def require_same_shape(found: CheckpointMarker, wanted: CheckpointShape, *, uri: str) -> None:
     """`UsageError` that names each difference, if these checkpoints are others than are asked for."""
     seen, asked = asdict(found.shape), asdict(wanted)
     differences = [f"{name} {seen[name]}, not {asked[name]}" for name in asked if seen[name] != asked[name]]
@@ -126,17 +126,17 @@ _SEED_BITS = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
+class PreparedRounds:
     """What is to be done here. `earlier` is the marker of checkpoints that are kept and used, if any are."""
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[CheckpointRound, ...]
     seed: int
-    earlier: Marker | None
+    earlier: CheckpointMarker | None
 
 
-def prepare_place(
+def prepare_folder(
     request: CheckpointRequest, storage: Storage, *, comm: Comm, tell: Callable[[str], None]
-) -> Preparation:
+) -> PreparedRounds:
     """Look at what lies there, remove what is to be replaced, and plan the rounds; the same on all ranks."""
     found = all_gather_results(
         comm, lambda: read_marker(storage) if comm.rank == 0 else None, awaiting="what lies at the target"
@@ -156,7 +156,7 @@ def prepare_place(
             remove_steps(storage, found.step_numbers, comm=comm)
         drawn = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed
         seed = comm.broadcast(drawn, awaiting="the seed of all content")
-        return Preparation(rounds=rounds, seed=seed, earlier=None)
+        return PreparedRounds(rounds=rounds, seed=seed, earlier=None)
     if found is None:
         raise UsageError(
             "No checkpoints of this benchmark lie here",
@@ -166,10 +166,10 @@ def prepare_place(
     require_same_shape(found, request.shape, uri=storage.uri)
     _require_same_content(found, request, storage.uri)
     rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, there=found.step_numbers)
-    return Preparation(rounds=rounds, seed=found.seed, earlier=found)
+    return PreparedRounds(rounds=rounds, seed=found.seed, earlier=found)
 
 
-def mark(storage: Storage, marker: Marker, *, comm: Comm) -> None:
+def update_marker(storage: Storage, marker: CheckpointMarker, *, comm: Comm) -> None:
     """Have the marker say so, before any rank goes on."""
     all_gather_results(
         comm,
@@ -214,7 +214,7 @@ def _delete(storage: Storage, key: str) -> None:
         storage.delete(key)
 
 
-def _require_same_content(found: Marker, request: CheckpointRequest, uri: str) -> None:
+def _require_same_content(found: CheckpointMarker, request: CheckpointRequest, uri: str) -> None:
     if found.content_version != CONTENT_VERSION:
         raise UsageError(
             f"The content here is of version {found.content_version}, not {CONTENT_VERSION}",
@@ -231,7 +231,7 @@ def _require_same_content(found: Marker, request: CheckpointRequest, uri: str) -
 
 def require_room(uri: str, bytes_of_ranks: Sequence[int], *, comm: Comm) -> None:
     """`OutOfSpace` on all ranks unless each file system holds what its ranks will write. Collective."""
-    volumes = comm.gather(volume_of(uri), awaiting="where all ranks write")
+    volumes = comm.gather(identify_volume(uri), awaiting="where all ranks write")
     needed = sum(
         size for size, volume in zip(bytes_of_ranks, volumes, strict=True) if volume == volumes[comm.rank]
     )
@@ -244,7 +244,7 @@ def require_room(uri: str, bytes_of_ranks: Sequence[int], *, comm: Comm) -> None
     )
 
 
-def volume_of(uri: str) -> str:
+def identify_volume(uri: str) -> str:
     """What tells one file system from another: the same on all nodes for a shared one. "" without files."""
     location = parse_uri(uri)
     if location.scheme not in FILE_SCHEMES:

@@ -1,7 +1,6 @@
-"""What a run of checkpoints is asked for, and what all of it derives from: frozen, before anything happens.
+"""What a checkpoint benchmark is asked to do, and what follows from that alone.
 
-Place in the flow: made by the command line, read by `run`. Invariant: the workload in it says what is really
-done, so that the record of the run does.
+The workload in a request is what is really run, options included, so the record of a run shows it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.bench.checkpoint.checkpoint_folder import Shape
+from penstock.bench.checkpoint.checkpoint_folder import CheckpointShape
 from penstock.results.dlio.folder import HYDRA_FOLDER
 from penstock.results.host import read_host
 from penstock.workload.choices import CheckpointMode
@@ -59,10 +58,10 @@ class CheckpointRequest:
     inspection: PreflightResult | None = None
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> CheckpointShape:
         """What others must ask for to read these checkpoints."""
         layout, mode = self.layout, "subset" if self.layout.is_subset else "default"
-        return Shape(
+        return CheckpointShape(
             model=self.model.name,
             processes=layout.num_processes,
             mode=mode,
@@ -99,7 +98,7 @@ def pipe_document(pipe: PipeSettings) -> Mapping[str, Any]:
     }
 
 
-def asked_of(model: CheckpointModel, **changes: object) -> CheckpointModel:
+def change_checkpoint_section(model: CheckpointModel, **changes: object) -> CheckpointModel:
     """The model with values of its workload's section `checkpoint` changed; None leaves one as it is."""
     given = {name: value for name, value in changes.items() if value is not None}
     if "mode" in given:

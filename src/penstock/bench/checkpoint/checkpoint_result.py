@@ -16,8 +16,8 @@ from penstock.results.checkpoints import FORMAT_VERSION
 from penstock.results.figures import mean_of
 
 if TYPE_CHECKING:
-    from penstock.bench.cache_eviction import Coldness
-    from penstock.bench.checkpoint.round_plan import Direction, Round
+    from penstock.bench.cache_eviction import ObjectEviction
+    from penstock.bench.checkpoint.round_plan import CheckpointRound, Direction
     from penstock.checkpoint.saving.measurement import StreamRecord, WrongByte
     from penstock.checkpoint.saving.phase_figures import PhaseFigures
     from penstock.results.delivery import Delivery
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 GIB: Final = 2**30
-MOST_TOLD: Final = 100
+MAX_WRONG_PLACES: Final = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFigures:
     """One checkpoint written or read. The two moments are by rank 0's wall clock; writes have no `cold`."""
 
-    round: Round
+    round: CheckpointRound
     began_at_s: float
     ended_at_s: float
     phase: PhaseFigures
-    cold: Coldness | None = None
+    cold: ObjectEviction | None = None
     wrong: tuple[WrongByte, ...] = ()
-    """Where the first of the wrong bytes are, `MOST_TOLD` places at most."""
+    """Where the first of the wrong bytes are, `MAX_WRONG_PLACES` places at most."""
 
     @property
     def is_from_memory(self) -> bool:
@@ -220,7 +220,7 @@ def plain_counters(phases: Sequence[PhaseFigures]) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pairing:
+class EarlierRun:
     """Which earlier run wrote the checkpoints that this one read, and how long ago; by wall clocks."""
 
     run_folder: str
@@ -243,7 +243,7 @@ class CheckpointResult:
     seed: int
     rounds: tuple[RoundFigures, ...]
     gap_s: float | None
-    earlier: Pairing | None
+    earlier: EarlierRun | None
     shift: int
     storage_options: Mapping[str, OptionValue]
     peak_rss_bytes: tuple[int, ...]

@@ -16,18 +16,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bench.checkpoint.checkpoint_folder import (
-    Marker,
-    mark,
-    prepare_place,
+    CheckpointMarker,
+    prepare_folder,
     remove_steps,
     require_room,
+    update_marker,
 )
-from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, Pairing
-from penstock.bench.checkpoint.progress_board import FILE, Board, Onlookers, Watch
-from penstock.bench.checkpoint.round_plan import EPOCH, objects_of, rank_shift, reader_of, seconds_between
-from penstock.bench.checkpoint.rounds import RoundWork, fitted
+from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, EarlierRun
+from penstock.bench.checkpoint.progress_board import (
+    PROGRESS_FILE,
+    ProgressBoard,
+    ProgressOutputs,
+    RoundProgress,
+)
+from penstock.bench.checkpoint.round_plan import (
+    EPOCH,
+    choose_source_process,
+    plan_objects,
+    rank_shift,
+    seconds_between,
+)
+from penstock.bench.checkpoint.rounds import RoundRunner, fit_pipe
 from penstock.bench.compute import SystemClock, compute_until
-from penstock.bench.device_counters import Observer
+from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.dataset.content import CONTENT_VERSION, Content
@@ -45,7 +56,7 @@ from penstock.results.tables import gather, read_events
 from penstock.storage import Counters
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_folder import Preparation
+    from penstock.bench.checkpoint.checkpoint_folder import PreparedRounds
     from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, OpenStorage
     from penstock.bench.checkpoint.checkpoint_result import RoundFigures
     from penstock.cluster.comm import Comm
@@ -98,7 +109,7 @@ def run_checkpoints(
 ) -> CheckpointResult:
     """Write and read as the request's workload says; the same result on every rank."""
     storage = reopen()
-    prepared = prepare_place(request, storage, comm=comm, tell=tell)
+    prepared = prepare_folder(request, storage, comm=comm, tell=tell)
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     num_writes = sum(each.direction == "write" for each in prepared.rounds)
     sizes = request.layout.bytes_of_processes().tolist()
@@ -125,8 +136,8 @@ def run_checkpoints(
             )
             run = open_things.enter_context(_open_run(request, asked))
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
-        board = Board(folder / FILE, rank=comm.rank, num_ranks=comm.size)
-        onlookers = Onlookers(
+        board = ProgressBoard(folder / PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size)
+        outputs = ProgressOutputs(
             progress=progress, sign_of_life=run.sign_of_life if run else _nobody_asks, tell=tell
         )
         session = _Session(
@@ -136,7 +147,7 @@ def run_checkpoints(
             comm=comm,
             prepared=prepared,
             shift=shift,
-            watch=Watch(board, rank=comm.rank, onlookers=onlookers),
+            watch=RoundProgress(board, rank=comm.rank, outputs=outputs),
         )
         result = session.run(folder)
         if run is not None:
@@ -169,15 +180,15 @@ class _Session:
     reopen: OpenStorage
     uri: str
     comm: Comm
-    prepared: Preparation
+    prepared: PreparedRounds
     shift: int
-    watch: Watch
+    watch: RoundProgress
 
     def run(self, folder: Path) -> CheckpointResult:
         """All rounds; their spans lie in the folder's spools afterwards."""
         began_ns = time.monotonic_ns()
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
-        with Observer(self.comm, folder, self.uri) as observer, StepRecorder(spool) as recorder:
+        with DeviceObserver(self.comm, folder, self.uri) as observer, StepRecorder(spool) as recorder:
             work = self._work(recorder)
             rounds = tuple(self._rounds(work, folder, observer))
             recorder.add_span(_epoch_span(began_ns))
@@ -199,7 +210,7 @@ class _Session:
             seed=self.prepared.seed,
             rounds=rounds,
             gap_s=read_from_s - max(written) if read_from_s is not None and written else None,
-            earlier=Pairing(run_folder=earlier.run_folder, kept_steps=earlier.step_numbers)
+            earlier=EarlierRun(run_folder=earlier.run_folder, kept_steps=earlier.step_numbers)
             if earlier
             else None,
             shift=self.shift,
@@ -208,22 +219,22 @@ class _Session:
             peak_rss_bytes=tuple(self.comm.gather(peak_rss_bytes(), awaiting="all ranks' memory")),
         )
 
-    def _work(self, recorder: StepRecorder) -> RoundWork:
+    def _work(self, recorder: StepRecorder) -> RoundRunner:
         """Everything that rounds share, warm before the first of them."""
         layout, rank = self.request.layout, self.comm.rank
-        read_rank = reader_of(rank, num_processes=self.comm.size, shift=self.shift)
-        pipe = fitted(
+        read_rank = choose_source_process(rank, num_processes=self.comm.size, shift=self.shift)
+        pipe = fit_pipe(
             self.request.pipe,
             max(
-                (objects_of(layout, process, 1) for process in (rank, read_rank)),
+                (plan_objects(layout, process, 1) for process in (rank, read_rank)),
                 key=lambda planned: sum(each.size_bytes for each in planned),
             ),
         )
         memory = WarmMemory(pipe.buffer_memory_bytes)
         if layout.bytes_of_processes()[[rank, read_rank]].any():
             memory.touch()
-            Content(self.prepared.seed, 0)
-        return RoundWork(
+            Content(self.prepared.seed, 0).prepare_verification()
+        return RoundRunner(
             comm=self.comm,
             layout=layout,
             storages=[self.reopen() for _ in range(pipe.streams)],
@@ -236,7 +247,7 @@ class _Session:
             recorder=recorder,
         )
 
-    def _rounds(self, work: RoundWork, folder: Path, observer: Observer) -> Iterator[RoundFigures]:
+    def _rounds(self, work: RoundRunner, folder: Path, observer: DeviceObserver) -> Iterator[RoundFigures]:
         asked = self.request.model.workload.checkpoint
         rounds = self.prepared.rounds
         marker = self._first_marker(folder)
@@ -248,13 +259,13 @@ class _Session:
                 seen = work.run(each, last=last)
             if each.direction == "write":
                 marker = marker.with_step(each.step, seen.ended_at_s)
-                mark(work.storages[0], marker, comm=self.comm)
+                update_marker(work.storages[0], marker, comm=self.comm)
             yield seen
 
-    def _first_marker(self, folder: Path) -> Marker:
+    def _first_marker(self, folder: Path) -> CheckpointMarker:
         """What the marker says from now on: another run's checkpoints stay noted, with this run's folder."""
         earlier = self.prepared.earlier
-        return Marker(
+        return CheckpointMarker(
             content_version=CONTENT_VERSION,
             seed=self.prepared.seed,
             shape=self.request.shape,
@@ -263,7 +274,9 @@ class _Session:
         )
 
 
-def _delivered(observer: Observer, work: RoundWork, rounds: Sequence[RoundFigures]) -> Iterator[Delivery]:
+def _delivered(
+    observer: DeviceObserver, work: RoundRunner, rounds: Sequence[RoundFigures]
+) -> Iterator[Delivery]:
     """What devices moved beside what this rank's storages did, for each direction there was. Collective."""
     counted = sum((storage.counters.snapshot() for storage in work.storages), Counters())
     directions = {each.round.direction for each in rounds}

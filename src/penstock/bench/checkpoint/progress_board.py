@@ -1,7 +1,7 @@
-"""How far a round is, on every rank and in total, and that it goes on: told while it lasts.
+"""Shows how far a round is, on every rank and in total, while it lasts.
 
-Ranks note their bytes in a small file of the run's folder, because they meet only when a round is over; rank
-0 adds them up. Invariant: watching never fails a round, and stops with it.
+Ranks meet only at the end of a round, so each writes its bytes to a small file of the run's folder, and
+rank 0 adds them up. A failure to report never fails the round.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE: Final = "progress"
+PROGRESS_FILE: Final = "progress"
 _SLOT_BYTES: Final = 8
 LOOK_INTERVAL_S: Final = 1.0
 TELL_INTERVAL_S: Final = 60.0
 SIGN_INTERVAL_S: Final = 10.0
 
 
-class Board:
+class ProgressBoard:
     """One number a rank, in a file that all ranks see; a rank writes its own, rank 0 reads them all."""
 
     def __init__(self, path: Path, *, rank: int, num_ranks: int) -> None:
@@ -68,7 +68,7 @@ class Board:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Onlookers:
+class ProgressOutputs:
     """Who is told on rank 0: a bar, the run's record (a sign of life), and people, a line a minute."""
 
     progress: Progress
@@ -76,19 +76,19 @@ class Onlookers:
     tell: Callable[[str], None]
 
 
-class Watch:
+class RoundProgress:
     """One rank's watch over its rounds. It is the `Progress` that the pipe advances, from any thread."""
 
-    def __init__(self, board: Board, *, rank: int, onlookers: Onlookers) -> None:
+    def __init__(self, board: ProgressBoard, *, rank: int, outputs: ProgressOutputs) -> None:
         self._board = board
         self._is_first = rank == 0
-        self._onlookers = onlookers
+        self._onlookers = outputs
         self._lock = threading.Lock()
         self._moved_bytes = 0
         self._shown_bytes = 0
 
     def begin(self, phase: str, total: float) -> None:
-        """The pipe's own phases are parts of a round, which `over` has announced."""
+        """The pipe's own phases are parts of a round, which `track` has announced."""
 
     def advance(self, amount: float) -> None:
         """Count what the pipe has moved."""
@@ -96,7 +96,7 @@ class Watch:
             self._moved_bytes += int(amount)
 
     @contextmanager
-    def over(self, title: str, bytes_of_ranks: list[int]) -> Iterator[None]:
+    def track(self, title: str, bytes_of_ranks: list[int]) -> Iterator[None]:
         """Watch over one round; `bytes_of_ranks` is what each rank will move in it."""
         self._moved_bytes = 0
         self._board.note(0)
@@ -129,7 +129,7 @@ class Watch:
                 self._onlookers.sign_of_life()
                 signed_s = now_s
             if now_s - told_s >= TELL_INTERVAL_S:
-                self._onlookers.tell(f"{title}: {how_far(moved, bytes_of_ranks, now_s - began_s)}")
+                self._onlookers.tell(f"{title}: {format_progress(moved, bytes_of_ranks, now_s - began_s)}")
                 told_s = now_s
 
     def _show(self, moved_bytes: int) -> None:
@@ -138,7 +138,7 @@ class Watch:
             self._shown_bytes = moved_bytes
 
 
-def how_far(moved: list[int], planned: list[int], elapsed_s: float) -> str:
+def format_progress(moved: list[int], planned: list[int], elapsed_s: float) -> str:
     """Progress in a sentence: the total, its rate, and the rank that is farthest behind."""
     total_bytes = sum(moved)
     text = f"{format_bytes(total_bytes)} of {format_bytes(sum(planned))}"

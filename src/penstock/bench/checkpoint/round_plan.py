@@ -1,7 +1,7 @@
-"""Which checkpoints are written and which are read, in which order, and by whom: pure.
+"""Which checkpoints are written and read, in which order, and by which process. Pure.
 
-Place in the flow: between a request with its layout and the rounds. All writes come before all reads, as in
-MLPerf Storage and DLIO. Invariant: a round that is planned reads only what was written before it.
+All writes come before all reads, as in MLPerf Storage and DLIO; a planned read is of a checkpoint that exists
+or is written before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPOCH: Final = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class CheckpointRound:
     """One checkpoint, written or read by all ranks together; the `number`-th of its direction."""
 
     direction: Direction
@@ -38,13 +38,13 @@ class Round:
         return checkpoint_folder(self.epoch, self.step)
 
 
-def plan_rounds(*, num_writes: int, num_reads: int, there: Sequence[int]) -> tuple[Round, ...]:
+def plan_rounds(*, num_writes: int, num_reads: int, there: Sequence[int]) -> tuple[CheckpointRound, ...]:
     """The rounds still to come; `there` are the steps of whole checkpoints that are kept, ascending.
 
     Reads take the oldest checkpoints first, as DLIO does: what was written last may still be in some cache.
     """
     missing = (step for step in range(1, num_writes + 1) if step not in there)
-    writes = [Round(direction="write", number=step, step=step) for step in missing]
+    writes = [CheckpointRound(direction="write", number=step, step=step) for step in missing]
     readable = sorted({*there, *(each.step for each in writes)})
     if num_reads > len(readable):
         raise UsageError(
@@ -53,13 +53,13 @@ def plan_rounds(*, num_writes: int, num_reads: int, there: Sequence[int]) -> tup
             fix=f"Read at most {len(readable)}, or write more: --writes {num_reads}.",
         )
     reads = [
-        Round(direction="read", number=number, step=step)
+        CheckpointRound(direction="read", number=number, step=step)
         for number, step in enumerate(readable[:num_reads], start=1)
     ]
     return (*writes, *reads)
 
 
-def objects_of(
+def plan_objects(
     layout: StateLayout, process: int, step: int, *, epoch: int = EPOCH
 ) -> tuple[PlannedObject, ...]:
     """What one process writes of a checkpoint."""
@@ -70,7 +70,7 @@ def objects_of(
     )
 
 
-def reader_of(process: int, *, num_processes: int, shift: int) -> int:
+def choose_source_process(process: int, *, num_processes: int, shift: int) -> int:
     """Whose files a process reads back: with a shift of a node's ranks, those of the next node."""
     return (process + shift) % num_processes
 
@@ -85,6 +85,6 @@ def rank_shift(hosts: Sequence[str]) -> int:
     return max(counts) if len(counts) > 1 else 0
 
 
-def seconds_between(rounds: Sequence[Round], interval_s: float) -> Iterator[float]:
+def seconds_between(rounds: Sequence[CheckpointRound], interval_s: float) -> Iterator[float]:
     """How long to wait before each round: the interval between two of them, nothing before the first."""
     return (interval_s if place else 0.0 for place in range(len(rounds)))

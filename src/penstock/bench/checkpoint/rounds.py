@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from penstock.bench.cache_eviction import make_cold
-from penstock.bench.checkpoint.checkpoint_result import MOST_TOLD, RoundFigures
-from penstock.bench.checkpoint.round_plan import objects_of, reader_of
+from penstock.bench.cache_eviction import evict_objects
+from penstock.bench.checkpoint.checkpoint_result import MAX_WRONG_PLACES, RoundFigures
+from penstock.bench.checkpoint.round_plan import choose_source_process, plan_objects
 from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM
 from penstock.checkpoint.saving.phase_figures import common_origin_ns, figures_of
 from penstock.checkpoint.saving.pipeline import write_objects
@@ -26,8 +26,8 @@ from penstock.errors import ObjectNotFound, StorageError
 from penstock.results.events import Phase, SpanEvent, SpanKind
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.progress_board import Watch
-    from penstock.bench.checkpoint.round_plan import Round
+    from penstock.bench.checkpoint.progress_board import RoundProgress
+    from penstock.bench.checkpoint.round_plan import CheckpointRound
     from penstock.bench.model_state import StateLayout
     from penstock.bench.step_recorder import StepRecorder
     from penstock.checkpoint.saving.buffers import WarmMemory
@@ -63,7 +63,7 @@ _TITLES: Final = {"write": "writing", "read": "reading"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundWork:
+class RoundRunner:
     """What all rounds of one rank have in common. `shift` is how far ranks are moved for reading."""
 
     comm: Comm
@@ -74,20 +74,20 @@ class RoundWork:
     seed: int
     shift: int
     syncs_ranks: bool
-    watch: Watch
+    watch: RoundProgress
     recorder: StepRecorder
 
-    def run(self, each: Round, *, last: int) -> RoundFigures:
+    def run(self, each: CheckpointRound, *, last: int) -> RoundFigures:
         """The round, and what all ranks saw of it. `last` is the number of its direction's last round."""
         process = self.comm.rank
         if each.direction == "read":
-            process = reader_of(process, num_processes=self.comm.size, shift=self.shift)
-        planned = objects_of(self.layout, process, each.step, epoch=each.epoch)
+            process = choose_source_process(process, num_processes=self.comm.size, shift=self.shift)
+        planned = plan_objects(self.layout, process, each.step, epoch=each.epoch)
         content = StateContent(self.seed, planned)
-        cold = make_cold(self.storages[0], planned, comm=self.comm) if each.direction == "read" else None
+        cold = evict_objects(self.storages[0], planned, comm=self.comm) if each.direction == "read" else None
         title = f"{_TITLES[each.direction]} checkpoint {each.number} of {last}"
         began_at_s = time.time()
-        with self.watch.over(title, self._bytes_of_ranks(each)):
+        with self.watch.track(title, self._bytes_of_ranks(each)):
             measurements = self._move(each, planned, content)
         busy = [seen for seen in measurements if seen is not None]
         return RoundFigures(
@@ -96,16 +96,19 @@ class RoundWork:
             ended_at_s=time.time(),
             phase=figures_of(busy),
             cold=cold,
-            wrong=tuple(place for seen in busy for place in seen.wrong_bytes)[:MOST_TOLD],
+            wrong=tuple(place for seen in busy for place in seen.wrong_bytes)[:MAX_WRONG_PLACES],
         )
 
-    def _bytes_of_ranks(self, each: Round) -> list[int]:
+    def _bytes_of_ranks(self, each: CheckpointRound) -> list[int]:
         sizes: list[int] = self.layout.bytes_of_processes().tolist()
         shift = self.shift if each.direction == "read" else 0
-        return [sizes[reader_of(rank, num_processes=len(sizes), shift=shift)] for rank in range(len(sizes))]
+        return [
+            sizes[choose_source_process(rank, num_processes=len(sizes), shift=shift)]
+            for rank in range(len(sizes))
+        ]
 
     def _move(
-        self, each: Round, planned: Sequence[PlannedObject], content: StateContent
+        self, each: CheckpointRound, planned: Sequence[PlannedObject], content: StateContent
     ) -> list[Measurement | None]:
         """The timed part; a rank without files sees nothing."""
         move = write_objects if each.direction == "write" else read_objects
@@ -139,7 +142,11 @@ class RoundWork:
         return seen
 
     def _note(
-        self, each: Round, seen: Measurement | None, planned: Sequence[PlannedObject], origin_ns: int
+        self,
+        each: CheckpointRound,
+        seen: Measurement | None,
+        planned: Sequence[PlannedObject],
+        origin_ns: int,
     ) -> None:
         """DLIO's span of the round: this rank's own time, with `rank_sync` until all have met."""
         end_ns = time.monotonic_ns() if self.syncs_ranks or seen is None else seen.end_ns
@@ -157,7 +164,7 @@ class RoundWork:
         )
 
 
-def fitted(pipe: PipeSettings, planned: Sequence[PlannedObject]) -> PipeSettings:
+def fit_pipe(pipe: PipeSettings, planned: Sequence[PlannedObject]) -> PipeSettings:
     """The settings with no more memory and streams than the objects of a checkpoint can use.
 
     Memory is touched before it is timed, and costs seconds a GiB: a small checkpoint should not pay for it.

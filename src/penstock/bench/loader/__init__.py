@@ -1,1 +1,1 @@
-"""Loaders: how the samples of a batch come from storage to one rank, ahead of the step that needs them."""
+"""Loaders: read the samples of a batch from storage to one rank, ahead of the step that needs them."""

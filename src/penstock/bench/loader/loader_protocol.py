@@ -1,7 +1,7 @@
-"""The waist between deciding what a batch reads and reading it: requests go in, arrived batches come out.
+"""The protocol between planning batches and reading them: requests go in, loaded batches come out.
 
 Planning (order, format) makes `BatchRequest`s; a `Loader` fulfils them some batches ahead of the loop.
-Invariant: batches arrive in the order of their requests, and each says what was really read for it.
+Batches arrive in the order of their requests, and each says what was really read for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import Extent, FileMap, Plan
+    from penstock.dataset.formats.format_protocol import Extent, FilePlan, FileSurvey
     from penstock.storage import Counters, Storage
 
 OpenStorage = Callable[[], "Storage"]
@@ -33,8 +33,8 @@ class BlockRequest:
     """Samples of one file that are decoded once all their ranges are here; `found` is what a survey found."""
 
     reads: tuple[ReadRequest, ...]
-    plan: Plan
-    found: FileMap
+    plan: FilePlan
+    found: FileSurvey
     samples: range
     is_checked: bool = False
     """Whether what they decode to is held against their generator."""

@@ -1,8 +1,7 @@
-"""The native loader: threads that read ranges straight into buffers of their own, some batches ahead.
+"""The native loader: threads that read ranges into buffers of their own, some batches ahead.
 
-Files and objects get the same depth: `threads` requests in flight, whatever their batch. Invariant: memory
-is one buffer a thread, whatever the size of samples, files and batches, and one block a thread where blocks
-are decoded; nothing else is copied or kept.
+Files and objects get the same depth: `threads` requests in flight, whatever their batch. Memory is one buffer
+per thread, and one block per thread where blocks are decoded, whatever the size of samples and files.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.loader.loader_protocol import Batch, BatchRequest
-from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, Served
+from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, ReadTotals
 from penstock.errors import PenstockError, UsageError
 from penstock.storage import Counters
 
@@ -143,7 +142,7 @@ class NativeLoader:
         while not self._tasks.empty():
             task = self._tasks.get()
             if task is not None:
-                task.arrival.note(Served(), reason)
+                task.arrival.note(ReadTotals(), reason)
 
 
 class _Arrival:
@@ -152,7 +151,7 @@ class _Arrival:
     def __init__(self, num_samples: int, num_tasks: int) -> None:
         self._num_samples = num_samples
         self._missing = num_tasks
-        self._served = Served()
+        self._served = ReadTotals()
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self.cancelled = False
@@ -161,7 +160,7 @@ class _Arrival:
         """Nobody will wait for this batch: what has not begun is skipped."""
         self.cancelled = True
 
-    def note(self, served: Served, error: BaseException | None) -> None:
+    def note(self, served: ReadTotals, error: BaseException | None) -> None:
         """One task is over."""
         with self._changed:
             self._served = self._served.plus(served)
@@ -188,11 +187,11 @@ class _Task:
     """One piece of work for one batch, for whichever thread is free."""
 
     arrival: _Arrival
-    work: Callable[[RangeReader], Served]
+    work: Callable[[RangeReader], ReadTotals]
 
     def run(self, reader: RangeReader) -> None:
         """Work and note, whatever happens: a batch that nobody completes would be waited for for ever."""
-        served = Served()
+        served = ReadTotals()
         with suppress(PenstockError):  # it comes out where the batch is awaited
             try:
                 if not self.arrival.cancelled:
@@ -201,8 +200,8 @@ class _Task:
                 self.arrival.note(served, sys.exception())
 
 
-def _preprocess(duration_ns: int, _reader: RangeReader) -> Served:
+def _preprocess(duration_ns: int, _reader: RangeReader) -> ReadTotals:
     """Work on samples for that long; the thread reads nothing meanwhile, as a worker of DLIO."""
     began_ns = time.monotonic_ns()
     time.sleep(duration_ns / 1e9)
-    return Served(decode_ns=time.monotonic_ns() - began_ns)
+    return ReadTotals(decode_ns=time.monotonic_ns() - began_ns)

@@ -1,7 +1,7 @@
-"""The pytorch loader: torch's own `DataLoader` and its worker processes, fed with the batches of our plan.
+"""The pytorch loader: torch's `DataLoader` and its worker processes, fed with the batches of our plan.
 
-A `BatchRequest` travels to a worker as torch's index, so persistent workers read what each epoch asks for.
-Invariant: a worker opens a storage of its own and holds no socket of the rank that it came from.
+A `BatchRequest` travels to a worker as torch's index, so persistent workers read what each epoch asks for. A
+worker opens a storage of its own and holds no socket of the rank that started it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from penstock.bench.loader.loader_protocol import Batch, BatchRequest
-from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, Served
+from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, ReadTotals
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.storage import Counters
 from penstock.workload.choices import ProcessStart
@@ -218,13 +218,13 @@ class _Reads(Dataset[_Arrival]):
             if self._options.context is ProcessStart.FORK and get_worker_info() is not None:
                 _require_forkable(self._storage)
             self._reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
-        served = Served()
+        served = ReadTotals()
         for one in request.requests:
             served = served.plus(self._reader.serve(one))
         if request.preprocess_ns:
             began_ns = time.monotonic_ns()
             time.sleep(sum(request.preprocess_ns) / 1e9)
-            served = served.plus(Served(decode_ns=time.monotonic_ns() - began_ns))
+            served = served.plus(ReadTotals(decode_ns=time.monotonic_ns() - began_ns))
         return Batch(request.num_samples, *served)
 
     def _collate(self, num_samples: int) -> torch.Tensor | None:

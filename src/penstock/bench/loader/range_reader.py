@@ -1,7 +1,7 @@
-"""Serves requests, one after the other: what a thread or a worker process of a loader does all day.
+"""Serves read requests one after the other: the inner loop of every loader thread and worker process.
 
-Invariant: memory is one buffer, whatever the size of the range, and what was read is dropped; only a block
-that is to be decoded is held whole, until the next one.
+Memory is one buffer, whatever the size of a range, and what was read is dropped; only a block that is to be
+decoded is held whole, until the next one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_BUFFER_BYTES: Final = 8 << 20
 
 
-class Served(NamedTuple):
+class ReadTotals(NamedTuple):
     """What requests came to: bytes and ranges read, and the time for reading and for work on it."""
 
     read_bytes: int = 0
@@ -29,9 +29,9 @@ class Served(NamedTuple):
     read_ns: int = 0
     decode_ns: int = 0
 
-    def plus(self, other: Served) -> Served:
+    def plus(self, other: ReadTotals) -> ReadTotals:
         """Both together."""
-        return Served(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return ReadTotals(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class RangeReader:
@@ -45,17 +45,17 @@ class RangeReader:
         self._key: str | None = None
         self._source: Source | None = None
 
-    def serve(self, request: ReadRequest | BlockRequest) -> Served:
+    def serve(self, request: ReadRequest | BlockRequest) -> ReadTotals:
         """Read what a request asks for; decode a block."""
         began_ns = time.monotonic_ns()
         if not isinstance(request, BlockRequest):
             read_bytes = self.read(request)
-            return Served(read_bytes, 1, time.monotonic_ns() - began_ns)
+            return ReadTotals(read_bytes, 1, time.monotonic_ns() - began_ns)
         pieces = self._read_block(request)
         read_ns = time.monotonic_ns()
         assert self._decoder is not None
         self._decoder.decode(request, pieces)
-        return Served(
+        return ReadTotals(
             sum(len(piece.content) for piece in pieces),
             len(pieces),
             read_ns - began_ns,

@@ -1,7 +1,6 @@
-"""What a loader does with the bytes of a block: decode them, and hold some against their generator.
+"""What a loader does with the bytes of a block: decode the samples, and compare some with their generator.
 
-Place in the flow: made by a run that decodes or checks, used wherever a loader reads. Invariant: samples are
-copied out of the loader's memory, as a trainer must have them; then they are dropped.
+Samples are copied out of the loader's buffers, as a trainer would need them, and then dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from penstock.errors import StorageError
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import BlockRequest
-    from penstock.dataset.dataset_manifest import Recipe
+    from penstock.dataset.dataset_manifest import DatasetRecipe
     from penstock.dataset.formats.format_protocol import Extent, FileFormat, Sample
 
 SAMPLED: Final = 16
@@ -42,7 +41,7 @@ class FormatDecoder:
     """A `Decoder` by the data set's own format and recipe."""
 
     kind: FileFormat
-    recipe: Recipe
+    recipe: DatasetRecipe
 
     def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
         """Decode, and check a block that is to be; `StorageError` names the first wrong sample."""

@@ -1,7 +1,6 @@
-"""What a checkpoint holds, by arithmetic alone: model and parallelism in, every rank's files and bytes out.
+"""What a checkpoint holds, computed: model and parallelism in, every rank's files and bytes out.
 
-Place in the flow: between a model (`workload.model`) and everybody who writes, reads, sizes or judges
-checkpoints. Invariant: it is pure, and the sum over ranks is the model's total, whatever the parallelism.
+Pure. The sum over ranks is the model's total, whatever the parallelism.
 """
 
 from penstock.bench.model_state.layout_planner import LayoutRequest, plan_layout

@@ -1,7 +1,7 @@
-"""From a model to its layout: who holds which part of which file.
+"""From a model to its checkpoint layout: which rank holds which part of which file. Pure.
 
-Pure. Three kinds of model: a transformer by its dimensions, explicit sizes in DLIO's keys, and files known
-one by one. Invariant: a transformer's total follows from its parameters alone, to the byte.
+Three kinds of model: a transformer by its dimensions, explicit sizes in DLIO's keys, and files listed one by
+one. A transformer's total follows from its parameters alone, to the byte.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.bench.model_state.state_layout import (
     FileGroup,
     Mesh,
     StateLayout,
-    share,
+    even_share,
     stage_of_layer,
     without_empty,
 )
@@ -196,7 +196,7 @@ def _model_file(tensors: tuple[int, ...], *, mesh: Mesh, zero_stage: int, width:
         ranks = np.arange(mesh.model_parallel, dtype=np.int64)
         return FileGroup(name=_WHOLE, ranks=ranks, size_bytes=width * _divided(tensors, mesh, ranks))
     ranks = np.arange(mesh.num_ranks, dtype=np.int64)
-    own = share(_divided(tensors, mesh, ranks), mesh.data, mesh.replica_of(ranks))
+    own = even_share(_divided(tensors, mesh, ranks), mesh.data, mesh.replica_of(ranks))
     return FileGroup(name=_SHARDED, ranks=ranks, size_bytes=width * own)
 
 
@@ -206,7 +206,7 @@ def _divided(tensors: tuple[int, ...], mesh: Mesh, ranks: Numbers) -> Numbers:
     distinct, counts = np.unique(np.array(tensors, dtype=np.int64), return_counts=True)
     by_place = sum(
         (
-            count * share(elements, mesh.tensor, places)
+            count * even_share(elements, mesh.tensor, places)
             for elements, count in zip(distinct, counts, strict=True)
         ),
         start=np.zeros(mesh.tensor, dtype=np.int64),
@@ -220,7 +220,9 @@ def _optimizer(num_parameters: int, spec: Model, mesh: Mesh) -> FileGroup:
     num_ranks = mesh.num_ranks if spec.parallelism.zero_stage else mesh.model_parallel
     ranks = np.arange(num_ranks, dtype=np.int64)
     width = OPTIMIZER_STATES * DATATYPE_BYTES[spec.optimizer_datatype]
-    return FileGroup(name=_OPTIMIZER, ranks=ranks, size_bytes=width * share(num_parameters, num_ranks, ranks))
+    return FileGroup(
+        name=_OPTIMIZER, ranks=ranks, size_bytes=width * even_share(num_parameters, num_ranks, ranks)
+    )
 
 
 def _explicit(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:

@@ -161,7 +161,7 @@ class Mesh:
         return np.arange(self.tensor, dtype=np.int64) + stage * self.tensor
 
 
-def share(whole: Numbers | int, parts: int, place: Numbers) -> Numbers:
+def even_share(whole: Numbers | int, parts: int, place: Numbers) -> Numbers:
     """What falls to `place` of `parts` that are as equal as whole numbers allow."""
     shares: Numbers = whole * (place + 1) // parts - whole * place // parts
     return shares

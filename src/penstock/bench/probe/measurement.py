@@ -24,8 +24,8 @@ from penstock.units import format_bytes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.bench.probe.probe_folder import Place
-    from penstock.bench.probe.probe_plan import Step
+    from penstock.bench.probe.probe_folder import ProbeFolder
+    from penstock.bench.probe.probe_plan import ProbeStep
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
 
@@ -35,7 +35,7 @@ _BLOCK_MEMORY_BYTES: Final = 512 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
+class ProbeMeasurement:
     """One step, over all ranks. `resident_before` is the share of the files that memory held before a read.
 
     `streams` is per rank; `drain_s` is the part of `elapsed_s` that the slowest stream waited for durability.
@@ -78,7 +78,7 @@ _OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
 }
 
 
-def measure(step: Step, place: Place, *, comm: Comm, progress: Progress) -> Measurement:
+def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> ProbeMeasurement:
     """Time one step; collective. Steps that read need the step that wrote to have run in the same place."""
     phase = f"{place.mode} {step.op}, {step.streams} x {format_bytes(step.block_bytes)}"
     progress.begin(phase, step.size_bytes)
@@ -97,13 +97,13 @@ def measure(step: Step, place: Place, *, comm: Comm, progress: Progress) -> Meas
     return _summed_up(step, comm.gather(mine, awaiting=f"all ranks to finish {phase}"))
 
 
-def _summed_up(step: Step, ranks: list[_RankTimes]) -> Measurement:
+def _summed_up(step: ProbeStep, ranks: list[_RankTimes]) -> ProbeMeasurement:
     latencies_ms = np.concatenate([rank.latencies_ns for rank in ranks]) / 1e6
     elapsed_s = max(rank.elapsed_ns for rank in ranks) / 1e9
     moved_bytes = step.size_bytes * len(ranks)
     resident_bytes = sum(rank.resident[0] for rank in ranks)
     file_bytes = sum(rank.resident[1] for rank in ranks)
-    return Measurement(
+    return ProbeMeasurement(
         op=step.op,
         mode=step.mode,
         ranks=len(ranks),
@@ -122,7 +122,7 @@ def _summed_up(step: Step, ranks: list[_RankTimes]) -> Measurement:
     )
 
 
-def _run_streams(step: Step, place: Place, *, comm: Comm, progress: Progress) -> list[StreamTimes]:
+def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> list[StreamTimes]:
     """Start all threads, start the clocks together on all ranks, wait; the first real failure is raised."""
     gate = threading.Barrier(step.streams + 1)
     stop = threading.Event()
@@ -152,7 +152,7 @@ def _run_streams(step: Step, place: Place, *, comm: Comm, progress: Progress) ->
         return _results(futures)
 
 
-def _operation(step: Step, place: Place) -> Callable[[StreamTask], StreamTimes]:
+def _operation(step: ProbeStep, place: ProbeFolder) -> Callable[[StreamTask], StreamTimes]:
     if step.op == "fsync":
         return partial(timed_streams.fsync, folder=str(place.folder))
     return _OPERATIONS[step.op]
@@ -176,7 +176,7 @@ def _results(futures: list[Future[StreamTimes]]) -> list[StreamTimes]:
     return [future.result() for future in futures]
 
 
-def _blocks(step: Step, place: Place, *, stream_id: int) -> Blocks:
+def _blocks(step: ProbeStep, place: ProbeFolder, *, stream_id: int) -> Blocks:
     """As many blocks as the storage keeps in flight, and one to fill meanwhile, as far as memory allows.
 
     A storage that writes in the caller's thread gets a single block, which stays in the processor's cache.
@@ -193,7 +193,7 @@ def _stream_key(rank: int, stream: int) -> str:
     return f"rank{rank}-stream{stream}"
 
 
-def _keys_written(step: Step, rank: int) -> Iterator[str]:
+def _keys_written(step: ProbeStep, rank: int) -> Iterator[str]:
     for stream in range(step.streams):
         key = _stream_key(rank, stream)
         if step.op == "small_write":
@@ -202,7 +202,7 @@ def _keys_written(step: Step, rank: int) -> Iterator[str]:
             yield key
 
 
-def _drop_from_memory(step: Step, place: Place) -> tuple[int, int]:
+def _drop_from_memory(step: ProbeStep, place: ProbeFolder) -> tuple[int, int]:
     """Before a buffered read: drop this rank's files from the page cache; what stayed, of how much."""
     if place.folder is None or place.mode != "buffered" or "read" not in step.op:
         return 0, 0
@@ -214,7 +214,7 @@ def _drop_from_memory(step: Step, place: Place) -> tuple[int, int]:
     return resident_bytes, file_bytes
 
 
-def measurement_rows(measurements: Iterable[Measurement]) -> list[dict[str, str]]:
+def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
     """One row a measurement, to be read from left to right: what was done, how fast, how evenly."""
     return [
         {
@@ -231,9 +231,9 @@ def measurement_rows(measurements: Iterable[Measurement]) -> list[dict[str, str]
     ]
 
 
-def headline_rows(measurements: Iterable[Measurement]) -> list[dict[str, str]]:
+def headline_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
     """The best of each operation and mode: the limits to remember."""
-    best: dict[tuple[str, str], Measurement] = {}
+    best: dict[tuple[str, str], ProbeMeasurement] = {}
     for seen in measurements:
         kept = best.setdefault((seen.op, seen.mode), seen)
         if seen.gib_per_s > kept.gib_per_s:

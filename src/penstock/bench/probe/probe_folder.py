@@ -1,6 +1,6 @@
-"""The folder of its own in which a probe works, and its removal, whatever happens.
+"""The folder in which a probe works, and its removal in every case.
 
-Invariant: nothing outside this folder is touched, and folders that the probe did not make stay.
+Nothing outside this folder is touched, and folders that the probe did not make stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FOLDER_PREFIX: Final = "penstock-probe-"
 
 
-class Place:
+class ProbeFolder:
     """One rank's view of the probe's folder at one location. Leaving it is collective when all went well."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which steps a probe takes, decided before the first byte moves: pure, so that it can be shown and tested.
+"""Which steps a probe takes, decided before the first byte moves. Pure.
 
 Files are written, read back and removed group by group: a probe never holds more than one size on disk.
 """
@@ -51,7 +51,7 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ProbeStep:
     """One thing to time on every rank: `streams` threads with one block in flight each.
 
     `blocks_per_stream` blocks of `block_bytes` are moved by each stream; a small object is one block.
@@ -70,10 +70,10 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class StepGroup:
     """Steps on one set of files: the first writes them, the others read them, then they go."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProbeStep, ...]
 
 
 def probe_locations(uri: str) -> tuple[Location, ...]:
@@ -84,7 +84,7 @@ def probe_locations(uri: str) -> tuple[Location, ...]:
     return (location,)
 
 
-def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[Group, ...]:
+def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[StepGroup, ...]:
     """All steps of one mode, in order."""
     share_bytes = max(1, request.size_bytes // num_ranks)
     groups = [
@@ -93,24 +93,26 @@ def plan_groups(request: ProbeRequest, mode: Mode, *, num_ranks: int) -> tuple[G
         for block_bytes in request.block_bytes
     ]
     most = max(request.streams)
-    groups[-1] = Group(steps=(*groups[-1].steps, _random(groups[-1].steps[0])))
+    groups[-1] = StepGroup(steps=(*groups[-1].steps, _random(groups[-1].steps[0])))
     groups.append(_small_objects(mode, most, share_bytes))
     if mode in ("buffered", "direct"):
-        groups.append(Group(steps=(_fsync(mode),)))
+        groups.append(StepGroup(steps=(_fsync(mode),)))
     return tuple(groups)
 
 
-def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) -> Group:
+def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) -> StepGroup:
     blocks = max(1, share_bytes // (streams * block_bytes))
-    write = Step(op="write", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks)
-    return Group(steps=(write, replace(write, op="read")))
+    write = ProbeStep(
+        op="write", mode=mode, streams=streams, block_bytes=block_bytes, blocks_per_stream=blocks
+    )
+    return StepGroup(steps=(write, replace(write, op="read")))
 
 
-def _random(write: Step) -> Step:
+def _random(write: ProbeStep) -> ProbeStep:
     """Random reads over the files that `write` left, at most as many as tell the truth quickly."""
     stream_bytes = write.block_bytes * write.blocks_per_stream
     block_bytes = min(RANDOM_BLOCK_BYTES, stream_bytes)
-    return Step(
+    return ProbeStep(
         op="random_read",
         mode=write.mode,
         streams=write.streams,
@@ -119,18 +121,20 @@ def _random(write: Step) -> Step:
     )
 
 
-def _small_objects(mode: Mode, streams: int, share_bytes: int) -> Group:
+def _small_objects(mode: Mode, streams: int, share_bytes: int) -> StepGroup:
     count = min(NUM_SMALL_OBJECTS, max(1, share_bytes // SMALL_OBJECT_BYTES))
     per_stream = max(1, count // streams)
-    write = Step(
+    write = ProbeStep(
         op="small_write",
         mode=mode,
         streams=streams,
         block_bytes=SMALL_OBJECT_BYTES,
         blocks_per_stream=per_stream,
     )
-    return Group(steps=(write, replace(write, op="small_read")))
+    return StepGroup(steps=(write, replace(write, op="small_read")))
 
 
-def _fsync(mode: Mode) -> Step:
-    return Step(op="fsync", mode=mode, streams=1, block_bytes=FSYNC_BLOCK_BYTES, blocks_per_stream=NUM_FSYNCS)
+def _fsync(mode: Mode) -> ProbeStep:
+    return ProbeStep(
+        op="fsync", mode=mode, streams=1, block_bytes=FSYNC_BLOCK_BYTES, blocks_per_stream=NUM_FSYNCS
+    )

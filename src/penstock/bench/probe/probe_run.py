@@ -1,4 +1,4 @@
-"""A whole probe: at each location, as large as the time allows, group by group.
+"""A probe from start to finish: at each location, as large as the time allows, group by group.
 
 Collective: every rank runs the same steps in the same order and returns the same result.
 """
@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from penstock.bench.probe.measurement import Measurement, measure
-from penstock.bench.probe.probe_folder import FOLDER_PREFIX, Place
-from penstock.bench.probe.probe_plan import ProbeRequest, Step, plan_groups, probe_locations
+from penstock.bench.probe.measurement import ProbeMeasurement, measure
+from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
+from penstock.bench.probe.probe_plan import ProbeRequest, ProbeStep, plan_groups, probe_locations
 from penstock.storage import Counters
 from penstock.units import format_bytes, format_seconds
 
@@ -40,7 +40,7 @@ class ProbeResult:
     size_bytes: int
     storage: Mapping[str, Mapping[str, OptionValue]]
     counters: Mapping[str, Mapping[str, int | dict[str, int]]]
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[ProbeMeasurement, ...]
     notes: tuple[str, ...]
 
 
@@ -58,7 +58,7 @@ def probe(
     )
     seen: list[_SeenPlace] = []
     for location in probe_locations(request.uri):
-        with Place(location, folder_name, comm=comm, environment=environment, options=options) as place:
+        with ProbeFolder(location, folder_name, comm=comm, environment=environment, options=options) as place:
             seen.append(_probe_place(request, place, comm=comm, progress=progress))
     return ProbeResult(
         uri=request.uri,
@@ -79,11 +79,11 @@ class _SeenPlace:
     mode: str
     options: Mapping[str, OptionValue]
     counters: Counters
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[ProbeMeasurement, ...]
     notes: tuple[str, ...]
 
 
-def _probe_place(request: ProbeRequest, place: Place, *, comm: Comm, progress: Progress) -> _SeenPlace:
+def _probe_place(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> _SeenPlace:
     place.check_free_space(request.size_bytes)
     affordable_bytes = _affordable_bytes(request, place, comm=comm, progress=progress)
     sized = replace(request, size_bytes=min(request.size_bytes, affordable_bytes))
@@ -105,8 +105,8 @@ def _probe_place(request: ProbeRequest, place: Place, *, comm: Comm, progress: P
 
 
 def _measure_all(
-    request: ProbeRequest, place: Place, *, comm: Comm, progress: Progress
-) -> Iterator[Measurement]:
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
+) -> Iterator[ProbeMeasurement]:
     """Every step once, and the first one before that untimed: memory not used lately is slow.
 
     What it wrote is removed at once, so that the timed write gets the same, now warm, memory.
@@ -121,10 +121,10 @@ def _measure_all(
         comm.barrier(awaiting="all ranks to remove their files between measurements")
 
 
-def _affordable_bytes(request: ProbeRequest, place: Place, *, comm: Comm, progress: Progress) -> int:
+def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> int:
     """What one stream of each rank moves in `max_seconds`: a short first write tells, and warms up."""
     block_bytes = min(_CALIBRATION_BLOCK_BYTES, request.size_bytes)
-    step = Step(
+    step = ProbeStep(
         op="write",
         mode=place.mode,
         streams=1,
@@ -136,7 +136,7 @@ def _affordable_bytes(request: ProbeRequest, place: Place, *, comm: Comm, progre
     return max(_SMALLEST_SIZE_BYTES, int(seen.moved_bytes / seen.elapsed_s * request.max_seconds))
 
 
-def _smaller(request: ProbeRequest, place: Place, affordable_bytes: int) -> str:
+def _smaller(request: ProbeRequest, place: ProbeFolder, affordable_bytes: int) -> str:
     expected_s = request.size_bytes / affordable_bytes * request.max_seconds
     return (
         f"{place.mode}: {format_bytes(request.size_bytes)} would take about {format_seconds(expected_s)} a "

@@ -24,7 +24,7 @@ from penstock.errors import PenstockError, StorageTimeout
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.bench.probe.probe_plan import Step
+    from penstock.bench.probe.probe_plan import ProbeStep
     from penstock.progress import Progress
     from penstock.storage import Storage
 
@@ -38,7 +38,7 @@ class StreamTask:
     """What one thread is to do. It passes `gate` twice before its clock starts: all threads, all ranks."""
 
     storage: Storage
-    step: Step
+    step: ProbeStep
     key: str
     blocks: Blocks
     gate: threading.Barrier

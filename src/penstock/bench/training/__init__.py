@@ -1,4 +1,4 @@
-"""The timed training run: workload -> plan -> batches -> loop -> results, with a ceiling run before it.
+"""The timed training run: workload -> plan -> batches -> loop -> results. `training_run.train` starts it.
 
-`run.train` is the way in. Invariant: only the loop is timed; all that prepares it is reported by itself.
+Only the loop is timed; all that prepares it is reported separately.
 """

@@ -1,8 +1,8 @@
 """From a rank's order to what its loader reads: `BatchRequest`s in the pattern of the files' format.
 
-Pure but for formats that must look into a file to know its ranges. One-sample files are read whole, others
-block by block, TFRecords front to back in pieces. Invariant: O(1) memory; every byte range of an epoch is
-asked for once, by the first batch that needs it.
+Pure except for formats whose files must be opened to know their ranges. One-sample files are read whole,
+others block by block, TFRecords front to back. O(1) memory; every byte range of an epoch is requested once,
+by the first batch that needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.bench.compute import PreprocessTimes
     from penstock.bench.training.sample_sharding import RankEpoch
     from penstock.bench.training.training_files import TrainingFiles
-    from penstock.dataset.formats.format_protocol import FileMap, Plan
+    from penstock.dataset.formats.format_protocol import FilePlan, FileSurvey
     from penstock.results.events import Phase
     from penstock.storage import Storage
 
@@ -35,7 +35,7 @@ KNOWN_FILES: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handling:
+class SampleHandling:
     """What becomes of samples once they are read; by default they are dropped as they came."""
 
     decodes: bool = False
@@ -51,7 +51,7 @@ class _Block(NamedTuple):
     samples: range
 
 
-class Batches:
+class BatchPlanner:
     """Makes the requests of one rank and phase. One thread at a time uses it.
 
     `survey_bytes` counts what was read to find ranges: footers, above all.
@@ -65,34 +65,34 @@ class Batches:
         *,
         transfer_bytes: int | None = None,
         known_files: int = KNOWN_FILES,
-        handling: Handling | None = None,
+        handling: SampleHandling | None = None,
     ) -> None:
         self._files = files
         self._storage = storage
         self._phase = phase
-        self._handling = handling or Handling()
+        self._handling = handling or SampleHandling()
         self._transfer_bytes = transfer_bytes or TRANSFER_BYTES
         self._max_known = known_files
-        self._known: OrderedDict[int, tuple[Plan, FileMap]] = OrderedDict()
+        self._known: OrderedDict[int, tuple[FilePlan, FileSurvey]] = OrderedDict()
         self.survey_bytes = 0
 
     def of_epoch(self, order: RankEpoch, num_steps: int) -> Iterator[BatchRequest]:
         """The requests of the first `num_steps` steps of an epoch."""
-        deal = order.deal
-        num_samples = num_steps * deal.batch_size
+        sharding = order.sharding
+        num_samples = num_steps * sharding.batch_size
         reads = self._reads(order, num_samples)
         waiting = next(reads, None)
         for step in range(1, num_steps + 1):
-            reach = step * deal.batch_size
-            if deal.window_samples:
-                reach = min(round_up(reach, deal.window_samples), num_samples)
+            reach = step * sharding.batch_size
+            if sharding.window_samples:
+                reach = min(round_up(reach, sharding.window_samples), num_samples)
             requests = []
             while waiting is not None and waiting[0] < reach:
                 requests.append(waiting[1])
                 waiting = next(reads, None)
             times = self._handling.preprocess
-            preprocess_ns = times.of_batch(order.epoch, step, deal.batch_size) if times else ()
-            yield BatchRequest(tuple(requests), deal.batch_size, preprocess_ns)
+            preprocess_ns = times.of_batch(order.epoch, step, sharding.batch_size) if times else ()
+            yield BatchRequest(tuple(requests), sharding.batch_size, preprocess_ns)
 
     def _reads(self, order: RankEpoch, num_samples: int) -> Iterator[tuple[int, ReadRequest | BlockRequest]]:
         """Every read of an epoch, with the position of the first sample that needs it."""
@@ -109,7 +109,7 @@ class Batches:
                     yield block.position, read
 
     def _reads_of(
-        self, plan: Plan, found: FileMap, block: _Block, indexed: set[int]
+        self, plan: FilePlan, found: FileSurvey, block: _Block, indexed: set[int]
     ) -> Iterator[ReadRequest]:
         for read in self._files.kind.reads(plan, found, block.samples):
             # An index beside a file is loaded when the file is opened, not for every sample.
@@ -152,14 +152,14 @@ class Batches:
                 samples = range(first, min(first + step, block.samples.stop))
                 yield _Block(block.position + first - block.samples.start, block.number, samples)
 
-    def _records(self, plan: Plan, samples: range) -> Iterator[ReadRequest]:
+    def _records(self, plan: FilePlan, samples: range) -> Iterator[ReadRequest]:
         each = _record_bytes(plan)
         end = samples.stop * each
         for offset in range(samples.start * each, end, self._transfer_bytes):
             size_bytes = min(self._transfer_bytes, end - offset)
             yield ReadRequest(plan.parts[0].key(plan.name), offset, size_bytes, self._expected(plan, 0))
 
-    def _front_to_back(self, plan: Plan, block: _Block) -> Iterator[tuple[int, ReadRequest]]:
+    def _front_to_back(self, plan: FilePlan, block: _Block) -> Iterator[tuple[int, ReadRequest]]:
         """A whole file in pieces, each needed by the first sample that has a byte in it."""
         key, expected_bytes = plan.parts[0].key(plan.name), self._expected(plan, 0)
         size_bytes = self._storage.stat(key).size_bytes if expected_bytes is None else expected_bytes
@@ -168,15 +168,15 @@ class Batches:
             first = block.position + offset * len(block.samples) // size_bytes
             yield first, ReadRequest(key, offset, length, expected_bytes)
 
-    def _request(self, plan: Plan, part: int, offset: int, size_bytes: int) -> ReadRequest:
+    def _request(self, plan: FilePlan, part: int, offset: int, size_bytes: int) -> ReadRequest:
         key, expected_bytes = plan.parts[part].key(plan.name), self._expected(plan, part)
         is_whole = offset == 0 and size_bytes == plan.parts[part].size_bytes
         return ReadRequest(key, offset, None if is_whole else size_bytes, expected_bytes)
 
-    def _expected(self, plan: Plan, part: int) -> int | None:
-        return plan.parts[part].size_bytes if self._files.are_ours else None
+    def _expected(self, plan: FilePlan, part: int) -> int | None:
+        return plan.parts[part].size_bytes if self._files.have_manifest else None
 
-    def _look_into(self, number: int) -> tuple[Plan, FileMap]:
+    def _look_into(self, number: int) -> tuple[FilePlan, FileSurvey]:
         if number in self._known:
             self._known.move_to_end(number)
             return self._known[number]
@@ -187,7 +187,7 @@ class Batches:
             self._known.popitem(last=False)
         return known
 
-    def _survey(self, plan: Plan) -> FileMap:
+    def _survey(self, plan: FilePlan) -> FileSurvey:
         with closing(_CountedSource(self._storage.open(plan.parts[0].key(plan.name)))) as source:
             found = self._files.kind.survey(plan, source)
         self.survey_bytes += source.read_bytes
@@ -205,7 +205,7 @@ class _CountedSource(WrappedSource):
         self.read_bytes += buffer.nbytes
 
 
-def _record_bytes(plan: Plan) -> int:
+def _record_bytes(plan: FilePlan) -> int:
     """One record of a file whose records are all alike."""
     size_bytes = plan.parts[0].size_bytes
     assert size_bytes is not None
@@ -215,7 +215,7 @@ def _record_bytes(plan: Plan) -> int:
 def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
     """The rank's blocks in order, up to that many samples."""
     position = 0
-    step = order.deal.block_samples
+    step = order.sharding.block_samples
     for number, item in order.samples():
         for first in range(item.start, item.stop, step):
             if position >= num_samples:
@@ -225,7 +225,7 @@ def _blocks(order: RankEpoch, num_samples: int) -> Iterator[_Block]:
             position += len(samples)
 
 
-def ahead(requests: Iterator[BatchRequest], depth: int) -> Generator[BatchRequest, None, None]:
+def plan_ahead(requests: Iterator[BatchRequest], depth: int) -> Generator[BatchRequest, None, None]:
     """The same requests, made on a thread of its own up to `depth` before they are wanted.
 
     Planning then falls into the time in which the rank computes, as with the workers of other loaders.

@@ -1,7 +1,7 @@
-"""The ceiling run: the same plan, loader, threads and barriers on storage that costs nothing.
+"""The harness limit: the same plan, loader, threads and barriers on storage that costs nothing.
 
-Place in the flow: before the real run, for a few seconds. What it reaches is what this client can deliver at
-most; a result near it says nothing about storage. Invariant: only reading is replaced.
+Measured for a few seconds before the real run. It is the most that this client can deliver, so a result close
+to it says nothing about storage. Only reading is replaced.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 from penstock.bench.loader.loader_protocol import ReadRequest
 from penstock.bench.step_recorder import read_clocks
 from penstock.bench.training.sample_sharding import RankEpoch
-from penstock.bench.training.training_loop import Loop, phase_works
-from penstock.bench.training.training_result import Ceiling
+from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
+from penstock.bench.training.training_result import HarnessLimit
 from penstock.errors import ObjectNotFound
 from penstock.results.events import SPAN_TYPE, STEP_TYPE, Phase, RankEvents, SpanEvent, StepEvent
 from penstock.results.figures import phase_figures
@@ -26,7 +26,7 @@ from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import BatchRequest, LoaderOptions
-    from penstock.bench.training.training_run import Prepared
+    from penstock.bench.training.training_run import PreparedTraining
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Source, Storage
@@ -39,31 +39,33 @@ _KNOWN_FILES: Final = 1 << 16
 """Files that are looked into before the run, so that it looks into none while it is timed."""
 
 
-def ceiling_steps(compute_s: float, num_steps: int) -> int:
+def count_limit_steps(compute_s: float, num_steps: int) -> int:
     """How many steps the ceiling run takes: about `LONGEST_S` of computation, never more than an epoch."""
     affordable = int(LONGEST_S / compute_s) if compute_s > 0 else MOST_STEPS
     return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
 
 
-def run_ceiling(
+def measure_harness_limit(
     workload: Workload,
-    prepared: Prepared,
+    prepared: PreparedTraining,
     storage: Storage,
     *,
     options: LoaderOptions,
     comm: Comm,
     progress: Progress,
-) -> Ceiling | None:
+) -> HarnessLimit | None:
     """Run the first steps of the first epoch; None where they are too few to count. Collective."""
     plan = prepared.plan
-    num_steps = ceiling_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
-    work = phase_works(workload, prepared, storage, rank=comm.rank, known_files=_KNOWN_FILES)[Phase.TRAIN]
-    order = RankEpoch(plan.deal, rank=comm.rank, epoch=1)
-    sizes = sizes_of(work.batches.of_epoch(order, num_steps), storage)
-    recorder = EventList()
+    num_steps = count_limit_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
+    work = make_phase_works(workload, prepared, storage, rank=comm.rank, known_files=_KNOWN_FILES)[
+        Phase.TRAIN
+    ]
+    order = RankEpoch(plan.sharding, rank=comm.rank, epoch=1)
+    sizes = object_sizes(work.batches.of_epoch(order, num_steps), storage)
+    recorder = EventsInMemory()
     progress.begin("ceiling run, steps", num_steps)
     with closing(options.start(ZeroCostStorage(storage, sizes), partial(_free_elsewhere, sizes))) as loader:
-        loop = Loop(
+        loop = TrainingLoop(
             comm=comm,
             loader=loader,
             recorder=recorder,
@@ -77,7 +79,7 @@ def run_ceiling(
     if figures is None or figures.times is None:
         return None
     strict = figures.au_strict_percent
-    return Ceiling(
+    return HarnessLimit(
         num_steps=num_steps,
         au_compat_percent=figures.au_compat_percent.mean,
         au_strict_percent=strict.mean if strict else None,
@@ -118,7 +120,7 @@ class _ZeroCostSource:
         """Nothing is open."""
 
 
-def sizes_of(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, int]:
+def object_sizes(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, int]:
     """How big the objects are that these requests read; `storage` is asked where they do not say."""
     sizes: dict[str, int] = {}
     for request in requests:
@@ -133,7 +135,7 @@ def sizes_of(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, in
     return sizes
 
 
-class EventList:
+class EventsInMemory:
     """A `Recorder` in memory, for runs that leave no record."""
 
     def __init__(self) -> None:

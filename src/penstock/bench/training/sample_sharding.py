@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.epoch_order import DealtItems, Division, EpochOrder, Shard
+from penstock.bench.epoch_order import AssignedItems, EpochOrder, Remainder, Shard
 from penstock.errors import UsageError
 from penstock.results.events import Phase
 from penstock.workload.choices import FileAccess, Shuffle
@@ -29,7 +29,7 @@ _STEP_ITEMS: Final = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deal:
+class Sharding:
     """How the samples of one phase are dealt out. `group` items go to a rank at a time."""
 
     num_files: int
@@ -39,7 +39,7 @@ class Deal:
     group: int
     batch_size: int
     num_ranks: int
-    division: Division
+    division: Remainder
     seed: int
     shuffle: Shuffle
     window_samples: int
@@ -74,13 +74,13 @@ class Deal:
         return np.where(items % per_file == per_file - 1, last, self.item_samples)
 
 
-def training_deal(
-    workload: Workload, *, block_samples: int, num_ranks: int, division: Division, seed: int
-) -> Deal:
+def shard_training(
+    workload: Workload, *, block_samples: int, num_ranks: int, division: Remainder, seed: int
+) -> Sharding:
     """The deal of the training files. `seed` counts, whatever the workload says."""
     reader, dataset = workload.reader, workload.dataset
     shuffles = Shuffle.SEED if _is_on(reader.file_shuffle) or _is_on(reader.sample_shuffle) else Shuffle.OFF
-    return _deal(
+    return _shard_phase(
         workload,
         phase=Phase.TRAIN,
         num_files=dataset.num_files_train,
@@ -92,31 +92,31 @@ def training_deal(
     )
 
 
-def evaluation_deal(workload: Workload, *, block_samples: int, num_ranks: int, seed: int) -> Deal:
+def shard_evaluation(workload: Workload, *, block_samples: int, num_ranks: int, seed: int) -> Sharding:
     """The deal of the evaluation files: in turn; the end that fills no batch is left out."""
-    return _deal(
+    return _shard_phase(
         workload,
         phase=Phase.EVAL,
         num_files=workload.dataset.num_files_eval,
         block_samples=block_samples,
         num_ranks=num_ranks,
-        division=Division.DROP,
+        division=Remainder.DROP,
         seed=seed,
         shuffle=Shuffle.OFF,
     )
 
 
-def _deal(
+def _shard_phase(
     workload: Workload,
     *,
     phase: Phase,
     num_files: int,
     block_samples: int,
     num_ranks: int,
-    division: Division,
+    division: Remainder,
     seed: int,
     shuffle: Shuffle,
-) -> Deal:
+) -> Sharding:
     reader, samples_per_file = workload.reader, workload.dataset.num_samples_per_file
     is_training = phase is Phase.TRAIN
     mixes_samples = is_training and _is_on(reader.sample_shuffle)
@@ -125,7 +125,7 @@ def _deal(
     is_split = mixes_samples or is_shared or num_files < num_ranks
     item_samples = block_samples if is_split else samples_per_file
     batch_size = reader.batch_size if is_training else reader.batch_size_eval
-    return Deal(
+    return Sharding(
         num_files=num_files,
         samples_per_file=samples_per_file,
         block_samples=block_samples,
@@ -149,26 +149,26 @@ def _is_on(shuffle: Shuffle) -> bool:
 class RankEpoch:
     """The items of one rank in one epoch, in their order; O(1) memory."""
 
-    def __init__(self, deal: Deal, *, rank: int, epoch: int) -> None:
-        shard = deal.shard()
-        self.deal = deal
+    def __init__(self, sharding: Sharding, *, rank: int, epoch: int) -> None:
+        shard = sharding.shard()
+        self.sharding = sharding
         self.epoch = epoch
         self._rank = rank
         self._num_places = shard.num_ranks
         order = EpochOrder(
-            deal.num_items - shard.num_left_out,
-            deal.seed,
-            epoch if deal.new_order_each_epoch else 1,
-            deal.shuffle,
-            run_items=deal.run_items,
+            sharding.num_items - shard.num_left_out,
+            sharding.seed,
+            epoch if sharding.new_order_each_epoch else 1,
+            sharding.shuffle,
+            run_items=sharding.run_items,
         )
-        self._dealt = DealtItems(order, shard.left_out(epoch))
-        self.num_items = shard.num_per_rank * deal.group
+        self._dealt = AssignedItems(order, shard.left_out(epoch))
+        self.num_items = shard.num_per_rank * sharding.group
 
     def items(self, start: int, stop: int) -> Items:
         """The items at this rank's positions from `start` up to `stop`."""
-        turns, slots = np.divmod(np.arange(start, stop, dtype=np.int64), self.deal.group)
-        return self._dealt.items(turns * self._num_places + self._rank * self.deal.group + slots)
+        turns, slots = np.divmod(np.arange(start, stop, dtype=np.int64), self.sharding.group)
+        return self._dealt.items(turns * self._num_places + self._rank * self.sharding.group + slots)
 
     def pieces(self) -> Iterator[Items]:
         """All items, in arrays of bounded length."""
@@ -177,32 +177,32 @@ class RankEpoch:
 
     def samples(self) -> Iterator[tuple[int, range]]:
         """For each item its file, and its samples therein."""
-        deal = self.deal
+        sharding = self.sharding
         for items in self.pieces():
             for item in items.tolist():
-                number, place = divmod(item, deal.items_per_file)
-                begin = place * deal.item_samples
-                yield number, range(begin, min(begin + deal.item_samples, deal.samples_per_file))
+                number, place = divmod(item, sharding.items_per_file)
+                begin = place * sharding.item_samples
+                yield number, range(begin, min(begin + sharding.item_samples, sharding.samples_per_file))
 
     def count_samples(self) -> int:
         """How many samples they hold."""
-        if self.deal.samples_per_file % self.deal.item_samples == 0:
-            return self.num_items * self.deal.item_samples
-        return sum(int(self.deal.sizes(items).sum()) for items in self.pieces())
+        if self.sharding.samples_per_file % self.sharding.item_samples == 0:
+            return self.num_items * self.sharding.item_samples
+        return sum(int(self.sharding.sizes(items).sum()) for items in self.pieces())
 
 
-def require_steps(deal: Deal, *, what: str) -> None:
+def require_steps(sharding: Sharding, *, what: str) -> None:
     """Refuse what cannot be dealt out: no batch for some rank, or a remainder that shall be an error."""
-    together = deal.num_ranks * deal.group
-    if deal.num_items < together and deal.division is not Division.PAD:
+    together = sharding.num_ranks * sharding.group
+    if sharding.num_items < together and sharding.division is not Remainder.PAD:
         raise UsageError(
-            f"{deal.num_samples:,} samples are too few for {deal.num_ranks} ranks with batches of "
-            f"{deal.batch_size}: {what} would have no step",
+            f"{sharding.num_samples:,} samples are too few for {sharding.num_ranks} ranks with batches of "
+            f"{sharding.batch_size}: {what} would have no step",
             fix="Use more files, fewer ranks or smaller batches.",
         )
-    if deal.division is Division.ERROR and deal.num_items % together:
+    if sharding.division is Remainder.ERROR and sharding.num_items % together:
         raise UsageError(
-            f"{deal.num_items:,} items do not divide evenly: {together} go to {deal.num_ranks} ranks at a "
-            f"time, {deal.num_items % together} are left over",
+            f"{sharding.num_items:,} items do not divide evenly: {together} go to {sharding.num_ranks} ranks "
+            f"at a time, {sharding.num_items % together} are left over",
             fix="Change either number, or choose to rotate, drop or pad the remainder.",
         )

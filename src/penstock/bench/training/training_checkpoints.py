@@ -1,7 +1,6 @@
-"""Checkpoints on the way of a training run: when they are due, and taking them through the engine's pipe.
+"""Checkpoints during a training run: when they are due, and writing them through the engine's pipeline.
 
-Place in the flow: between two blocks of the loop. Deciding is pure. Invariant: a checkpoint lies outside of
-all blocks, so neither waits nor utilization count it.
+A checkpoint lies outside of all timed blocks, so neither waits nor utilization count it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.bench.checkpoint.checkpoint_folder import require_room
-from penstock.bench.checkpoint.progress_board import Board, Onlookers, Watch
-from penstock.bench.checkpoint.round_plan import Round, objects_of
-from penstock.bench.checkpoint.rounds import RoundWork, fitted
+from penstock.bench.checkpoint.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
+from penstock.bench.checkpoint.round_plan import CheckpointRound, plan_objects
+from penstock.bench.checkpoint.rounds import RoundRunner, fit_pipe
 from penstock.bench.training.training_result import CheckpointsTaken
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.pipeline import PipeSettings
@@ -27,23 +26,23 @@ if TYPE_CHECKING:
     from penstock.bench.model_state import StateLayout
     from penstock.bench.step_recorder import StepRecorder
     from penstock.cluster.comm import Comm
-    from penstock.workload.spec import Checkpoint
+    from penstock.workload.spec import CheckpointSection
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointWish:
+class CheckpointsRequest:
     """What a run saves, when, and where. `reopen` opens the place, once for each stream of the pipe."""
 
     layout: StateLayout
-    when: Checkpoint
+    when: CheckpointSection
     reopen: OpenStorage
     seed: int
     pipe: PipeSettings = field(default_factory=PipeSettings)
 
 
-def is_due(when: Checkpoint, epoch: int, step: int, num_steps: int) -> bool:
+def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bool:
     """Whether a checkpoint follows a step: each so many steps of an epoch, or at the end of chosen epochs."""
     if when.steps_between_checkpoints:
         return step % when.steps_between_checkpoints == 0
@@ -51,7 +50,7 @@ def is_due(when: Checkpoint, epoch: int, step: int, num_steps: int) -> bool:
     return step == num_steps and late >= 0 and late % when.epochs_between_checkpoints == 0
 
 
-def count_due(when: Checkpoint, epochs: Sequence[tuple[int, int]]) -> int:
+def count_due(when: CheckpointSection, epochs: Sequence[tuple[int, int]]) -> int:
     """How many checkpoints a run of these epochs, each with its number of steps, will take."""
     if when.steps_between_checkpoints:
         return sum(num_steps // when.steps_between_checkpoints for _, num_steps in epochs)
@@ -62,15 +61,15 @@ def count_due(when: Checkpoint, epochs: Sequence[tuple[int, int]]) -> int:
 class TrainingCheckpoints:
     """Takes a run's checkpoints; its memory and connections are ready before the first epoch."""
 
-    wish: CheckpointWish
-    work: RoundWork
+    request: CheckpointsRequest
+    work: RoundRunner
     num_due: int
     _taken: list[RoundFigures] = field(default_factory=list)
 
     @classmethod
     def begin(
         cls,
-        wish: CheckpointWish,
+        request: CheckpointsRequest,
         epochs: Sequence[tuple[int, int]],
         *,
         comm: Comm,
@@ -79,44 +78,46 @@ class TrainingCheckpoints:
         sign_of_life: Callable[[], None],
     ) -> TrainingCheckpoints:
         """Check that there is room for all of them, and warm up. Collective."""
-        num_due = count_due(wish.when, epochs)
-        sizes: list[int] = wish.layout.bytes_of_processes().tolist()
-        require_room(wish.reopen().uri, [size * num_due for size in sizes], comm=comm)
-        pipe = fitted(wish.pipe, objects_of(wish.layout, comm.rank, 1))
+        num_due = count_due(request.when, epochs)
+        sizes: list[int] = request.layout.bytes_of_processes().tolist()
+        require_room(request.reopen().uri, [size * num_due for size in sizes], comm=comm)
+        pipe = fit_pipe(request.pipe, plan_objects(request.layout, comm.rank, 1))
         memory = WarmMemory(pipe.buffer_memory_bytes)
         if num_due and sizes[comm.rank]:
             memory.touch()
-            Content(wish.seed, 0)
+            Content(request.seed, 0)
         # A bar shows the epoch; what a checkpoint adds to it would be no step.
-        onlookers = Onlookers(progress=Silent(), sign_of_life=sign_of_life, tell=_nobody_listens)
-        watch = Watch(Board(board, rank=comm.rank, num_ranks=comm.size), rank=comm.rank, onlookers=onlookers)
-        work = RoundWork(
+        outputs = ProgressOutputs(progress=Silent(), sign_of_life=sign_of_life, tell=_nobody_listens)
+        watch = RoundProgress(
+            ProgressBoard(board, rank=comm.rank, num_ranks=comm.size), rank=comm.rank, outputs=outputs
+        )
+        work = RoundRunner(
             comm=comm,
-            layout=wish.layout,
-            storages=[wish.reopen() for _ in range(pipe.streams)],
+            layout=request.layout,
+            storages=[request.reopen() for _ in range(pipe.streams)],
             pipe=pipe,
             memory=memory,
-            seed=wish.seed,
+            seed=request.seed,
             shift=0,
-            syncs_ranks=wish.when.rank_sync,
+            syncs_ranks=request.when.rank_sync,
             watch=watch,
             recorder=recorder,
         )
-        return cls(wish=wish, work=work, num_due=num_due)
+        return cls(request=request, work=work, num_due=num_due)
 
     def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
         """Whether one follows this step."""
-        return is_due(self.wish.when, epoch, step, num_steps)
+        return is_due(self.request.when, epoch, step, num_steps)
 
     def take(self, epoch: int, block: int, step: int) -> None:
         """Write it, durably; all ranks return together."""
-        each = Round(direction="write", number=block, step=step, epoch=epoch)
+        each = CheckpointRound(direction="write", number=block, step=step, epoch=epoch)
         self._taken.append(self.work.run(each, last=self.num_due))
 
     def taken(self) -> CheckpointsTaken:
         """What all of them came to."""
         duration_s = sum(each.phase.duration_s for each in self._taken)
-        num_bytes = self.wish.layout.total_bytes
+        num_bytes = self.request.layout.total_bytes
         rate = num_bytes * len(self._taken) / duration_s / GIB if duration_s else None
         return CheckpointsTaken(
             checkpoints=len(self._taken),

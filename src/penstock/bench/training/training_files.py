@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.content import Reduction
 from penstock.dataset.data_files import DataFiles
-from penstock.dataset.dataset_manifest import Recipe, read_manifest, require_same
+from penstock.dataset.dataset_manifest import DatasetRecipe, read_manifest, require_same
 from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.format_base import ComputedLayout
@@ -26,8 +26,8 @@ from penstock.workload.choices import DataFormat
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.dataset.external import ForeignFiles
-    from penstock.dataset.formats.format_protocol import FileFormat, Plan
+    from penstock.dataset.external import ExternalFiles
+    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
     from penstock.progress import Progress
     from penstock.storage import Storage
     from penstock.workload.spec import Dataset
@@ -42,16 +42,16 @@ class TrainingFiles:
     """The files that a run reads: the first `num_train` and `num_eval` of those that lie there."""
 
     dataset: Dataset
-    lie: DataFiles
+    data_files: DataFiles
     num_train: int
     num_eval: int
-    recipe: Recipe | None
+    recipe: DatasetRecipe | None
     """All that the files' bytes follow from; None of files from elsewhere."""
     num_found: int | None = None
     """How many files a listing found, over both phases; None where names are a formula."""
 
     @property
-    def are_to_be_listed(self) -> bool:
+    def need_listing(self) -> bool:
         """Whether names are still presumed, and shall not be."""
         has_files = self.dataset.format is not DataFormat.SYNTHETIC
         return has_files and self.recipe is None and self.num_found is None and not self.dataset.skip_listing
@@ -64,29 +64,29 @@ class TrainingFiles:
             return ()
         return (f"{self.num_found:,} files lie there, and the first {num_used:,} of them are read",)
 
-    def listed(self, found: ForeignFiles) -> TrainingFiles:
+    def listed(self, found: ExternalFiles) -> TrainingFiles:
         """The same by the names that were found."""
-        evaluation = self.lie.evaluation if found.evaluation is None else found.evaluation
+        evaluation = self.data_files.evaluation if found.evaluation is None else found.evaluation
         return replace(
             self,
-            lie=replace(self.lie, train=found.train, evaluation=evaluation),
+            data_files=replace(self.data_files, train=found.train, evaluation=evaluation),
             num_found=len(found.train) + (len(found.evaluation) if found.evaluation else 0),
         )
 
     @property
-    def are_ours(self) -> bool:
+    def have_manifest(self) -> bool:
         """Whether sizes and content of the files are known."""
         return self.recipe is not None
 
     @property
     def kind(self) -> FileFormat:
         """The format of all of them."""
-        return self.lie.kind
+        return self.data_files.kind
 
     @property
     def needs_survey(self) -> bool:
         """Whether ranges are known only from a look into each file."""
-        kind = self.lie.kind
+        kind = self.data_files.kind
         if not isinstance(kind, ComputedLayout):
             return True
         # A format may share all of a computed layout but this, as compressed files do.
@@ -97,13 +97,13 @@ class TrainingFiles:
         """Whether a file is read front to back while its samples are used, rather than block by block."""
         return self.dataset.format.is_stream
 
-    def plan(self, phase: Phase, number: int) -> Plan:
+    def plan(self, phase: Phase, number: int) -> FilePlan:
         """File `number` of a phase, counting from 0."""
-        return self.lie.plan(number if phase is Phase.TRAIN else len(self.lie.train) + number)
+        return self.data_files.plan(number if phase is Phase.TRAIN else len(self.data_files.train) + number)
 
     def block_samples(self) -> int:
         """How many samples are read together; 1 where the data set has no file."""
-        return self.lie.plan(0).block_samples if len(self.lie) else 1
+        return self.data_files.plan(0).block_samples if len(self.data_files) else 1
 
     def keys(self, *, first: int, step: int) -> Iterator[str]:
         """The keys of every `step`-th file of both phases, with all parts."""
@@ -135,7 +135,7 @@ def open_files(
     lying = dataset if recipe is None else recipe.dataset
     return TrainingFiles(
         dataset=dataset,
-        lie=DataFiles(
+        data_files=DataFiles(
             kind=reader(dataset, seed if recipe is None else recipe.seed),
             train=training_files(lying),
             evaluation=evaluation_files(lying),
@@ -146,7 +146,7 @@ def open_files(
     )
 
 
-def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> Recipe:
+def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> DatasetRecipe:
     """The recipe with the numbers of files that lie there, which their names contain."""
     recipe = held["recipe"]
     there = recipe["dataset"]
@@ -165,7 +165,7 @@ def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> R
         num_subfolders_train=int(there["num_subfolders_train"]),
         num_subfolders_eval=int(there["num_subfolders_eval"]),
     )
-    whole = Recipe(dataset=lying, seed=int(recipe["seed"]), reduction=Reduction(**recipe["reduction"]))
+    whole = DatasetRecipe(dataset=lying, seed=int(recipe["seed"]), reduction=Reduction(**recipe["reduction"]))
     require_same(storage, whole)
     return whole
 
@@ -196,7 +196,7 @@ def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Pr
     is missing is missing.
     """
     interval = 0 if files.num_found is not None else files.dataset.listing_validation_interval
-    places = checked_places(files, interval)[comm.rank :: comm.size]
+    places = choose_checked_files(files, interval)[comm.rank :: comm.size]
     began_s = time.monotonic()
     progress.begin("validating files", len(places))
     seen = all_gather_results(
@@ -220,7 +220,7 @@ def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Pr
     return Validation(num_files=num_files, elapsed_s=elapsed_s)
 
 
-def checked_places(files: TrainingFiles, interval: int) -> list[int]:
+def choose_checked_files(files: TrainingFiles, interval: int) -> list[int]:
     """Of both phases the first file, every `interval`-th after it, and the last."""
     if interval == 0:
         return []

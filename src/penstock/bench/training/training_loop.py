@@ -1,7 +1,7 @@
-"""The timed loop of one rank: wait for a batch, compute, meet the others, note it; epoch after epoch.
+"""The timed loop of one rank: wait for a batch, compute, meet the other ranks, record; epoch after epoch.
 
-Place in the flow: between a loader and a record of steps. The real run and the ceiling run are this same one.
-Invariant: nothing happens between a step's four moments but what their names say.
+The real run and the measurement of the harness limit run this same loop. Nothing happens between a step's
+four timestamps but what their names say.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.bench.compute import ComputeTimes, PreprocessTimes, SystemClock, compute_until
 from penstock.bench.loader.loader_protocol import Batch
-from penstock.bench.training.batch_requests import KNOWN_FILES, Batches, Handling, ahead
-from penstock.bench.training.sample_sharding import Deal, RankEpoch
+from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, SampleHandling, plan_ahead
+from penstock.bench.training.sample_sharding import RankEpoch, Sharding
 from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
 from penstock.workload.choices import ReadType
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import Loader
-    from penstock.bench.training.training_run import Prepared
+    from penstock.bench.training.training_run import PreparedTraining
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Storage
     from penstock.workload.spec import Workload
 
 
-class Saver(Protocol):
+class StepCheckpointer(Protocol):
     """Takes the checkpoints of a training run."""
 
     def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
@@ -38,7 +38,7 @@ class Saver(Protocol):
         """Take it, and record its span; collective. It ends the block, and the next one begins after it."""
 
 
-class Recorder(Protocol):
+class EventRecorder(Protocol):
     """Keeps what happened, in its order."""
 
     def add_step(self, step: StepEvent) -> None:
@@ -53,25 +53,25 @@ class PhaseWork:
     """What one rank needs to run a phase: how samples are dealt out, requested, and computed on."""
 
     phase: Phase
-    deal: Deal
-    batches: Batches
+    sharding: Sharding
+    batches: BatchPlanner
     compute: ComputeTimes
     reads_first: bool = False
     """Whether an epoch's samples are all read before its first step, which then finds them in memory."""
 
 
-def phase_works(
+def make_phase_works(
     workload: Workload,
-    prepared: Prepared,
+    prepared: PreparedTraining,
     storage: Storage,
     *,
     rank: int,
     known_files: int = KNOWN_FILES,
-    handling: Handling | None = None,
+    handling: SampleHandling | None = None,
 ) -> dict[Phase, PhaseWork]:
     """The work of training, and of evaluation where the plan has one."""
     plan, seed = prepared.plan, workload.train.seed
-    deals = {Phase.TRAIN: plan.deal}
+    deals = {Phase.TRAIN: plan.sharding}
     if plan.evaluation is not None:
         deals[Phase.EVAL] = plan.evaluation
     durations = {
@@ -81,15 +81,15 @@ def phase_works(
     return {
         phase: PhaseWork(
             phase=phase,
-            deal=deal,
-            batches=Batches(
+            sharding=sharding,
+            batches=BatchPlanner(
                 prepared.files,
                 storage,
                 phase,
                 transfer_bytes=workload.reader.transfer_bytes,
                 known_files=known_files,
                 handling=replace(
-                    handling or Handling(),
+                    handling or SampleHandling(),
                     preprocess=PreprocessTimes(
                         duration=workload.reader.preprocess_time, seed=seed, phase=phase, rank=rank
                     ),
@@ -98,7 +98,7 @@ def phase_works(
             reads_first=workload.reader.read_type is ReadType.MEMORY,
             compute=ComputeTimes(duration=durations[phase], seed=seed, phase=phase, rank=rank),
         )
-        for phase, deal in deals.items()
+        for phase, sharding in deals.items()
     }
 
 
@@ -111,15 +111,15 @@ class Preload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
+class TrainingLoop:
     """Runs epochs and evaluations of one rank. `planned_ahead` batches are planned before they are read."""
 
     comm: Comm
     loader: Loader
-    recorder: Recorder
+    recorder: EventRecorder
     progress: Progress
     planned_ahead: int
-    saver: Saver | None = None
+    saver: StepCheckpointer | None = None
 
     def train(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
         """One epoch of training; collective: all ranks meet after each step."""
@@ -137,8 +137,8 @@ class Loop:
         self, work: PhaseWork, epoch: int, num_steps: int, meet: Callable[[int], None]
     ) -> Preload | None:
         durations_ns = work.compute.of_epoch(epoch, num_steps).tolist()
-        order = RankEpoch(work.deal, rank=self.comm.rank, epoch=epoch)
-        requests = ahead(work.batches.of_epoch(order, num_steps), self.planned_ahead)
+        order = RankEpoch(work.sharding, rank=self.comm.rank, epoch=epoch)
+        requests = plan_ahead(work.batches.of_epoch(order, num_steps), self.planned_ahead)
         with closing(requests):
             preload = None
             began_ns = time.monotonic_ns()

@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.bench.training.sample_sharding import (
-    Deal,
     RankEpoch,
-    evaluation_deal,
+    Sharding,
     require_steps,
-    training_deal,
+    shard_evaluation,
+    shard_training,
 )
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.bench.epoch_order import Division
+    from penstock.bench.epoch_order import Remainder
     from penstock.bench.training.sample_sharding import Items
     from penstock.cluster.comm import Comm
     from penstock.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lot:
+class SampleSet:
     """A set of samples, by number and `digest`: two lots are the same, in any order, if both are equal.
 
     The digest is the sum, modulo 2**64, of mix(mix(item) + samples taken of it), where mix is the finisher of
@@ -41,20 +41,20 @@ class Lot:
     samples: int = 0
     digest: int = 0
 
-    def __add__(self, other: Lot) -> Lot:
+    def __add__(self, other: SampleSet) -> SampleSet:
         """Both together."""
-        return Lot(samples=self.samples + other.samples, digest=(self.digest + other.digest) % 2**64)
+        return SampleSet(samples=self.samples + other.samples, digest=(self.digest + other.digest) % 2**64)
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
         return {"samples": self.samples, "digest": f"{self.digest:016x}"}
 
 
-def lot_of(items: Items, taken: Items) -> Lot:
+def summarize_samples(items: Items, taken: Items) -> SampleSet:
     """`taken` samples of each item; items of which none is taken do not count."""
     counts = taken > 0
     mixed = _mix(_mix(items[counts].astype(np.uint64)) + taken[counts].astype(np.uint64))
-    return Lot(samples=int(taken.sum()), digest=int(mixed.sum(dtype=np.uint64)))
+    return SampleSet(samples=int(taken.sum()), digest=int(mixed.sum(dtype=np.uint64)))
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -64,25 +64,27 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RankShare:
     """What one rank gets of one epoch, and what of its own items it leaves out."""
 
-    taken: Lot
-    left_out: Lot
+    taken: SampleSet
+    left_out: SampleSet
 
 
-def share_of(order: RankEpoch, *, num_steps: int, full_steps: int) -> Share:
+def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> RankShare:
     """A rank's share of `num_steps` steps, of an epoch that would have `full_steps`."""
-    deal = order.deal
-    taken = left_out = Lot()
+    sharding = order.sharding
+    taken = left_out = SampleSet()
     before = 0
     for items in order.pieces():
-        sizes = deal.sizes(items)
+        sizes = sharding.sizes(items)
         begins = before + np.cumsum(sizes) - sizes
-        taken += lot_of(items, np.clip(num_steps * deal.batch_size - begins, 0, sizes))
-        left_out += lot_of(items, np.clip(begins + sizes - full_steps * deal.batch_size, 0, sizes))
+        taken += summarize_samples(items, np.clip(num_steps * sharding.batch_size - begins, 0, sizes))
+        left_out += summarize_samples(
+            items, np.clip(begins + sizes - full_steps * sharding.batch_size, 0, sizes)
+        )
         before += int(sizes.sum())
-    return Share(taken=taken, left_out=left_out)
+    return RankShare(taken=taken, left_out=left_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +94,8 @@ class EpochPlan:
     epoch: int
     num_steps: int
     full_steps: int
-    shares: tuple[Lot, ...]
-    left_out: Lot
+    shares: tuple[SampleSet, ...]
+    left_out: SampleSet
 
     def document(self) -> dict[str, Any]:
         """As plain data, for the record of a run."""
@@ -110,20 +112,20 @@ class EpochPlan:
 class TrainingPlan:
     """All epochs, and the evaluation that follows some of them."""
 
-    deal: Deal
+    sharding: Sharding
     epochs: tuple[EpochPlan, ...]
-    evaluation: Deal | None
+    evaluation: Sharding | None
     eval_steps: int
     eval_epochs: frozenset[int]
 
     def document(self) -> dict[str, Any]:
         """As plain data, for the record of a run."""
         return {
-            "item_samples": self.deal.item_samples,
-            "block_samples": self.deal.block_samples,
-            "window_samples": self.deal.window_samples,
-            "division": self.deal.division.value,
-            "shuffle": self.deal.shuffle.value,
+            "item_samples": self.sharding.item_samples,
+            "block_samples": self.sharding.block_samples,
+            "window_samples": self.sharding.window_samples,
+            "division": self.sharding.division.value,
+            "shuffle": self.sharding.shuffle.value,
             "epochs": [epoch.document() for epoch in self.epochs],
             "eval_steps": self.eval_steps,
             "eval_epochs": sorted(self.eval_epochs),
@@ -150,25 +152,25 @@ def eval_epochs(workload: Workload, num_epochs: int) -> frozenset[int]:
     return frozenset(range(asked.eval_after_epoch, num_epochs + 1, asked.epochs_between_evals))
 
 
-def left_out_by_division(deal: Deal, epoch: int) -> Lot:
+def left_out_by_division(sharding: Sharding, epoch: int) -> SampleSet:
     """What no rank gets at all."""
-    lot = Lot()
-    for run in deal.shard().left_out(epoch):
+    lot = SampleSet()
+    for run in sharding.shard().left_out(epoch):
         items = np.arange(run.start, run.stop, dtype=np.int64)
-        lot += lot_of(items, deal.sizes(items))
+        lot += summarize_samples(items, sharding.sizes(items))
     return lot
 
 
 def plan_training(
-    workload: Workload, *, block_samples: int, seed: int, division: Division, comm: Comm
+    workload: Workload, *, block_samples: int, seed: int, division: Remainder, comm: Comm
 ) -> TrainingPlan:
     """The plan of all ranks; each counts and digests its own share."""
-    deal = training_deal(
+    sharding = shard_training(
         workload, block_samples=block_samples, num_ranks=comm.size, division=division, seed=seed
     )
-    require_steps(deal, what="training")
-    orders = [RankEpoch(deal, rank=comm.rank, epoch=epoch + 1) for epoch in range(workload.train.epochs)]
-    full_steps = [_steps_of_all(order, comm, what="training") for order in orders]
+    require_steps(sharding, what="training")
+    orders = [RankEpoch(sharding, rank=comm.rank, epoch=epoch + 1) for epoch in range(workload.train.epochs)]
+    full_steps = [_count_common_steps(order, comm, what="training") for order in orders]
     counts = step_counts(full_steps, workload.train.total_training_steps)
     epochs = tuple(
         _plan_epoch(order, comm, epoch=epoch, num_steps=num_steps, full_steps=full)
@@ -177,9 +179,9 @@ def plan_training(
         )
     )
     after = eval_epochs(workload, len(epochs))
-    evaluation = _evaluation_deal(workload, block_samples, seed, comm) if after else None
+    evaluation = _shard_evaluation_files(workload, block_samples, seed, comm) if after else None
     return TrainingPlan(
-        deal=deal,
+        sharding=sharding,
         epochs=epochs,
         evaluation=evaluation,
         eval_steps=_eval_steps(evaluation, comm),
@@ -188,9 +190,9 @@ def plan_training(
 
 
 def _plan_epoch(order: RankEpoch, comm: Comm, *, epoch: int, num_steps: int, full_steps: int) -> EpochPlan:
-    mine = share_of(order, num_steps=num_steps, full_steps=full_steps)
+    mine = count_rank_share(order, num_steps=num_steps, full_steps=full_steps)
     shares = comm.gather(mine, awaiting="all ranks to plan an epoch")
-    left_out = left_out_by_division(order.deal, epoch)
+    left_out = left_out_by_division(order.sharding, epoch)
     for share in shares:
         left_out += share.left_out
     return EpochPlan(
@@ -202,23 +204,28 @@ def _plan_epoch(order: RankEpoch, comm: Comm, *, epoch: int, num_steps: int, ful
     )
 
 
-def _evaluation_deal(workload: Workload, block_samples: int, seed: int, comm: Comm) -> Deal:
-    deal = evaluation_deal(workload, block_samples=block_samples, num_ranks=comm.size, seed=seed)
-    require_steps(deal, what="evaluation")
-    return deal
+def _shard_evaluation_files(workload: Workload, block_samples: int, seed: int, comm: Comm) -> Sharding:
+    sharding = shard_evaluation(workload, block_samples=block_samples, num_ranks=comm.size, seed=seed)
+    require_steps(sharding, what="evaluation")
+    return sharding
 
 
-def _eval_steps(deal: Deal | None, comm: Comm) -> int:
-    return _steps_of_all(RankEpoch(deal, rank=comm.rank, epoch=1), comm, what="evaluation") if deal else 0
+def _eval_steps(sharding: Sharding | None, comm: Comm) -> int:
+    return (
+        _count_common_steps(RankEpoch(sharding, rank=comm.rank, epoch=1), comm, what="evaluation")
+        if sharding
+        else 0
+    )
 
 
-def _steps_of_all(order: RankEpoch, comm: Comm, *, what: str) -> int:
+def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
     """The steps that every rank can take with full batches."""
-    own = order.count_samples() // order.deal.batch_size
+    own = order.count_samples() // order.sharding.batch_size
     steps = comm.reduce(own, "min", awaiting=f"all ranks to count their {what} samples")
     if steps < 1:
         raise UsageError(
-            f"Some rank has fewer samples than a batch of {order.deal.batch_size}: {what} would have no step",
+            f"Some rank has fewer samples than a batch of {order.sharding.batch_size}: "
+            f"{what} would have no step",
             fix="Use more files, fewer ranks or smaller batches.",
         )
     return steps

@@ -1,4 +1,4 @@
-"""What a person asks of a training run, as `train` takes it."""
+"""What a training run is asked to do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.sample_decoder import ContentCheck
 from penstock.results.dlio.folder import HYDRA_FOLDER
 from penstock.results.host import read_host
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
-    from penstock.bench.training.training_checkpoints import CheckpointWish
+    from penstock.bench.training.training_checkpoints import CheckpointsRequest
     from penstock.bench.training.training_files import OpenFormat
     from penstock.cluster.gates.preflight import PreflightResult
     from penstock.environment import Environment
@@ -37,10 +37,10 @@ class TrainingRequest:
     workload: Workload
     results: Path
     seed: int
-    division: Division = Division.ROTATE
+    division: Remainder = Remainder.ROTATE
     loader: LoaderOptions
     reopen: OpenStorage | None = None
-    checkpoints: CheckpointWish | None = None
+    checkpoints: CheckpointsRequest | None = None
     decodes: bool = False
     check: ContentCheck = ContentCheck.OFF
     reader: OpenFormat | None = None

@@ -1,6 +1,6 @@
-"""What a run ends with: the figures for its caller, and `stages.json`, the times outside of the score.
+"""The result of a training run for its caller, and `stages.json`: the times outside of the score.
 
-Place in the flow: made from figures on rank 0, shown by the command line. Utilization is in percent.
+Utilization is in percent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from penstock.bench.cache_eviction import CacheDrop
+    from penstock.bench.cache_eviction import CacheEviction
     from penstock.bench.loader.loader_protocol import LoaderOptions
     from penstock.bench.training.training_files import Validation
     from penstock.bench.training.training_loop import Preload
@@ -31,7 +31,7 @@ class EpochStage:
     """
 
     epoch: int
-    cache: CacheDrop | None
+    cache: CacheEviction | None
     change_s: float
     preload: Preload | None = None
 
@@ -46,7 +46,7 @@ class EpochStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
+class HarnessLimit:
     """What the same run reached on storage that costs nothing."""
 
     num_steps: int
@@ -90,7 +90,7 @@ class Stages:
     planning_s: float
     loader: LoaderOptions
     loader_start_s: float
-    ceiling: Ceiling | None
+    ceiling: HarnessLimit | None
     ceiling_s: float
     epochs: tuple[EpochStage, ...]
     checkpoints: CheckpointsTaken | None = None

@@ -14,16 +14,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.bench.cache_eviction import drop_caches, keeps_page_cache
-from penstock.bench.checkpoint.progress_board import FILE
-from penstock.bench.device_counters import Observer
+from penstock.bench.cache_eviction import evict_data_set, uses_page_cache
+from penstock.bench.checkpoint.progress_board import PROGRESS_FILE
+from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
 from penstock.bench.step_recorder import StepRecorder, read_clocks
-from penstock.bench.training.batch_requests import Handling
-from penstock.bench.training.harness_limit import run_ceiling
+from penstock.bench.training.batch_requests import SampleHandling
+from penstock.bench.training.harness_limit import measure_harness_limit
 from penstock.bench.training.training_checkpoints import TrainingCheckpoints
 from penstock.bench.training.training_files import TrainingFiles, Validation, open_files, validate
-from penstock.bench.training.training_loop import Loop, Preload, phase_works
+from penstock.bench.training.training_loop import Preload, TrainingLoop, make_phase_works
 from penstock.bench.training.training_plan import (
     TrainingPlan,
     eval_epochs,
@@ -31,7 +31,7 @@ from penstock.bench.training.training_plan import (
 )
 from penstock.bench.training.training_result import STAGES_FILE, EpochStage, Stages, TrainingResult
 from penstock.cluster.collectives import all_gather_results
-from penstock.dataset.external import list_foreign
+from penstock.dataset.external import list_external_files
 from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError
 from penstock.results.counters import gather_counters
@@ -49,11 +49,11 @@ from penstock.storage import Counters
 from penstock.workload.choices import DataFormat
 
 if TYPE_CHECKING:
-    from penstock.bench.epoch_order import Division
+    from penstock.bench.epoch_order import Remainder
     from penstock.bench.training.training_files import OpenFormat
     from penstock.bench.training.training_loop import PhaseWork
     from penstock.bench.training.training_request import TrainingRequest
-    from penstock.bench.training.training_result import Ceiling
+    from penstock.bench.training.training_result import HarnessLimit
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.results.host import HostFacts
@@ -110,7 +110,7 @@ def _write_results(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedTraining:
     """What the loop needs, and how long its preparation took."""
 
     files: TrainingFiles
@@ -120,16 +120,16 @@ class Prepared:
     planning_s: float
 
 
-def prepare(
+def prepare_training(
     workload: Workload,
     storage: Storage,
     *,
     seed: int,
-    division: Division,
+    division: Remainder,
     comm: Comm,
     progress: Progress,
     reader: OpenFormat | None = None,
-) -> Prepared:
+) -> PreparedTraining:
     """Open, validate and plan."""
     began_s = time.monotonic()
     after = eval_epochs(workload, workload.train.epochs)
@@ -144,8 +144,10 @@ def prepare(
         ),
         awaiting="all ranks to open the data set",
     )[comm.rank]
-    if files.are_to_be_listed:
-        found = list_foreign(workload.dataset, storage, evaluates=bool(after), comm=comm, progress=progress)
+    if files.need_listing:
+        found = list_external_files(
+            workload.dataset, storage, evaluates=bool(after), comm=comm, progress=progress
+        )
         files = files.listed(found)
     opened_s = time.monotonic()
     validation = validate(files, storage, comm=comm, progress=progress)
@@ -153,7 +155,7 @@ def prepare(
     plan = plan_training(
         workload, block_samples=files.block_samples(), seed=seed, division=division, comm=comm
     )
-    return Prepared(
+    return PreparedTraining(
         files=files,
         plan=plan,
         validation=validation,
@@ -164,7 +166,7 @@ def prepare(
 
 def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: Progress) -> TrainingResult:
     """Run the workload on the files at `storage`; the same result on every rank."""
-    prepared = prepare(
+    prepared = prepare_training(
         request.workload,
         storage,
         seed=request.seed,
@@ -213,26 +215,28 @@ class _Session:
     storage: Storage
     comm: Comm
     progress: Progress
-    prepared: Prepared
+    prepared: PreparedTraining
 
     def run(self, folder: Path, run: OpenRun | None) -> Stages:
         """Ceiling, then all epochs; their steps lie in the folder's spools afterwards."""
         workload = self.request.workload
-        handling, decoder = handling_of(self.request, self.prepared.files, uri=self.storage.uri)
+        handling, decoder = choose_handling(self.request, self.prepared.files, uri=self.storage.uri)
         began_s = time.monotonic()
         # Nothing can be decoded of storage that costs nothing, because it holds nothing.
         ceiling = None if handling.decodes else self._ceiling()
         ceiling_s = time.monotonic() - began_s
-        works = phase_works(workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling)
+        works = make_phase_works(
+            workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling
+        )
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
         sign = run.sign_of_life if run else _nobody_asks
-        observer = Observer(self.comm, folder, self.storage.uri)
+        observer = DeviceObserver(self.comm, folder, self.storage.uri)
         with observer, StepRecorder(spool, on_flush=sign) as recorder:
             saver = self._saver(folder, recorder, sign)
             began_s = time.monotonic()
             with closing(self.request.loader.start(self.storage, self.request.reopen, decoder)) as loader:
                 loader_start_s = time.monotonic() - began_s
-                loop = Loop(
+                loop = TrainingLoop(
                     comm=self.comm,
                     loader=loader,
                     recorder=recorder,
@@ -274,11 +278,11 @@ class _Session:
             return None
         epochs = [(epoch.epoch, epoch.num_steps) for epoch in self.prepared.plan.epochs]
         return TrainingCheckpoints.begin(
-            wish, epochs, comm=self.comm, board=folder / FILE, recorder=recorder, sign_of_life=sign
+            wish, epochs, comm=self.comm, board=folder / PROGRESS_FILE, recorder=recorder, sign_of_life=sign
         )
 
-    def _ceiling(self) -> Ceiling | None:
-        return run_ceiling(
+    def _ceiling(self) -> HarnessLimit | None:
+        return measure_harness_limit(
             self.request.workload,
             self.prepared,
             self.storage,
@@ -287,14 +291,14 @@ class _Session:
             progress=self.progress,
         )
 
-    def _epochs(self, loop: Loop, works: Mapping[Phase, PhaseWork]) -> Iterator[EpochStage]:
+    def _epochs(self, loop: TrainingLoop, works: Mapping[Phase, PhaseWork]) -> Iterator[EpochStage]:
         """Run every epoch; what came before each of them, as its epoch is over."""
         plan = self.prepared.plan
         ended_s = time.monotonic()
         for epoch in plan.epochs:
             cache = None
-            if keeps_page_cache(self.storage):
-                cache = drop_caches(self.prepared.files, self.storage, comm=self.comm)
+            if uses_page_cache(self.storage):
+                cache = evict_data_set(self.prepared.files, self.storage, comm=self.comm)
             self.comm.barrier(awaiting=f"all ranks to begin epoch {epoch.epoch}")
             self.progress.begin(f"epoch {epoch.epoch} of {len(plan.epochs)}, steps", epoch.num_steps)
             began_ns = time.monotonic_ns()
@@ -317,20 +321,20 @@ class _Session:
         )
 
 
-def handling_of(
+def choose_handling(
     request: TrainingRequest, files: TrainingFiles, *, uri: str
-) -> tuple[Handling, FormatDecoder | None]:
+) -> tuple[SampleHandling, FormatDecoder | None]:
     """What becomes of samples, and who does it; `UsageError` where nothing tells what files hold."""
     decodes = request.decodes or request.check is not ContentCheck.OFF
     if not decodes or files.dataset.format is DataFormat.SYNTHETIC:
-        return Handling(), None
+        return SampleHandling(), None
     if files.recipe is None:
         raise UsageError(
             "Samples can be decoded and checked only where penstock's manifest says how files are laid out",
             where=uri,
             fix="Run without --decode and --check, or make the data set with `penstock training generate`.",
         )
-    return Handling(decodes=True, check=request.check), FormatDecoder(files.kind, files.recipe)
+    return SampleHandling(decodes=True, check=request.check), FormatDecoder(files.kind, files.recipe)
 
 
 def _nobody_asks() -> None:

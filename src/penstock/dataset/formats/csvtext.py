@@ -12,8 +12,22 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.dataset.formats.format_base import ReadWhole, bytes_at, damaged, made, refuse_compression
-from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Sample
+from penstock.dataset.formats.format_base import (
+    ReadWhole,
+    make_content,
+    make_damage_error,
+    read_range,
+    refuse_compression,
+)
+from penstock.dataset.formats.format_protocol import (
+    ContentSource,
+    Extent,
+    FilePart,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    Sample,
+)
 from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 
@@ -35,7 +49,7 @@ class CsvFormat(ReadWhole):
         self._dataset = dataset
         self._seed = seed
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """One block a file: readers parse files whole."""
         shape = draw_shape(self._dataset, self._seed, index)
         kind = np.dtype(shape.dtype)
@@ -47,7 +61,7 @@ class CsvFormat(ReadWhole):
             )
         num_samples = self._dataset.num_samples_per_file
         num_elements = shape.size_bytes // kind.itemsize
-        return Plan(
+        return FilePlan(
             name=name,
             index=index,
             num_samples=num_samples,
@@ -55,34 +69,34 @@ class CsvFormat(ReadWhole):
             dtype=shape.dtype,
             sample_bytes=shape.size_bytes,
             block_samples=num_samples,
-            parts=(Part(size_bytes=num_samples * num_elements * _width(kind)),),
+            parts=(FilePart(size_bytes=num_samples * num_elements * _width(kind)),),
         )
 
-    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
         """Rows in steps; a step may be a part of a row."""
         num_elements = plan.num_samples * plan.dims[0]
         for start in range(0, num_elements, _STEP_ELEMENTS):
-            numbers = _numbers(plan, pen.content, start, min(_STEP_ELEMENTS, num_elements - start))
+            numbers = _numbers(plan, out.content, start, min(_STEP_ELEMENTS, num_elements - start))
             text = _text(numbers, np.dtype(plan.dtype))
             text[:, -1] = _COMMA
             row_ends = np.arange(-(start + 1) % plan.dims[0], len(text), plan.dims[0])
             text[row_ends, -1] = _NEWLINE
-            pen.literal(text.reshape(-1).data)
+            out.raw(text.reshape(-1).data)
 
-    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """Parse the rows."""
         kind = np.dtype(plan.dtype)
         row_bytes = plan.dims[0] * _width(kind)
-        text = bytes_at(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
+        text = read_range(plan, pieces, samples.start * row_bytes, len(samples) * row_bytes)
         digits = np.frombuffer(text, dtype=np.uint8).reshape(-1, _width(kind))[:, _prefix(kind) : -1]
         if ((digits < _ZERO) | (digits > _ZERO + 9)).any():
-            raise damaged(plan, "it has other characters than digits where its numbers are")
+            raise make_damage_error(plan, "it has other characters than digits where its numbers are")
         numbers = np.zeros(len(digits), dtype=np.uint64)
         for column in digits.T:
             numbers = numbers * np.uint64(10) + (column - _ZERO)
         return _values(numbers, kind).reshape(len(samples), *plan.dims)
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """The numbers that the text says."""
         numbers = _numbers(plan, content, samples.start * plan.dims[0], len(samples) * plan.dims[0])
         return _values(numbers, np.dtype(plan.dtype)).reshape(len(samples), *plan.dims)
@@ -104,9 +118,9 @@ def _width(kind: np.dtype[np.generic]) -> int:
     return _prefix(kind) + len(str(_limit(kind) - 1)) + 1
 
 
-def _numbers(plan: Plan, content: Content, start: int, count: int) -> NDArray[np.uint64]:
+def _numbers(plan: FilePlan, content: ContentSource, start: int, count: int) -> NDArray[np.uint64]:
     kind = np.dtype(plan.dtype)
-    text = made(content, start * kind.itemsize, count * kind.itemsize)
+    text = make_content(content, start * kind.itemsize, count * kind.itemsize)
     numbers = np.frombuffer(text, dtype=f"<u{kind.itemsize}").astype(np.uint64)
     limit = _limit(kind)
     return numbers if limit == 2**64 else numbers % np.uint64(limit)

@@ -1,7 +1,6 @@
-"""Writes, verifies and reads back one data file, of any format, on any storage.
+"""Writes, verifies and reads one data file of any format, on any storage.
 
-Between generation or verification, which walk over files, and a format. Invariant: a part that fails half-way
-is aborted, and an index beside the file is stored before the file that needs it.
+A part that fails half-way is aborted, and an index beside a file is stored before the file that needs it.
 """
 
 from __future__ import annotations
@@ -9,16 +8,22 @@ from __future__ import annotations
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
-from penstock.dataset.formats.file_writer import BUFFER_BYTES, CheckingPen, Differs, WritingPen, too_short
+from penstock.dataset.formats.file_writer import (
+    BUFFER_BYTES,
+    FileChecker,
+    FileWriter,
+    FirstDifference,
+    make_short_error,
+)
 from penstock.dataset.formats.format_protocol import (
-    Content,
-    Encoded,
+    ContentSource,
     Extent,
     FileFormat,
-    FileMap,
+    FilePlan,
+    FileSurvey,
+    LibraryEncoded,
     Mismatch,
-    Plan,
-    Read,
+    RangeRead,
     Sample,
 )
 from penstock.errors import ShortTransfer, StorageError
@@ -37,7 +42,7 @@ def buffer_pool() -> BufferPool:
 
 
 def write_file(
-    kind: FileFormat, plan: Plan, storage: Storage, content: Content, pool: BufferPool
+    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource, pool: BufferPool
 ) -> tuple[ObjectInfo, ...]:
     """Write all parts of one file, the file itself last; what is stored, in the order of `plan.parts`."""
     stored: list[ObjectInfo] = []
@@ -46,15 +51,17 @@ def write_file(
         with ExitStack() as undo:
             sink = storage.create(plan.parts[part].key(plan.name), size_bytes)
             undo.callback(sink.abort)
-            pen = WritingPen(content, sink, pool)
-            kind.lay(plan, part, pen)
-            pen.flush()
+            out = FileWriter(content, sink, pool)
+            kind.emit(plan, part, out)
+            out.flush()
             stored.append(sink.finish())
             undo.pop_all()
     return tuple(reversed(stored))
 
 
-def verify_file(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> Mismatch | None:
+def verify_file(
+    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource
+) -> Mismatch | None:
     """Hold every byte of every part against the generator; None if the file is as it was written.
 
     Raises `ShortTransfer` for a part that is truncated or too long, `ObjectNotFound` for one that is missing.
@@ -74,26 +81,26 @@ def verify_file(kind: FileFormat, plan: Plan, storage: Storage, content: Content
 
 
 def _first_wrong_byte(
-    kind: FileFormat, plan: Plan, part: int, source: Source, content: Content
+    kind: FileFormat, plan: FilePlan, part: int, source: Source, content: ContentSource
 ) -> int | None:
     check_size(plan, part, source)
-    pen = CheckingPen(content, source, too_short(plan, part, source.size_bytes))
+    out = FileChecker(content, source, make_short_error(plan, part, source.size_bytes))
     try:
-        kind.lay(plan, part, pen)
-        pen.finish()
-    except Differs as difference:
+        kind.emit(plan, part, out)
+        out.finish()
+    except FirstDifference as difference:
         return difference.offset
     return None
 
 
-def check_size(plan: Plan, part: int, source: Source) -> None:
+def check_size(plan: FilePlan, part: int, source: Source) -> None:
     """Raise `ShortTransfer`, naming the part, unless its size is the planned one, where that is known."""
     planned, actual = plan.parts[part].size_bytes, source.size_bytes
     if planned in (None, actual):
         return
     assert planned is not None
     if actual < planned:
-        raise too_short(plan, part, actual)(planned)
+        raise make_short_error(plan, part, actual)(planned)
     name = plan.parts[part].key(plan.name)
     raise ShortTransfer(
         f"{name} has {actual} bytes, and {planned} belong there",
@@ -104,9 +111,11 @@ def check_size(plan: Plan, part: int, source: Source) -> None:
     )
 
 
-def _describe(kind: FileFormat, plan: Plan, storage: Storage, content: Content, offset: int) -> Mismatch:
+def _describe(
+    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource, offset: int
+) -> Mismatch:
     """Which sample the wrong byte at `offset` of the file belongs to."""
-    find = _first_wrong_block if isinstance(kind, Encoded) else _first_wrong_sample
+    find = _first_wrong_block if isinstance(kind, LibraryEncoded) else _first_wrong_sample
     try:
         wrong = find(kind, plan, storage, content)
     except StorageError as error:
@@ -120,7 +129,9 @@ def _describe(kind: FileFormat, plan: Plan, storage: Storage, content: Content, 
     return Mismatch(name=plan.name, offset=offset, sample=wrong, samples_intact=wrong is None, what=what)
 
 
-def _first_wrong_sample(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> int | None:
+def _first_wrong_sample(
+    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource
+) -> int | None:
     """The first sample that decodes to something else."""
     with closing(storage.open(plan.name)) as source:
         found = kind.survey(plan, source)
@@ -134,10 +145,12 @@ def _first_wrong_sample(kind: FileFormat, plan: Plan, storage: Storage, content:
     return None
 
 
-def _first_wrong_block(kind: FileFormat, plan: Plan, storage: Storage, content: Content) -> int | None:
+def _first_wrong_block(
+    kind: FileFormat, plan: FilePlan, storage: Storage, content: ContentSource
+) -> int | None:
     """The first sample of the first block with other bytes than in a file made for comparison, in memory."""
-    assert isinstance(kind, Encoded)
-    whole = kind.complete()
+    assert isinstance(kind, LibraryEncoded)
+    whole = kind.with_all_columns()
     plan = whole.plan(plan.index, plan.name)
     right = MemoryStorage()
     write_file(whole, plan, right, content, buffer_pool())
@@ -152,13 +165,15 @@ def _first_wrong_block(kind: FileFormat, plan: Plan, storage: Storage, content: 
     return None
 
 
-def read_samples(kind: FileFormat, plan: Plan, found: FileMap, source: Source, samples: range) -> Sample:
+def read_samples(
+    kind: FileFormat, plan: FilePlan, found: FileSurvey, source: Source, samples: range
+) -> Sample:
     """Read and decode `samples` of an open file, one range after the other: for verification and tests."""
     pieces = [_read(source, read) for read in kind.reads(plan, found, samples) if read.part == 0]
     return kind.decode(plan, found, pieces, samples)
 
 
-def _read(source: Source, read: Read) -> Extent:
+def _read(source: Source, read: RangeRead) -> Extent:
     buffer = memoryview(bytearray(read.size_bytes))
     source.read_into(read.offset, buffer)
     return Extent(read.offset, buffer)

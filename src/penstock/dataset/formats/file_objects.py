@@ -15,18 +15,18 @@ from penstock.dataset.formats.format_protocol import Extent
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
-    from penstock.dataset.formats.format_protocol import Pen
+    from penstock.dataset.formats.format_protocol import FileSink
     from penstock.storage import Source
 
 
-class Gathered:
+class GatheredRanges:
     """Pieces of a file that were read, in any order, to be asked for what is where."""
 
     def __init__(self, pieces: Iterable[Extent]) -> None:
         self._pieces = sorted(pieces, key=lambda one: one.offset)
         self._starts = [piece.offset for piece in self._pieces]
 
-    def run_at(self, offset: int) -> memoryview:
+    def bytes_from(self, offset: int) -> memoryview:
         """A run of bytes that begins at `offset`; empty where nothing was read."""
         for number in range(bisect_right(self._starts, offset) - 1, -1, -1):
             run = memoryview(self._pieces[number].content)[offset - self._starts[number] :]
@@ -87,19 +87,19 @@ class PiecesFile(_SeekableFile):
 
     def __init__(self, size_bytes: int, pieces: Iterable[Extent]) -> None:
         super().__init__(size_bytes)
-        self._gathered = Gathered(pieces)
+        self._gathered = GatheredRanges(pieces)
 
     def _fetch(self, offset: int, target: memoryview) -> None:
         done = 0
         while done < target.nbytes:
-            found = self._gathered.run_at(offset + done)[: target.nbytes - done]
+            found = self._gathered.bytes_from(offset + done)[: target.nbytes - done]
             if not found.nbytes:
                 raise OSError(f"byte {offset + done} was not read")
             target[done : done + found.nbytes] = found
             done += found.nbytes
 
 
-class Outbox(io.RawIOBase):
+class GrowingBuffer(io.RawIOBase):
     """A file that only grows; `drain` empties it into a pen."""
 
     def __init__(self) -> None:
@@ -121,8 +121,8 @@ class Outbox(io.RawIOBase):
         """Everything that was ever written."""
         return self._drained_bytes + len(self._waiting)
 
-    def drain(self, pen: Pen) -> None:
+    def drain(self, out: FileSink) -> None:
         """Hand over what waits."""
         waiting, self._waiting = self._waiting, bytearray()
         self._drained_bytes += len(waiting)
-        pen.literal(memoryview(waiting))
+        out.raw(memoryview(waiting))

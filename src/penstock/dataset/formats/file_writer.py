@@ -1,7 +1,7 @@
-"""The two pens: one writes a file's bytes through warm buffers, the other holds them against a stored part.
+"""Writes a format's bytes through warm buffers, or compares them with a stored file.
 
-Between the formats, which say what a file is made of, and storage. Invariant: neither ever holds more of a
-file than a few buffers of `BUFFER_BYTES`, whatever its size.
+A format emits a file once, front to back, to a `FileSink`; `FileWriter` and `FileChecker` are the two kinds.
+Neither holds more of a file than a few buffers of `BUFFER_BYTES`, whatever its size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import google_crc32c
 import numpy as np
 
-from penstock.dataset.formats.format_protocol import Checksum, Content, Plan
+from penstock.dataset.formats.format_protocol import Checksum, ContentSource, FilePlan
 from penstock.errors import ShortTransfer
 from penstock.storage.aligned import BufferPool, aligned_buffer, copy_bytes
 
@@ -52,10 +52,10 @@ class _Sum:
         return self._value
 
 
-class WritingPen:
+class FileWriter:
     """Fills buffers of `pool` and submits them to `sink` as they get full; the last one at `flush`."""
 
-    def __init__(self, content: Content, sink: Sink, pool: BufferPool) -> None:
+    def __init__(self, content: ContentSource, sink: Sink, pool: BufferPool) -> None:
         self.content = content
         self.offset = 0
         self._sink = sink
@@ -64,7 +64,7 @@ class WritingPen:
         self._used = 0
         self._sum = _Sum()
 
-    def literal(self, text: bytes | memoryview) -> None:
+    def raw(self, text: bytes | memoryview) -> None:
         """Copy `text` into the buffers."""
         view = memoryview(text)
         while view.nbytes:
@@ -112,7 +112,7 @@ class WritingPen:
         self._sink.submit(self._buffer[: self._used], partial(self._pool.give_back, self._buffer))
 
 
-class Differs(Exception):
+class FirstDifference(Exception):
     """No error: stops a format that lays a file at the first `offset` where the stored part differs."""
 
     def __init__(self, offset: int) -> None:
@@ -120,10 +120,12 @@ class Differs(Exception):
         self.offset = offset
 
 
-class CheckingPen:
-    """Reads the stored part in big steps beside the format; raises `Differs` at the first wrong byte."""
+class FileChecker:
+    """Compares the stored part with what the format emits; `FirstDifference` at the first wrong byte."""
 
-    def __init__(self, content: Content, source: Source, on_short: Callable[[int], ShortTransfer]) -> None:
+    def __init__(
+        self, content: ContentSource, source: Source, on_short: Callable[[int], ShortTransfer]
+    ) -> None:
         self.content = content
         self.offset = 0
         self._source = source
@@ -132,7 +134,7 @@ class CheckingPen:
         self._window = self._buffer[:0]
         self._sum = _Sum()
 
-    def literal(self, text: bytes | memoryview) -> None:
+    def raw(self, text: bytes | memoryview) -> None:
         """Compare `text` with what is stored."""
         view = memoryview(text)
         while view.nbytes:
@@ -149,7 +151,7 @@ class CheckingPen:
             self._took(stored, self.content.verify(stored, self.offset))
 
     def start_sum(self, kind: Checksum) -> None:
-        """Sum up what comes from here on: it equals what was written, or `Differs` is raised before."""
+        """Sum up what comes from here on; it equals what was written."""
         self._sum.start(kind)
 
     def end_sum(self) -> int:
@@ -159,7 +161,7 @@ class CheckingPen:
     def finish(self) -> None:
         """Nothing may follow what was laid."""
         if self.offset < self._source.size_bytes:
-            raise Differs(self.offset)
+            raise FirstDifference(self.offset)
 
     def _stored(self, wanted: int) -> memoryview:
         """The next stored bytes: at least one, at most `wanted`."""
@@ -173,7 +175,7 @@ class CheckingPen:
 
     def _took(self, stored: memoryview, wrong: int | None) -> None:
         if wrong is not None:
-            raise Differs(self.offset + wrong)
+            raise FirstDifference(self.offset + wrong)
         self._sum.add(stored)
         self._window = self._window[stored.nbytes :]
         self.offset += stored.nbytes
@@ -186,7 +188,7 @@ def first_difference(one: memoryview, other: memoryview) -> int | None:
     return first if unequal.size and unequal[first] else None
 
 
-def too_short(plan: Plan, part: int, actual_bytes: int) -> Callable[[int], ShortTransfer]:
+def make_short_error(plan: FilePlan, part: int, actual_bytes: int) -> Callable[[int], ShortTransfer]:
     """Makes the error of a stored part that ends before the bytes which it must have."""
     name = plan.parts[part].key(plan.name)
 

@@ -1,6 +1,6 @@
-"""What formats share whose samples lie in the file as they are: reads that need no survey, arrays over bytes.
+"""Base classes and helpers of formats: computed layouts, reading whole files, arrays over the bytes read.
 
-Invariant: nothing here copies a sample; arrays are views of the pieces that were read, if one holds it.
+Nothing here copies a sample if one of the ranges holds it: arrays are views.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.dataset.formats.file_objects import Gathered
-from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FileMap, Plan, Read
+from penstock.dataset.formats.file_objects import GatheredRanges
+from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FilePlan, FileSurvey, RangeRead
 from penstock.errors import StorageError, UsageError
 from penstock.workload.choices import Compression
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import Content, Sample
+    from penstock.dataset.formats.format_protocol import ContentSource, Sample
     from penstock.storage import Source
     from penstock.workload.spec import Dataset
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ComputedLayout:
     """A format whose layout follows from the plan alone: there is nothing to find out in a stored file."""
 
-    def survey(self, _plan: Plan, _source: Source) -> FileMap:
+    def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
         """Nothing, without a read."""
         return COMPUTED
 
@@ -32,12 +32,12 @@ class ComputedLayout:
 class ReadWhole(ComputedLayout):
     """A format whose readers take whole files."""
 
-    def reads(self, plan: Plan, _found: FileMap, samples: range) -> Iterator[Read]:
+    def reads(self, plan: FilePlan, _found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """The whole file, whichever samples are wanted."""
         size_bytes = plan.parts[0].size_bytes
         assert size_bytes is not None
         if samples:
-            yield Read(offset=0, size_bytes=size_bytes)
+            yield RangeRead(offset=0, size_bytes=size_bytes)
 
 
 def refuse_compression(dataset: Dataset, *offered: Compression) -> None:
@@ -51,19 +51,19 @@ def refuse_compression(dataset: Dataset, *offered: Compression) -> None:
         )
 
 
-def bytes_at(plan: Plan, pieces: Sequence[Extent], offset: int, size_bytes: int) -> memoryview:
+def read_range(plan: FilePlan, pieces: Sequence[Extent], offset: int, size_bytes: int) -> memoryview:
     """That range of the file as the pieces hold it: a view of one piece, joined bytes across several."""
-    return range_of(plan, Gathered(pieces), offset, size_bytes)
+    return gather_range(plan, GatheredRanges(pieces), offset, size_bytes)
 
 
-def range_of(plan: Plan, gathered: Gathered, offset: int, size_bytes: int) -> memoryview:
-    """As `bytes_at`, for many ranges of the same pieces."""
-    found = gathered.run_at(offset)[:size_bytes]
+def gather_range(plan: FilePlan, gathered: GatheredRanges, offset: int, size_bytes: int) -> memoryview:
+    """As `read_range`, for many ranges of the same pieces."""
+    found = gathered.bytes_from(offset)[:size_bytes]
     if found.nbytes == size_bytes:
         return found
     joined = bytearray(found)
     while found.nbytes and len(joined) < size_bytes:
-        found = gathered.run_at(offset + len(joined))[: size_bytes - len(joined)]
+        found = gathered.bytes_from(offset + len(joined))[: size_bytes - len(joined)]
         joined += found
     if len(joined) < size_bytes:
         raise StorageError(
@@ -74,19 +74,19 @@ def range_of(plan: Plan, gathered: Gathered, offset: int, size_bytes: int) -> me
     return memoryview(joined)
 
 
-def merged(reads: Iterable[Read]) -> tuple[Read, ...]:
+def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
     """Ranges of part 0 in the order of the file, neighbours as one."""
-    ranges: list[Read] = []
+    ranges: list[RangeRead] = []
     for read in sorted(reads, key=lambda one: one.offset):
         if ranges and read.offset == ranges[-1].offset + ranges[-1].size_bytes:
             last = ranges.pop()
-            ranges.append(Read(offset=last.offset, size_bytes=last.size_bytes + read.size_bytes))
+            ranges.append(RangeRead(offset=last.offset, size_bytes=last.size_bytes + read.size_bytes))
         else:
             ranges.append(read)
     return tuple(ranges)
 
 
-def damaged(plan: Plan, why: str) -> StorageError:
+def make_damage_error(plan: FilePlan, why: str) -> StorageError:
     """The error of a file that cannot be decoded."""
     return StorageError(
         f"{plan.name} is damaged: {why}",
@@ -95,12 +95,12 @@ def damaged(plan: Plan, why: str) -> StorageError:
     )
 
 
-def as_array(plan: Plan, text: memoryview, num_samples: int = 1) -> Sample:
+def as_array(plan: FilePlan, text: memoryview, num_samples: int = 1) -> Sample:
     """`text` as that many samples, first axis."""
     return np.frombuffer(text, dtype=plan.dtype).reshape(num_samples, *plan.dims)
 
 
-def made(content: Content, offset: int, size_bytes: int) -> memoryview:
+def make_content(content: ContentSource, offset: int, size_bytes: int) -> memoryview:
     """Content in memory of its own."""
     buffer = memoryview(bytearray(size_bytes))
     content.fill(buffer, offset)

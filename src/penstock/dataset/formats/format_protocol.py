@@ -1,7 +1,7 @@
-"""The narrow waist of data files: what a file is, what of it is read, and the six things a format can do.
+"""The protocol of data file formats: a file's plan, what is read of it, and what a format implements.
 
-Between a data set's specification and whoever writes, reads or verifies files. Invariant: a `Plan` is a pure
-function of (data set, seed, index), so any file is known alone; only `survey` looks at a stored file.
+Between a data set's specification and everything that writes, reads or verifies files. A `FilePlan` is a pure
+function of (data set, seed, index), so any file is known by itself; only `survey` opens a stored file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Sample = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class FilePart:
     """One object of a data file: itself, or an index beside it. A size only an encoder knows is None."""
 
     pattern: str = "{}"
@@ -32,7 +32,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class FilePlan:
     """One data file before it exists. Its samples have `sample_bytes` each, and decode to `dims` of `dtype`.
 
     `block_samples` in a row are read together: an order shuffles blocks, then samples within reach.
@@ -45,11 +45,11 @@ class Plan:
     dtype: str
     sample_bytes: int
     block_samples: int
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class RangeRead:
     """One range of one part that training asks storage for."""
 
     part: int = 0
@@ -66,16 +66,16 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileMap:
+class FileSurvey:
     """What only the stored file tells: size, `known` bytes of it, blocks' ranges, a library's own view."""
 
     size_bytes: int = 0
     known: tuple[Extent, ...] = ()
-    blocks: tuple[tuple[Read, ...], ...] = ()
+    blocks: tuple[tuple[RangeRead, ...], ...] = ()
     opened: object = None
 
 
-COMPUTED = FileMap()  # of formats whose layout is computed: nothing to find out
+COMPUTED = FileSurvey()  # of formats whose layout is computed: nothing to find out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ class Checksum(Enum):
     CRC32C = "crc32c"
 
 
-class Content(Protocol):
+class ContentSource(Protocol):
     """The bytes of one file as a function of their offset: see `penstock.dataset.content`."""
 
     def fill(self, buffer: memoryview, offset: int) -> None:
@@ -109,13 +109,13 @@ class Content(Protocol):
         """Where in `buffer` the first byte is that does not belong at `offset`; None if all do."""
 
 
-class Pen(Protocol):
+class FileSink(Protocol):
     """Takes a file front to back: one pen writes it, another holds it against what is stored."""
 
-    content: Content
+    content: ContentSource
     offset: int  # how many bytes were taken so far
 
-    def literal(self, text: bytes | memoryview) -> None:
+    def raw(self, text: bytes | memoryview) -> None:
         """Bytes of the format itself, or of an encoder; `text` may be changed after the call."""
 
     def fill(self, size_bytes: int) -> None:
@@ -131,31 +131,31 @@ class Pen(Protocol):
 class FileFormat(Protocol):
     """A kind of data file for one data set and seed. Pure but for `survey`; any thread may call anything."""
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """File `index`, unique over training and evaluation, as it will be stored under `name`."""
 
-    def lay(self, plan: Plan, part: int, pen: Pen) -> None:
-        """Give the bytes of one part to `pen`, front to back."""
+    def emit(self, plan: FilePlan, part: int, out: FileSink) -> None:
+        """Give the bytes of one part to `out`, front to back."""
 
-    def survey(self, plan: Plan, source: Source) -> FileMap:
+    def survey(self, plan: FilePlan, source: Source) -> FileSurvey:
         """Read of the stored file what `reads` and `decode` must know; once for each opened file."""
 
-    def reads(self, plan: Plan, found: FileMap, samples: range) -> Iterator[Read]:
+    def reads(self, plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """The ranges to read for these samples, in order; the survey's own came before."""
 
-    def decode(self, plan: Plan, found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """These samples, first axis, from the pieces that `reads` asked for of part 0."""
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """What `decode` must give for these samples."""
 
 
 @runtime_checkable
-class Encoded(Protocol):
+class LibraryEncoded(Protocol):
     """A format whose files only a library takes apart, and which ends the process over some damaged ones.
 
     So verification never hands it a file that differs from what it would write itself.
     """
 
-    def complete(self) -> FileFormat:
+    def with_all_columns(self) -> FileFormat:
         """The same files, with everything of each sample read."""

@@ -1,8 +1,8 @@
-"""HDF5 files as DLIO's: `records_0` to `records_k`, each (samples, rows, columns), and the `labels`, int64.
+"""HDF5 files as DLIO writes them: `records_0` to `records_k`, each (samples, rows, columns), and `labels`.
 
-One of the formats behind `FileFormat`, for `hdf5` and `hdf5_opt`. Invariant: sample i is the content from
-i x sample_bytes on, cut evenly over the datasets of a record; labels are the content behind all samples.
-Memory holds one file while it is made, and its metadata while it is read.
+For `hdf5` and `hdf5_opt`. Sample i is the content from i x sample_bytes on, divided evenly among the
+datasets of a record; labels are the content behind all samples. One file is held in memory while it is
+written, and its metadata while it is read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,23 @@ import h5py  # type: ignore[import-untyped]  # it brings no types
 import numpy as np
 
 from penstock.dataset.formats.file_objects import PiecesFile, RecordingFile
-from penstock.dataset.formats.format_base import as_array, damaged, made, merged, refuse_compression
-from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.format_base import (
+    as_array,
+    make_content,
+    make_damage_error,
+    merge_ranges,
+    refuse_compression,
+)
+from penstock.dataset.formats.format_protocol import (
+    ContentSource,
+    Extent,
+    FilePart,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    RangeRead,
+    Sample,
+)
 from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 from penstock.workload.choices import Compression
@@ -48,11 +63,11 @@ class Hdf5Format:
                 fix="Choose a divisor of the first of record_dims.",
             )
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """A block is the samples of a chunk; only the library knows the file's size."""
         shape = draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
         chunks = self._chunks(shape.dims, shape.dtype)
-        return Plan(
+        return FilePlan(
             name=name,
             index=index,
             num_samples=self._dataset.num_samples_per_file,
@@ -60,10 +75,10 @@ class Hdf5Format:
             dtype=shape.dtype,
             sample_bytes=shape.size_bytes,
             block_samples=chunks[0] if chunks else 1,
-            parts=(Part(size_bytes=None),),
+            parts=(FilePart(size_bytes=None),),
         )
 
-    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
         """Build the file in memory."""
         whole = io.BytesIO()
         with h5py.File(whole, "w") as file:
@@ -73,38 +88,38 @@ class Hdf5Format:
             for start in range(0, plan.num_samples, step):
                 stop = min(start + step, plan.num_samples)
                 text = batch[: (stop - start) * plan.sample_bytes]
-                pen.content.fill(text, start * plan.sample_bytes)
+                out.content.fill(text, start * plan.sample_bytes)
                 parts = self._cut(plan, as_array(plan, text, stop - start))
                 for target, part in zip(targets, parts, strict=True):
                     target[start:stop] = part
-            labels = made(pen.content, plan.num_samples * plan.sample_bytes, plan.num_samples * 8)
+            labels = make_content(out.content, plan.num_samples * plan.sample_bytes, plan.num_samples * 8)
             file.create_dataset("labels", data=np.frombuffer(labels, dtype="<i8"))
-        pen.literal(whole.getbuffer())
+        out.raw(whole.getbuffer())
 
-    def survey(self, plan: Plan, source: Source) -> FileMap:
+    def survey(self, plan: FilePlan, source: Source) -> FileSurvey:
         """Read the file's metadata, as h5py does, and learn where each chunk is."""
         recording = RecordingFile(source)
-        blocks: list[list[Read]] = [[] for _ in range(-(-plan.num_samples // plan.block_samples))]
+        blocks: list[list[RangeRead]] = [[] for _ in range(-(-plan.num_samples // plan.block_samples))]
         try:
             with h5py.File(recording, "r") as file:
                 for number in range(self._num_datasets):
                     for sample, read in _ranges(file[f"records_{number}"]):
                         blocks[sample // plan.block_samples].append(read)
         except (*_UNREADABLE, IndexError) as error:
-            raise damaged(plan, str(error)) from error
-        return FileMap(
+            raise make_damage_error(plan, str(error)) from error
+        return FileSurvey(
             size_bytes=source.size_bytes,
             known=tuple(recording.extents),
-            blocks=tuple(merged(block) for block in blocks),
+            blocks=tuple(merge_ranges(block) for block in blocks),
         )
 
-    def reads(self, plan: Plan, found: FileMap, samples: range) -> Iterator[Read]:
+    def reads(self, plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """The chunks that hold the samples, whole; neighbours in one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
-            yield from merged(read for block in found.blocks[first : last + 1] for read in block)
+            yield from merge_ranges(read for block in found.blocks[first : last + 1] for read in block)
 
-    def decode(self, plan: Plan, found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """Let HDF5 unpack the chunks."""
         file_like = PiecesFile(found.size_bytes, [*found.known, *pieces])
         try:
@@ -115,23 +130,23 @@ class Hdf5Format:
                 ]
             return np.concatenate(parts, axis=1).reshape(len(samples), *plan.dims)
         except _UNREADABLE as error:
-            raise damaged(plan, str(error)) from error
+            raise make_damage_error(plan, str(error)) from error
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """The samples' content."""
-        text = made(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
+        text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))
 
-    def complete(self) -> Hdf5Format:
+    def with_all_columns(self) -> Hdf5Format:
         """Training reads samples whole anyway."""
         return self
 
-    def _cut(self, plan: Plan, samples: Sample) -> Iterator[Sample]:
+    def _cut(self, plan: FilePlan, samples: Sample) -> Iterator[Sample]:
         rows = plan.dims[0] // self._num_datasets
         for number in range(self._num_datasets):
             yield samples[:, number * rows : (number + 1) * rows]
 
-    def _create(self, file: Any, plan: Plan, number: int) -> Any:  # h5py has no types
+    def _create(self, file: Any, plan: FilePlan, number: int) -> Any:  # h5py has no types
         shape = (plan.num_samples, plan.dims[0] // self._num_datasets, *plan.dims[1:])
         level = self._dataset.compression_level if self._dataset.compression is Compression.GZIP else None
         return file.create_dataset(
@@ -179,13 +194,13 @@ class Hdf5Format:
         )
 
 
-def _ranges(dataset: Any) -> Iterator[tuple[int, Read]]:
+def _ranges(dataset: Any) -> Iterator[tuple[int, RangeRead]]:
     """Where a dataset's samples are: the first sample of a range, and the range."""
     if dataset.chunks:
         for number in range(dataset.id.get_num_chunks()):
             chunk = dataset.id.get_chunk_info(number)
-            yield chunk.chunk_offset[0], Read(offset=chunk.byte_offset, size_bytes=chunk.size)
+            yield chunk.chunk_offset[0], RangeRead(offset=chunk.byte_offset, size_bytes=chunk.size)
         return
     step = dataset.nbytes // len(dataset)
     for sample in range(len(dataset)):
-        yield sample, Read(offset=dataset.id.get_offset() + sample * step, size_bytes=step)
+        yield sample, RangeRead(offset=dataset.id.get_offset() + sample * step, size_bytes=step)

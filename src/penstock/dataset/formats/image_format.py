@@ -1,7 +1,6 @@
-"""What the formats of single images share: a file is one sample of exactly the bytes asked for, read whole.
+"""What JPEG and PNG share: a file is one sample of exactly the size asked for, and is read whole.
 
-Between `FileFormat` and the two kinds of image. Invariant: a file's bytes follow from its size and content,
-so a lossy format is verified by its bytes, without decoding it.
+A file's bytes follow from its size and content, so a lossy format is verified by its bytes, without decoding.
 """
 
 from __future__ import annotations
@@ -13,8 +12,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from penstock.dataset.formats.format_base import ReadWhole, bytes_at, damaged, refuse_compression
-from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Sample
+from penstock.dataset.formats.format_base import ReadWhole, make_damage_error, read_range, refuse_compression
+from penstock.dataset.formats.format_protocol import (
+    ContentSource,
+    Extent,
+    FilePart,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    Sample,
+)
 from penstock.dataset.formats.sample_shape import draw_bytes
 from penstock.errors import UsageError
 from penstock.workload.dataset_size import record_bytes
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.workload.spec import Dataset
 
 
-class PictureFormat(ReadWhole, ABC):
+class ImageFormat(ReadWhole, ABC):
     """One image a file; memory holds one file."""
 
     smallest_bytes: ClassVar[int]
@@ -47,13 +54,13 @@ class PictureFormat(ReadWhole, ABC):
         self._dataset = dataset
         self._seed = seed
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """Of the size drawn, where such an image exists; else of the nearest one."""
         drawn = round(record_bytes(self._dataset))
         if not self._dataset.record_dims:
             drawn = draw_bytes(self._dataset, self._seed, index)
         size_bytes = min(max(drawn, self.smallest_bytes), self.largest_bytes)
-        return Plan(
+        return FilePlan(
             name=name,
             index=index,
             num_samples=1,
@@ -61,20 +68,20 @@ class PictureFormat(ReadWhole, ABC):
             dtype="|u1",
             sample_bytes=size_bytes,
             block_samples=1,
-            parts=(Part(size_bytes=size_bytes),),
+            parts=(FilePart(size_bytes=size_bytes),),
         )
 
-    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
         """The whole image."""
-        pen.literal(self.encode(plan.sample_bytes, pen.content))
+        out.raw(self.encode(plan.sample_bytes, out.content))
 
-    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """Pixels, as Pillow decodes them."""
         if not samples:
             return np.empty((0, *plan.dims), dtype=np.uint8)
-        return _pixels(plan, bytes_at(plan, pieces, 0, plan.sample_bytes))
+        return _pixels(plan, read_range(plan, pieces, 0, plan.sample_bytes))
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """Pixels of the image as it is generated."""
         return _pixels(plan, self.encode(plan.sample_bytes, content))[samples.start : samples.stop]
 
@@ -83,18 +90,18 @@ class PictureFormat(ReadWhole, ABC):
         """Rows, columns and colours of the image which fills that many bytes."""
 
     @abstractmethod
-    def encode(self, size_bytes: int, content: Content) -> memoryview:
+    def encode(self, size_bytes: int, content: ContentSource) -> memoryview:
         """The file."""
 
 
-def _pixels(plan: Plan, text: memoryview) -> Sample:
+def _pixels(plan: FilePlan, text: memoryview) -> Sample:
     from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - only who decodes needs Pillow
 
     try:
         with Image.open(io.BytesIO(text)) as image:
             pixels = np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        raise damaged(plan, str(error)) from error
+        raise make_damage_error(plan, str(error)) from error
     if pixels.shape != plan.dims:
-        raise damaged(plan, f"its image is {pixels.shape}, and {plan.dims} was planned")
+        raise make_damage_error(plan, f"its image is {pixels.shape}, and {plan.dims} was planned")
     return pixels[np.newaxis]

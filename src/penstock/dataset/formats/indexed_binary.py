@@ -11,8 +11,23 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.dataset.formats.format_base import ComputedLayout, as_array, bytes_at, made, refuse_compression
-from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.format_base import (
+    ComputedLayout,
+    as_array,
+    make_content,
+    read_range,
+    refuse_compression,
+)
+from penstock.dataset.formats.format_protocol import (
+    ContentSource,
+    Extent,
+    FilePart,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    RangeRead,
+    Sample,
+)
 from penstock.dataset.formats.sample_shape import draw_shape
 
 if TYPE_CHECKING:
@@ -32,12 +47,12 @@ class IndexedFormat(ComputedLayout):
         self._dataset = dataset
         self._seed = seed
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """Three parts: records, offsets, sizes."""
         shape = draw_shape(self._dataset, self._seed, index)
         num_samples = self._dataset.num_samples_per_file
         index_bytes = num_samples * _ENTRY_BYTES
-        return Plan(
+        return FilePlan(
             name=name,
             index=index,
             num_samples=num_samples,
@@ -46,38 +61,38 @@ class IndexedFormat(ComputedLayout):
             sample_bytes=shape.size_bytes,
             block_samples=1,
             parts=(
-                Part(size_bytes=num_samples * shape.size_bytes),
-                Part(pattern="{}.off.idx", size_bytes=index_bytes),
-                Part(pattern="{}.sz.idx", size_bytes=index_bytes),
+                FilePart(size_bytes=num_samples * shape.size_bytes),
+                FilePart(pattern="{}.off.idx", size_bytes=index_bytes),
+                FilePart(pattern="{}.sz.idx", size_bytes=index_bytes),
             ),
         )
 
-    def lay(self, plan: Plan, part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, part: int, out: FileSink) -> None:
         """Content, or an index in steps."""
         if part == _RECORDS:
-            pen.fill(plan.num_samples * plan.sample_bytes)
+            out.fill(plan.num_samples * plan.sample_bytes)
             return
         for start in range(0, plan.num_samples, _STEP):
             numbers = np.arange(start, min(start + _STEP, plan.num_samples), dtype="<u8")
             entries = (
                 numbers * plan.sample_bytes if part == _OFFSETS else np.full_like(numbers, plan.sample_bytes)
             )
-            pen.literal(entries.data.cast("B"))
+            out.raw(entries.data.cast("B"))
 
-    def reads(self, plan: Plan, _found: FileMap, samples: range) -> Iterator[Read]:
+    def reads(self, plan: FilePlan, _found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """Both indexes whole, as readers load them, and the records: neighbours in one range."""
         if not samples:
             return
         for part in (_OFFSETS, _SIZES):
-            yield Read(part=part, offset=0, size_bytes=plan.num_samples * _ENTRY_BYTES)
-        yield Read(offset=samples.start * plan.sample_bytes, size_bytes=len(samples) * plan.sample_bytes)
+            yield RangeRead(part=part, offset=0, size_bytes=plan.num_samples * _ENTRY_BYTES)
+        yield RangeRead(offset=samples.start * plan.sample_bytes, size_bytes=len(samples) * plan.sample_bytes)
 
-    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """Views of the records."""
-        text = bytes_at(plan, pieces, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
+        text = read_range(plan, pieces, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """The records' content."""
-        text = made(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
+        text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.dataset.formats.image_format import PictureFormat
+from penstock.dataset.formats.image_format import ImageFormat
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.dataset.formats.format_protocol import Content
+    from penstock.dataset.formats.format_protocol import ContentSource
 
 _BLOCK_BYTES: Final = 11
 _UNIT_BYTES: Final = 6 * _BLOCK_BYTES
@@ -66,7 +66,7 @@ _LARGEST: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class JpegGrid:
     """An image in units of 16 pixels, and the bytes of comments behind it: none, or a head at least."""
 
     across: int
@@ -74,7 +74,7 @@ class Grid:
     padding: int
 
 
-class JpegFormat(PictureFormat):
+class JpegFormat(ImageFormat):
     """Files that decode to coloured noise."""
 
     smallest_bytes = _SMALLEST
@@ -85,7 +85,7 @@ class JpegFormat(PictureFormat):
         grid = fit(size_bytes)
         return 16 * grid.down, 16 * grid.across, 3
 
-    def encode(self, size_bytes: int, content: Content) -> memoryview:
+    def encode(self, size_bytes: int, content: ContentSource) -> memoryview:
         """Head, coded content, comments of content that fill the file up, end."""
         grid = fit(size_bytes)
         image = memoryview(bytearray(size_bytes))
@@ -100,23 +100,23 @@ class JpegFormat(PictureFormat):
 
 
 @lru_cache(maxsize=4096)
-def fit(size_bytes: int) -> Grid:
+def fit(size_bytes: int) -> JpegGrid:
     """The image of about 4:3, an even number of units across, which leaves least to comments."""
     room = size_bytes - _FIXED_BYTES
     middle = max(1, min(_MOST_UNITS, math.isqrt(room // _UNIT_BYTES * 3 // 4)))
     heights = range(max(1, middle - middle // 8), min(_MOST_UNITS, middle + middle // 8) + 1)
     grids = (_widest(room, down) for down in heights)
-    smallest = Grid(2, 1, room - _PAIR_BYTES)
+    smallest = JpegGrid(2, 1, room - _PAIR_BYTES)
     return min((grid for grid in grids if grid.across > 0), key=lambda one: one.padding, default=smallest)
 
 
-def _widest(room: int, down: int) -> Grid:
+def _widest(room: int, down: int) -> JpegGrid:
     """As many units across as there is room for; what is left has room for a comment, or is nothing."""
     pairs = min(room // (down * _PAIR_BYTES), _MOST_UNITS // 2)
     left = room - pairs * down * _PAIR_BYTES
     if 0 < left < _COMMENT_HEAD_BYTES:
         pairs, left = pairs - 1, left + down * _PAIR_BYTES
-    return Grid(2 * pairs, down, left)
+    return JpegGrid(2 * pairs, down, left)
 
 
 @lru_cache(maxsize=1)

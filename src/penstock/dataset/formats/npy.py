@@ -1,6 +1,6 @@
-"""NumPy's own file: a header and one array, with the samples along its last axis as DLIO stores them.
+"""NumPy files: a header and one array, with the samples along its last axis, as DLIO stores them.
 
-One of the formats behind `FileFormat`. Invariant: the array's bytes are content, all of them.
+All of the array's bytes are content.
 """
 
 from __future__ import annotations
@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.dataset.formats.format_base import ReadWhole, bytes_at, made, refuse_compression
-from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Sample
+from penstock.dataset.formats.format_base import ReadWhole, make_content, read_range, refuse_compression
+from penstock.dataset.formats.format_protocol import (
+    ContentSource,
+    Extent,
+    FilePart,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    Sample,
+)
 from penstock.dataset.formats.sample_shape import draw_shape
 
 if TYPE_CHECKING:
@@ -27,12 +35,12 @@ class NpyFormat(ReadWhole):
         self._dataset = dataset
         self._seed = seed
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """One block a file: its samples are interleaved, so none can be read alone."""
         shape = draw_shape(self._dataset, self._seed, index)
         num_samples = self._dataset.num_samples_per_file
         head = array_header(shape.dtype, (*shape.dims, num_samples))
-        return Plan(
+        return FilePlan(
             name=name,
             index=index,
             num_samples=num_samples,
@@ -40,22 +48,22 @@ class NpyFormat(ReadWhole):
             dtype=shape.dtype,
             sample_bytes=shape.size_bytes,
             block_samples=num_samples,
-            parts=(Part(size_bytes=len(head) + num_samples * shape.size_bytes),),
+            parts=(FilePart(size_bytes=len(head) + num_samples * shape.size_bytes),),
         )
 
-    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
         """Header, then content."""
-        pen.literal(stacked_header(plan))
-        pen.fill(plan.num_samples * plan.sample_bytes)
+        out.raw(stacked_header(plan))
+        out.fill(plan.num_samples * plan.sample_bytes)
 
-    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """Views of the array, samples first."""
-        text = bytes_at(plan, pieces, len(stacked_header(plan)), plan.num_samples * plan.sample_bytes)
+        text = read_range(plan, pieces, len(stacked_header(plan)), plan.num_samples * plan.sample_bytes)
         return unstack(plan, text)[samples.start : samples.stop : samples.step]
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """The samples out of the whole array."""
-        text = made(content, len(stacked_header(plan)), plan.num_samples * plan.sample_bytes)
+        text = make_content(content, len(stacked_header(plan)), plan.num_samples * plan.sample_bytes)
         return unstack(plan, text)[samples.start : samples.stop : samples.step]
 
 
@@ -73,12 +81,12 @@ def array_header(dtype: str, dims: tuple[int, ...]) -> bytes:
     )
 
 
-def stacked_header(plan: Plan) -> bytes:
+def stacked_header(plan: FilePlan) -> bytes:
     """The header of all samples of a file as one array."""
     return array_header(plan.dtype, (*plan.dims, plan.num_samples))
 
 
-def unstack(plan: Plan, text: memoryview) -> Sample:
+def unstack(plan: FilePlan, text: memoryview) -> Sample:
     """The samples of an array that has them along its last axis, without a copy."""
     stacked = np.frombuffer(text, dtype=plan.dtype).reshape(*plan.dims, plan.num_samples)
     return np.moveaxis(stacked, -1, 0)

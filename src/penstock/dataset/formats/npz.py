@@ -18,17 +18,23 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from penstock.dataset.formats.file_objects import Outbox
-from penstock.dataset.formats.format_base import ReadWhole, bytes_at, damaged, made, refuse_compression
+from penstock.dataset.formats.file_objects import GrowingBuffer
+from penstock.dataset.formats.format_base import (
+    ReadWhole,
+    make_content,
+    make_damage_error,
+    read_range,
+    refuse_compression,
+)
 from penstock.dataset.formats.format_protocol import (
     Checksum,
-    Content,
+    ContentSource,
     Extent,
-    FileMap,
-    Part,
-    Pen,
-    Plan,
-    Read,
+    FilePart,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    RangeRead,
     Sample,
 )
 from penstock.dataset.formats.npy import array_header, stacked_header, unstack
@@ -152,7 +158,7 @@ class _Array:
         return self.body_offset + self.body_bytes + len(trailer(self.member, 0))
 
 
-def _arrays(plan: Plan) -> tuple[_Array, _Array]:
+def _arrays(plan: FilePlan) -> tuple[_Array, _Array]:
     """Both members, `x` at the archive's begin and `y` behind it."""
     samples = _array("x.npy", 0, stacked_header(plan), plan.num_samples * plan.sample_bytes)
     labels_head = array_header("<i8", (plan.num_samples,))
@@ -163,7 +169,7 @@ def _array(name: str, offset: int, head: bytes, body_bytes: int) -> _Array:
     return _Array(Member(name, offset, len(head) + body_bytes), head, body_bytes)
 
 
-def _stored_size(plan: Plan) -> int:
+def _stored_size(plan: FilePlan) -> int:
     arrays = _arrays(plan)
     directory = central_directory([(array.member, 0) for array in arrays])
     return arrays[1].end + len(directory) + len(end_of_archive(len(arrays), len(directory), arrays[1].end))
@@ -177,11 +183,11 @@ class NpzFormat(ReadWhole):
         self._dataset = dataset
         self._seed = seed
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """One block a file: its samples are interleaved, so none can be read alone."""
         shape = draw_shape(self._dataset, self._seed, index)
         num_samples = self._dataset.num_samples_per_file
-        plan = Plan(
+        plan = FilePlan(
             name=name,
             index=index,
             num_samples=num_samples,
@@ -189,35 +195,35 @@ class NpzFormat(ReadWhole):
             dtype=shape.dtype,
             sample_bytes=shape.size_bytes,
             block_samples=num_samples,
-            parts=(Part(size_bytes=None),),
+            parts=(FilePart(size_bytes=None),),
         )
-        return replace(plan, parts=(Part(size_bytes=_stored_size(plan)),))
+        return replace(plan, parts=(FilePart(size_bytes=_stored_size(plan)),))
 
-    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
         """Both arrays, each with the CRC-32 behind it, then the directory."""
         entries: list[tuple[Member, int]] = []
         for array in _arrays(plan):
-            pen.literal(local_header(array.member))
-            pen.start_sum(Checksum.CRC32)
-            pen.literal(array.head)
-            pen.fill(array.body_bytes)
-            crc = pen.end_sum()
-            pen.literal(trailer(array.member, crc))
+            out.raw(local_header(array.member))
+            out.start_sum(Checksum.CRC32)
+            out.raw(array.head)
+            out.fill(array.body_bytes)
+            crc = out.end_sum()
+            out.raw(trailer(array.member, crc))
             entries.append((array.member, crc))
-        directory, offset = central_directory(entries), pen.offset
-        pen.literal(directory)
-        pen.literal(end_of_archive(len(entries), len(directory), offset))
+        directory, offset = central_directory(entries), out.offset
+        out.raw(directory)
+        out.raw(end_of_archive(len(entries), len(directory), offset))
 
-    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """Views of `x`, samples first."""
         array = _arrays(plan)[0]
-        text = bytes_at(plan, pieces, array.body_offset, array.body_bytes)
+        text = read_range(plan, pieces, array.body_offset, array.body_bytes)
         return unstack(plan, text)[samples.start : samples.stop : samples.step]
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """The samples out of the whole array."""
         array = _arrays(plan)[0]
-        text = made(content, array.body_offset, array.body_bytes)
+        text = make_content(content, array.body_offset, array.body_bytes)
         return unstack(plan, text)[samples.start : samples.stop : samples.step]
 
 
@@ -227,22 +233,22 @@ class CompressedNpzFormat(NpzFormat):
     The content of `x` begins at offset 0, that of `y` behind it, as if there were nothing around them.
     """
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """As stored, but for the size."""
-        return replace(NpzFormat.plan(self, index, name), parts=(Part(size_bytes=None),))
+        return replace(NpzFormat.plan(self, index, name), parts=(FilePart(size_bytes=None),))
 
-    def survey(self, _plan: Plan, source: Source) -> FileMap:
+    def survey(self, _plan: FilePlan, source: Source) -> FileSurvey:
         """The size, which an open file knows without a read."""
-        return FileMap(blocks=((Read(offset=0, size_bytes=source.size_bytes),),))
+        return FileSurvey(blocks=((RangeRead(offset=0, size_bytes=source.size_bytes),),))
 
-    def reads(self, _plan: Plan, found: FileMap, samples: range) -> Iterator[Read]:
+    def reads(self, _plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """The whole file."""
         if samples:
             yield from found.blocks[0]
 
-    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
         """Compress in steps; memory holds one of them."""
-        outbox = Outbox()
+        outbox = GrowingBuffer()
         method = _METHODS[self._dataset.compression]
         offset = 0
         with zipfile.ZipFile(outbox, "w") as archive:
@@ -253,13 +259,13 @@ class CompressedNpzFormat(NpzFormat):
                 entry._compresslevel = self._dataset.compression_level  # type: ignore[attr-defined]  # noqa: SLF001
                 with archive.open(entry, "w", force_zip64=array.member.is_large) as member:
                     member.write(array.head)
-                    for text in _steps(pen.content, offset, array.body_bytes):
+                    for text in _steps(out.content, offset, array.body_bytes):
                         member.write(text)
-                        outbox.drain(pen)
+                        outbox.drain(out)
                 offset += array.body_bytes
-        outbox.drain(pen)
+        outbox.drain(out)
 
-    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """Inflate `x`; its CRC-32 is checked on the way."""
         whole = io.BytesIO(pieces[0].content)
         head = stacked_header(plan)
@@ -267,18 +273,18 @@ class CompressedNpzFormat(NpzFormat):
             with zipfile.ZipFile(whole) as archive:
                 text = memoryview(archive.read("x.npy"))
         except (zipfile.BadZipFile, zlib.error, EOFError, *_UNPACKING) as error:
-            raise damaged(plan, str(error)) from error
+            raise make_damage_error(plan, str(error)) from error
         if text[: len(head)] != head or text.nbytes != len(head) + plan.num_samples * plan.sample_bytes:
-            raise damaged(plan, "its array has another shape than planned")
+            raise make_damage_error(plan, "its array has another shape than planned")
         return unstack(plan, text[len(head) :])[samples.start : samples.stop : samples.step]
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """The samples out of the whole array."""
-        text = made(content, 0, plan.num_samples * plan.sample_bytes)
+        text = make_content(content, 0, plan.num_samples * plan.sample_bytes)
         return unstack(plan, text)[samples.start : samples.stop : samples.step]
 
 
-def _steps(content: Content, offset: int, size_bytes: int) -> Iterator[memoryview]:
+def _steps(content: ContentSource, offset: int, size_bytes: int) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(size_bytes, _STEP_BYTES)))
     for start in range(0, size_bytes, _STEP_BYTES):
         piece = buffer[: min(_STEP_BYTES, size_bytes - start)]

@@ -1,8 +1,8 @@
 """Parquet files of the columns asked for, or of one column `data` of byte strings, by row group.
 
-One of the formats behind `FileFormat`. Invariant: row groups follow each other in the content; in a row group
-each column's elements stand together. A sample is the bytes of a row's columns that are marked `read`.
-Memory holds one batch of row groups while a file is made.
+Row groups follow each other in the content; within a row group each column's elements are contiguous. A
+sample is the bytes of a row's columns that are marked `read`. Memory holds one batch of row groups while a
+file is written.
 """
 
 from __future__ import annotations
@@ -17,14 +17,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from penstock.dataset.formats.file_objects import Outbox, PiecesFile, RecordingFile
-from penstock.dataset.formats.format_base import damaged, made, merged, refuse_compression
-from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Part, Pen, Plan, Read, Sample
+from penstock.dataset.formats.file_objects import GrowingBuffer, PiecesFile, RecordingFile
+from penstock.dataset.formats.format_base import (
+    make_content,
+    make_damage_error,
+    merge_ranges,
+    refuse_compression,
+)
+from penstock.dataset.formats.format_protocol import (
+    ContentSource,
+    Extent,
+    FilePart,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    RangeRead,
+    Sample,
+)
 from penstock.dataset.formats.parquet_columns import ColumnType, column_type
 from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 from penstock.workload.choices import Compression
-from penstock.workload.spec import Column
+from penstock.workload.spec import ParquetColumn
 
 if TYPE_CHECKING:
     from penstock.storage import Source
@@ -76,14 +90,14 @@ class ParquetFormat:
         # Arrow's types forget their element's name and nullability when they are pickled: they are made anew.
         return ParquetFormat, (self._dataset, self._seed)
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """A block is a row group; only the library knows the file's size."""
         columns = self._columns
         if not columns:
             row_bytes = draw_shape(self._dataset, self._seed, index).size_bytes
             columns = _byte_strings(row_bytes)
         read_bytes = sum(column.row_bytes for column in columns if column.read)
-        return Plan(
+        return FilePlan(
             name=name,
             index=index,
             num_samples=self._dataset.num_samples_per_file,
@@ -91,50 +105,50 @@ class ParquetFormat:
             dtype="|u1",
             sample_bytes=sum(column.row_bytes for column in columns),
             block_samples=min(self._dataset.parquet.row_group_size, self._dataset.num_samples_per_file),
-            parts=(Part(size_bytes=None),),
+            parts=(FilePart(size_bytes=None),),
         )
 
-    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
         """Encode a batch of row groups at a time; the footer comes last."""
         columns = self._columns_of(plan)
         schema = pa.schema([column.field for column in columns])
         groups = list(_groups(plan, range(plan.num_samples)))
         step = max(1, self._dataset.parquet.generation_batch_size // plan.block_samples)
-        outbox = Outbox()
+        outbox = GrowingBuffer()
         with self._writer(outbox, schema, columns) as writer:
             for start in range(0, len(groups), step):
                 tables = [
-                    _table(plan, columns, schema, group, pen.content)
+                    _table(plan, columns, schema, group, out.content)
                     for group in groups[start : start + step]
                 ]
                 writer.write_table(pa.concat_tables(tables), row_group_size=plan.block_samples)
-                outbox.drain(pen)
-        outbox.drain(pen)
+                outbox.drain(out)
+        outbox.drain(out)
 
-    def survey(self, plan: Plan, source: Source) -> FileMap:
+    def survey(self, plan: FilePlan, source: Source) -> FileSurvey:
         """Read the footer: the file's last 64 KiB, and the rest of it where it is longer."""
         wanted = {column.name for column in self._columns_of(plan) if column.read}
         try:
             metadata = pq.read_metadata(RecordingFile(source))
             self._refuse_other_levels(plan, metadata.schema)
             blocks = tuple(
-                merged(_column_ranges(metadata.row_group(number), wanted))
+                merge_ranges(_column_ranges(metadata.row_group(number), wanted))
                 for number in range(metadata.num_row_groups)
             )
         except _UNREADABLE as error:
-            raise damaged(plan, str(error)) from error
+            raise make_damage_error(plan, str(error)) from error
         if metadata.num_rows != plan.num_samples or len(blocks) != -(-plan.num_samples // plan.block_samples):
-            raise damaged(plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups")
-        return FileMap(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
+            raise make_damage_error(plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups")
+        return FileSurvey(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
 
-    def reads(self, plan: Plan, found: FileMap, samples: range) -> Iterator[Read]:
+    def reads(self, plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """Row group by row group, the columns to be read, whole; neighbours in one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
             for block in found.blocks[first : last + 1]:
                 yield from block
 
-    def decode(self, plan: Plan, found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """Rows of bytes, as arrow decodes the columns; pages' checksums are verified."""
         if not samples:
             return np.empty((0, *plan.dims), dtype=np.uint8)
@@ -153,14 +167,16 @@ class ParquetFormat:
             )
             rows = [column.to_rows(table.column(column.name)) for column in columns]
         except _UNREADABLE as error:
-            raise damaged(plan, str(error)) from error
+            raise make_damage_error(plan, str(error)) from error
         before = samples.start - first * plan.block_samples
         wanted = [column[before : before + len(samples)] for column in rows]
         if any(len(column) != len(samples) for column in wanted):
-            raise damaged(plan, f"row groups {first} to {last} have other numbers of rows than planned")
+            raise make_damage_error(
+                plan, f"row groups {first} to {last} have other numbers of rows than planned"
+            )
         return np.concatenate(wanted, axis=1)
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """The rows' bytes as their columns' types hold them."""
         columns = self._columns_of(plan)
         blocks = [np.empty((0, *plan.dims), dtype=np.uint8)]
@@ -175,13 +191,13 @@ class ParquetFormat:
             blocks.append(joined[start - group.rows.start : stop - group.rows.start])
         return np.concatenate(blocks)
 
-    def complete(self) -> ParquetFormat:
+    def with_all_columns(self) -> ParquetFormat:
         """The same files with every column read."""
         parquet = self._dataset.parquet
         columns = tuple(replace(column, read=True) for column in parquet.columns)
         return ParquetFormat(replace(self._dataset, parquet=replace(parquet, columns=columns)), self._seed)
 
-    def _refuse_other_levels(self, plan: Plan, stored: pq.ParquetSchema) -> None:
+    def _refuse_other_levels(self, plan: FilePlan, stored: pq.ParquetSchema) -> None:
         """Raise where a column of ours has other levels than written.
 
         Arrow compares levels with the sizes of histograms when it is asked for a column chunk, and ends the
@@ -190,12 +206,16 @@ class ParquetFormat:
         ours = _written_levels(self._columns_of(plan))
         for path, levels in _levels(stored).items():
             if ours.get(path, levels) != levels:
-                raise damaged(plan, f"its schema gives column {path} other levels than it was written with")
+                raise make_damage_error(
+                    plan, f"its schema gives column {path} other levels than it was written with"
+                )
 
-    def _columns_of(self, plan: Plan) -> tuple[ColumnType, ...]:
+    def _columns_of(self, plan: FilePlan) -> tuple[ColumnType, ...]:
         return self._columns or _byte_strings(plan.sample_bytes)
 
-    def _writer(self, outbox: Outbox, schema: pa.Schema, columns: Sequence[ColumnType]) -> pq.ParquetWriter:
+    def _writer(
+        self, outbox: GrowingBuffer, schema: pa.Schema, columns: Sequence[ColumnType]
+    ) -> pq.ParquetWriter:
         compression, level = self._dataset.compression, self._dataset.compression_level
         return pq.ParquetWriter(
             outbox,
@@ -223,10 +243,10 @@ def _levels(schema: pq.ParquetSchema) -> dict[str, tuple[int, int]]:
 
 
 def _byte_strings(row_bytes: int) -> tuple[ColumnType, ...]:
-    return (column_type(Column(name="data", dtype="uint8", size=row_bytes), as_bytes=True),)
+    return (column_type(ParquetColumn(name="data", dtype="uint8", size=row_bytes), as_bytes=True),)
 
 
-def _groups(plan: Plan, samples: range) -> Iterator[_Group]:
+def _groups(plan: FilePlan, samples: range) -> Iterator[_Group]:
     """The row groups that hold `samples`."""
     for start in range(
         samples.start // plan.block_samples * plan.block_samples, samples.stop, plan.block_samples
@@ -236,18 +256,18 @@ def _groups(plan: Plan, samples: range) -> Iterator[_Group]:
 
 
 def _elements(
-    plan: Plan, columns: Sequence[ColumnType], group: _Group, number: int, content: Content
+    plan: FilePlan, columns: Sequence[ColumnType], group: _Group, number: int, content: ContentSource
 ) -> Sample:
     """The content of one column in one row group, a row a row."""
     num_rows, row_bytes = len(group.rows), columns[number].row_bytes
     before = sum(column.row_bytes for column in columns[:number])
     assert before + row_bytes <= plan.sample_bytes
-    text = made(content, group.offset + num_rows * before, num_rows * row_bytes)
+    text = make_content(content, group.offset + num_rows * before, num_rows * row_bytes)
     return np.frombuffer(text, dtype=np.uint8).reshape(num_rows, row_bytes)
 
 
 def _table(
-    plan: Plan, columns: Sequence[ColumnType], schema: pa.Schema, group: _Group, content: Content
+    plan: FilePlan, columns: Sequence[ColumnType], schema: pa.Schema, group: _Group, content: ContentSource
 ) -> pa.Table:
     arrays = [
         column.to_arrow(column.valid(_elements(plan, columns, group, number, content)))
@@ -256,8 +276,8 @@ def _table(
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _column_ranges(group: pq.RowGroupMetaData, wanted: set[str]) -> Iterator[Read]:
+def _column_ranges(group: pq.RowGroupMetaData, wanted: set[str]) -> Iterator[RangeRead]:
     for number in range(group.num_columns):
         column = group.column(number)
         if column.path_in_schema.split(".")[0] in wanted:
-            yield Read(offset=column.data_page_offset, size_bytes=column.total_compressed_size)
+            yield RangeRead(offset=column.data_page_offset, size_bytes=column.total_compressed_size)

@@ -1,6 +1,6 @@
-"""Parquet columns: what an element's bytes become in arrow and in the file, and back.
+"""Parquet columns: from an element's bytes to arrow arrays, and back.
 
-Used by `parquet` alone. Invariant: `to_rows` gives back what `to_arrow` got, bit for bit, also for NaN.
+`to_rows` returns what `to_arrow` got, bit for bit, also for NaN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.workload.dataset_size import column_bytes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.workload.spec import Column
+    from penstock.workload.spec import ParquetColumn
 
 _TEXT_TYPES: Final = {"string": pa.large_string(), "binary": pa.large_binary()}
 _SMALL_INTEGERS: Final = ("int8", "uint8", "int16", "uint16")
@@ -92,7 +92,7 @@ class ColumnType:
         return np.asarray(values.to_numpy(zero_copy_only=False), dtype=self.dtype).view(np.uint8)
 
 
-def column_type(column: Column, *, as_bytes: bool = False) -> ColumnType:
+def column_type(column: ParquetColumn, *, as_bytes: bool = False) -> ColumnType:
     """The column's type: byte strings for several elements of one byte, lists for several of others."""
     size, row_bytes = column.size, column_bytes(column)
     if column.dtype in _TEXT_TYPES:
@@ -108,7 +108,7 @@ def column_type(column: Column, *, as_bytes: bool = False) -> ColumnType:
     )
 
 
-def _number_type(column: Column) -> pa.DataType:
+def _number_type(column: ParquetColumn) -> pa.DataType:
     try:
         return pa.from_numpy_dtype(np.dtype(column.dtype))
     except (pa.ArrowNotImplementedError, TypeError) as error:

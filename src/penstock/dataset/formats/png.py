@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.dataset.formats.image_format import PictureFormat
+from penstock.dataset.formats.image_format import ImageFormat
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import Content
+    from penstock.dataset.formats.format_protocol import ContentSource
 
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHUNK_BYTES: Final = 12
@@ -32,7 +32,7 @@ _SMALLEST: Final = _FIXED_BYTES + _ROW_HEAD_BYTES + 3 + _CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class PngGrid:
     """An image, and the bytes of the chunk that fills the file up: none, or `_CHUNK_BYTES` and more."""
 
     width: int
@@ -40,7 +40,7 @@ class Grid:
     padding: int
 
 
-class PngFormat(PictureFormat):
+class PngFormat(ImageFormat):
     """Files that decode to RGB noise."""
 
     smallest_bytes = _SMALLEST
@@ -51,7 +51,7 @@ class PngFormat(PictureFormat):
         grid = fit(size_bytes)
         return grid.height, grid.width, 3
 
-    def encode(self, size_bytes: int, content: Content) -> memoryview:
+    def encode(self, size_bytes: int, content: ContentSource) -> memoryview:
         """Header, one chunk of stored rows, a private chunk of content that fills the file up, end."""
         grid = fit(size_bytes)
         image = memoryview(bytearray(size_bytes))
@@ -69,29 +69,29 @@ class PngFormat(PictureFormat):
 
 
 @lru_cache(maxsize=4096)
-def fit(size_bytes: int) -> Grid:
+def fit(size_bytes: int) -> PngGrid:
     """The image, about as wide as it is high, which leaves least to be filled up."""
     room = size_bytes - _FIXED_BYTES
     middle = min(math.isqrt(room // 3), _WIDEST)
     widths = range(min(_WIDEST, middle + middle // 4), middle - middle // 4 - 1, -1)
     grids = (_highest(room, max(1, width)) for width in widths)
-    single = Grid(1, 1, room - _row_bytes(1))
+    single = PngGrid(1, 1, room - _row_bytes(1))
     return min((grid for grid in grids if grid.height > 0), key=lambda one: one.padding, default=single)
 
 
-def _highest(room: int, width: int) -> Grid:
+def _highest(room: int, width: int) -> PngGrid:
     """As many rows as there is room for; what is left has room for a chunk, or is nothing."""
     height, left = divmod(room, _row_bytes(width))
     while 0 < left < _CHUNK_BYTES:
         height, left = height - 1, left + _row_bytes(width)
-    return Grid(width, height, left)
+    return PngGrid(width, height, left)
 
 
 def _row_bytes(width: int) -> int:
     return _ROW_HEAD_BYTES + 3 * width
 
 
-def _stamp_rows(stream: memoryview, grid: Grid) -> None:
+def _stamp_rows(stream: memoryview, grid: PngGrid) -> None:
     """Make a zlib stream of what is there: a stored block each row, behind them the sum of all rows."""
     length = 1 + 3 * grid.width
     rows = np.frombuffer(stream[2:-4], dtype=np.uint8).reshape(grid.height, -1)

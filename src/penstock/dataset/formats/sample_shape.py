@@ -26,7 +26,7 @@ _SEARCHED_ROWS: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SampleShape:
     """One sample: `dims` elements of the numpy type `dtype`."""
 
     dims: tuple[int, ...]
@@ -61,18 +61,18 @@ def draw_bytes(dataset: Dataset, seed: int, index: int) -> int:
     return round(NormalDist(float(mean), float(stdev)).inv_cdf(min(uniform, 1 - 2**-53)))
 
 
-def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: int = 1) -> Shape:
+def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: int = 1) -> SampleShape:
     """The shape of file `index`: the dimensions asked for, or two nearly equal ones of the size drawn.
 
     Their product is the size exactly, where DLIO squares the whole root and loses up to two rows.
     """
     kind = element_type(dataset)
     if dataset.record_dims:
-        return Shape(dataset.record_dims, kind.str)
+        return SampleShape(dataset.record_dims, kind.str)
     step_bytes = kind.itemsize * elements_multiple
     num_steps = max(1, round(draw_bytes(dataset, seed, index) / step_bytes))
     rows, columns = near_square(num_steps)
-    return Shape((rows * elements_multiple, columns), kind.str)
+    return SampleShape((rows * elements_multiple, columns), kind.str)
 
 
 @lru_cache(maxsize=4096)

@@ -1,6 +1,6 @@
-"""Samples that lie nowhere: `format: synthetic` measures everything but storage.
+"""Samples without files: `format: synthetic` measures everything but storage.
 
-One of the formats behind `FileFormat`. Invariant: a plan has no parts, nothing is read, samples are zeros.
+A plan has no parts, nothing is read, and samples are zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.dataset.formats.format_base import ComputedLayout
-from penstock.dataset.formats.format_protocol import Content, Extent, FileMap, Pen, Plan, Read, Sample
+from penstock.dataset.formats.format_protocol import (
+    ContentSource,
+    Extent,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    RangeRead,
+    Sample,
+)
 from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 
@@ -26,10 +34,10 @@ class SyntheticFormat(ComputedLayout):
         self._dataset = dataset
         self._seed = seed
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """As of other formats, without parts."""
         shape = draw_shape(self._dataset, self._seed, index)
-        return Plan(
+        return FilePlan(
             name=name,
             index=index,
             num_samples=self._dataset.num_samples_per_file,
@@ -40,7 +48,7 @@ class SyntheticFormat(ComputedLayout):
             parts=(),
         )
 
-    def lay(self, plan: Plan, _part: int, _pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, _pen: FileSink) -> None:
         """Refuse: there is nothing to write."""
         raise UsageError(
             f"{plan.name} is synthetic: it has no bytes",
@@ -48,14 +56,14 @@ class SyntheticFormat(ComputedLayout):
             fix="Leave generation out, or choose a format of files.",
         )
 
-    def reads(self, _plan: Plan, _found: FileMap, _samples: range) -> Iterator[Read]:
+    def reads(self, _plan: FilePlan, _found: FileSurvey, _samples: range) -> Iterator[RangeRead]:
         """None."""
         return iter(())
 
-    def decode(self, plan: Plan, _found: FileMap, _pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, _found: FileSurvey, _pieces: Sequence[Extent], samples: range) -> Sample:
         """Zeros, which take no memory before somebody writes to them."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)
 
-    def expected(self, plan: Plan, _content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, _content: ContentSource, samples: range) -> Sample:
         """The same zeros."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)

@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING, Final
 import google_crc32c
 import numpy as np
 
-from penstock.dataset.formats.file_objects import Gathered
+from penstock.dataset.formats.file_objects import GatheredRanges
 from penstock.dataset.formats.format_base import (
     ComputedLayout,
     as_array,
-    damaged,
-    made,
-    range_of,
+    gather_range,
+    make_content,
+    make_damage_error,
     refuse_compression,
 )
 from penstock.dataset.formats.format_protocol import (
     Checksum,
-    Content,
+    ContentSource,
     Extent,
-    FileMap,
-    Part,
-    Pen,
-    Plan,
-    Read,
+    FilePart,
+    FilePlan,
+    FileSink,
+    FileSurvey,
+    RangeRead,
     Sample,
 )
 from penstock.dataset.formats.sample_shape import draw_shape
@@ -57,11 +57,11 @@ class TFRecordFormat(ComputedLayout):
         self._seed = seed
         self._transfer_bytes = transfer_bytes
 
-    def plan(self, index: int, name: str) -> Plan:
+    def plan(self, index: int, name: str) -> FilePlan:
         """One block a file: readers take a file's records one after the other."""
         shape = draw_shape(self._dataset, self._seed, index)
         num_samples = self._dataset.num_samples_per_file
-        return Plan(
+        return FilePlan(
             name=name,
             index=index,
             num_samples=num_samples,
@@ -69,47 +69,48 @@ class TFRecordFormat(ComputedLayout):
             dtype=shape.dtype,
             sample_bytes=shape.size_bytes,
             block_samples=num_samples,
-            parts=(Part(size_bytes=num_samples * record_bytes(shape.size_bytes)),),
+            parts=(FilePart(size_bytes=num_samples * record_bytes(shape.size_bytes)),),
         )
 
-    def lay(self, plan: Plan, _part: int, pen: Pen) -> None:
+    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
         """Record by record."""
         length, head = record_head(plan.sample_bytes)
         for _ in range(plan.num_samples):
-            pen.literal(length)
-            pen.start_sum(Checksum.CRC32C)
-            pen.literal(head)
-            pen.fill(plan.sample_bytes)
-            pen.literal(struct.pack("<I", mask(pen.end_sum())))
+            out.raw(length)
+            out.start_sum(Checksum.CRC32C)
+            out.raw(head)
+            out.fill(plan.sample_bytes)
+            out.raw(struct.pack("<I", mask(out.end_sum())))
 
-    def reads(self, plan: Plan, _found: FileMap, samples: range) -> Iterator[Read]:
+    def reads(self, plan: FilePlan, _found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         """The whole file in pieces, whichever samples are wanted: readers cannot jump."""
         end = plan.num_samples * record_bytes(plan.sample_bytes) if samples else 0
         for offset in range(0, end, self._transfer_bytes):
-            yield Read(offset=offset, size_bytes=min(self._transfer_bytes, end - offset))
+            yield RangeRead(offset=offset, size_bytes=min(self._transfer_bytes, end - offset))
 
-    def decode(self, plan: Plan, _found: FileMap, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
         """The images; their records' lengths and sums are checked."""
-        gathered = Gathered(pieces)
+        gathered = GatheredRanges(pieces)
         images = [as_array(plan, _checked_image(plan, gathered, sample)) for sample in samples]
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
-    def expected(self, plan: Plan, content: Content, samples: range) -> Sample:
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
         """The images' content."""
         images = [
-            as_array(plan, made(content, image_offset(plan, sample), plan.sample_bytes)) for sample in samples
+            as_array(plan, make_content(content, image_offset(plan, sample), plan.sample_bytes))
+            for sample in samples
         ]
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
 
-def _checked_image(plan: Plan, gathered: Gathered, sample: int) -> memoryview:
+def _checked_image(plan: FilePlan, gathered: GatheredRanges, sample: int) -> memoryview:
     length, head = record_head(plan.sample_bytes)
     start = sample * record_bytes(plan.sample_bytes)
-    record = range_of(plan, gathered, start, record_bytes(plan.sample_bytes))
+    record = gather_range(plan, gathered, start, record_bytes(plan.sample_bytes))
     example = record[_LENGTH_BYTES:-_SUM_BYTES]
     (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
     if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
-        raise damaged(plan, f"record {sample} does not match its checksums")
+        raise make_damage_error(plan, f"record {sample} does not match its checksums")
     return example[len(head) :]
 
 
@@ -124,7 +125,7 @@ def record_bytes(image_bytes: int) -> int:
     return len(length) + len(head) + image_bytes + _SUM_BYTES
 
 
-def image_offset(plan: Plan, sample: int) -> int:
+def image_offset(plan: FilePlan, sample: int) -> int:
     """Where a record's image begins in its file."""
     length, head = record_head(plan.sample_bytes)
     return sample * record_bytes(plan.sample_bytes) + len(length) + len(head)

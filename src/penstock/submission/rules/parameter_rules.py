@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from penstock.submission.finding import Finding, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.rules.rule import ALL, BOTH, LATER, RunCase, run_rule
-from penstock.workload.dlio_keys import our_path
+from penstock.workload.dlio_keys import canonical_path
 from penstock.workload.shipped_catalog import families, shipped_card
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ def _check_configuration(case: RunCase) -> Iterator[Finding]:
     free = parameters.allowed(case.division)
     family, accelerator = run.workload()
     reference = _require_reference(case, family, accelerator)
-    given = {our_path(path): value for path, value in _values_by_path(run.config.value("workload"), ())}
+    given = {canonical_path(path): value for path, value in _values_by_path(run.config.value("workload"), ())}
     # Compared by our own paths, because configurations spell some keys in two ways.
     compared = {
         key: (given.get(path, _ABSENT), reference[path])
         for key in parameters.compared
-        if key not in free and (path := our_path(tuple(key.split(".")))) in reference
+        if key not in free and (path := canonical_path(tuple(key.split(".")))) in reference
     }
     missing = [f"workload.{key}" for key, (value, _) in compared.items() if value is _ABSENT]
     if missing:
@@ -143,7 +143,7 @@ def _workload_values(family: str, accelerator: str) -> Mapping[Path, object] | N
 
 def _merge(trees: tuple[Mapping[str, object], ...]) -> Mapping[Path, object]:
     """The values of all trees; what an accelerator sets replaces what all share."""
-    return {our_path(path): value for tree in trees for path, value in _values_by_path(tree, ())}
+    return {canonical_path(path): value for tree in trees for path, value in _values_by_path(tree, ())}
 
 
 def _values_by_path(tree: object, above: Path) -> Iterator[tuple[Path, object]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from penstock import __version__
-from penstock.bench.checkpoint.checkpoint_folder import require_room, volume_of
+from penstock.bench.checkpoint.checkpoint_folder import identify_volume, require_room
 from penstock.cluster.collectives import all_gather_results
 from penstock.environment import TRACE
 from penstock.errors import Unavailable, UsageError
@@ -137,7 +137,7 @@ def _open(request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequ
 def _require_room(request: StudyRequest, comm: Comm) -> None:
     """Both levels, together where they are one file system."""
     needs = request.room_bytes()
-    if volume_of(str(request.fast)) == volume_of(str(request.slow)):
+    if identify_volume(str(request.fast)) == identify_volume(str(request.slow)):
         both = [sum(shares) for shares in zip(*needs.values(), strict=True)]
         needs = {request.fast: both}
     for folder, shares in needs.items():

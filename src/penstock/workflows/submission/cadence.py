@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import Recipe
+from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.errors import StorageError
 from penstock.submission.authoring.result_dir import set_aside
 from penstock.submission.authoring.run_sequence import RequestedResult, RunSequence, plan_run_sequence
@@ -151,7 +151,7 @@ def _add(
     if phase is SubmissionPhase.DATASIZE:
         add_datasize(session, workload, hosts=plan.hosts, num_accelerators=plan.num_accelerators, comm=comm)
     elif phase is SubmissionPhase.DATAGEN:
-        recipe = Recipe(dataset=workload.dataset, seed=workload.train.seed, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(dataset=workload.dataset, seed=workload.train.seed, reduction=IRREDUCIBLE)
         data_set = DataSet(workload=workload, recipe=recipe, threads=plan.generates_with, hosts=plan.hosts)
         add_datagen(session, data_set, storage, comm=comm, progress=onlooker.progress)
     else:

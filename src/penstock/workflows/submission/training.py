@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_request import TrainingRequest
     from penstock.bench.training.training_result import TrainingResult
     from penstock.cluster.comm import Comm
-    from penstock.dataset.dataset_manifest import Recipe
+    from penstock.dataset.dataset_manifest import DatasetRecipe
     from penstock.progress import Progress
     from penstock.results.host import HostFacts
     from penstock.storage import Storage
@@ -50,7 +50,7 @@ class DataSet:
     """A data set to make, and who makes it."""
 
     workload: Workload
-    recipe: Recipe
+    recipe: DatasetRecipe
     threads: int
     hosts: Sequence[HostFacts]
 

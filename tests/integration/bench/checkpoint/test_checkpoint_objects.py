@@ -14,7 +14,7 @@ from tests.support.s3.fake_server import FakeServer
 from tests.support.s3.fault_plan import ALWAYS, Fault
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipeSettings
@@ -49,7 +49,7 @@ _places = itertools.count()
 
 
 def run(server: FakeServer, client: str, results: Path) -> CheckpointResult:
-    model = asked_of(
+    model = change_checkpoint_section(
         load_model("llama3-8b"),
         num_checkpoints_write=2,
         num_checkpoints_read=2,

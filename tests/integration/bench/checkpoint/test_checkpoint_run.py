@@ -16,7 +16,7 @@ import pytest
 
 from penstock.bench import cache_eviction
 from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipeSettings
@@ -72,7 +72,7 @@ class Ground:
         **fields: Any,
     ) -> CheckpointResult:
         comm = comm or SoloComm()
-        asked = asked_of(
+        asked = change_checkpoint_section(
             load_model(model, overrides=parse_settings(settings)),
             num_checkpoints_write=writes,
             num_checkpoints_read=reads,
@@ -237,7 +237,9 @@ def test_storage_that_acknowledges_only_at_the_end_cannot_take_more_than_the_buf
     """The pipe says so instead of hanging, and nothing of the checkpoint stays."""
     ground = in_memory(tmp_path, Late)
     settings = PipeSettings(streams=1, chunk_bytes=64 << 10, buffer_memory_bytes=128 << 10, silence_s=0.3)
-    asked = asked_of(load_model("llama3-8b"), num_checkpoints_write=1, num_checkpoints_read=0)
+    asked = change_checkpoint_section(
+        load_model("llama3-8b"), num_checkpoints_write=1, num_checkpoints_read=0
+    )
     layout = plan_layout(LayoutRequest(model=asked, num_processes=1, scale=SCALE))
     request = CheckpointRequest(
         model=asked, layout=layout, scale=SCALE, pipe=settings, results=ground.results

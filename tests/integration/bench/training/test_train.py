@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.cache_eviction import drop_caches, keeps_page_cache
-from penstock.bench.epoch_order import Division
+from penstock.bench.cache_eviction import evict_data_set, uses_page_cache
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.training.training_files import checked_places, open_files, validate
+from penstock.bench.training.training_files import choose_checked_files, open_files, validate
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import KEY, Recipe
+from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
@@ -35,7 +35,7 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
 from penstock.workload.choices import DataFormat, Shuffle
 from penstock.workload.duration import Duration
-from penstock.workload.spec import Dataset, Evaluation, Metric, Reader, Train, Workflow, Workload
+from penstock.workload.spec import Dataset, Evaluation, Metric, ReaderSection, Train, Workflow, Workload
 
 if TYPE_CHECKING:
     from tests.support.s3.server import S3Server
@@ -50,7 +50,7 @@ FILES = Dataset(
     record_length_bytes=Fraction(5000),
     record_length_bytes_stdev=Fraction(500),
 )
-SHUFFLED = Reader(batch_size=4, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED)
+SHUFFLED = ReaderSection(batch_size=4, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED)
 
 
 def workload(dataset: Dataset = FILES, *, epochs: int = 2, **fields: Any) -> Workload:
@@ -71,7 +71,7 @@ class Ground:
     results: Path
 
     def make(self, dataset: Dataset = FILES) -> Ground:
-        recipe = Recipe(dataset=dataset, seed=3, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(dataset=dataset, seed=3, reduction=IRREDUCIBLE)
         generate(recipe, self.storage, comm=COMM, threads=1, progress=Silent())
         return self
 
@@ -137,7 +137,7 @@ def test_every_epoch_reads_every_byte_once(ground: Ground, shuffle: Shuffle) -> 
     ground.make()
     size_bytes = sum(ground.sizes().values())
     before = ground.storage.counters.snapshot().read_bytes
-    reader = Reader(batch_size=4, file_shuffle=shuffle, sample_shuffle=shuffle)
+    reader = ReaderSection(batch_size=4, file_shuffle=shuffle, sample_shuffle=shuffle)
     result = ground.run(workload(epochs=3, reader=reader))
     assert [epoch.read_bytes for epoch in result.train.epochs] == [size_bytes] * 3
     manifest_bytes = ground.storage.stat(KEY).size_bytes
@@ -200,7 +200,7 @@ def test_the_page_cache_of_the_data_set_is_dropped_before_each_epoch(ground: Gro
 
 def test_direct_reads_need_no_drop(tmp_path: Path) -> None:
     ground = Ground(open_storage(f"direct://{tmp_path}/data", {}), tmp_path / "runs").make()
-    assert not keeps_page_cache(ground.storage)
+    assert not uses_page_cache(ground.storage)
     assert [epoch.cache for epoch in ground.run().stages.epochs] == [None, None]
 
 
@@ -208,12 +208,12 @@ def test_pages_are_dropped_of_both_phases(ground: Ground) -> None:
     dataset = replace(FILES, num_files_eval=3)
     ground.make(dataset)
     files = open_files(dataset, ground.storage, seed=1, evaluates=True)
-    assert drop_caches(files, ground.storage, comm=COMM).total_bytes == sum(ground.sizes().values())
+    assert evict_data_set(files, ground.storage, comm=COMM).total_bytes == sum(ground.sizes().values())
 
 
 def test_an_empty_data_set_has_no_resident_share(ground: Ground) -> None:
     files = replace(open_files(FILES, ground.storage, seed=1, evaluates=False), num_train=0)
-    assert drop_caches(files, ground.storage, comm=COMM).resident_share == 0.0
+    assert evict_data_set(files, ground.storage, comm=COMM).resident_share == 0.0
 
 
 def test_the_ceiling_run_tells_what_this_client_could_do(ground: Ground) -> None:
@@ -332,10 +332,10 @@ def test_a_missing_index_is_a_missing_file(ground: Ground) -> None:
 
 def test_first_last_and_every_kth_file_are_looked_up() -> None:
     files = open_files(replace(FILES, num_files_eval=6), MemoryStorage(), seed=1, evaluates=True)
-    assert checked_places(files, 10) == [0, 10, 20, 23, 24, 29]
-    assert checked_places(files, 1000) == [0, 23, 24, 29]
-    assert checked_places(files, 1) == list(range(30))
-    assert checked_places(files, 0) == []
+    assert choose_checked_files(files, 10) == [0, 10, 20, 23, 24, 29]
+    assert choose_checked_files(files, 1000) == [0, 23, 24, 29]
+    assert choose_checked_files(files, 1) == list(range(30))
+    assert choose_checked_files(files, 0) == []
 
 
 def test_a_file_lost_between_validation_and_its_step_fails_the_run_by_name(tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_ctrl_c_leaves_a_run_that_is_marked_so(ground: Ground) -> None:
 def test_a_remainder_that_shall_be_an_error_ends_the_run(ground: Ground) -> None:
     ground.make()
     with pytest.raises(UsageError, match="do not divide evenly"):
-        ground.run(workload(reader=replace(SHUFFLED, batch_size=5)), division=Division.ERROR)
+        ground.run(workload(reader=replace(SHUFFLED, batch_size=5)), division=Remainder.ERROR)
 
 
 def test_too_few_evaluation_files_are_an_error(ground: Ground) -> None:

@@ -16,12 +16,12 @@ from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import Recipe
+from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.workload.choices import DataFormat, Shuffle
-from penstock.workload.spec import Dataset, Reader, Train, Workload
+from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions
@@ -44,7 +44,7 @@ def test_each_epoch_gets_each_object_once(tmp_path: Path, name: str, shuffle: Sh
     with running_fake() as server:
         opened = partial(open_storage, f"s3://{BUCKET}/data", server.as_server().environment)
         storage = opened()
-        recipe = Recipe(dataset=FILES, seed=3, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(dataset=FILES, seed=3, reduction=IRREDUCIBLE)
         generate(recipe, storage, comm=SoloComm(), threads=2, progress=Silent())
         gets = []
         for epochs in (1, 3):
@@ -53,7 +53,7 @@ def test_each_epoch_gets_each_object_once(tmp_path: Path, name: str, shuffle: Sh
                 workload=Workload(
                     name="small",
                     dataset=FILES,
-                    reader=Reader(batch_size=3, file_shuffle=shuffle),
+                    reader=ReaderSection(batch_size=3, file_shuffle=shuffle),
                     train=Train(epochs=epochs),
                 ),
                 results=tmp_path / str(epochs),

@@ -18,8 +18,8 @@ from penstock.bench.training.training_result import STAGES_FILE
 from penstock.bench.training.training_run import train
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import KEY, Recipe
-from penstock.dataset.formats.format_protocol import FileMap, Plan, Read
+from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
+from penstock.dataset.formats.format_protocol import FilePlan, FileSurvey, RangeRead
 from penstock.dataset.formats.npz import NpzFormat
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, StorageError, UsageError
@@ -29,7 +29,7 @@ from penstock.results.tables import read_events
 from penstock.storage import open_storage
 from penstock.workload.choices import DataFormat, ProcessStart, ReadType, Shuffle
 from penstock.workload.duration import Duration
-from penstock.workload.spec import Dataset, Reader, Train, Workload
+from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_result import TrainingResult
 
 FILES = Dataset(format=DataFormat.NPZ, num_files_train=12, record_length_bytes=Fraction(4000))
-READER = Reader(batch_size=3, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED)
+READER = ReaderSection(batch_size=3, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED)
 NATIVE = NativeOptions(threads=2, buffer_bytes=1 << 16)
 
 
@@ -52,11 +52,11 @@ class Ground:
     def __post_init__(self) -> None:
         self.data = str(self.place / "data")
         self.storage = open_storage(self.data, {})
-        recipe = Recipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
         generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
 
     def run(
-        self, reads: Reader = READER, /, *, loader: LoaderOptions = NATIVE, **fields: Any
+        self, reads: ReaderSection = READER, /, *, loader: LoaderOptions = NATIVE, **fields: Any
     ) -> TrainingResult:
         request = TrainingRequest(
             workload=Workload(
@@ -85,9 +85,9 @@ class Ground:
 class Beginnings(NpzFormat):
     """A reader that takes only the first 1000 bytes of each file."""
 
-    def reads(self, _plan: Plan, _found: FileMap, samples: range) -> Iterator[Read]:
+    def reads(self, _plan: FilePlan, _found: FileSurvey, samples: range) -> Iterator[RangeRead]:
         if samples:
-            yield Read(offset=0, size_bytes=1000)
+            yield RangeRead(offset=0, size_bytes=1000)
 
 
 def total(result: TrainingResult, column: str) -> int:

@@ -16,9 +16,9 @@ from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import read_object, write_object
 from penstock.workload.choices import Format
-from penstock.workload.spec import Column, Dataset, Parquet
+from penstock.workload.spec import ParquetColumn, Dataset, Parquet
 
-columns = (Column(name="a", dtype="int8", size=7), Column(name="b", dtype="int32"))
+columns = (ParquetColumn(name="a", dtype="int8", size=7), ParquetColumn(name="b", dtype="int32"))
 dataset = Dataset(
     format=Format.PARQUET,
     num_samples_per_file=6,

@@ -27,18 +27,18 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, verify_file, write_file
 from penstock.storage.registry import open_storage
 from penstock.workload.choices import Compression, DataFormat
-from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
+from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from penstock.dataset.formats.format_protocol import Plan
+    from penstock.dataset.formats.format_protocol import FilePlan
 
 SEED = 11
 POOL = buffer_pool()
 
 
-def _write(folder: Path, dataset: Dataset, index: int = 0) -> tuple[Path, Plan, Content]:
+def _write(folder: Path, dataset: Dataset, index: int = 0) -> tuple[Path, FilePlan, Content]:
     storage, content = open_storage(f"file://{folder}", {}), Content(SEED, index)
     kind = open_format(dataset, SEED)
     plan = kind.plan(index, f"train/img_{index}_of_4.{dataset.format}")
@@ -273,9 +273,9 @@ def test_h5py_opens_records_in_datasets_and_labels(tmp_path: Path) -> None:
 
 def test_pyarrow_opens_columns_in_row_groups(tmp_path: Path) -> None:
     columns = (
-        Column(name="dense", dtype="float32", size=4),
-        Column(name="category", dtype="int8"),
-        Column(name="text", dtype="string", size=6),
+        ParquetColumn(name="dense", dtype="float32", size=4),
+        ParquetColumn(name="category", dtype="int8"),
+        ParquetColumn(name="text", dtype="string", size=6),
     )
     dataset = replace(
         _dataset(DataFormat.PARQUET, 1000),
@@ -295,7 +295,9 @@ def test_pyarrow_opens_columns_in_row_groups(tmp_path: Path) -> None:
 
 def test_parquet_rows_take_about_the_bytes_they_hold(tmp_path: Path) -> None:
     columns = tuple(
-        Column(name=f"feature_{number:03}", dtype=("float16", "float32", "float64", "int8")[number % 4])
+        ParquetColumn(
+            name=f"feature_{number:03}", dtype=("float16", "float32", "float64", "int8")[number % 4]
+        )
         for number in range(40)
     )
     dataset = replace(

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import Recipe
+from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.results.host import HostFacts
@@ -167,7 +167,7 @@ class SmallResult:
             workload=self.workload,
             results=self.root,
             seed=self.workload.train.seed,
-            division=Division.DROP,
+            division=Remainder.DROP,
             loader=NativeOptions(threads=2),
             command=self.session.command,
             facts_of=self.clock.host_during_run,
@@ -180,7 +180,9 @@ class SmallResult:
 
     def datagen(self) -> Path:
         """Its leaf."""
-        recipe = Recipe(dataset=self.workload.dataset, seed=self.workload.train.seed, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(
+            dataset=self.workload.dataset, seed=self.workload.train.seed, reduction=IRREDUCIBLE
+        )
         data_set = DataSet(workload=self.workload, recipe=recipe, threads=2, hosts=[small_host("here")])
         return add_datagen(self.session, data_set, self.storage, comm=COMM, progress=Silent())
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, asked_of
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.environment import process_environment
@@ -53,7 +53,7 @@ def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
     began = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
     ticks = iter(range(10_000))
     root = claim_tree(place / "tree", "acme", now=began, by="tests").root
-    model = asked_of(
+    model = change_checkpoint_section(
         load_model("llama3-8b"), time_between_checkpoints_s=0.0, checkpoint_folder=str(apart / "saves")
     )
     located = locate_checkpoints(model.workload, str(apart / "saves"))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from penstock.bench.cache_eviction import Coldness
+from penstock.bench.cache_eviction import ObjectEviction
 from penstock.bench.checkpoint.checkpoint_result import (
     RoundFigures,
     direction_figures,
     job_bottleneck,
     plain_counters,
 )
-from penstock.bench.checkpoint.round_plan import Direction, Round
+from penstock.bench.checkpoint.round_plan import CheckpointRound, Direction
 from penstock.checkpoint.saving.measurement import StreamRecord
 from penstock.checkpoint.saving.phase_figures import PhaseFigures
 from penstock.storage import Counters
@@ -46,10 +46,12 @@ def phase(direction: Direction, duration_s: float, **fields: Any) -> PhaseFigure
     return replace(base, **fields)
 
 
-def rounds(direction: Direction, *phases: PhaseFigures, cold: Coldness | None = None) -> list[RoundFigures]:
+def rounds(
+    direction: Direction, *phases: PhaseFigures, cold: ObjectEviction | None = None
+) -> list[RoundFigures]:
     return [
         RoundFigures(
-            round=Round(direction=direction, number=number, step=number),
+            round=CheckpointRound(direction=direction, number=number, step=number),
             began_at_s=10.0 * number,
             ended_at_s=10.0 * number + 5,
             phase=each,
@@ -59,7 +61,7 @@ def rounds(direction: Direction, *phases: PhaseFigures, cold: Coldness | None = 
     ]
 
 
-WARM = Coldness(path="page cache dropped", resident_bytes=500, total_bytes=1000)
+WARM = ObjectEviction(path="page cache dropped", resident_bytes=500, total_bytes=1000)
 
 
 def test_all_bytes_over_all_time_and_the_mean_of_rates_are_two_figures() -> None:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.cache_eviction import Coldness
-from penstock.bench.checkpoint.progress_board import Board, how_far
+from penstock.bench.cache_eviction import ObjectEviction
+from penstock.bench.checkpoint.progress_board import ProgressBoard, format_progress
 from penstock.bench.checkpoint.round_plan import (
-    Round,
-    objects_of,
+    CheckpointRound,
+    choose_source_process,
+    plan_objects,
     plan_rounds,
     rank_shift,
-    reader_of,
     seconds_between,
 )
 from penstock.bench.checkpoint.rounds import StateContent
@@ -47,19 +47,19 @@ def test_more_reads_than_checkpoints_are_refused_with_both_ways_out() -> None:
 
 def test_checkpoints_lie_in_dlios_folders() -> None:
     layout = plan_layout(LayoutRequest(model=load_model("llama3-8b"), scale=Fraction(1, 1000)))
-    assert Round(direction="write", number=3, step=3).folder == "global_epoch1_step3"
-    assert [each.key for each in objects_of(layout, 2, 3)] == [
+    assert CheckpointRound(direction="write", number=3, step=3).folder == "global_epoch1_step3"
+    assert [each.key for each in plan_objects(layout, 2, 3)] == [
         "global_epoch1_step3/zero_pp_rank_2_mp_rank_0_model_states.pt",
         "global_epoch1_step3/zero_pp_rank_2_mp_rank_0_optim_states.pt",
     ]
-    assert sum(each.size_bytes for each in objects_of(layout, 2, 3)) == layout.bytes_of_processes()[2]
+    assert sum(each.size_bytes for each in plan_objects(layout, 2, 3)) == layout.bytes_of_processes()[2]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_with_a_shift_every_rank_reads_what_another_host_wrote_and_all_is_read(sizes: list[int]) -> None:
     hosts = [f"host{number}" for number, size in enumerate(sizes) for _ in range(size)]
     shift = rank_shift(hosts)
-    read = [reader_of(rank, num_processes=len(hosts), shift=shift) for rank in range(len(hosts))]
+    read = [choose_source_process(rank, num_processes=len(hosts), shift=shift) for rank in range(len(hosts))]
     assert sorted(read) == list(range(len(hosts)))
     if len(sizes) == 1:
         assert shift == 0
@@ -89,23 +89,26 @@ def test_content_is_unlike_from_file_to_file_and_from_checkpoint_to_checkpoint()
 
 
 def test_a_read_is_cold_up_to_a_hundredth_in_memory() -> None:
-    assert Coldness(path="page cache dropped", resident_bytes=10, total_bytes=1000).is_cold
-    assert not Coldness(path="page cache dropped", resident_bytes=11, total_bytes=1000).is_cold
-    assert Coldness(path="past the page cache").is_cold
+    assert ObjectEviction(path="page cache dropped", resident_bytes=10, total_bytes=1000).is_cold
+    assert not ObjectEviction(path="page cache dropped", resident_bytes=11, total_bytes=1000).is_cold
+    assert ObjectEviction(path="past the page cache").is_cold
 
 
 def test_a_look_names_the_total_and_the_rank_that_is_last() -> None:
-    assert how_far([512, 256, 0], [1024, 1024, 0], 2.0) == "768 B of 2 KiB, 384 B/s; rank 1 is last with 25%"
-    assert how_far([512], [1024], 1.0) == "512 B of 1 KiB, 512 B/s"
+    assert (
+        format_progress([512, 256, 0], [1024, 1024, 0], 2.0)
+        == "768 B of 2 KiB, 384 B/s; rank 1 is last with 25%"
+    )
+    assert format_progress([512], [1024], 1.0) == "512 B of 1 KiB, 512 B/s"
 
 
 def test_a_board_holds_every_ranks_number_and_misses_none(tmp_path: Path) -> None:
     path = tmp_path / "progress"
-    boards = [Board(path, rank=rank, num_ranks=3) for rank in range(3)]
+    boards = [ProgressBoard(path, rank=rank, num_ranks=3) for rank in range(3)]
     assert boards[0].read() == [0, 0, 0]
     boards[2].note(7)
     boards[0].note(1 << 40)
     assert boards[0].read() == [1 << 40, 0, 7]
     boards[0].remove()
     boards[0].remove()
-    assert Board(tmp_path / "absent" / "progress", rank=0, num_ranks=1).read() == [0]
+    assert ProgressBoard(tmp_path / "absent" / "progress", rank=0, num_ranks=1).read() == [0]

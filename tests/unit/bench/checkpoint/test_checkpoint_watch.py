@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bench.checkpoint import progress_board as watching
-from penstock.bench.checkpoint.progress_board import Board, Onlookers, Watch
+from penstock.bench.checkpoint.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
 from penstock.progress import Silent
 
 
@@ -41,10 +41,12 @@ def test_a_round_that_lasts_tells_how_far_all_ranks_are(hasty: None, tmp_path: P
             told.set()
 
     bar = _Bar()
-    board = Board(tmp_path / "progress", rank=0, num_ranks=2)
-    watch = Watch(board, rank=0, onlookers=Onlookers(progress=bar, sign_of_life=alive.set, tell=tell))
-    other = Board(tmp_path / "progress", rank=1, num_ranks=2)
-    with watch.over("writing checkpoint 3 of 10", [1000, 1000]):
+    board = ProgressBoard(tmp_path / "progress", rank=0, num_ranks=2)
+    watch = RoundProgress(
+        board, rank=0, outputs=ProgressOutputs(progress=bar, sign_of_life=alive.set, tell=tell)
+    )
+    other = ProgressBoard(tmp_path / "progress", rank=1, num_ranks=2)
+    with watch.track("writing checkpoint 3 of 10", [1000, 1000]):
         other.note(100)
         watch.advance(900)
         watch.advance(400)  # chunks are counted whole, so the last of a file may overshoot
@@ -59,19 +61,19 @@ def test_a_round_that_lasts_tells_how_far_all_ranks_are(hasty: None, tmp_path: P
 
 def test_a_failed_round_does_not_come_to_its_end(tmp_path: Path) -> None:
     bar = _Bar()
-    onlookers = Onlookers(progress=bar, sign_of_life=lambda: None, tell=lambda _: None)
-    watch = Watch(Board(tmp_path / "progress", rank=0, num_ranks=1), rank=0, onlookers=onlookers)
-    with pytest.raises(OSError, match="gone"), watch.over("reading", [10]):
+    outputs = ProgressOutputs(progress=bar, sign_of_life=lambda: None, tell=lambda _: None)
+    watch = RoundProgress(ProgressBoard(tmp_path / "progress", rank=0, num_ranks=1), rank=0, outputs=outputs)
+    with pytest.raises(OSError, match="gone"), watch.track("reading", [10]):
         raise OSError("gone")
     assert bar.moved == 0
 
 
 def test_other_ranks_only_note_their_own(hasty: None, tmp_path: Path) -> None:
     bar = _Bar()
-    onlookers = Onlookers(progress=bar, sign_of_life=lambda: None, tell=lambda _: None)
-    board = Board(tmp_path / "progress", rank=1, num_ranks=2)
-    watch = Watch(board, rank=1, onlookers=onlookers)
-    with watch.over("reading", [10, 10]):
+    outputs = ProgressOutputs(progress=bar, sign_of_life=lambda: None, tell=lambda _: None)
+    board = ProgressBoard(tmp_path / "progress", rank=1, num_ranks=2)
+    watch = RoundProgress(board, rank=1, outputs=outputs)
+    with watch.track("reading", [10, 10]):
         watch.advance(7)
         while board.read() != [0, 7]:
             threading.Event().wait(0.005)

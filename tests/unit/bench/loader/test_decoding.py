@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from penstock.bench.compute import PreprocessTimes
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.loader.range_reader import RangeReader
 from penstock.bench.loader.sample_decoder import SAMPLED, ContentCheck, FormatDecoder
-from penstock.bench.training.batch_requests import Batches, Handling
-from penstock.bench.training.sample_sharding import RankEpoch, training_deal
+from penstock.bench.training.batch_requests import BatchPlanner, SampleHandling
+from penstock.bench.training.sample_sharding import RankEpoch, shard_training
 from penstock.bench.training.training_files import TrainingFiles, open_files
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import KEY, Recipe
+from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import StorageError
 from penstock.progress import Silent
@@ -30,8 +30,8 @@ from penstock.results.events import Phase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat, Shuffle
-from penstock.workload.duration import Duration, Law
-from penstock.workload.spec import Dataset, Hdf5, Parquet, Reader, Workload
+from penstock.workload.duration import Distribution, Duration
+from penstock.workload.spec import Dataset, Hdf5, Parquet, ReaderSection, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from penstock.dataset.formats.format_protocol import Extent
 
 EVERY = [kind for kind in DataFormat if kind is not DataFormat.SYNTHETIC]
-FULL = Handling(decodes=True, check=ContentCheck.FULL)
+FULL = SampleHandling(decodes=True, check=ContentCheck.FULL)
 
 
 @dataclass
@@ -50,25 +50,27 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.storage = MemoryStorage()
-        self.recipe = Recipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
+        self.recipe = DatasetRecipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
         generate(self.recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
 
     def files(self) -> TrainingFiles:
         return open_files(self.dataset, self.storage, seed=9, evaluates=False)
 
-    def requests(self, handling: Handling = FULL, **reader: Any) -> list[BatchRequest]:
-        asked = Reader(batch_size=3, shuffle_size=8, **{"sample_shuffle": Shuffle.SEED, **reader})
+    def requests(self, handling: SampleHandling = FULL, **reader: Any) -> list[BatchRequest]:
+        asked = ReaderSection(batch_size=3, shuffle_size=8, **{"sample_shuffle": Shuffle.SEED, **reader})
         files = self.files()
-        deal = training_deal(
+        sharding = shard_training(
             Workload(name="w", dataset=self.dataset, reader=asked),
             block_samples=files.block_samples(),
             num_ranks=1,
-            division=Division.PAD,
+            division=Remainder.PAD,
             seed=5,
         )
-        order = RankEpoch(deal, rank=0, epoch=1)
+        order = RankEpoch(sharding, rank=0, epoch=1)
         transfer_bytes = asked.transfer_bytes
-        batches = Batches(files, self.storage, Phase.TRAIN, transfer_bytes=transfer_bytes, handling=handling)
+        batches = BatchPlanner(
+            files, self.storage, Phase.TRAIN, transfer_bytes=transfer_bytes, handling=handling
+        )
         return list(batches.of_epoch(order, order.count_samples() // 3))
 
     def decoder(self) -> FormatDecoder:
@@ -145,7 +147,7 @@ def test_a_flipped_byte_is_named_with_its_file_and_sample() -> None:
 @pytest.mark.parametrize(("check", "share"), [("off", 0), ("sample", 1 / SAMPLED), ("full", 1)])
 def test_as_many_blocks_are_checked_as_asked_for(check: str, share: float) -> None:
     stage = Stage(small(DataFormat.INDEXED_BINARY, num_files_train=4, num_samples_per_file=12))
-    requests = stage.requests(Handling(decodes=True, check=ContentCheck(check)))
+    requests = stage.requests(SampleHandling(decodes=True, check=ContentCheck(check)))
     checked = [one.is_checked for one in blocks_of(requests)]
     assert len(checked) == 48
     assert sum(checked) == share * 48
@@ -185,7 +187,7 @@ def test_the_memory_of_a_block_serves_the_next_one() -> None:
 
 def test_preprocessing_is_drawn_for_each_sample_the_same_in_every_run() -> None:
     times = PreprocessTimes(
-        duration=Duration(law=Law.EXPONENTIAL, scale_s=0.001), seed=1, phase=Phase.TRAIN, rank=0
+        duration=Duration(law=Distribution.EXPONENTIAL, scale_s=0.001), seed=1, phase=Phase.TRAIN, rank=0
     )
     one = times.of_batch(1, 2, 5)
     assert one == times.of_batch(1, 2, 5)

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
 from penstock.bench.model_state.layout_planner import count_parameters
-from penstock.bench.model_state.state_layout import Mesh, checkpoint_folder, share, stage_of_layer
+from penstock.bench.model_state.state_layout import Mesh, checkpoint_folder, even_share, stage_of_layer
 from penstock.errors import UsageError
 from penstock.workload.checkpoint_model import CheckpointModel, load_model
 from penstock.workload.choices import CheckpointMode, CheckpointWriters, Datatype
 from penstock.workload.shipped_catalog import cards
-from penstock.workload.spec import Checkpoint, Model, Parallelism, Transformer, Workload
+from penstock.workload.spec import CheckpointSection, Model, Parallelism, Transformer, Workload
 
 GIB = 2**30
 
 
 def model_of(spec: Model, *, num_ranks: int | None = None, everyone: bool = False) -> CheckpointModel:
     writers = CheckpointWriters.ALL_RANKS if everyone else CheckpointWriters.RANK_ZERO
-    workload = Workload(name="own", model=spec, checkpoint=Checkpoint(type=writers))
+    workload = Workload(name="own", model=spec, checkpoint=CheckpointSection(type=writers))
     return CheckpointModel(about="", num_ranks=num_ranks, workload=workload)
 
 
@@ -149,7 +149,7 @@ def test_files_have_different_names_and_each_rank_its_own(split: Parallelism, da
 
 @given(st.integers(0, 10**12), st.integers(1, 5000))
 def test_shares_differ_by_one_at_most_and_add_up(whole: int, parts: int) -> None:
-    shares = share(whole, parts, np.arange(parts, dtype=np.int64))
+    shares = even_share(whole, parts, np.arange(parts, dtype=np.int64))
     assert shares.sum() == whole
     assert shares.max() - shares.min() <= 1
 

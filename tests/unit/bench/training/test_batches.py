@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
-from penstock.bench.training.batch_requests import TRANSFER_BYTES, Batches, ahead
-from penstock.bench.training.harness_limit import ZeroCostStorage, ceiling_steps, sizes_of
-from penstock.bench.training.sample_sharding import RankEpoch, training_deal
+from penstock.bench.training.batch_requests import TRANSFER_BYTES, BatchPlanner, plan_ahead
+from penstock.bench.training.harness_limit import ZeroCostStorage, count_limit_steps, object_sizes
+from penstock.bench.training.sample_sharding import RankEpoch, shard_training
 from penstock.bench.training.training_files import TrainingFiles, open_files
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import KEY, Recipe
+from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
@@ -30,7 +30,7 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import write_object
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
 from penstock.workload.choices import Compression, DataFormat, Shuffle
-from penstock.workload.spec import Column, Dataset, Parquet, Reader, Train, Workload
+from penstock.workload.spec import Dataset, Parquet, ParquetColumn, ReaderSection, Train, Workload
 
 if TYPE_CHECKING:
     from penstock.storage import Source
@@ -73,12 +73,14 @@ class Stage:
     """A small data set in memory, and one rank that reads it."""
 
     dataset: Dataset
-    reader: Reader = field(default_factory=lambda: Reader(batch_size=4, shuffle_size=8, **SHUFFLED))
+    reader: ReaderSection = field(
+        default_factory=lambda: ReaderSection(batch_size=4, shuffle_size=8, **SHUFFLED)
+    )
     num_ranks: int = 1
 
     def __post_init__(self) -> None:
         self.storage = RecordingStorage(MemoryStorage())
-        recipe = Recipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(dataset=self.dataset, seed=3, reduction=IRREDUCIBLE)
         if self.dataset.format is not DataFormat.SYNTHETIC:
             generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
         self.sizes = {info.key: info.size_bytes for info in self.storage.list() if info.key != KEY}
@@ -91,19 +93,21 @@ class Stage:
         return open_files(self.dataset, self.storage, seed=9, evaluates=True)
 
     def order(self, epoch: int = 1, rank: int = 0) -> RankEpoch:
-        deal = training_deal(
+        sharding = shard_training(
             self.workload,
             block_samples=self.files().block_samples(),
             num_ranks=self.num_ranks,
-            division=Division.ROTATE,
+            division=Remainder.ROTATE,
             seed=5,
         )
-        return RankEpoch(deal, rank=rank, epoch=epoch)
+        return RankEpoch(sharding, rank=rank, epoch=epoch)
 
     def requests(self, epoch: int = 1, rank: int = 0) -> list[BatchRequest]:
         order = self.order(epoch, rank)
-        batches = Batches(self.files(), self.storage, Phase.TRAIN, transfer_bytes=self.reader.transfer_bytes)
-        return list(batches.of_epoch(order, order.count_samples() // order.deal.batch_size))
+        batches = BatchPlanner(
+            self.files(), self.storage, Phase.TRAIN, transfer_bytes=self.reader.transfer_bytes
+        )
+        return list(batches.of_epoch(order, order.count_samples() // order.sharding.batch_size))
 
     def read(self, epoch: int = 1) -> list[Seen]:
         """What storage sees of one epoch, read by one thread so that the order is the loader's."""
@@ -157,14 +161,16 @@ def test_archives_of_many_samples_are_read_whole_each_once(kind: DataFormat) -> 
 
 def test_a_batch_asks_for_a_file_only_when_it_begins_with_it() -> None:
     stage = Stage(
-        dataset(DataFormat.NPZ, num_samples_per_file=6), Reader(batch_size=4, file_shuffle=Shuffle.SEED)
+        dataset(DataFormat.NPZ, num_samples_per_file=6),
+        ReaderSection(batch_size=4, file_shuffle=Shuffle.SEED),
     )
     assert [len(request.requests) for request in stage.requests()][:6] == [1, 1, 0, 1, 1, 0]
 
 
 def test_shuffled_samples_have_their_whole_window_read_first() -> None:
     stage = Stage(
-        dataset(DataFormat.NPZ, num_samples_per_file=6), Reader(batch_size=4, shuffle_size=12, **SHUFFLED)
+        dataset(DataFormat.NPZ, num_samples_per_file=6),
+        ReaderSection(batch_size=4, shuffle_size=12, **SHUFFLED),
     )
     assert [len(request.requests) for request in stage.requests()][:6] == [2, 0, 0, 2, 0, 0]
 
@@ -179,7 +185,7 @@ def test_tfrecords_are_read_front_to_back_file_by_file(transfer_bytes: int | Non
             record_length_bytes=Fraction(large),
             num_files_train=4,
         ),
-        Reader(batch_size=4, transfer_bytes=transfer_bytes, **SHUFFLED),
+        ReaderSection(batch_size=4, transfer_bytes=transfer_bytes, **SHUFFLED),
     )
     step = transfer_bytes or TRANSFER_BYTES
     seen = stage.read()
@@ -195,7 +201,7 @@ def test_tfrecords_are_read_front_to_back_file_by_file(transfer_bytes: int | Non
 def test_tfrecord_pieces_come_with_the_first_batch_that_needs_them() -> None:
     stage = Stage(
         dataset(DataFormat.TFRECORD, num_samples_per_file=8, num_files_train=1),
-        Reader(batch_size=2, transfer_bytes=1024, file_shuffle=Shuffle.SEED),
+        ReaderSection(batch_size=2, transfer_bytes=1024, file_shuffle=Shuffle.SEED),
     )
     (size_bytes,) = stage.sizes.values()
     ends = [max(read.offset + (read.size_bytes or 0) for read in reads_of(one)) for one in stage.requests()]
@@ -223,7 +229,7 @@ def test_indexed_records_are_read_alone_and_their_indexes_once_a_file() -> None:
 def test_indexed_records_that_stay_in_turn_are_read_file_by_file() -> None:
     stage = Stage(
         dataset(DataFormat.MMAP_INDEXED_BINARY, num_samples_per_file=8, num_files_train=6),
-        Reader(batch_size=4, file_shuffle=Shuffle.SEED),
+        ReaderSection(batch_size=4, file_shuffle=Shuffle.SEED),
     )
     records = [read for read in stage.read() if read.key.endswith("binary")]
     runs = [list(reads) for _, reads in groupby(records, key=lambda read: read.key)]
@@ -233,8 +239,8 @@ def test_indexed_records_that_stay_in_turn_are_read_file_by_file() -> None:
 
 def test_parquet_is_read_by_row_group_and_only_in_the_columns_marked() -> None:
     columns = (
-        Column(name="wanted", dtype="int32", size=50),
-        Column(name="unwanted", dtype="int32", size=500, read=False),
+        ParquetColumn(name="wanted", dtype="int32", size=50),
+        ParquetColumn(name="unwanted", dtype="int32", size=500, read=False),
     )
     parquet = Parquet(columns=columns, row_group_size=10)
     stage = Stage(dataset(DataFormat.PARQUET, num_samples_per_file=40, num_files_train=3, parquet=parquet))
@@ -255,7 +261,7 @@ def test_hdf5_samples_are_read_where_they_lie() -> None:
 
 def test_what_surveys_read_is_counted() -> None:
     stage = Stage(dataset(DataFormat.HDF5, num_samples_per_file=8, num_files_train=3))
-    order, batches = stage.order(), Batches(stage.files(), stage.storage, Phase.TRAIN)
+    order, batches = stage.order(), BatchPlanner(stage.files(), stage.storage, Phase.TRAIN)
     stage.storage.seen.clear()
     for _ in batches.of_epoch(order, 6):
         pass
@@ -265,8 +271,8 @@ def test_what_surveys_read_is_counted() -> None:
 def test_few_files_are_remembered() -> None:
     stage = Stage(dataset(DataFormat.HDF5, num_samples_per_file=8, num_files_train=3))
     order = stage.order()
-    forgetful = Batches(stage.files(), stage.storage, Phase.TRAIN, known_files=1)
-    mindful = Batches(stage.files(), stage.storage, Phase.TRAIN, known_files=3)
+    forgetful = BatchPlanner(stage.files(), stage.storage, Phase.TRAIN, known_files=1)
+    mindful = BatchPlanner(stage.files(), stage.storage, Phase.TRAIN, known_files=3)
     for batches in (forgetful, mindful):
         list(batches.of_epoch(order, 6))
         list(batches.of_epoch(order, 6))
@@ -307,7 +313,7 @@ def test_of_files_from_elsewhere_nothing_is_presumed_but_their_names() -> None:
     key = min(stage.sizes)
     write_object(stage.storage, key, [b"x" * 100])
     stage.sizes[key] = 100
-    assert not stage.files().are_ours
+    assert not stage.files().have_manifest
     assert Counter(stage.read()) == stage.whole_files()
 
 
@@ -352,7 +358,7 @@ def test_requests_are_planned_ahead_and_come_in_order() -> None:
             made.append(number)
             yield BatchRequest((), number)
 
-    planned = ahead(make(), depth=3)
+    planned = plan_ahead(make(), depth=3)
     assert next(planned).num_samples == 0
     assert [request.num_samples for request in planned] == list(range(1, 10))
     assert made == list(range(10))
@@ -363,14 +369,14 @@ def test_planning_that_fails_says_so_where_its_request_is_wanted() -> None:
         yield BatchRequest((), 1)
         raise ObjectNotFound("gone")
 
-    planned = ahead(fail(), depth=3)
+    planned = plan_ahead(fail(), depth=3)
     assert next(planned).num_samples == 1
     with pytest.raises(ObjectNotFound, match="gone"):
         next(planned)
 
 
 def test_leaving_early_ends_the_planning() -> None:
-    planned = ahead(iter([BatchRequest((), number) for number in range(100)]), depth=2)
+    planned = plan_ahead(iter([BatchRequest((), number) for number in range(100)]), depth=2)
     next(planned)
     planned.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-planner")]
@@ -382,7 +388,7 @@ def test_leaving_early_ends_the_planning() -> None:
 def test_on_storage_without_cost_the_same_is_asked_for_and_nothing_read(kind: DataFormat) -> None:
     stage = Stage(dataset(kind, num_files_train=16))
     requests = stage.requests()
-    free = ZeroCostStorage(stage.storage, sizes_of(requests, stage.storage))
+    free = ZeroCostStorage(stage.storage, object_sizes(requests, stage.storage))
     expected = sum(read.size_bytes for read in stage.read())
     stage.storage.seen.clear()
     loader = NativeLoader(free, NativeOptions(threads=2))
@@ -395,7 +401,7 @@ def test_on_storage_without_cost_the_same_is_asked_for_and_nothing_read(kind: Da
 def test_sizes_of_files_from_elsewhere_are_looked_up() -> None:
     stage = Stage(dataset(DataFormat.NPZ))
     stage.storage.delete(KEY)
-    assert sizes_of(stage.requests(), stage.storage) == stage.sizes
+    assert object_sizes(stage.requests(), stage.storage) == stage.sizes
 
 
 def test_an_object_that_nobody_told_of_costs_an_error() -> None:
@@ -404,8 +410,8 @@ def test_an_object_that_nobody_told_of_costs_an_error() -> None:
 
 
 def test_a_ceiling_run_is_short_whatever_a_step_takes() -> None:
-    assert ceiling_steps(0.323, 1000) == 9
-    assert ceiling_steps(10.0, 1000) == 8
-    assert ceiling_steps(0.0, 1000) == 200
-    assert ceiling_steps(0.04755, 1000) == 63
-    assert ceiling_steps(0.04755, 5) == 5
+    assert count_limit_steps(0.323, 1000) == 9
+    assert count_limit_steps(10.0, 1000) == 8
+    assert count_limit_steps(0.0, 1000) == 200
+    assert count_limit_steps(0.04755, 1000) == 63
+    assert count_limit_steps(0.04755, 5) == 5

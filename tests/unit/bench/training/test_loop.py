@@ -10,22 +10,22 @@ from fractions import Fraction
 
 import pytest
 
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
-from penstock.bench.training.harness_limit import EventList, run_ceiling
-from penstock.bench.training.training_loop import Loop, PhaseWork, phase_works
-from penstock.bench.training.training_run import Prepared, prepare
+from penstock.bench.training.harness_limit import EventsInMemory, measure_harness_limit
+from penstock.bench.training.training_loop import PhaseWork, TrainingLoop, make_phase_works
+from penstock.bench.training.training_run import PreparedTraining, prepare_training
 from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import Recipe
+from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
 from penstock.results.events import Phase, RankEvents, SpanKind
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import DataFormat
-from penstock.workload.duration import Duration, Law
-from penstock.workload.spec import Dataset, Evaluation, Reader, Train, Workflow, Workload
+from penstock.workload.duration import Distribution, Duration
+from penstock.workload.spec import Dataset, Evaluation, ReaderSection, Train, Workflow, Workload
 
 WORKLOAD = Workload(
     name="w",
@@ -33,7 +33,7 @@ WORKLOAD = Workload(
     dataset=Dataset(
         format=DataFormat.NPY, num_files_train=12, num_files_eval=4, record_length_bytes=Fraction(2000)
     ),
-    reader=Reader(batch_size=3, batch_size_eval=2),
+    reader=ReaderSection(batch_size=3, batch_size_eval=2),
     train=Train(epochs=2, computation_time=Duration.fixed(0.002)),
     evaluation=Evaluation(eval_time=Duration.fixed(0.001)),
 )
@@ -66,27 +66,27 @@ class Scene:
     def __init__(self, workload: Workload = WORKLOAD) -> None:
         self.workload = workload
         self.storage = MemoryStorage()
-        recipe = Recipe(dataset=workload.dataset, seed=1, reduction=IRREDUCIBLE)
+        recipe = DatasetRecipe(dataset=workload.dataset, seed=1, reduction=IRREDUCIBLE)
         generate(recipe, self.storage, comm=SoloComm(), threads=1, progress=Silent())
-        self.comm, self.recorder, self.progress = MeetingComm(), EventList(), Counting()
+        self.comm, self.recorder, self.progress = MeetingComm(), EventsInMemory(), Counting()
         self.prepared = self._prepare()
-        self.works = phase_works(workload, self.prepared, self.storage, rank=0)
+        self.works = make_phase_works(workload, self.prepared, self.storage, rank=0)
         self.comm.awaited.clear()
         self.progress.advanced = 0
 
-    def _prepare(self) -> Prepared:
-        return prepare(
+    def _prepare(self) -> PreparedTraining:
+        return prepare_training(
             self.workload,
             self.storage,
             seed=3,
-            division=Division.ROTATE,
+            division=Remainder.ROTATE,
             comm=self.comm,
             progress=self.progress,
         )
 
     def run(self, phase: Phase, num_steps: int) -> RankEvents:
         with closing(NativeLoader(self.storage, NativeOptions(threads=2))) as loader:
-            loop = Loop(
+            loop = TrainingLoop(
                 comm=self.comm,
                 loader=loader,
                 recorder=self.recorder,
@@ -137,7 +137,7 @@ def test_steps_say_what_was_read_for_them() -> None:
 
 
 def test_computation_is_drawn_anew_each_step_where_it_has_a_law() -> None:
-    law = Duration(law=Law.UNIFORM, min_s=0.001, max_s=0.01)
+    law = Duration(law=Distribution.UNIFORM, min_s=0.001, max_s=0.01)
     scene = Scene(replace(WORKLOAD, train=replace(WORKLOAD.train, computation_time=law)))
     events = scene.run(Phase.TRAIN, 4)
     computed = (events.steps["computed_ns"] - events.steps["loaded_ns"]).tolist()
@@ -156,7 +156,7 @@ def test_a_read_that_fails_comes_out_of_the_loop_and_leaves_no_thread() -> None:
 def test_a_ceiling_run_reads_nothing_and_takes_the_same_steps() -> None:
     scene = Scene()
     before = scene.storage.counters.snapshot().read_bytes
-    ceiling = run_ceiling(
+    ceiling = measure_harness_limit(
         WORKLOAD,
         scene.prepared,
         scene.storage,

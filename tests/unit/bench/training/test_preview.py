@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.epoch_order import Division
-from penstock.bench.training.order_preview import Preview, preview
+from penstock.bench.epoch_order import Remainder
+from penstock.bench.training.order_preview import OrderPreview, preview_order
 from penstock.errors import UsageError
 from penstock.workload.choices import DataFormat, Shuffle
-from penstock.workload.spec import Dataset, Reader, Workload
+from penstock.workload.spec import Dataset, ReaderSection, Workload
 
 WORKLOAD = Workload(
     name="small",
     dataset=Dataset(format=DataFormat.NPZ, num_files_train=48, record_length_bytes=Fraction(1000)),
-    reader=Reader(batch_size=2, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED),
+    reader=ReaderSection(batch_size=2, file_shuffle=Shuffle.SEED, sample_shuffle=Shuffle.SEED),
 )
 
 
-def _preview(workload: Workload = WORKLOAD, **asked: int) -> Preview:
+def _preview(workload: Workload = WORKLOAD, **asked: int) -> OrderPreview:
     values = {"num_ranks": 1, "rank": 0, "epoch": 1, "head": 10**6, "seed": 5, **asked}
-    return preview(workload, division=Division.ROTATE, **values)
+    return preview_order(workload, division=Remainder.ROTATE, **values)
 
 
 @settings(deadline=None, max_examples=25)
@@ -49,7 +49,7 @@ def test_samples_of_one_file_share_its_name() -> None:
     dataset = replace(
         WORKLOAD.dataset, format=DataFormat.TFRECORD, num_samples_per_file=10, num_files_train=4
     )
-    workload = replace(WORKLOAD, dataset=dataset, reader=Reader(batch_size=2))
+    workload = replace(WORKLOAD, dataset=dataset, reader=ReaderSection(batch_size=2))
     samples = _preview(workload).samples
     assert [sample.index for sample in samples] == list(range(40))
     assert samples[19].file == "train/img_1_of_4.tfrecord"

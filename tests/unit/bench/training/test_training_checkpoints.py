@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.training.training_checkpoints import count_due, is_due
-from penstock.workload.spec import Checkpoint
+from penstock.workload.spec import CheckpointSection
 
 
-def _due(when: Checkpoint, epochs: list[int]) -> list[tuple[int, int]]:
+def _due(when: CheckpointSection, epochs: list[int]) -> list[tuple[int, int]]:
     return [
         (epoch, step)
         for epoch, num_steps in enumerate(epochs, start=1)
@@ -22,16 +22,16 @@ def _due(when: Checkpoint, epochs: list[int]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("when", "due"),
     [
-        (Checkpoint(), [(1, 5), (2, 5), (3, 5)]),
-        (Checkpoint(checkpoint_after_epoch=2), [(2, 5), (3, 5)]),
-        (Checkpoint(epochs_between_checkpoints=2), [(1, 5), (3, 5)]),
-        (Checkpoint(steps_between_checkpoints=2), [(1, 2), (1, 4), (2, 2), (2, 4), (3, 2), (3, 4)]),
-        (Checkpoint(steps_between_checkpoints=5, checkpoint_after_epoch=9), [(1, 5), (2, 5), (3, 5)]),
-        (Checkpoint(steps_between_checkpoints=6), []),
+        (CheckpointSection(), [(1, 5), (2, 5), (3, 5)]),
+        (CheckpointSection(checkpoint_after_epoch=2), [(2, 5), (3, 5)]),
+        (CheckpointSection(epochs_between_checkpoints=2), [(1, 5), (3, 5)]),
+        (CheckpointSection(steps_between_checkpoints=2), [(1, 2), (1, 4), (2, 2), (2, 4), (3, 2), (3, 4)]),
+        (CheckpointSection(steps_between_checkpoints=5, checkpoint_after_epoch=9), [(1, 5), (2, 5), (3, 5)]),
+        (CheckpointSection(steps_between_checkpoints=6), []),
     ],
 )
 def test_checkpoints_follow_chosen_epochs_or_every_so_many_steps(
-    when: Checkpoint, due: list[tuple[int, int]]
+    when: CheckpointSection, due: list[tuple[int, int]]
 ) -> None:
     assert _due(when, [5, 5, 5]) == due
 
@@ -46,7 +46,7 @@ def test_checkpoints_follow_chosen_epochs_or_every_so_many_steps(
 def test_as_many_are_counted_before_as_are_taken(
     epochs: list[int], after: int, between: int, steps: int | None
 ) -> None:
-    when = Checkpoint(
+    when = CheckpointSection(
         checkpoint_after_epoch=after, epochs_between_checkpoints=between, steps_between_checkpoints=steps
     )
     assert count_due(when, list(enumerate(epochs, start=1))) == len(_due(when, epochs))

@@ -12,33 +12,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.epoch_order import Division
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.training.sample_sharding import (
-    Deal,
     RankEpoch,
-    evaluation_deal,
+    Sharding,
     require_steps,
-    training_deal,
+    shard_evaluation,
+    shard_training,
 )
 from penstock.bench.training.training_plan import (
-    Lot,
+    SampleSet,
+    count_rank_share,
     eval_epochs,
     left_out_by_division,
-    lot_of,
     plan_training,
-    share_of,
     step_counts,
+    summarize_samples,
 )
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import UsageError
 from penstock.workload.choices import FileAccess, Shuffle
-from penstock.workload.spec import Dataset, Evaluation, Reader, Train, Workflow, Workload
+from penstock.workload.spec import Dataset, Evaluation, ReaderSection, Train, Workflow, Workload
 
 
-def deal(**fields: object) -> Deal:
-    base = Deal(
+def sharding(**fields: object) -> Sharding:
+    base = Sharding(
         num_files=40, samples_per_file=1, block_samples=1, item_samples=1, group=3, batch_size=3,
-        num_ranks=2, division=Division.ROTATE, seed=7, shuffle=Shuffle.SEED, window_samples=0,
+        num_ranks=2, division=Remainder.ROTATE, seed=7, shuffle=Shuffle.SEED, window_samples=0,
     )  # fmt: skip
     return replace(base, **fields)  # type: ignore[arg-type]  # the cases name real fields
 
@@ -47,12 +47,12 @@ def workload(**reader: object) -> Workload:
     return Workload(
         name="w",
         dataset=Dataset(num_files_train=10, num_files_eval=6, num_samples_per_file=8),
-        reader=replace(Reader(batch_size=4, batch_size_eval=2), **reader),  # type: ignore[arg-type]
+        reader=replace(ReaderSection(batch_size=4, batch_size_eval=2), **reader),  # type: ignore[arg-type]
         train=Train(epochs=3),
     )
 
 
-def samples_of(one: Deal, rank: int, epoch: int) -> list[int]:
+def samples_of(one: Sharding, rank: int, epoch: int) -> list[int]:
     """What a rank really gets: its items' samples, as far as they fill batches."""
     order = RankEpoch(one, rank=rank, epoch=epoch)
     given_out = []
@@ -62,7 +62,7 @@ def samples_of(one: Deal, rank: int, epoch: int) -> list[int]:
     return given_out[: order.count_samples() // one.batch_size * one.batch_size]
 
 
-def items_of(one: Deal, epoch: int) -> set[int]:
+def items_of(one: Sharding, epoch: int) -> set[int]:
     found = [
         RankEpoch(one, rank=rank, epoch=epoch).items(0, RankEpoch(one, rank=rank, epoch=epoch).num_items)
         for rank in range(one.num_ranks)
@@ -71,22 +71,22 @@ def items_of(one: Deal, epoch: int) -> set[int]:
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> Deal:
+def deals(draw: st.DrawFn) -> Sharding:
     batch_size, num_ranks = draw(st.integers(1, 5)), draw(st.integers(1, 5))
-    return deal(
+    return sharding(
         num_files=draw(st.integers(batch_size * num_ranks, 200)),
         batch_size=batch_size,
         group=batch_size,
         num_ranks=num_ranks,
         seed=draw(st.integers(0, 1000)),
         shuffle=draw(st.sampled_from([Shuffle.OFF, Shuffle.SEED])),
-        division=draw(st.sampled_from([Division.ROTATE, Division.DROP])),
+        division=draw(st.sampled_from([Remainder.ROTATE, Remainder.DROP])),
     )
 
 
 @settings(deadline=None)
 @given(one=deals(), epoch=st.integers(1, 9))
-def test_no_sample_comes_twice_and_all_batches_are_full(one: Deal, epoch: int) -> None:
+def test_no_sample_comes_twice_and_all_batches_are_full(one: Sharding, epoch: int) -> None:
     ranks = [samples_of(one, rank, epoch) for rank in range(one.num_ranks)]
     together = [sample for samples in ranks for sample in samples]
     assert len(set(together)) == len(together)
@@ -98,8 +98,8 @@ def test_no_sample_comes_twice_and_all_batches_are_full(one: Deal, epoch: int) -
 
 @settings(deadline=None)
 @given(one=deals(), epoch=st.integers(1, 9))
-def test_what_an_epoch_leaves_out_the_next_one_includes(one: Deal, epoch: int) -> None:
-    one = replace(one, division=Division.ROTATE)
+def test_what_an_epoch_leaves_out_the_next_one_includes(one: Sharding, epoch: int) -> None:
+    one = replace(one, division=Remainder.ROTATE)
     left_out = set(range(one.num_items)) - items_of(one, epoch)
     assert left_out <= items_of(one, epoch + 1)
     assert len(left_out) == one.num_items % (one.num_ranks * one.batch_size)
@@ -107,31 +107,31 @@ def test_what_an_epoch_leaves_out_the_next_one_includes(one: Deal, epoch: int) -
 
 @settings(deadline=None)
 @given(one=deals(), epoch=st.integers(1, 9))
-def test_shares_and_what_is_left_out_are_the_whole_data_set(one: Deal, epoch: int) -> None:
+def test_shares_and_what_is_left_out_are_the_whole_data_set(one: Sharding, epoch: int) -> None:
     every = np.arange(one.num_items)
     total = left_out_by_division(one, epoch)
     for rank in range(one.num_ranks):
         order = RankEpoch(one, rank=rank, epoch=epoch)
         steps = order.count_samples() // one.batch_size
-        share = share_of(order, num_steps=steps, full_steps=steps)
+        share = count_rank_share(order, num_steps=steps, full_steps=steps)
         total = total + share.taken + share.left_out
-    assert total == lot_of(every, np.ones_like(every))
+    assert total == summarize_samples(every, np.ones_like(every))
 
 
 def test_where_the_division_is_even_every_sample_comes_once() -> None:
-    even = deal(num_files=42)
+    even = sharding(num_files=42)
     together = Counter(sample for rank in range(2) for sample in samples_of(even, rank, 5))
     assert together == Counter(range(42))
-    assert left_out_by_division(even, 5) == Lot()
+    assert left_out_by_division(even, 5) == SampleSet()
 
 
 def test_dropping_leaves_out_the_same_files_each_epoch() -> None:
-    dropping = deal(division=Division.DROP)
+    dropping = sharding(division=Remainder.DROP)
     assert [set(range(40)) - items_of(dropping, epoch) for epoch in (1, 2)] == [{36, 37, 38, 39}] * 2
 
 
 def test_padding_reads_everything_and_some_twice() -> None:
-    padded = deal(division=Division.PAD)
+    padded = sharding(division=Remainder.PAD)
     together = Counter(sample for rank in range(2) for sample in samples_of(padded, rank, 1))
     assert set(together) == set(range(40))
     assert sum(together.values()) == 42
@@ -139,39 +139,41 @@ def test_padding_reads_everything_and_some_twice() -> None:
 
 def test_a_remainder_can_be_an_error() -> None:
     with pytest.raises(UsageError, match="40 items do not divide evenly: 6 go to 2 ranks at a time, 4 are"):
-        require_steps(deal(division=Division.ERROR), what="training")
-    require_steps(deal(division=Division.ERROR, num_files=42), what="training")
+        require_steps(sharding(division=Remainder.ERROR), what="training")
+    require_steps(sharding(division=Remainder.ERROR, num_files=42), what="training")
 
 
 def test_too_few_samples_for_one_batch_each_are_an_error_with_advice() -> None:
     with pytest.raises(UsageError, match=r"5 samples are too few for 2 ranks .* training would have no step"):
-        require_steps(deal(num_files=5), what="training")
-    require_steps(deal(num_files=5, division=Division.PAD), what="training")
+        require_steps(sharding(num_files=5), what="training")
+    require_steps(sharding(num_files=5, division=Remainder.PAD), what="training")
 
 
 def test_with_shuffling_ranks_get_other_files_each_epoch_and_without_it_the_same() -> None:
-    epochs = [set(samples_of(deal(num_files=120), 0, epoch)) for epoch in (1, 2, 3)]
+    epochs = [set(samples_of(sharding(num_files=120), 0, epoch)) for epoch in (1, 2, 3)]
     assert all(one != other for one, other in pairwise(epochs))
-    still = deal(num_files=120, shuffle=Shuffle.OFF)
+    still = sharding(num_files=120, shuffle=Shuffle.OFF)
     assert samples_of(still, 0, 1) == samples_of(still, 0, 2)
 
 
 def test_an_order_that_shall_not_change_stays() -> None:
-    still = deal(num_files=42, new_order_each_epoch=False)
+    still = sharding(num_files=42, new_order_each_epoch=False)
     assert samples_of(still, 1, 1) == samples_of(still, 1, 2)
-    assert samples_of(still, 1, 1) != samples_of(deal(num_files=42, shuffle=Shuffle.OFF), 1, 1)
+    assert samples_of(still, 1, 1) != samples_of(sharding(num_files=42, shuffle=Shuffle.OFF), 1, 1)
 
 
 def test_of_larger_items_the_end_that_fills_no_batch_is_left_out_and_counted() -> None:
-    files = deal(num_files=4, samples_per_file=10, block_samples=10, item_samples=10, group=1, batch_size=7)
+    files = sharding(
+        num_files=4, samples_per_file=10, block_samples=10, item_samples=10, group=1, batch_size=7
+    )
     orders = [RankEpoch(files, rank=rank, epoch=1) for rank in range(2)]
-    shares = [share_of(order, num_steps=2, full_steps=2) for order in orders]
+    shares = [count_rank_share(order, num_steps=2, full_steps=2) for order in orders]
     assert [share.taken.samples for share in shares] == [14, 14]
     assert [share.left_out.samples for share in shares] == [6, 6]
 
 
 def test_a_shorter_last_block_of_a_file_is_counted_as_it_is() -> None:
-    short = deal(num_files=4, samples_per_file=10, block_samples=4, item_samples=4, group=1, batch_size=1)
+    short = sharding(num_files=4, samples_per_file=10, block_samples=4, item_samples=4, group=1, batch_size=1)
     assert short.items_per_file == 3
     assert short.sizes(np.arange(6)).tolist() == [4, 4, 2, 4, 4, 2]
     assert sum(RankEpoch(short, rank=rank, epoch=1).count_samples() for rank in range(2)) == 40
@@ -180,21 +182,21 @@ def test_a_shorter_last_block_of_a_file_is_counted_as_it_is() -> None:
 def test_digests_tell_lots_apart_and_add_up() -> None:
     items = np.arange(1000)
     ones = np.ones_like(items)
-    whole = lot_of(items, ones)
-    assert whole == lot_of(items[::-1], ones)
-    assert whole == lot_of(items[:300], ones[:300]) + lot_of(items[300:], ones[300:])
-    assert whole.digest != lot_of(items + 1, ones).digest
-    assert lot_of(items, ones * 2).digest != whole.digest
-    assert Lot(samples=3, digest=255).document() == {"samples": 3, "digest": "00000000000000ff"}
+    whole = summarize_samples(items, ones)
+    assert whole == summarize_samples(items[::-1], ones)
+    assert whole == summarize_samples(items[:300], ones[:300]) + summarize_samples(items[300:], ones[300:])
+    assert whole.digest != summarize_samples(items + 1, ones).digest
+    assert summarize_samples(items, ones * 2).digest != whole.digest
+    assert SampleSet(samples=3, digest=255).document() == {"samples": 3, "digest": "00000000000000ff"}
 
 
 def test_items_are_samples_where_they_are_shuffled_and_files_where_they_stay_in_turn() -> None:
-    def dealt(block_samples: int, num_ranks: int = 2, **reader: object) -> Deal:
-        return training_deal(
+    def dealt(block_samples: int, num_ranks: int = 2, **reader: object) -> Sharding:
+        return shard_training(
             workload(**reader),
             block_samples=block_samples,
             num_ranks=num_ranks,
-            division=Division.ROTATE,
+            division=Remainder.ROTATE,
             seed=1,
         )
 
@@ -210,9 +212,9 @@ def test_items_are_samples_where_they_are_shuffled_and_files_where_they_stay_in_
 
 
 def test_evaluation_takes_its_own_files_in_turn() -> None:
-    evaluation = evaluation_deal(workload(), block_samples=8, num_ranks=2, seed=1)
+    evaluation = shard_evaluation(workload(), block_samples=8, num_ranks=2, seed=1)
     assert (evaluation.num_files, evaluation.batch_size) == (6, 2)
-    assert (evaluation.shuffle, evaluation.division) == (Shuffle.OFF, Division.DROP)
+    assert (evaluation.shuffle, evaluation.division) == (Shuffle.OFF, Remainder.DROP)
 
 
 def test_steps_stop_at_their_total() -> None:
@@ -234,27 +236,29 @@ def test_a_plan_says_all_that_is_done_and_left_out() -> None:
     asked = replace(
         workload(), workflow=Workflow(evaluation=True), train=Train(epochs=3, total_training_steps=30)
     )
-    plan = plan_training(asked, block_samples=8, seed=5, division=Division.ROTATE, comm=SoloComm())
+    plan = plan_training(asked, block_samples=8, seed=5, division=Remainder.ROTATE, comm=SoloComm())
     document = plan.document()
     assert [epoch["steps"] for epoch in document["epochs"]] == [20, 10]
     assert [epoch["steps_without_limit"] for epoch in document["epochs"]] == [20, 20]
     assert [epoch["ranks"][0]["samples"] for epoch in document["epochs"]] == [80, 40]
-    assert all(epoch["left_out"] == Lot().document() for epoch in document["epochs"])
+    assert all(epoch["left_out"] == SampleSet().document() for epoch in document["epochs"])
     assert (document["eval_steps"], document["eval_epochs"]) == (24, [1, 2])
     assert (
         document
-        == plan_training(asked, block_samples=8, seed=5, division=Division.ROTATE, comm=SoloComm()).document()
+        == plan_training(
+            asked, block_samples=8, seed=5, division=Remainder.ROTATE, comm=SoloComm()
+        ).document()
     )
 
 
 def test_items_too_small_for_a_batch_are_an_error() -> None:
-    asked = replace(workload(), reader=Reader(batch_size=100))
+    asked = replace(workload(), reader=ReaderSection(batch_size=100))
     with pytest.raises(UsageError, match="fewer samples than a batch of 100"):
-        plan_training(asked, block_samples=8, seed=5, division=Division.ROTATE, comm=SoloComm())
+        plan_training(asked, block_samples=8, seed=5, division=Remainder.ROTATE, comm=SoloComm())
 
 
 def test_any_position_of_a_huge_data_set_is_found_at_once() -> None:
-    huge = deal(num_files=50_000_000, num_ranks=1024, group=24, batch_size=24)
+    huge = sharding(num_files=50_000_000, num_ranks=1024, group=24, batch_size=24)
     last = RankEpoch(huge, rank=1023, epoch=3)
     seen = last.items(last.num_items - 24, last.num_items)
     assert len(set(seen.tolist())) == 24
@@ -264,15 +268,15 @@ def test_any_position_of_a_huge_data_set_is_found_at_once() -> None:
 @pytest.mark.parametrize("shuffle", [Shuffle.OFF, Shuffle.SEED])
 def test_ranks_that_share_files_read_parts_of_the_same_one_at_the_same_time(shuffle: Shuffle) -> None:
     asked = workload(file_access=FileAccess.SHARED, file_shuffle=shuffle)
-    one = training_deal(asked, block_samples=2, num_ranks=2, division=Division.ROTATE, seed=1)
+    one = shard_training(asked, block_samples=2, num_ranks=2, division=Remainder.ROTATE, seed=1)
     first, second = (list(RankEpoch(one, rank=rank, epoch=1).samples()) for rank in range(2))
     assert [number for number, _ in first] == [number for number, _ in second]
     assert [samples.stop for _, samples in first] == [samples.start for _, samples in second]
     files = [number for number, _ in first[::2]]
     assert sorted(files) == list(range(10))
     assert (files == list(range(10))) is (shuffle is Shuffle.OFF)
-    alone = training_deal(
-        workload(file_shuffle=shuffle), block_samples=2, num_ranks=2, division=Division.ROTATE, seed=1
+    alone = shard_training(
+        workload(file_shuffle=shuffle), block_samples=2, num_ranks=2, division=Remainder.ROTATE, seed=1
     )
     mine, others = (
         {number for number, _ in RankEpoch(alone, rank=rank, epoch=1).samples()} for rank in range(2)

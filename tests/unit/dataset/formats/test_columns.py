@@ -12,7 +12,7 @@ from penstock.dataset.formats.parquet import ParquetFormat
 from penstock.dataset.formats.parquet_columns import column_type
 from penstock.workload.choices import DataFormat
 from penstock.workload.dataset_size import column_bytes
-from penstock.workload.spec import Column, Dataset, Parquet
+from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 TYPES = [
     *("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -23,8 +23,8 @@ TYPES = [
 @pytest.mark.parametrize("dtype", TYPES)
 @given(size=st.integers(1, 9), num_rows=st.integers(1, 20), seed=st.integers(0, 1000))
 def test_bytes_come_back_from_arrow_as_they_went_in(dtype: str, size: int, num_rows: int, seed: int) -> None:
-    column = column_type(Column(name="c", dtype=dtype, size=size))
-    assert column.row_bytes == column_bytes(Column(name="c", dtype=dtype, size=size))
+    column = column_type(ParquetColumn(name="c", dtype=dtype, size=size))
+    assert column.row_bytes == column_bytes(ParquetColumn(name="c", dtype=dtype, size=size))
     noise = np.random.default_rng(seed).integers(0, 256, (num_rows, column.row_bytes), dtype=np.uint8)
     rows = column.valid(noise)
     array = column.to_arrow(rows)
@@ -52,7 +52,7 @@ def test_bytes_come_back_from_arrow_as_they_went_in(dtype: str, size: int, num_r
 def test_a_column_becomes_the_type_that_holds_it_in_the_fewest_bytes(
     dtype: str, size: int, kind: pa.DataType, encoding: str
 ) -> None:
-    column = column_type(Column(name="c", dtype=dtype, size=size))
+    column = column_type(ParquetColumn(name="c", dtype=dtype, size=size))
     assert column.kind == kind
     assert column.encoding == encoding
     assert not column.field.nullable
@@ -60,7 +60,7 @@ def test_a_column_becomes_the_type_that_holds_it_in_the_fewest_bytes(
 
 
 def test_texts_are_readable_and_different() -> None:
-    column = column_type(Column(name="c", dtype="string", size=12))
+    column = column_type(ParquetColumn(name="c", dtype="string", size=12))
     noise = np.random.default_rng(1).integers(0, 256, (50, 12), dtype=np.uint8)
     words = column.to_arrow(column.valid(noise)).to_pylist()
     assert len(set(words)) == 50
@@ -68,13 +68,16 @@ def test_texts_are_readable_and_different() -> None:
 
 
 def test_texts_of_other_lengths_are_no_rows() -> None:
-    column = column_type(Column(name="c", dtype="string", size=3))
+    column = column_type(ParquetColumn(name="c", dtype="string", size=3))
     with pytest.raises(ValueError, match="other lengths"):
         column.to_rows(pa.chunked_array([pa.array(["abc", "ab", "abcd"], pa.large_string())]))
 
 
 def test_a_format_that_travels_to_another_process_still_knows_its_columns() -> None:
-    columns = (Column(name="latents", dtype="float32", size=5), Column(name="label", dtype="int64", size=1))
+    columns = (
+        ParquetColumn(name="latents", dtype="float32", size=5),
+        ParquetColumn(name="label", dtype="int64", size=1),
+    )
     dataset = Dataset(format=DataFormat.PARQUET, num_samples_per_file=4, parquet=Parquet(columns=columns))
     there = ParquetFormat(dataset, 7)
     travelled = pickle.loads(pickle.dumps(there))

@@ -21,10 +21,10 @@ from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat
-from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
+from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import FileFormat, Plan, Sample
+    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, Sample
 
 POOL = buffer_pool()
 
@@ -35,16 +35,16 @@ def _dataset(kind: DataFormat, **fields: object) -> Dataset:
 
 
 COLUMNS = (
-    Column(name="label", dtype="int8"),
-    Column(name="unread", dtype="float64", size=5, read=False),
-    Column(name="half", dtype="float16"),
-    Column(name="list", dtype="float32", size=30),
-    Column(name="bytes", dtype="uint8", size=17),
-    Column(name="small", dtype="uint16", size=3),
-    Column(name="truth", dtype="bool", size=2),
-    Column(name="word", dtype="string", size=9),
-    Column(name="blob", dtype="binary", size=100, read=False),
-    Column(name="last", dtype="int64"),
+    ParquetColumn(name="label", dtype="int8"),
+    ParquetColumn(name="unread", dtype="float64", size=5, read=False),
+    ParquetColumn(name="half", dtype="float16"),
+    ParquetColumn(name="list", dtype="float32", size=30),
+    ParquetColumn(name="bytes", dtype="uint8", size=17),
+    ParquetColumn(name="small", dtype="uint16", size=3),
+    ParquetColumn(name="truth", dtype="bool", size=2),
+    ParquetColumn(name="word", dtype="string", size=9),
+    ParquetColumn(name="blob", dtype="binary", size=100, read=False),
+    ParquetColumn(name="last", dtype="int64"),
 )
 
 WITH_FILES = [kind for kind in DataFormat if kind is not DataFormat.SYNTHETIC]
@@ -91,7 +91,7 @@ CASES = {kind.value: _dataset(kind) for kind in WITH_FILES} | {
 each_case = pytest.mark.parametrize("dataset", CASES.values(), ids=CASES.keys())
 
 
-def _written(dataset: Dataset, index: int = 3) -> tuple[FileFormat, Plan, MemoryStorage, Content]:
+def _written(dataset: Dataset, index: int = 3) -> tuple[FileFormat, FilePlan, MemoryStorage, Content]:
     """A file as written, in a storage of the caller's own; encoding it once per module is enough."""
     kind, plan, objects = _encoded(dataset, index)
     storage = MemoryStorage()
@@ -101,7 +101,7 @@ def _written(dataset: Dataset, index: int = 3) -> tuple[FileFormat, Plan, Memory
 
 
 @cache
-def _encoded(dataset: Dataset, index: int) -> tuple[FileFormat, Plan, dict[str, bytes]]:
+def _encoded(dataset: Dataset, index: int) -> tuple[FileFormat, FilePlan, dict[str, bytes]]:
     kind, storage = open_format(dataset, seed=7), MemoryStorage()
     plan = kind.plan(index, f"train/img_{index}_of_9.{dataset.format}")
     write_file(kind, plan, storage, Content(7, index), POOL)

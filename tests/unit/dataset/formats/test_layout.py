@@ -18,7 +18,7 @@ from penstock.workload.spec import Dataset
 
 if TYPE_CHECKING:
     from penstock.dataset.formats.format_protocol import Checksum
-    from penstock.dataset.formats.format_protocol import Content as Bytes
+    from penstock.dataset.formats.format_protocol import ContentSource as Bytes
 
 RAW = [
     DataFormat.NPY,
@@ -37,7 +37,7 @@ class Ruler:
         self.offset = 0
         self.fills: list[tuple[int, int]] = []
 
-    def literal(self, text: bytes | memoryview) -> None:
+    def raw(self, text: bytes | memoryview) -> None:
         self.offset += memoryview(text).nbytes
 
     def fill(self, size_bytes: int) -> None:
@@ -73,7 +73,7 @@ def test_a_file_of_any_size_is_laid_as_large_as_planned(
     plan = kind.plan(12_345, "file")
     for part, planned in enumerate(plan.parts):
         ruler = Ruler()
-        kind.lay(plan, part, ruler)
+        kind.emit(plan, part, ruler)
         assert ruler.offset == planned.size_bytes
         if part == 0:
             assert sum(length for _, length in ruler.fills) >= plan.num_samples * plan.sample_bytes
@@ -84,7 +84,7 @@ def test_a_zip_beyond_4_gib_is_measured_with_its_wide_records(gibibytes: int) ->
     dataset = Dataset(format=DataFormat.NPZ, record_length_bytes=Fraction(gibibytes << 30))
     kind, ruler = open_format(dataset, 5), Ruler()
     plan = kind.plan(0, "file")
-    kind.lay(plan, 0, ruler)
+    kind.emit(plan, 0, ruler)
     assert ruler.offset == plan.parts[0].size_bytes
 
 
@@ -98,8 +98,8 @@ def test_rows_of_text_have_the_size_planned_and_end_with_lines(element: str, sam
     class Keeping(Ruler):
         text = b""
 
-        def literal(self, text: bytes | memoryview) -> None:
-            super().literal(text)
+        def raw(self, text: bytes | memoryview) -> None:
+            super().raw(text)
             self.text += bytes(text)
 
     dataset = Dataset(
@@ -108,16 +108,16 @@ def test_rows_of_text_have_the_size_planned_and_end_with_lines(element: str, sam
         record_length_bytes=Fraction(size),
         record_element_type=element,
     )
-    kind, pen = open_format(dataset, 5), Keeping()
+    kind, out = open_format(dataset, 5), Keeping()
     plan = kind.plan(0, "file")
-    kind.lay(plan, 0, pen)
-    assert pen.offset == plan.parts[0].size_bytes
-    lines = pen.text.decode("ascii").splitlines()
+    kind.emit(plan, 0, out)
+    assert out.offset == plan.parts[0].size_bytes
+    lines = out.text.decode("ascii").splitlines()
     assert len(lines) == samples
-    assert pen.text.endswith(b"\n")
+    assert out.text.endswith(b"\n")
     number = float if "float" in element else int
     parsed = np.array([[number(entry) for entry in line.split(",")] for line in lines], dtype=plan.dtype)
-    expected = kind.expected(plan, pen.content, range(samples))
+    expected = kind.expected(plan, out.content, range(samples))
     np.testing.assert_array_equal(parsed, expected)
     assert (expected >= 0).all()
 

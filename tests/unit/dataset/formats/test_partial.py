@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.file_objects import Gathered, PiecesFile, RecordingFile
+from penstock.dataset.formats.file_objects import GatheredRanges, PiecesFile, RecordingFile
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import write_object
@@ -37,7 +37,7 @@ def test_a_file_of_pieces_reads_what_they_hold_and_refuses_the_rest(
 
 @given(cuts=pieces, offset=st.integers(0, 199))
 def test_a_run_begins_where_asked_for(cuts: list[tuple[int, int]], offset: int) -> None:
-    run = Gathered(_extents(cuts)).run_at(offset)
+    run = GatheredRanges(_extents(cuts)).bytes_from(offset)
     assert bytes(run) == TEXT[offset : offset + run.nbytes]
     if any(start <= offset < min(200, start + size) for start, size in cuts):
         assert run.nbytes > 0

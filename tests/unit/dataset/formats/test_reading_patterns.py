@@ -13,19 +13,19 @@ import pytest
 from penstock.dataset.content import Content
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
-from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FileMap, Read
+from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FileSurvey, RangeRead
 from penstock.errors import StorageError, UsageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import Compression, DataFormat
-from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
+from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import FileFormat, Plan
+    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
 
 POOL = buffer_pool()
 
 
-def _stored(dataset: Dataset) -> tuple[FileFormat, Plan, FileMap, MemoryStorage]:
+def _stored(dataset: Dataset) -> tuple[FileFormat, FilePlan, FileSurvey, MemoryStorage]:
     kind, storage = open_format(dataset, 1), MemoryStorage()
     plan = kind.plan(0, "file")
     write_file(kind, plan, storage, Content(1, 0), POOL)
@@ -55,7 +55,7 @@ def _dataset(kind: DataFormat, samples: int = 1, size: int = 10_000) -> Dataset:
 )
 def test_files_that_cannot_be_read_in_part_are_read_whole_and_once(dataset: Dataset) -> None:
     kind, plan, found, storage = _stored(dataset)
-    whole = Read(offset=0, size_bytes=storage.stat("file").size_bytes)
+    whole = RangeRead(offset=0, size_bytes=storage.stat("file").size_bytes)
     assert plan.block_samples == plan.num_samples
     for samples in (range(1), range(plan.num_samples)):
         assert list(kind.reads(plan, found, samples)) == [whole]
@@ -76,9 +76,9 @@ def test_tfrecords_are_read_front_to_back_in_pieces(transfer: int | None, pieces
 def test_a_record_of_an_indexed_binary_is_read_alone_after_both_indexes(kind_name: DataFormat) -> None:
     kind, plan, found, _ = _stored(_dataset(kind_name, 9, 100))
     assert list(kind.reads(plan, found, range(4, 6))) == [
-        Read(part=1, offset=0, size_bytes=72),
-        Read(part=2, offset=0, size_bytes=72),
-        Read(offset=400, size_bytes=200),
+        RangeRead(part=1, offset=0, size_bytes=72),
+        RangeRead(part=2, offset=0, size_bytes=72),
+        RangeRead(offset=400, size_bytes=200),
     ]
     assert plan.block_samples == 1
 
@@ -110,7 +110,8 @@ def test_hdf5_chunks_have_the_size_asked_for() -> None:
 
 def test_parquet_reads_only_the_columns_to_be_read_of_the_row_groups_wanted() -> None:
     columns = tuple(
-        Column(name=f"c{number}", dtype="float64", size=3, read=number in (1, 2, 5)) for number in range(7)
+        ParquetColumn(name=f"c{number}", dtype="float64", size=3, read=number in (1, 2, 5))
+        for number in range(7)
     )
     dataset = replace(_dataset(DataFormat.PARQUET, 100), parquet=Parquet(columns=columns, row_group_size=30))
     kind, plan, found, storage = _stored(dataset)
@@ -145,7 +146,7 @@ def test_synthetic_samples_touch_no_storage() -> None:
     np.testing.assert_array_equal(decoded, kind.expected(plan, Content(1, 1), range(1, 3)))
     assert list(storage.list()) == []
     with pytest.raises(UsageError, match="has no bytes"):
-        kind.lay(plan, 0, None)  # type: ignore[arg-type]  # no pen is touched
+        kind.emit(plan, 0, None)  # type: ignore[arg-type]  # no pen is touched
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
 from penstock.workload.choices import Compression, DataFormat
-from penstock.workload.spec import Column, Dataset, Hdf5, Parquet
+from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 
 
 @pytest.mark.parametrize("kind", list(DataFormat))
@@ -107,11 +107,11 @@ def test_splitting_by_values_is_refused() -> None:
 
 def test_columns_of_which_none_is_read_are_refused() -> None:
     with pytest.raises(UsageError, match="No column is read"):
-        open_format(replace(PARQUET, parquet=Parquet(columns=(Column(name="c", read=False),))), 1)
+        open_format(replace(PARQUET, parquet=Parquet(columns=(ParquetColumn(name="c", read=False),))), 1)
 
 
 def test_types_that_parquet_lacks_are_refused() -> None:
-    columns = (Column(name="c", dtype="complex64"),)
+    columns = (ParquetColumn(name="c", dtype="complex64"),)
     with pytest.raises(UsageError, match="Parquet has no complex64") as caught:
         open_format(replace(PARQUET, parquet=Parquet(columns=columns)), 1)
     assert "c" in caught.value.where

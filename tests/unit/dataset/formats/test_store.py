@@ -15,9 +15,9 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, read_samples, verify_file, write_file
 from penstock.dataset.formats.file_writer import (
     BUFFER_BYTES,
-    CheckingPen,
-    Differs,
-    WritingPen,
+    FileChecker,
+    FileWriter,
+    FirstDifference,
     first_difference,
 )
 from penstock.dataset.formats.format_protocol import Checksum
@@ -26,10 +26,10 @@ from penstock.storage.aligned import BufferPool
 from penstock.storage.in_memory import MemorySink, MemoryStorage
 from penstock.storage.object_io import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat
-from penstock.workload.spec import Column, Dataset, Parquet
+from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import FileFormat, Pen, Plan
+    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, FileSink
     from penstock.storage import Release
 
 POOL = buffer_pool()
@@ -63,7 +63,7 @@ class _Failing(MemoryStorage):
         return Sink(self, key, size_bytes)
 
 
-def _written(dataset: Dataset) -> tuple[FileFormat, Plan, MemoryStorage]:
+def _written(dataset: Dataset) -> tuple[FileFormat, FilePlan, MemoryStorage]:
     kind, storage = open_format(dataset, 1), MemoryStorage()
     plan = kind.plan(0, "file")
     write_file(kind, plan, storage, CONTENT, POOL)
@@ -164,7 +164,7 @@ def test_damage_around_intact_samples_is_told_from_damage_to_them() -> None:
 
 
 def test_damage_to_a_column_that_training_does_not_read_is_damage() -> None:
-    columns = (Column(name="a", dtype="float64", read=False), Column(name="b", dtype="float64"))
+    columns = (ParquetColumn(name="a", dtype="float64", read=False), ParquetColumn(name="b", dtype="float64"))
     kind, plan, storage = _written(
         replace(_dataset(DataFormat.PARQUET, 50), parquet=Parquet(columns=columns))
     )
@@ -270,24 +270,24 @@ def test_an_image_of_another_shape_is_damage() -> None:
 def test_a_sum_is_the_same_for_who_writes_and_who_checks() -> None:
     storage = MemoryStorage()
     sink = storage.create("sums")
-    writing = WritingPen(CONTENT, sink, BufferPool(4096, 2))
+    writing = FileWriter(CONTENT, sink, BufferPool(4096, 2))
     assert _sums(writing) == CHECK_VALUES
     writing.flush()
     sink.finish()
-    assert _sums(CheckingPen(CONTENT, storage.open("sums"), _never)) == CHECK_VALUES
+    assert _sums(FileChecker(CONTENT, storage.open("sums"), _never)) == CHECK_VALUES
 
 
 CHECK_VALUES = [0xCBF43926, 0xE3069283]
 """What both algorithms give for the nine digits, by their definitions."""
 
 
-def _sums(pen: Pen) -> list[int]:
+def _sums(out: FileSink) -> list[int]:
     sums = []
     for kind in Checksum:
-        pen.start_sum(kind)
-        pen.literal(b"123456789")
-        sums.append(pen.end_sum())
-        pen.fill(10_000)
+        out.start_sum(kind)
+        out.raw(b"123456789")
+        sums.append(out.end_sum())
+        out.fill(10_000)
     return sums
 
 
@@ -298,10 +298,10 @@ def _never(_needed: int) -> ShortTransfer:
 def test_bytes_behind_the_end_are_a_difference() -> None:
     storage = MemoryStorage()
     write_object(storage, "more", [b"abcd"])
-    pen = CheckingPen(CONTENT, storage.open("more"), _never)
-    pen.literal(b"abc")
-    with pytest.raises(Differs) as caught:
-        pen.finish()
+    out = FileChecker(CONTENT, storage.open("more"), _never)
+    out.raw(b"abc")
+    with pytest.raises(FirstDifference) as caught:
+        out.finish()
     assert caught.value.offset == 3
 
 

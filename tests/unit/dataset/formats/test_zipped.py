@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.file_objects import Outbox
+from penstock.dataset.formats.file_objects import GrowingBuffer
 from penstock.dataset.formats.npz import Member, central_directory, end_of_archive, local_header, trailer
 
 LIMIT = 0xFFFFFFFF
@@ -59,22 +59,22 @@ class _Taken:
     def __init__(self) -> None:
         self.text = b""
 
-    def literal(self, text: bytes | memoryview) -> None:
+    def raw(self, text: bytes | memoryview) -> None:
         self.text += bytes(text)
 
 
 @given(texts=st.lists(st.one_of(st.binary(max_size=20), st.none())))
 def test_an_outbox_hands_over_everything_once_and_in_order(texts: list[bytes | None]) -> None:
-    outbox, pen = Outbox(), _Taken()
+    outbox, out = GrowingBuffer(), _Taken()
     assert outbox.writable()
     written = b""
     for text in texts:
         if text is None:
-            outbox.drain(pen)  # type: ignore[arg-type]  # a drain calls literal() alone
-            assert pen.text == written
+            outbox.drain(out)  # type: ignore[arg-type]  # a drain calls literal() alone
+            assert out.text == written
         else:
             assert outbox.write(text) == len(text)
             written += text
         assert outbox.tell() == len(written)
-    outbox.drain(pen)  # type: ignore[arg-type]
-    assert pen.text == written
+    outbox.drain(out)  # type: ignore[arg-type]
+    assert out.text == written
