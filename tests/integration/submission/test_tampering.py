@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.support.submission.tampering import WAYS, Lying, Tampering
+from tests.support.submission.tampered_folders import WAYS, Lying, Tampering
 from tests.support.submission.timed_tree import valid_training
 
 from penstock.submission.check import check, choose_edition

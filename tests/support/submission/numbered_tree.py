@@ -31,6 +31,7 @@ class Submission:
     files: dict[str, Any]
     division: str = "closed"
     organisation: str = "acme"
+    edition: str = "v1.0"
 
     def drop(self, prefix: str) -> None:
         """Take out all files whose path begins with `prefix`."""
@@ -61,10 +62,18 @@ class Submission:
         found: dict[str, Any] = self.files[f"{RESULT}/mlperf_storage_report.json"]["overall"]
         return found
 
+    def paths(self) -> dict[str, Any]:
+        """The values by the paths that they are written to."""
+        return {f"{self.division}/{self.organisation}/{path}": value for path, value in self.files.items()}
+
+    def text(self, path: str, value: Any) -> str:
+        """What a file of this value holds."""
+        return _text(path, value)
+
     def write(self, root: Path) -> Path:
         """Write the tree below `root`, which is then a whole round's folder."""
-        for name, value in self.files.items():
-            path = root / self.division / self.organisation / name
+        for name, value in self.paths().items():
+            path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_text(name, value), encoding="utf-8")
         return root

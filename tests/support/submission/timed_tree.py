@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.support.submission.run_records import run_record
@@ -109,10 +111,19 @@ class Round:
         found: dict[str, Any] = self.files[f"{self.home}/systems/{SYSTEM}.yaml"]["system_under_test"]
         return found
 
+    def paths(self) -> dict[str, Any]:
+        """The values by the paths that they are written to."""
+        home = f"{self.division}/{self.organisation}"
+        return {path.replace(self.home, home): value for path, value in self.files.items()}
+
+    def text(self, _path: str, value: Any) -> str:
+        """What a file of this value holds."""
+        return _text(value)
+
     def write(self, root: Path) -> Path:
         """Write the tree below `root`."""
-        for name, value in self.files.items():
-            path = root / name.replace(self.home, f"{self.division}/{self.organisation}")
+        for name, value in self.paths().items():
+            path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(_text(value), encoding="utf-8")
         return root
@@ -125,6 +136,19 @@ class Round:
 ACCELERATORS: Final = {"v2.0": "h100", "v3.0": "b200"}
 
 
+def _made_once(make: Callable[..., Round]) -> Callable[..., Round]:
+    """Build each tree once; every call gets a copy of its own."""
+    build = cache(lambda *args, **options: pickle.dumps(make(*args, **options)))
+
+    @wraps(make)
+    def copy_tree(*args: Any, **options: Any) -> Round:
+        tree: Round = pickle.loads(build(*args, **options))
+        return tree
+
+    return copy_tree
+
+
+@_made_once
 def valid_training(
     edition: str = "v3.0", *, workload: str = "unet3d", accelerator: str = "", num_runs: int = NUM_RUNS
 ) -> Round:
@@ -146,6 +170,7 @@ def valid_training(
     return _finished(files, edition)
 
 
+@_made_once
 def valid_checkpointing(edition: str = "v3.0", *, num_invocations: int = 2) -> Round:
     """llama3-8b on eight accelerators of one host: ten writes and ten reads, together or in turn."""
     files = _shared(edition)
@@ -164,6 +189,7 @@ def valid_checkpointing(edition: str = "v3.0", *, num_invocations: int = 2) -> R
     return _finished(files, edition)
 
 
+@_made_once
 def valid_round(edition: str = "v3.0") -> Round:
     """Both, on two systems of one submitter."""
     training, checkpointing = valid_training(edition), valid_checkpointing(edition)

@@ -1,5 +1,5 @@
-"""Making submissions: a claimed tree, leaves of runs, the code image, the system's description.
+"""Write submissions: an organisation's tree, result directories of runs, descriptions of systems.
 
-Invariant: what lies in the tree under its name is whole; what is under way, or was set aside, lies below
-`.mlps/`, where judges do not look.
+Invariant: what has its name in the tree is complete; drafts and what was set aside are below `.mlps/`, where
+checkers do not look.
 """

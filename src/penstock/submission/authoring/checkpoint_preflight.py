@@ -1,7 +1,6 @@
-"""What a division asks of a checkpointing before it runs: the judges' own numbers, asked early.
+"""Refuse a checkpointing run that its division would not accept, before it starts.
 
-Pure: what is asked for in, breaches with their rule's id out. Invariant: no number stands here; all are the
-edition's.
+Pure: a request in, breaches with the ids of their rules out. Invariant: every number is the edition's.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPreflight:
-    """What a command line asks for; `changed` are the keys that it sets, by dotted name."""
+    """What a command line requests; `changed` are the keys that it sets, by dotted name."""
 
     model: str
     accelerator: str
@@ -36,7 +35,7 @@ class CheckpointPreflight:
 def find_breaches(
     edition: Edition, division: SubmissionDivision, asked: CheckpointPreflight
 ) -> Iterator[Breach]:
-    """Everything that the division forbids."""
+    """All breaches of the division's rules."""
     rules = edition.require_checkpoints()
     model = rules.models.get(asked.model)
     if model is None:
@@ -58,7 +57,7 @@ def find_breaches(
 
 
 def require_allowed(edition: Edition, division: SubmissionDivision, asked: CheckpointPreflight) -> None:
-    """`UsageError` that names every breach with its rule."""
+    """Raise `UsageError` with every breach and its rule."""
     found = list(find_breaches(edition, division, asked))
     if found:
         raise UsageError(

@@ -1,6 +1,6 @@
-"""A workload told where its bytes lie, in DLIO's keys, because a leaf must say so and a URI is ours alone.
+"""Put the location of data or checkpoints into a workload, in DLIO's keys: submissions know no URIs.
 
-Pure. Invariant: what the URI says becomes a change that the divisions' rules see, such as `reader.odirect`.
+Pure. Invariant: each key that a URI sets is among the changes, so that the divisions' rules see it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLocation:
-    """The workload with its place, the changes that this is, and the place as leaves name it."""
+    """The workload with its location, the changes this makes, and the path or URI that metadata state."""
 
     workload: Workload
     changes: Mapping[str, Any]
@@ -26,7 +26,7 @@ class DataLocation:
 
 
 def locate_data(workload: Workload, uri: str) -> DataLocation:
-    """The data set lies at `uri`."""
+    """Read the data set from `uri`."""
     location = parse_uri(uri)
     if location.scheme in FILE_SCHEMES:
         is_direct = location.scheme == "direct" or workload.reader.odirect
@@ -57,7 +57,7 @@ def locate_data(workload: Workload, uri: str) -> DataLocation:
 
 
 def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
-    """The checkpoints go to `uri`."""
+    """Write the checkpoints to `uri`."""
     location = parse_uri(uri)
     place = location.root if location.scheme in FILE_SCHEMES else location.uri
     checkpoint = replace(workload.checkpoint, checkpoint_folder=place)

@@ -1,7 +1,7 @@
-"""The description of a system under test: what cluster facts tell of it, and what a human must fill in.
+"""Draft the description of a system under test from cluster facts; a person fills in the rest.
 
-Pure: facts and trees in, trees and text out. Invariant: a file that a human has written is never rewritten;
-what it says otherwise than the machines do is drift, shown as a diff.
+Pure: facts in, values and text out. Invariant: a file that a person has written is never rewritten;
+where it differs from the machines, a diff shows it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HINTS: Final[Mapping[str, str]] = MappingProxyType(
         "deployment": "onprem or cloud",
         "traffic": "a list of: management, data, metadata, backend",
         "speed": "Gb/s",
-        "vendor_name": "whose drive it is",
+        "vendor_name": "the drive's vendor",
         "media_type": "HDD, TLC, QLC or other",
         "model_name": "as it is sold",
         "cpu_model": "as it is sold",
@@ -52,7 +52,7 @@ _HEAD: Final = (
 
 
 def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
-    """What the machines tell, in the schema's keys; None stands for what a human must say."""
+    """The collected facts, in the schema's keys; None stands for what a person must fill in."""
     clients = Counter(_frozen(_client(present.report)) for present in facts.present)
     return {
         "system_under_test": {
@@ -83,22 +83,22 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
 
 
 def initial_text(tree: Mapping[str, Any]) -> str:
-    """The file as it is first written: with a hint beside everything that is to be filled in."""
+    """The first text of the file: with a hint beside everything that is to be filled in."""
     return _HEAD + "".join(_hinted(line) for line in _dump(tree).splitlines(keepends=True))
 
 
 def diff_description(
     written: Mapping[str, Any], collected: Mapping[str, Any], *, name: str
 ) -> tuple[str, ...]:
-    """The lines of a diff from what is written to what the machines tell; none where they agree.
+    """The lines of a diff from what is written to what was collected; none where they agree.
 
-    What only a human can say counts for nothing here, whatever it is.
+    Values that cannot be collected are never part of it.
     """
-    told = _overlaid(written, collected)
+    merged = _overlaid(written, collected)
     return tuple(
         difflib.unified_diff(
             _dump(written).splitlines(),
-            _dump(told).splitlines(),
+            _dump(merged).splitlines(),
             fromfile=f"{name} as written",
             tofile=f"{name} as collected",
             lineterm="",
@@ -163,7 +163,7 @@ def _interface(transport: str) -> str:
 
 
 def _overlaid(written: Any, collected: Any) -> Any:
-    """What is written, with what is collected in its place wherever anything is collected."""
+    """What is written, replaced by what was collected wherever anything was."""
     if collected is None:
         return written
     if isinstance(collected, Mapping):

@@ -1,7 +1,7 @@
-"""Whose a results tree is: a sentinel file at its root, put there once and never changed.
+"""The owner of a submission tree: a sentinel file at its root, written once and never changed.
 
-Place in the flow: `penstock submission init` claims, every maker of leaves asks. Invariant: of two who claim
-one folder at once, one gets it and the other is told whose it is.
+`penstock submission init` claims a tree, every writer of result directories asks for its owner. Invariant: of
+two that claim one folder at once, one gets it and the other learns who owns it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Sentinel(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnedTree:
-    """A tree that is an organisation's; `is_new` where this call claimed it."""
+    """A tree of an organisation; `is_new` if this call claimed it."""
 
     root: Path
     organisation: str
@@ -46,19 +46,18 @@ class OwnedTree:
 
 
 def claim_tree(root: Path, organisation: str, *, now: datetime, by: str) -> OwnedTree:
-    """Make `root` the organisation's, or find that it is; `UsageError` where it is anybody else's."""
+    """Make `root` the organisation's; `UsageError` where it already belongs to another one."""
     require_plain_name(organisation, what="organisation's name")
-    held = _read(root)
-    if held is None:
+    sentinel, is_new = _read(root), False
+    if sentinel is None:
         _require_empty(root)
         is_new = _put(root, organisation, now=now, by=by)
-        held = _read(root)
-        assert held is not None
-    else:
-        is_new = False
-    if held.orgname != organisation:
+        sentinel = _read(root)
+        assert sentinel is not None
+    if sentinel.orgname != organisation:
         raise UsageError(
-            f"This tree is {held.orgname}'s since {held.initialized_at}, and names differ in case, too",
+            f"This submission tree already belongs to {sentinel.orgname!r} (initialized "
+            f"{sentinel.initialized_at}; names are case-sensitive)",
             where=str(root),
             fix=f"Name another folder for {organisation}.",
         )
@@ -66,23 +65,23 @@ def claim_tree(root: Path, organisation: str, *, now: datetime, by: str) -> Owne
 
 
 def require_owned_tree(root: Path) -> OwnedTree:
-    """The claim that lies at `root`; `UsageError` that says how to make one where there is none."""
-    held = _read(root)
-    if held is None:
+    """The owner of the tree at `root`; `UsageError` with the command that claims it where there is none."""
+    sentinel = _read(root)
+    if sentinel is None:
         raise UsageError(
-            "This is nobody's results tree",
+            "This is not a submission tree",
             where=str(root),
-            fix=f"Make it yours: penstock submission init ORGANISATION {root}",
+            fix=f"Initialize it: penstock submission init ORGANISATION {root}",
         )
-    return OwnedTree(root=root.absolute(), organisation=held.orgname)
+    return OwnedTree(root=root.absolute(), organisation=sentinel.orgname)
 
 
 def require_plain_name(name: str, *, what: str) -> str:
-    """A name that is a folder's in the tree: letters, digits, dot, underscore and minus (rule 2.1.1)."""
+    """The name, if it can be a folder's in the tree (rule 2.1.1)."""
     if not _PLAIN_NAME.fullmatch(name) or name in (".", ".."):
         raise UsageError(
             f"{name!r} cannot be an {what}" if what[0] in "aeiou" else f"{name!r} cannot be a {what}",
-            fix="Write letters, digits, '.', '_' and '-' alone (rule 2.1.1).",
+            fix="Use only letters, digits, '.', '_' and '-' (rule 2.1.1).",
         )
     return name
 
@@ -91,36 +90,36 @@ def _read(root: Path) -> _Sentinel | None:
     path = root / SENTINEL
     try:
         tree = parse_yaml(path.read_text(encoding="utf-8"), source=str(path))
-        held = _Sentinel.model_validate(tree)
+        sentinel = _Sentinel.model_validate(tree)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise DataDamaged(f"This sentinel cannot be read: {error}", where=str(path)) from error
-    if held.mlperf_results_version != VERSION:
+    if sentinel.mlperf_results_version != VERSION:
         raise DataDamaged(
-            f"This tree has layout {held.mlperf_results_version}, not {VERSION}",
+            f"This tree has layout {sentinel.mlperf_results_version}, not {VERSION}",
             where=str(path),
             fix="Write into it with the tool that made it.",
         )
-    return held
+    return sentinel
 
 
 def _require_empty(root: Path) -> None:
     with translate_os_errors("Looking for what is there", str(root)):
         names = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    # Whoever claims it at the same time is judged by the link, not by what is on its way there.
-    found = [name for name in names if SENTINEL not in name and not is_unfinished(name)]
-    if found:
+    # Drafts of a sentinel are allowed: another process may be claiming the folder, and the link decides.
+    others = [name for name in names if SENTINEL not in name and not is_unfinished(name)]
+    if others:
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise UsageError(
-            f"There are other files here ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}), and no "
-            f"{SENTINEL}",
+            f"There are other files here ({shown}), and no {SENTINEL}",
             where=str(root),
-            fix="Name a new or an empty folder.",
+            fix="Choose a new or an empty folder.",
         )
 
 
 def _put(root: Path, organisation: str, *, now: datetime, by: str) -> bool:
-    """Whether this call put the sentinel there: a link never replaces what has its name."""
+    """Write the sentinel; False if another process was faster: unlike a rename, a link replaces nothing."""
     document = _Sentinel(
         mlperf_results_version=VERSION,
         orgname=organisation,

@@ -1,7 +1,7 @@
-"""Where a leaf goes, and how it gets there: made below `.mlps/under-way`, published whole in one step.
+"""A result directory's way into the tree: reserved, written below `.mlps/under-way`, published in one step.
 
-Place in the flow: claim -> address -> draft -> (a run writes) -> published leaf. Invariant: a leaf that has
-its name in the tree is whole; a run that failed leaves a draft, which says so in its `run.json`.
+Invariant: a result directory that has its name in the tree is complete; a run that failed leaves a draft,
+whose `run.json` says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRASH: Final = "trash"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """All leaves of one workload on one system: whose, in which division, of what."""
+    """All result directories of one workload on one system, in one division of one organisation's tree."""
 
     claim: OwnedTree
     division: SubmissionDivision
@@ -51,13 +51,13 @@ class Series:
         return self.submitter / "results" / self.system / self.benchmark.value / self.model
 
     def folder_of(self, phase: SubmissionPhase) -> PurePosixPath:
-        """The folder of a phase's leaves; checkpointing has no level of phases."""
+        """The folder of a phase's result directories; checkpointing has no folders of phases."""
         return self.folder / phase.value if self.benchmark is Benchmark.TRAINING else self.folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultDirAddress:
-    """One leaf: what one phase came to at one time."""
+    """The place of one result directory: of one phase, begun at one time."""
 
     series: Series
     phase: SubmissionPhase
@@ -65,22 +65,22 @@ class ResultDirAddress:
 
     @property
     def stamp(self) -> str:
-        """The leaf's name: when it began, in UTC."""
+        """The directory's name: when its run began, in UTC."""
         return self.began.strftime(TIME_FORMAT)
 
     @property
     def relative(self) -> PurePosixPath:
-        """The leaf, relative to the tree's root."""
+        """The directory, relative to the tree's root."""
         return self.series.folder_of(self.phase) / self.stamp
 
     @property
     def folder(self) -> Path:
-        """Where the leaf will lie."""
+        """The published directory."""
         return self.series.claim.root / self.relative
 
     @property
     def draft(self) -> Path:
-        """Where it is made."""
+        """The directory while it is written."""
         return self.series.claim.root / HIDDEN / UNDER_WAY / self.relative
 
     @property
@@ -90,12 +90,12 @@ class ResultDirAddress:
 
     @property
     def log_files(self) -> tuple[str, str]:
-        """The names of what was said on standard output and standard error."""
+        """The names of the files for standard output and standard error."""
         return log_names(self.series.benchmark, self.phase)
 
 
 def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
-    """The address of a leaf that begins now, with its draft's folder made; a name that is taken is passed."""
+    """The address of a run that begins now, with its draft created; a taken name moves to the next second."""
     address = ResultDirAddress(series=series, phase=phase, began=now.replace(microsecond=0))
     while address.folder.exists() or not _made(address.draft):
         address = replace(address, began=address.began + timedelta(seconds=1))
@@ -103,8 +103,8 @@ def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) ->
 
 
 def _made(draft: Path) -> bool:
-    """Whether this call made the folder; an attempt of the same second may have it."""
-    with translate_os_errors("Making the folder of a leaf", str(draft)):
+    """Whether this call created the folder; a run of the same second may have it."""
+    with translate_os_errors("Creating the folder of a result directory", str(draft)):
         draft.parent.mkdir(parents=True, exist_ok=True)
         try:
             draft.mkdir()
@@ -114,9 +114,9 @@ def _made(draft: Path) -> bool:
 
 
 def publish(address: ResultDirAddress) -> Path:
-    """Give a draft its name in the tree; after a power cut it has either name, and all its files."""
+    """Move a draft to its place in the tree; after a power cut it has either name, with all its files."""
     folder = address.folder
-    with translate_os_errors("Publishing a leaf", str(folder)):
+    with translate_os_errors("Publishing a result directory", str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         sync_folder(address.draft)
         rename_durably(address.draft, folder)
@@ -126,23 +126,23 @@ def publish(address: ResultDirAddress) -> Path:
 
 
 def set_aside(claim: OwnedTree, folder: Path) -> Path:
-    """Move a folder of the tree to the trash, where it can be taken back from by hand."""
+    """Move a folder of the tree to the trash below `.mlps/`, from which a person can move it back."""
     target = claim.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(claim.root)
-    with translate_os_errors("Moving a leaf to the trash", str(folder)):
+    with translate_os_errors("Moving a result directory to the trash", str(folder)):
         target.parent.mkdir(parents=True)
         rename_durably(folder, target)
     return target
 
 
 def list_drafts(series: Series) -> list[Path]:
-    """What attempts left that came to nothing, or still go on."""
+    """The drafts of runs that failed, or are still running."""
     below = series.claim.root / HIDDEN / UNDER_WAY / series.folder
     depth = "*/*" if series.benchmark is Benchmark.TRAINING else "*"
     return sorted(path for path in below.glob(depth) if path.is_dir())
 
 
 def _prune(folder: Path, *, until: Path) -> None:
-    """Remove folders that hold nothing, from here up: the next leaf makes them again."""
+    """Remove empty folders from here up."""
     while folder != until:
         try:
             folder.rmdir()

@@ -1,6 +1,6 @@
-"""What a leaf says of itself in `*_metadata.json`: what was asked, of which machines, when, how it ended.
+"""`*_metadata.json` of a result directory: what was requested, on which machines, when, and how it ended.
 
-Pure: facts in, plain data out. Invariant: every key has its value; what is unknown is not guessed but absent.
+Pure: facts in, plain data out. Invariant: every key has its value; what is unknown is absent, never guessed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GIB: Final = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSize:
-    """How large a data set is, or must be."""
+    """The size that a data set has, or must have."""
 
     num_files_train: int
     num_subfolders_train: int
@@ -33,10 +33,10 @@ class DatasetSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Everything a leaf tells.
+    """Everything that a result directory states.
 
-    `workload` is as it was run, its places included; `changed` is what was asked of it, by dotted key;
-    `place` is the path of the data or of the checkpoints, or their URI in an object store.
+    `workload` is as it ran, with its locations; `changed` what was set, by dotted key; `place` the path of
+    the data or of the checkpoints, or their URI in an object store.
     """
 
     address: ResultDirAddress
@@ -100,7 +100,7 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
 
 
 def _args(facts: RunFacts) -> dict[str, Any]:
-    """The command line as the submission's own tool would have been given it."""
+    """The arguments that the benchmark's own tool would have had."""
     series = facts.address.series
     args: dict[str, Any] = {
         "mode": series.division.value,
@@ -117,13 +117,13 @@ def _args(facts: RunFacts) -> dict[str, Any]:
     if facts.accelerator:
         args["accelerator_type"] = facts.accelerator
     if series.benchmark is Benchmark.CHECKPOINTING:
-        asked = facts.workload.checkpoint
+        checkpoint = facts.workload.checkpoint
         return args | {
             "checkpoint_folder": facts.place,
             "num_processes": facts.num_processes,
-            "num_checkpoints_write": asked.num_checkpoints_write,
-            "num_checkpoints_read": asked.num_checkpoints_read,
-            "checkpoint_subset": asked.mode.value == "subset",
+            "num_checkpoints_write": checkpoint.num_checkpoints_write,
+            "num_checkpoints_read": checkpoint.num_checkpoints_read,
+            "checkpoint_subset": checkpoint.mode.value == "subset",
         }
     counted = {
         SubmissionPhase.DATASIZE: "max_accelerators",

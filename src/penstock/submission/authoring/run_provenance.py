@@ -1,6 +1,6 @@
-"""`provenance.json`: which rules, program and core configuration a leaf comes from.
+"""`provenance.json` of a result directory: the rules, the program and the core configuration it comes from.
 
-Pure but for the versions of installed packages. Invariant: a stamp that cannot be determined says "unknown";
+Pure except for the versions of installed packages. Invariant: a value that cannot be determined is "unknown";
 none is absent, and none is null.
 """
 
@@ -31,14 +31,14 @@ LAYOUT_VERSION: Final = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreParameterKeys:
-    """The keys that define a workload; an entry that ends in `*` stands for all that begin so."""
+    """The keys that define a workload; an entry that ends in `*` stands for all keys with this prefix."""
 
     name: str
     included: tuple[str, ...]
     excluded: tuple[str, ...]
 
     def of(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `parameters`, by dotted key."""
+        """The parameters that define the workload, by dotted key."""
         flat = {dotted(path): value for path, value in flatten(parameters)}
         return {key: value for key, value in sorted(flat.items()) if self._has(key)}
 
@@ -74,7 +74,7 @@ CORE_KEYS: Final[Mapping[Benchmark, CoreParameterKeys]] = MappingProxyType(
 
 
 def core_config_digest(values: Mapping[str, Any]) -> str:
-    """16 digits of the SHA-256 of the values as JSON, in one spelling: 7, 7.0 and "7" are the same."""
+    """16 digits of the SHA-256 of the values as JSON; 7, 7.0 and "7" are the same."""
     plain = {key: _plain(value) for key, value in values.items()}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -127,7 +127,7 @@ def _storage_library(workload: Workload) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """One spelling for each number, written as text or not."""
+    """One spelling for each number, whether it was written as text or not."""
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""What a result still lacks, and which runs no longer count: decided from what lies there, and the time.
+"""Plan the runs that a result still needs, and which finished ones no longer count.
 
-Pure. Invariant: the runs that are kept follow one another as the rules ask; a run that does not is named with
-the reason, so that it can be set aside where everybody finds it.
+Pure: the state of a series and the time in, a plan out. Invariant: the runs that are kept follow one another
+as the rules require; each other run is named with the reason, so that it can be set aside.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedResult:
-    """The result that is to be made, and how its runs must follow one another."""
+    """The requested result, and how its runs must follow one another."""
 
     accelerator: str
     num_processes: int
@@ -41,7 +41,7 @@ class ExcludedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSequence:
-    """What to do: phases in their order, after `surplus` was set aside; `kept` runs are there."""
+    """What to do: run `phases` in this order, after `surplus` was set aside; `kept` runs count."""
 
     phases: tuple[SubmissionPhase, ...]
     kept: tuple[PublishedDir, ...]
@@ -49,12 +49,12 @@ class RunSequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether no phase is left to run."""
         return not self.phases
 
 
 def plan_run_sequence(standing: SeriesState, wanted: RequestedResult, *, now: datetime) -> RunSequence:
-    """What is left to do at this time; `UsageError` where another result is under way in this place."""
+    """What is left to do at this time; `UsageError` where the series is of another result."""
     for leaf in (*standing.datasizes, *standing.datagens, *standing.runs):
         _require_same(leaf, wanted)
     phases = []
@@ -72,12 +72,12 @@ def select_runs(
 ) -> tuple[tuple[PublishedDir, ...], tuple[ExcludedRun, ...]]:
     """The runs that count, and those that no longer do.
 
-    A whole sequence counts whenever it was made; an unfinished one only while the next run can still follow.
+    A complete sequence counts whenever it was made; an unfinished one only while the next run may follow.
     """
     chains = _chains(runs, wanted)
     whole = next((chain for chain in chains if len(chain) >= wanted.num_runs), None)
     if whole is not None:
-        return _kept(runs, whole[: wanted.num_runs], "the result is whole without it")
+        return _kept(runs, whole[: wanted.num_runs], "the result is complete without it")
     last = chains[-1] if chains else []
     if last and not may_follow(last, now, wanted):
         return _kept(runs, [], f"no run followed by {now:%H:%M:%S}, within the time that one run takes")
@@ -85,9 +85,9 @@ def select_runs(
 
 
 def may_follow(chain: Sequence[PublishedDir], began: datetime, wanted: RequestedResult) -> bool:
-    """Whether a run that begins at this time follows these: rule 2.1.18 as it is judged.
+    """Whether a run that begins at this time follows these, as rule 2.1.18 is judged.
 
-    The pause before it is no longer than `max_pause_runs` times the shortest run.
+    Each pause must be shorter than `max_pause_runs` times the shortest run.
     """
     shortest = min(leaf.duration for leaf in chain)
     pauses = [after.began - before.ended for before, after in pairwise(chain)]
@@ -96,7 +96,7 @@ def may_follow(chain: Sequence[PublishedDir], began: datetime, wanted: Requested
 
 
 def _chains(runs: Sequence[PublishedDir], wanted: RequestedResult) -> list[list[PublishedDir]]:
-    """The runs as sequences without a failure, a break or an overlap; the last may be empty."""
+    """The runs as sequences without a failure, a long pause or an overlap; the last may be empty."""
     chains: list[list[PublishedDir]] = [[]]
     for leaf in sorted(runs, key=lambda each: each.began):
         if not leaf.is_success:
@@ -120,7 +120,7 @@ def _kept(
 
 
 def _require_same(leaf: PublishedDir, wanted: RequestedResult) -> None:
-    """One place holds one result: another accelerator, number or data set goes to another place."""
+    """A series holds one result: another accelerator, number or data set needs another series."""
     if leaf.folder.parent.name == SubmissionPhase.DATAGEN:
         pairs = [("files", leaf.num_files, wanted.num_files), ("data", leaf.place, wanted.place)]
     else:
@@ -133,7 +133,7 @@ def _require_same(leaf: PublishedDir, wanted: RequestedResult) -> None:
     for what, there, asked in pairs:
         if there != asked:
             raise UsageError(
-                f"Another result is under way here: its {what}: {there}, asked for: {asked}",
+                f"Another result is under way here: its {what}: {there}, requested: {asked}",
                 where=str(leaf.folder),
-                fix="Ask for the same, name another --system, or move that result's folder away.",
+                fix="Request the same, name another --system, or move that result's folder away.",
             )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _Stated(BaseModel):
-    """What is needed of a leaf's metadata; all else is for judges."""
+    """The fields of the metadata that are needed here; the rules judge the others."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -52,7 +52,7 @@ class _Stated(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedDir:
-    """One leaf of a series; `place` is that of its data or checkpoints."""
+    """One published result directory; `place` is that of its data or checkpoints."""
 
     folder: Path
     began: datetime
@@ -65,13 +65,13 @@ class PublishedDir:
 
     @property
     def duration(self) -> timedelta:
-        """How long it took, by its own clock."""
+        """How long it took, by the clock of its own host."""
         return self.ended - self.began
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What failed, was stopped, or is under way; never part of the result."""
+    """A draft whose run failed, was stopped, or is still running; never part of the result."""
 
     folder: Path
     outcome: str
@@ -80,7 +80,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesState:
-    """All there is of a series, each in the order of time."""
+    """Everything that a series has, in the order of time."""
 
     datasizes: tuple[PublishedDir, ...]
     datagens: tuple[PublishedDir, ...]
@@ -90,13 +90,13 @@ class SeriesState:
 
 
 def read_series_state(series: Series) -> SeriesState:
-    """Read the series as it lies in its tree."""
+    """Read the series from its tree."""
     unread: list[str] = []
-    found = {phase: _leaves(series, phase, unread) for phase in _phases(series)}
+    dirs = {phase: _published(series, phase, unread) for phase in _phases(series)}
     return SeriesState(
-        datasizes=found.get(SubmissionPhase.DATASIZE, ()),
-        datagens=found.get(SubmissionPhase.DATAGEN, ()),
-        runs=found[SubmissionPhase.RUN],
+        datasizes=dirs.get(SubmissionPhase.DATASIZE, ()),
+        datagens=dirs.get(SubmissionPhase.DATAGEN, ()),
+        runs=dirs[SubmissionPhase.RUN],
         attempts=tuple(map(_attempt, list_drafts(series))),
         unread=tuple(unread),
     )
@@ -106,17 +106,17 @@ def _phases(series: Series) -> tuple[SubmissionPhase, ...]:
     return tuple(SubmissionPhase) if series.benchmark is Benchmark.TRAINING else (SubmissionPhase.RUN,)
 
 
-def _leaves(series: Series, phase: SubmissionPhase, unread: list[str]) -> tuple[PublishedDir, ...]:
+def _published(series: Series, phase: SubmissionPhase, unread: list[str]) -> tuple[PublishedDir, ...]:
     parent = series.claim.root / series.folder_of(phase)
-    found = []
+    published = []
     for folder in sorted(parent.glob("*")):
         if folder.is_dir() and is_result_dir_name(folder.name):
             try:
-                found.append(_read(folder))
+                published.append(_read(folder))
             except (OSError, ValueError, LookupError, TypeError) as error:
                 first = str(error).splitlines()[0]
                 unread.append(f"{folder.relative_to(series.claim.root)}: {first}")
-    return tuple(found)
+    return tuple(published)
 
 
 def _read(folder: Path) -> PublishedDir:
@@ -153,7 +153,7 @@ def _attempt(folder: Path) -> Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesProgress:
-    """One series: how many of its runs count, of how many; `lacks` says in words what is missing."""
+    """One series: how many of its runs count, how many it needs, and in `lacks` what is missing."""
 
     series: Series
     num_accelerators: int | None
@@ -166,7 +166,7 @@ class SeriesProgress:
 
 
 def list_progress(claim: OwnedTree, edition: Edition, *, now: datetime) -> tuple[SeriesProgress, ...]:
-    """All series of the tree, in order."""
+    """The progress of all series of the tree, in order."""
     return tuple(_progressed(series, edition, now) for series in _all_series(claim))
 
 
@@ -228,7 +228,7 @@ def _lacks(series: Series, standing: SeriesState, *, num_missing: int) -> Iterat
 
 
 def missing_system_files(series: Series) -> Iterator[str]:
-    """What the system's description still needs, by the lines of its file."""
+    """The files of the system's description that are missing, or the lines that need correction."""
     root = series.claim.root
     path = root / series.submitter / "systems" / f"{series.system}.yaml"
     if not path.is_file():

@@ -39,79 +39,7 @@ if TYPE_CHECKING:
     from penstock.submission.code_image import Program
     from penstock.submission.edition import Edition
 
-
 SCHEMA: Final = "mlps-submission-manifest/1"
-
-
-def write_manifest(series: Series, *, by: str, now: datetime) -> None:
-    """Write the manifest of the submitter's folder that a series lies in."""
-    claim = series.claim
-    folder = claim.root / series.submitter
-    submitter = Submitter(organisation=claim.organisation, division=series.division, folder=folder)
-    runs = [_run(leaf, folder) for leaf in find_result_dirs(submitter)]
-    document = {
-        "schema": SCHEMA,
-        "org": claim.organisation,
-        "division": series.division.value,
-        "rules_edition": RULES_EDITION,
-        "layout_version": LAYOUT_VERSION,
-        "generated_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
-        "generated_by": by,
-        "tool_versions": _known(run["tool_version"] for run in runs),
-        "dlio_commits": [],
-        "systems": _systems(folder),
-        "runs": [{key: value for key, value in run.items() if key != "tool_version"} for run in runs],
-        "code_images": _known(run["code_image"] for run in runs),
-        "provenance": {"rules_edition": "tool-constant", "runs": "walked"},
-    }
-    write_text(folder, MANIFEST, yaml.safe_dump(document, sort_keys=False))
-
-
-def _run(leaf: Path, folder: Path) -> dict[str, Any]:
-    metadata = _json(next(iter(sorted(leaf.glob(f"*{METADATA_SUFFIX}"))), leaf / METADATA_SUFFIX))
-    stamp = _json(leaf / PROVENANCE)
-    tool, core = stamp.get("tool", {}), stamp.get("core_config", {})
-    relative = leaf.relative_to(folder).as_posix()
-    return {
-        "leaf": relative,
-        "benchmark": metadata.get("benchmark_type", UNKNOWN),
-        "model": metadata.get("model", UNKNOWN),
-        "command": metadata.get("command", UNKNOWN),
-        "accelerator": metadata.get("accelerator") or UNKNOWN,
-        "system": leaf.relative_to(folder).parts[1],
-        "rules_edition": stamp.get("rules_edition", UNKNOWN),
-        "core_config": core.get("hash", UNKNOWN),
-        "code_image": tool.get("code_image", UNKNOWN),
-        "provenance": f"{relative}/{PROVENANCE}" if stamp else UNKNOWN,
-        "tool_version": tool.get("version", UNKNOWN),
-    }
-
-
-def _systems(folder: Path) -> list[dict[str, str]]:
-    return [
-        {
-            "name": path.stem,
-            "description": f"systems/{path.name}",
-            "pdf": f"systems/{path.stem}.pdf" if path.with_suffix(".pdf").is_file() else "missing",
-        }
-        for path in sorted((folder / "systems").glob("*.yaml"))
-    ]
-
-
-def _known(values: Any) -> list[str]:
-    return sorted({value for value in values if value != UNKNOWN})
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    """A file's values; none of a file that is missing or damaged, which judges will name."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-_CROSS_DEVICE: Final = errno.EXDEV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,49 +59,35 @@ def write_result_dir(
     separation: dict[str, Any] | None,
     now: datetime,
 ) -> Path:
-    """Add to the draft what the run itself does not write, and give the leaf its name."""
+    """Add to the draft of a run what the run itself does not write, and publish it."""
     address = facts.address
-    draft = address.draft
-    write_configuration(draft, facts.workload, hydra_facts(facts))
-    for name, text in zip(address.log_files, (stdout, stderr), strict=True):
-        write_text(draft, name, text)
-    if separation is not None:
-        write_json(draft, SEPARATION, separation)
-    write_text(draft, POINTER, pointer_text(image.digest))
-    benchmark = address.series.benchmark
-    found = build_provenance(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
-    write_json(draft, PROVENANCE, found)
-    write_json(draft, address.metadata_file, build_metadata(facts))
-    return _published(facts, image, now)
-
-
-def write_metadata_dir(facts: RunFacts, *, image: ProgramImage, now: datetime) -> Path:
-    """A leaf of arithmetic alone, such as that of a data set's size."""
-    draft = facts.address.draft
-    write_text(draft, POINTER, pointer_text(image.digest))
-    benchmark = facts.address.series.benchmark
-    found = build_provenance(facts.workload, benchmark, program=image.program, digest=image.digest, now=now)
-    write_json(draft, PROVENANCE, found)
-    write_json(draft, facts.address.metadata_file, build_metadata(facts))
-    return _published(facts, image, now)
-
-
-def _published(facts: RunFacts, image: ProgramImage, now: datetime) -> Path:
-    """The leaf under its name, and in the submitter's manifest."""
-    folder = publish(facts.address)
-    write_manifest(facts.address.series, by=f"penstock {image.program.version}", now=now)
-    return folder
-
-
-def hydra_facts(facts: RunFacts) -> HydraFacts:
-    """What the leaf's configuration tells of how it was asked for."""
-    return HydraFacts(
+    hydra = HydraFacts(
         subfolder=CONFIG_FOLDER,
         workload_name=facts.workload.full_name,
         overrides=redacted(list_overrides(facts)),
         working_folder=str(Path.cwd()),
-        run_folder=str(facts.address.folder),
+        run_folder=str(address.folder),
     )
+    write_configuration(address.draft, facts.workload, hydra)
+    for name, text in zip(address.log_files, (stdout, stderr), strict=True):
+        write_text(address.draft, name, text)
+    if separation is not None:
+        write_json(address.draft, SEPARATION, separation)
+    return write_metadata_dir(facts, image=image, now=now)
+
+
+def write_metadata_dir(facts: RunFacts, *, image: ProgramImage, now: datetime) -> Path:
+    """Publish a draft with pointer, provenance and metadata alone, such as that of a data set's size."""
+    address, program = facts.address, image.program
+    benchmark = address.series.benchmark
+    provenance = build_provenance(facts.workload, benchmark, program=program, digest=image.digest, now=now)
+    write_text(address.draft, POINTER, pointer_text(image.digest))
+    write_json(address.draft, PROVENANCE, provenance)
+    # Last: only a draft with metadata is one whose run came to its end.
+    write_json(address.draft, address.metadata_file, build_metadata(facts))
+    folder = publish(address)
+    write_manifest(address.series, by=f"penstock {program.version}", now=now)
+    return folder
 
 
 def list_overrides(facts: RunFacts) -> Sequence[str]:
@@ -187,10 +101,89 @@ def list_overrides(facts: RunFacts) -> Sequence[str]:
     return tuple(f"++workload.{key}={value}" for key, value in {**own, **facts.changed}.items())
 
 
-def probe_fs_separation(place: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
-    """Whether data and results lie on different file systems, as a link between them shows; None for objects.
+def write_report(series: Series, edition: Edition) -> None:
+    """Write `results.json` and `results.csv` of the series' result, with figures recomputed from its runs."""
+    folder = (series.claim.root / series.folder).resolve()
+    # The report states the verdict, and a rule asks for the report: only the second pass sees its own file.
+    for _ in range(2):
+        reports = [each for each in report_all(series.claim.root, edition) if folder in each.place.parents]
+        planned, _kept = plan_tree(reports)
+        write_files(planned)
 
-    A link within one file system succeeds, and one across two is refused: mounts and names cannot deceive it.
+
+def write_manifest(series: Series, *, by: str, now: datetime) -> None:
+    """Write `submission.yaml` of the submitter's folder that a series is in."""
+    claim = series.claim
+    folder = claim.root / series.submitter
+    submitter = Submitter(organisation=claim.organisation, division=series.division, folder=folder)
+    runs = [_describe_run(result_dir, folder) for result_dir in find_result_dirs(submitter)]
+    document = {
+        "schema": SCHEMA,
+        "org": claim.organisation,
+        "division": series.division.value,
+        "rules_edition": RULES_EDITION,
+        "layout_version": LAYOUT_VERSION,
+        "generated_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "generated_by": by,
+        "tool_versions": _known(run["tool_version"] for run in runs),
+        "dlio_commits": [],
+        "systems": _systems(folder),
+        "runs": [{key: value for key, value in run.items() if key != "tool_version"} for run in runs],
+        "code_images": _known(run["code_image"] for run in runs),
+        "provenance": {"rules_edition": "tool-constant", "runs": "walked"},
+    }
+    write_text(folder, MANIFEST, yaml.safe_dump(document, sort_keys=False))
+
+
+def _describe_run(result_dir: Path, folder: Path) -> dict[str, Any]:
+    metadata_files = sorted(result_dir.glob(f"*{METADATA_SUFFIX}"))
+    metadata = _read_json(metadata_files[0]) if metadata_files else {}
+    provenance = _read_json(result_dir / PROVENANCE)
+    tool, core = provenance.get("tool", {}), provenance.get("core_config", {})
+    relative = result_dir.relative_to(folder).as_posix()
+    return {
+        "leaf": relative,
+        "benchmark": metadata.get("benchmark_type", UNKNOWN),
+        "model": metadata.get("model", UNKNOWN),
+        "command": metadata.get("command", UNKNOWN),
+        "accelerator": metadata.get("accelerator") or UNKNOWN,
+        "system": result_dir.relative_to(folder).parts[1],
+        "rules_edition": provenance.get("rules_edition", UNKNOWN),
+        "core_config": core.get("hash", UNKNOWN),
+        "code_image": tool.get("code_image", UNKNOWN),
+        "provenance": f"{relative}/{PROVENANCE}" if provenance else UNKNOWN,
+        "tool_version": tool.get("version", UNKNOWN),
+    }
+
+
+def _systems(folder: Path) -> list[dict[str, str]]:
+    return [
+        {
+            "name": path.stem,
+            "description": f"systems/{path.name}",
+            "pdf": f"systems/{path.stem}.pdf" if path.with_suffix(".pdf").is_file() else "missing",
+        }
+        for path in sorted((folder / "systems").glob("*.yaml"))
+    ]
+
+
+def _known(values: Any) -> list[str]:
+    return sorted({value for value in values if value != UNKNOWN})
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """A file's values; none of a file that is missing or damaged, which the rules will name."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def probe_fs_separation(place: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
+    """Probe whether data and results are on different file systems, with a hard link; None for objects.
+
+    A link within one file system succeeds and one across two is refused, whatever mounts and names say.
     """
     location = parse_uri(place)
     if location.scheme not in FILE_SCHEMES:
@@ -207,9 +200,9 @@ def probe_fs_separation(place: str, results: Path, *, host: str, now: datetime) 
             target.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(
-            f"Whether data and results share a file system cannot be seen: {error.strerror}",
+            f"Cannot determine whether data and results share a file system: {error.strerror}",
             uri=location.root,
-            fix="Both folders must be writable.",
+            fix="Make both folders writable.",
         ) from error
     return {
         "version": 1,
@@ -229,17 +222,7 @@ def _is_refused(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except OSError as error:
-        if error.errno == _CROSS_DEVICE:
+        if error.errno == errno.EXDEV:
             return True
         raise
     return False
-
-
-def write_report(series: Series, edition: Edition) -> None:
-    """Write the report of the series' result."""
-    folder = (series.claim.root / series.folder).resolve()
-    # The report holds the verdict, and a rule asks for the report: the second one is right about itself.
-    for _ in range(2):
-        found = [each for each in report_all(series.claim.root, edition) if folder in each.place.parents]
-        planned, _kept = plan_tree(found)
-        write_files(planned)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.integration.workflows.submission.test_training_result import scaled_edition
-from tests.support.submission.tampering import WAYS, Lying, Tampering
+from tests.support.submission.tampered_folders import WAYS, Lying, Tampering
 
 from penstock.submission.check import check
 

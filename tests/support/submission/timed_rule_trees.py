@@ -1,18 +1,18 @@
-"""For each rule of v2.0 and v3.0 at least one way to break it: a change of a valid tree, and what it brings.
+"""For each rule of v2.0 and v3.0 changes of a valid tree: some that keep the rule, some that break it.
 
-Place in the flow: a valid tree -> a change -> the rule's verdict. Invariant: what a change brings is the
-worst verdict of its rule, whatever other rules find as well.
+Invariant: the verdict of a change is the worst one of its rule, whatever other rules find as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Literal
 
 from tests.support.submission import tree_changes as do
+from tests.support.submission.rule_trees import RuleTree
 from tests.support.submission.timed_tree import (
     NUM_FILES,
     RUN_TIME,
@@ -33,23 +33,6 @@ DESCRIBED: Final = f"closed/acme/systems/{SYSTEM}.yaml"
 _FAIL, _WARNING, _UNKNOWN = Verdict.FAIL, Verdict.WARNING, Verdict.NOT_CHECKED
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tampered:
-    """One change; `editions` where it means something."""
-
-    name: str
-    base: Literal["training", "checkpointing", "together"]
-    change: Change
-    verdict: Verdict
-    editions: tuple[str, ...] = ("v2.0", "v3.0")
-
-    def tree(self, edition: str) -> Round:
-        """The tree after the change."""
-        found = base_tree(self.base, edition)
-        self.change(found)
-        return found
-
-
 def base_tree(base: str, edition: str) -> Round:
     """A valid tree: of a training, of a checkpointing in two invocations, or in one."""
     if base == "training":
@@ -57,11 +40,13 @@ def base_tree(base: str, edition: str) -> Round:
     return valid_checkpointing(edition, num_invocations=1 if base == "together" else 2)
 
 
-def _of(base: Literal["training", "checkpointing", "together"]) -> Callable[..., Tampered]:
+def _of(base: Literal["training", "checkpointing", "together"]) -> Callable[..., RuleTree[Round]]:
     def case(
         name: str, change: Change, verdict: Verdict = _FAIL, editions: tuple[str, ...] = ("v2.0", "v3.0")
-    ) -> Tampered:
-        return Tampered(name=name, base=base, change=change, verdict=verdict, editions=editions)
+    ) -> RuleTree[Round]:
+        return RuleTree(
+            name=name, make=partial(base_tree, base), change=change, verdict=verdict, editions=editions
+        )
 
     return case
 
@@ -70,7 +55,7 @@ _run, _ckpt, _once = _of("training"), _of("checkpointing"), _of("together")
 _NEW: Final = ("v3.0",)
 
 
-TAMPERED: Final[Mapping[str, tuple[Tampered, ...]]] = MappingProxyType(
+TIMED_TREES: Final[Mapping[str, tuple[RuleTree[Round], ...]]] = MappingProxyType(
     {
         "structure.names": (
             _run("organisation", lambda tree: setattr(tree, "organisation", "acme & sons")),

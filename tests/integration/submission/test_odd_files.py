@@ -1,4 +1,4 @@
-"""What files of v2.0 and v3.0 may hold: garbage is never a crash, and never `invalid` by a defect of ours."""
+"""What files may hold: garbage is never a crash, and never `invalid` by a defect of ours."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from tests.support.submission import tree_changes as do
+from tests.support.submission.numbered_tree import valid_submission
 from tests.support.submission.timed_tree import Round, valid_checkpointing, valid_round, valid_training
 
 from penstock.submission.check import check
@@ -67,6 +68,18 @@ def test_garbage_in_a_file_is_never_a_crash(name: str, path: str, garbage: str, 
     tree = base(name)
     tree.files[path] = garbage
     assert defects(tree, tmp_path) == []
+
+
+def test_garbage_in_a_file_of_v1_is_never_a_crash(tmp_path: Path) -> None:
+    one_of_each = [path for path in valid_submission().files if "/run" not in path or "/run3/" in path]
+    for number, path in enumerate(one_of_each):
+        for garbage in ("", "[1, 2", "null", '"text"', "\x00", "[]"):
+            submission = valid_submission()
+            submission.files[path] = garbage
+            root = submission.write(tmp_path / f"{number}-{ord(garbage[:1] or ' ')}-{len(garbage)}")
+            (judged,) = check(root, load_edition("v1.0"))
+            defects = [each for each in judged.findings if "the rule itself failed" in each.proof]
+            assert defects == [], path
 
 
 @pytest.mark.slow

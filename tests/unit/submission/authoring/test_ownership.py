@@ -44,7 +44,9 @@ def test_claiming_again_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("other", ["Acme", "umbrella"])
 def test_anothers_tree_is_refused(tmp_path: Path, other: str) -> None:
     claim_for("acme", tmp_path)
-    with pytest.raises(UsageError, match="This tree is acme's"):
+    with pytest.raises(
+        UsageError, match=r"This submission tree already belongs to 'acme' \(initialized .* case-sensitive\)"
+    ):
         claim_for(other, tmp_path)
 
 

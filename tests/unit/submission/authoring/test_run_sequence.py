@@ -86,7 +86,7 @@ def test_a_whole_sequence_counts_for_ever() -> None:
 def test_six_of_more_runs_are_the_result_and_the_others_are_named() -> None:
     kept, surplus = select_runs(runs(8), WANTED, now=at(160))
     assert [len(kept), len(surplus)] == [6, 2]
-    assert {each.why for each in surplus} == {"the result is whole without it"}
+    assert {each.why for each in surplus} == {"the result is complete without it"}
 
 
 def test_runs_before_a_failed_one_do_not_count() -> None:
@@ -131,10 +131,10 @@ def test_every_run_is_kept_or_named_and_kept_ones_follow_one_another(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"accelerator": "mi355"}, "accelerator: b200, asked for: mi355"),
-        ({"num_processes": 4}, "accelerators: 8, asked for: 4"),
-        ({"num_files": 7}, "files: 28000, asked for: 7"),
-        ({"place": "/other"}, "data: /data, asked for: /other"),
+        ({"accelerator": "mi355"}, "accelerator: b200, requested: mi355"),
+        ({"num_processes": 4}, "accelerators: 8, requested: 4"),
+        ({"num_files": 7}, "files: 28000, requested: 7"),
+        ({"place": "/other"}, "data: /data, requested: /other"),
     ],
 )
 def test_another_result_under_way_is_refused(change: dict[str, object], said: str) -> None:

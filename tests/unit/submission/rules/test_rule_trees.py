@@ -1,0 +1,97 @@
+"""Every rule on trees that keep it, and on trees that break it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.submission.numbered_rule_trees import NUMBERED_TREES
+from tests.support.submission.numbered_tree import valid_submission
+from tests.support.submission.timed_rule_trees import TIMED_TREES
+from tests.support.submission.timed_tree import valid_round
+
+from penstock.submission.edition import EDITIONS
+from penstock.submission.finding import Validity, Verdict
+from penstock.submission.rules import RULES, rule_by_id
+
+if TYPE_CHECKING:
+    from tests.support.submission.rule_trees import RuleTree
+    from tests.support.submission.tree_store import TreeStore
+
+    from penstock.submission.check import CheckedResult
+    from penstock.submission.rules.rule import Rule
+
+HOMES = {"v1.0": "NUMBERED_TREES in numbered_rule_trees.py"} | dict.fromkeys(
+    ("v2.0", "v3.0"), "TIMED_TREES in timed_rule_trees.py"
+)
+OF_OTHER_BENCHMARKS = {"scope.benchmark"}
+
+
+def trees_of(rule: str, edition: str) -> list[RuleTree[Any]]:
+    trees = NUMBERED_TREES if edition == "v1.0" else TIMED_TREES
+    return [tree for tree in trees.get(rule, ()) if edition in tree.editions]
+
+
+@pytest.fixture(scope="module", params=EDITIONS)
+def valid(request: pytest.FixtureRequest, store: TreeStore) -> tuple[str, list[CheckedResult]]:
+    """An edition, and a valid submission of it: in v2.0 and v3.0 a training and a checkpointing."""
+    edition: str = request.param
+    return edition, store.check(valid_submission() if edition == "v1.0" else valid_round(edition))
+
+
+def test_every_rule_passes_on_a_valid_tree_and_proves_it(valid: tuple[str, list[CheckedResult]]) -> None:
+    edition, results = valid
+    assert {result.verdict for result in results} == {Validity.VALID}
+    findings = [finding for result in results for finding in result.findings]
+    assert [finding for finding in findings if finding.verdict is not Verdict.PASS] == []
+    assert [finding for finding in findings if not (finding.proof and finding.evidence)] == []
+    assert [finding for finding in findings if finding.fix] == []
+    rules = {rule.id for rule in RULES if edition in rule.editions} - OF_OTHER_BENCHMARKS
+    assert {finding.rule for finding in findings} == rules
+
+
+@pytest.mark.parametrize("edition", EDITIONS)
+def test_every_rule_has_a_tree_that_breaks_it(edition: str) -> None:
+    lacking = [
+        f"Rule {rule.id} has no tree of {edition} that breaks it: add one to {HOMES[edition]}."
+        for rule in RULES
+        if edition in rule.editions
+        and all(tree.verdict is Verdict.PASS for tree in trees_of(rule.id, edition))
+    ]
+    assert not lacking, "\n".join(lacking)
+
+
+def test_every_tree_is_of_a_rule() -> None:
+    ids = {rule.id for rule in RULES}
+    strangers = sorted({*NUMBERED_TREES, *TIMED_TREES} - ids)
+    assert not strangers, f"Trees are listed for rules that do not exist: {', '.join(strangers)}"
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree"),
+    [
+        pytest.param(rule, tree, id=f"{rule.id}-{edition}-{tree.name}")
+        for rule in RULES
+        for edition in ("v1.0", "v3.0", "v2.0")
+        for tree in trees_of(rule.id, edition)
+        if edition == tree.editions[-1]
+    ],
+)
+def test_a_rule_gives_its_verdict_with_a_fix_where_it_is_broken(
+    rule: Rule, tree: RuleTree[Any], store: TreeStore
+) -> None:
+    findings = store.findings(tree.tree(tree.editions[-1]), rule)
+    verdicts = {finding.verdict for finding in findings}
+    assert tree.verdict in verdicts
+    assert Verdict.FAIL not in verdicts or tree.verdict is Verdict.FAIL
+    assert all(finding.proof for finding in findings)
+    assert all(
+        bool(finding.fix) == (finding.verdict not in (Verdict.PASS, Verdict.NOT_APPLICABLE))
+        for finding in findings
+    )
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_a_rule_explains_itself(rule: Rule) -> None:
+    assert rule_by_id(rule.id) is rule
+    assert all((rule.title, rule.source, rule.formula, rule.passes, rule.fails, rule.benchmarks))
