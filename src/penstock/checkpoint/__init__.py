@@ -84,7 +84,9 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"penstock.checkpoint has no {name!r}. It has: {', '.join(__all__)}.")
     with explained_imports():
-        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+        value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    globals()[name] = value  # the next use finds it without this function
+    return value
 
 
 def __dir__() -> list[str]:
