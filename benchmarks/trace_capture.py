@@ -23,7 +23,7 @@ from harness import Ratio, interleave
 from penstock.storage import open_storage
 from penstock.trace.capture.external_tracers import dftracer_preload, plan_recording
 from penstock.trace.capture.recorder import TraceRecorder
-from penstock.trace.capture.trace_writer import Kind, Layer
+from penstock.trace.capture.trace_writer import EventKind, Layer
 from penstock.trace.capture.traced_storage import TracedStorage
 
 NUM_READS = int(os.environ.get("PENSTOCK_BENCH_EVENTS", "200000"))
@@ -124,7 +124,7 @@ def _read(folder: Path, *, traced: bool, clock: Cost) -> tuple[float, float]:
 
 def _recording(folder: Path) -> float:
     """CPU microseconds of the thread that records an event."""
-    kind = Kind("pread64", "POSIX", Layer.LIBC_IO)
+    kind = EventKind("pread64", "POSIX", Layer.LIBC_IO)
     with tempfile.TemporaryDirectory(dir=folder) as traces:
         recorder = TraceRecorder(Path(traces))
         record = recorder.record

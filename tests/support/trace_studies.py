@@ -22,13 +22,13 @@ def small_study(
     *,
     runs: Sequence[str] = ("base", "new"),
     accounts: Mapping[str, Sequence[FileAccount]] | None = None,
-    **asked: Any,
+    **fields: Any,
 ) -> Iterator[Study]:
-    """A study of `rows`, each with its `run`; tiers are /fast and /slow unless others are asked for."""
-    tiers = asked.pop("tiers", {"fast": "/fast", "slow": "/slow"})
+    """A study of `rows`, each with its `run`; tiers are /fast and /slow unless others are given."""
+    tiers = fields.pop("tiers", {"fast": "/fast", "slow": "/slow"})
     globs = {run: f"{run}/*" for run in runs}
-    wanted = ComparisonSpec.model_validate({"runs": globs, "tiers": tiers, **asked})
+    spec = ComparisonSpec.model_validate({"runs": globs, "tiers": tiers, **fields})
     with duckdb.connect() as connection:
         connection.register("events", events_table(rows))
-        events = view_events(connection, "events", wanted.dimensions())
-        yield Study(events=events, accounts=accounts or {}, asked=wanted)
+        events = view_events(connection, "events", spec.dimensions())
+        yield Study(events=events, accounts=accounts or {}, spec=spec)

@@ -54,11 +54,11 @@ def compare(options: CompareOptions, terminal: Terminal) -> None:
 
       penstock trace compare runs.yaml --json
     """
-    from penstock.trace.compare.comparison import compare as compare_study
+    from penstock.trace.compare.comparison import compare_runs as compare_study
     from penstock.trace.compare.trace_study import ComparisonSpec
-    from penstock.trace.yaml_documents import read_document
+    from penstock.trace.yaml_documents import load_document
 
-    description = read_document(ComparisonSpec, options.description)
+    description = load_document(ComparisonSpec, options.description)
     with (
         terminal.progress() as progress,
         _opened_study(
@@ -121,9 +121,9 @@ def expect(options: ExpectOptions, terminal: Terminal) -> int:
       penstock trace expect checks.yaml --json
     """
     from penstock.trace.compare.expectations import Expectations, check_all
-    from penstock.trace.yaml_documents import read_document
+    from penstock.trace.yaml_documents import load_document
 
-    description = read_document(Expectations, options.description)
+    description = load_document(Expectations, options.description)
     with (
         terminal.progress() as progress,
         _opened_study(

@@ -116,9 +116,9 @@ class DimensionOptions:
         from penstock.trace.dimensions import (
             DEFAULT_PHASES,
             Dimensions,
+            parse_mounts,
             parse_phase,
             parse_tier,
-            tiers_of_mounts,
         )
 
         prefixes: dict[str, list[str]] = {}
@@ -127,7 +127,7 @@ class DimensionOptions:
             prefixes.setdefault(name, []).append(prefix)
         if not prefixes:
             mounts = Path("/proc/mounts")
-            prefixes = tiers_of_mounts(mounts.read_text(encoding="utf-8")) if mounts.exists() else {}
+            prefixes = parse_mounts(mounts.read_text(encoding="utf-8")) if mounts.exists() else {}
         # The user's rules come first, because the first rule that matches an event decides.
         rules = (*map(parse_phase, self.phases), *DEFAULT_PHASES)
         return Dimensions(tiers=prefixes, file_classes=dict(map(_parse_class, self.classes)), phases=rules)

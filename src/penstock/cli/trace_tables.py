@@ -107,8 +107,8 @@ def sql(options: SqlOptions, terminal: Terminal) -> None:
 
       penstock trace sql "SELECT max(end_us) - min(ts_us) AS span_us FROM events" run.events --json
     """
-    from penstock.trace.questions.events_view import ask
+    from penstock.trace.questions.events_view import run_query
 
     with options.traces.open(terminal, rank_pattern=options.rank_pattern) as traces:
-        answer = ask(traces.connection, options.query)
+        answer = run_query(traces.connection, options.query)
     terminal.result(answer.document(), table("", answer.texts()))

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from penstock.errors import Unavailable
+from penstock.extras import explained_imports
 from penstock.progress import Silent
 from penstock.trace.dimensions import Dimensions
 from penstock.trace.questions.events_view import view_events
@@ -30,45 +30,41 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Events:
-    """The events of a run, with `tier`, `file_class` and `phase` beside the columns of the waist.
+class EventRelation:
+    """The events of a run, with `tier`, `file_class` and `phase` beside the columns of the event schema.
 
-    Whatever a DuckDB relation can do, this can: `events.filter("op = 'write'").aggregate("sum(size_bytes)")`.
+    It has all methods of a DuckDB relation: `events.filter("op = 'write'").aggregate("sum(size_bytes)")`.
     """
 
     relation: DuckDBPyRelation
     name: str
 
     def arrow(self) -> pa.Table:
-        """All of them as an Arrow table."""
+        """The events as an Arrow table."""
         return self.relation.to_arrow_table()
 
     def pandas(self) -> Any:
-        """All of them as a pandas frame."""
+        """The events as a pandas frame."""
         return self.relation.df()
 
     def dask(self, rows_per_partition: int = 1 << 20) -> Any:
-        """As a Dask frame. Raises Unavailable where Dask is not installed."""
-        try:
+        """The events as a Dask frame; Unavailable if Dask is not installed."""
+        with explained_imports("dask"):
             frames = importlib.import_module("dask.dataframe")
-        except ImportError as error:
-            raise Unavailable(
-                "Dask frames need dask", where="events.dask()", fix="pip install 'penstock[dask]'"
-            ) from error
         return frames.from_pandas(self.pandas(), npartitions=max(1, -(-len(self) // rows_per_partition)))
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of events."""
         return len(self.relation)
 
     def __getattr__(self, name: str) -> Any:
-        """The relation's own verbs."""
+        """Methods of the relation."""
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.relation, name)
 
 
-class Run:
+class TraceRun:
     """Traces that stay open until `close`, or the end of a `with` block."""
 
     def __init__(self, opened: TraceSet, dimensions: Dimensions, resources: ExitStack) -> None:
@@ -83,19 +79,19 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Give back the connection, and the table that raw files were read into."""
+        """Close the connection, and remove the table that raw files were read into."""
         self._resources.close()
 
     @cached_property
-    def events(self) -> Events:
-        """The events, as whatever is asked of them."""
-        asked = view_events(self.connection, self._opened.relation, self._dimensions)
-        relation = self.connection.sql(f"SELECT * FROM {asked.relation}")
-        return Events(relation=relation, name=asked.relation)
+    def events(self) -> EventRelation:
+        """The events with their dimensions."""
+        view = view_events(self.connection, self._opened.relation, self._dimensions)
+        relation = self.connection.sql(f"SELECT * FROM {view.relation}")
+        return EventRelation(relation=relation, name=view.relation)
 
     @property
     def connection(self) -> DuckDBPyConnection:
-        """The DuckDB connection on which `events` is a view of the waist's columns."""
+        """The DuckDB connection on which `events` has the columns of the event schema."""
         return self._opened.connection
 
     @property
@@ -104,11 +100,11 @@ class Run:
         return self._opened.accounts
 
     def losses(self) -> list[str]:
-        """What was lost or guessed, a line each; empty if nothing was."""
+        """What was lost or guessed, one line each; empty if nothing was."""
         return self._opened.losses()
 
     def sql(self, query: str) -> DuckDBPyRelation:
-        """Ask in SQL, over a table `events`."""
+        """Run an SQL query over a table `events`."""
         return self.connection.sql(query)
 
 
@@ -121,27 +117,27 @@ def load(
     rank_pattern: str = RANK_PATTERN,
     progress: Progress | None = None,
     dask: str = "",
-) -> Run:
+) -> TraceRun:
     """Open traces: a name, glob, folder or table, several of them, or a mapping of runs to them.
 
     `where` is an SQL expression over the events' columns, as `"path LIKE '%checkpoint%' AND op = 'write'"`;
-    what it rules out is not even parsed where its bytes show that. `rank_pattern` is a regular expression
+    lines that it rules out are not parsed where their bytes show that. `rank_pattern` is a regular expression
     whose first group is the rank in a file's name. `dask` is `local` or a scheduler's address: its workers
-    read the files. Raises UsageError for names that stand for nothing.
+    read the files. Raises UsageError for a name that matches no file.
     """
     runs = files if isinstance(files, Mapping) else {run: files}
     resources = ExitStack()
     opened = resources.enter_context(
         open_trace_set(
-            {name: _patterns(some) for name, some in runs.items()},
+            {name: _patterns(paths) for name, paths in runs.items()},
             progress=progress or Silent(),
             event_filter=EventFilter(where=where),
             rank_pattern=rank_pattern,
             dask=dask,
         )
     )
-    return Run(opened, dimensions or Dimensions(), resources)
+    return TraceRun(opened, dimensions or Dimensions(), resources)
 
 
 def _patterns(files: str | Path | Sequence[str | Path]) -> list[str]:
-    return [str(files)] if isinstance(files, str | Path) else [str(each) for each in files]
+    return [str(files)] if isinstance(files, str | Path) else [str(path) for path in files]

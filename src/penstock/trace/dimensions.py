@@ -13,15 +13,15 @@ from typing import Any, Final
 from penstock.errors import UsageError
 
 PhaseOf = Callable[[str, str, Mapping[str, Any]], str | None]
-"""A phase by name, cat and args of an event, in Python; None leaves it to the rules."""
+"""Gives the phase of an event from its name, cat and args; None leaves it to the rules."""
 
 OTHER: Final = "other"
-"""The tier of files below none of the prefixes, and the phase of events that no rule speaks of."""
+"""The tier of files below none of the prefixes, and the phase of events that match no rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseRule:
-    """Events that meet all `conditions` (`name~text`, `cat=POSIX|STDIO`, `args.key=value`) are of `phase`."""
+    """Events that meet all `conditions` (`name~text`, `cat=POSIX|STDIO`, `args.key=value`) have `phase`."""
 
     phase: str
     conditions: tuple[str, ...]
@@ -37,10 +37,10 @@ DEFAULT_PHASES: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """Tiers by path prefix (the longest counts), file classes by regular expression on the base name.
+    """Tiers by path prefix (the longest counts), file classes by regular expression on the base name, phases.
 
-    A file that no class of one's own matches is of the class that is left of its name without digits and
-    dashes. Rules of phases are tried in order.
+    A file that matches no class has its base name without digits and dashes as its class. Rules of phases are
+    tried in order.
     """
 
     tiers: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -85,44 +85,42 @@ class Dimensions:
 
 
 def parse_phase(text: str) -> PhaseRule:
-    """A rule as on the command line: `flush=name~flush,cat=POSIX`."""
+    """Parse a rule of the command line: `flush=name~flush,cat=POSIX`."""
     phase, equals, rest = text.partition("=")
     rule = PhaseRule(phase.strip(), tuple(part.strip() for part in rest.split(",") if part.strip()))
     if not equals or not rule.phase or not rule.conditions:
-        raise UsageError(
-            f"{text!r} is not a rule of a phase", fix="Write for example --phase flush=name~flush,cat=POSIX."
-        )
+        raise UsageError(f"{text!r} is not a phase rule", fix="Example: --phase flush=name~flush,cat=POSIX.")
     for condition in rule.conditions:
         _condition_sql(condition)
     return rule
 
 
 def parse_tier(text: str) -> tuple[str, str]:
-    """A tier as on the command line: `ssd=/l/ssd`."""
+    """Parse a tier of the command line: `ssd=/l/ssd`."""
     name, equals, prefix = text.partition("=")
     if not equals or not name or not prefix.startswith("/"):
-        raise UsageError(f"{text!r} is not a tier", fix="Write for example --tier ssd=/l/ssd.")
+        raise UsageError(f"{text!r} is not a tier", fix="Example: --tier ssd=/l/ssd.")
     return name, prefix
 
 
-def tiers_of_mounts(mounts: str) -> dict[str, list[str]]:
-    """Each mount point of /proc/mounts as a tier of its own; what the kernel makes up is left out."""
-    unreal = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue", "debugfs", "tracefs", "securityfs"}
+def parse_mounts(mounts: str) -> dict[str, list[str]]:
+    """Each mount point of /proc/mounts as a tier, without the kernel's virtual file systems."""
+    virtual = {"proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue", "debugfs", "tracefs", "securityfs"}
     points = (line.split()[1:3] for line in mounts.splitlines() if line.count(" ") >= 2)
-    return {point: [point] for point, kind in points if kind not in unreal}
+    return {point: [point] for point, kind in points if kind not in virtual}
 
 
 def check_pattern(pattern: str) -> str:
-    """A regular expression of a user, or an error that shows it."""
+    """A user's regular expression; UsageError if it is invalid."""
     try:
         re.compile(pattern)
     except re.error as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}") from error
+        raise UsageError(f"{pattern!r} is not a regular expression: {error}") from error
     return pattern
 
 
 def sql_literal(text: str) -> str:
-    """A text as a literal of SQL."""
+    """A text as an SQL string literal."""
     escaped = text.replace("'", "''")
     return f"'{escaped}'"
 
@@ -134,15 +132,15 @@ def _condition_sql(condition: str) -> str:
     match = _CONDITION.fullmatch(condition)
     if match is None:
         raise UsageError(
-            f"{condition!r} is no condition of a phase",
-            fix="Write name~part, cat=POSIX|STDIO, op!=close or args.key=value.",
+            f"{condition!r} is not a condition of a phase",
+            fix="Use name~part, cat=POSIX|STDIO, op!=close or args.key=value.",
         )
     column, comparison, values = match.groups()
     if column.startswith("args."):
         column = f"json_extract_string(args, {sql_literal('$.' + column.removeprefix('args.'))})"
-    alternatives = [each.strip() for each in values.split("|")]
+    alternatives = [value.strip() for value in values.split("|")]
     if comparison == "~":
-        tests = " OR ".join(f"contains({column}, {sql_literal(each)})" for each in alternatives)
+        tests = " OR ".join(f"contains({column}, {sql_literal(value)})" for value in alternatives)
         return f"coalesce({tests}, false)"
     inside = f"coalesce({column} IN ({', '.join(map(sql_literal, alternatives))}), false)"
     return f"NOT {inside}" if comparison == "!=" else inside

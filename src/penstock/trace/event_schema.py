@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
 import pyarrow as pa
@@ -20,7 +20,7 @@ from penstock.errors import TraceDamaged
 
 @dataclass(frozen=True, slots=True)
 class EventColumn:
-    """One column: its Arrow type, whether a value may be missing, and what it says."""
+    """One column: its Arrow type, what it means, and whether a value may be missing."""
 
     name: str
     type: pa.DataType
@@ -29,23 +29,23 @@ class EventColumn:
 
 
 COLUMNS: Final = (
-    EventColumn("ts_us", pa.int64(), "when it began: microseconds since 1970 by the clock of its host"),
-    EventColumn("dur_us", pa.int64(), "how long it took"),
-    EventColumn("end_us", pa.int64(), "when it ended: ts_us + dur_us"),
-    EventColumn("op", pa.string(), "what was done, by one name whatever the libc's: open, stat, write"),
-    EventColumn("name", pa.string(), "the same as traced: open64, __xstat, write"),
+    EventColumn("ts_us", pa.int64(), "start: microseconds since 1970 by the clock of its host"),
+    EventColumn("dur_us", pa.int64(), "duration"),
+    EventColumn("end_us", pa.int64(), "end: ts_us + dur_us"),
+    EventColumn("op", pa.string(), "operation, by one name for all spellings: open, stat, write"),
+    EventColumn("name", pa.string(), "operation as traced: open64, __xstat, write"),
     EventColumn("cat", pa.string(), "the layer that traced it: POSIX, STDIO, OBJECT, checkpoint"),
     EventColumn("pid", pa.int64(), "process, as traced (a rank in traces of DLIO)"),
     EventColumn("tid", pa.int64(), "thread, as traced"),
     EventColumn("rank", pa.int32(), "rank of the process in its job", may_be_missing=True),
     EventColumn("host", pa.string(), "machine", may_be_missing=True),
-    EventColumn("path", pa.string(), "file that was worked on", may_be_missing=True),
-    EventColumn("size_bytes", pa.int64(), "bytes that were moved", may_be_missing=True),
-    EventColumn("offset", pa.int64(), "where in the file", may_be_missing=True),
+    EventColumn("path", pa.string(), "file", may_be_missing=True),
+    EventColumn("size_bytes", pa.int64(), "bytes moved", may_be_missing=True),
+    EventColumn("offset", pa.int64(), "offset in the file", may_be_missing=True),
     EventColumn("ret", pa.int64(), "what the call returned", may_be_missing=True),
     EventColumn("epoch", pa.int32(), "epoch of the training", may_be_missing=True),
     EventColumn("step", pa.int32(), "step of the training", may_be_missing=True),
-    EventColumn("args", pa.string(), "JSON text of everything else that was traced of it"),
+    EventColumn("args", pa.string(), "everything else that was traced, as JSON text"),
     EventColumn("run", pa.string(), "the run that the file belongs to"),
     EventColumn("file", pa.string(), "the trace file that it was read from"),
 )
@@ -68,7 +68,7 @@ def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DamagedLine:
-    """One damaged line: where it stands, what is wrong with it, how it begins."""
+    """A damaged line: its number, what is wrong with it, how it begins."""
 
     line: int
     reason: str
@@ -80,10 +80,10 @@ class FileAccount:
     """What became of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
 
     `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
-    explains other lines, `blank` lines are empty or a bracket, `skipped` ones were not asked for.
-    `unwanted` events were read and left out of the table. `announced_events` is what the file's writer
-    counted, in the file's ending or beside it, None if it didn't say; `missing` of them are not in the file.
-    `faults` concern the file as a whole: a torn end.
+    explains other lines, `blank` lines are empty or a bracket, `skipped` lines were ruled out by a prefilter.
+    `unwanted` events were read and left out of the table. `announced_events` is the number that the file's
+    writer counted, in the file's last event or beside it, None without such a count; `missing` of them are
+    not in the file. `faults` concern the file as a whole, as a torn end does.
     """
 
     file: str
@@ -112,7 +112,7 @@ class FileAccount:
         return not (self.dropped or self.salvaged or self.faults)
 
     def count_damage(self, line: int, reason: str, text: str, *, salvaged: bool) -> None:
-        """Count one damaged line, and keep it as a sample while there are few."""
+        """Count a damaged line, and keep the first few as samples."""
         if salvaged:
             self.salvaged += 1
             self.salvaged_reasons[reason] += 1
@@ -125,53 +125,41 @@ class FileAccount:
     def document(self) -> Mapping[str, Any]:
         """The account as JSON."""
         return {
-            "file": self.file,
-            "dialect": self.dialect,
-            "size_bytes": self.size_bytes,
-            "lines": self.lines,
-            "events": self.events,
-            "salvaged": self.salvaged,
-            "metadata": self.metadata,
-            "blank": self.blank,
-            "dropped": self.dropped,
-            "skipped": self.skipped,
-            "unwanted": self.unwanted,
+            **asdict(self),
             "salvaged_reasons": dict(self.salvaged_reasons),
             "dropped_reasons": dict(self.dropped_reasons),
-            "faults": self.faults,
-            "samples": [{"line": one.line, "reason": one.reason, "text": one.text} for one in self.samples],
-            "announced_events": self.announced_events,
-            "missing": self.missing,
             "hosts": sorted(self.hosts),
             "ranks": sorted(self.ranks),
         }
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Self:
-        """The account that `document` was made of."""
-        changed = {
+        """Read an account from its JSON document."""
+        parsed = {
             "salvaged_reasons": Counter(document["salvaged_reasons"]),
             "dropped_reasons": Counter(document["dropped_reasons"]),
-            "samples": [DamagedLine(**each) for each in document["samples"]],
+            "samples": [DamagedLine(**line) for line in document["samples"]],
             "hosts": set(document["hosts"]),
             "ranks": set(document["ranks"]),
         }
-        return cls(**{**document, **changed})
+        return cls(**{**document, **parsed})
 
     def losses(self) -> list[str]:
-        """What was lost or guessed, for people, a line each."""
-        told = [f"{self.file}: {fault}" for fault in self.faults]
+        """What was lost or guessed, for people, one line each."""
+        losses = [f"{self.file}: {fault}" for fault in self.faults]
         if self.dropped or self.salvaged:
             counts = {f"{reason}, dropped": count for reason, count in self.dropped_reasons.items()}
             counts |= {f"{reason}, salvaged": count for reason, count in self.salvaged_reasons.items()}
             kinds = "; ".join(f"{count:,} {reason}" for reason, count in counts.items())
-            told.append(
+            losses.append(
                 f"{self.file}: {self.dropped + self.salvaged:,} of {self.lines:,} lines damaged: {kinds}"
             )
-            told.extend(f"  line {one.line}: {one.reason}: {one.text!r}" for one in self.samples)
-        return told
+            losses.extend(f"  line {one.line}: {one.reason}: {one.text!r}" for one in self.samples)
+        return losses
 
 
+# Without one name, the same program would count `__xstat` on one system, `stat` on a newer one and `statx`
+# under strace.
 _SPELLINGS: Final = {
     "access": "faccessat faccessat2",
     "chmod": "fchmodat fchmodat2",
@@ -216,10 +204,10 @@ _CANONICAL: Final = {
 
 
 def canonical(name: str) -> str:
-    """The operation that `name` is a spelling of; a name that is none of libc's stays what it is."""
+    """The operation that `name` is a spelling of; an unknown name is its own operation."""
     return _CANONICAL.get(name, name)
 
 
 def spellings(op: str) -> tuple[str, ...]:
-    """All names that are told as `op`."""
+    """All names whose operation is `op`."""
     return (op, *_SPELLINGS.get(op, "").split())

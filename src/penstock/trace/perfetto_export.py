@@ -23,14 +23,14 @@ _BATCH: Final = 20_000
 
 
 def export_perfetto(events: EventsView, path: Path, *, progress: Progress) -> int:
-    """Write the events to `path` (gzip where it ends in .gz); how many there were."""
+    """Write the events to `path` (gzip if it ends in .gz); returns their number."""
     (total,) = events.ask_one("SELECT count(*) FROM {events}")
     progress.begin("exporting events", total)
     try:
-        with _opened(path) as out:
+        with _open_output(path) as out:
             out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             separator = ""
-            for line in chain(map(json.dumps, _names(events)), _lines(events, progress)):
+            for line in chain(map(json.dumps, _name_processes(events)), _lines(events, progress)):
                 out.write(separator + line)
                 separator = ",\n"
             out.write("\n]}\n")
@@ -39,22 +39,22 @@ def export_perfetto(events: EventsView, path: Path, *, progress: Progress) -> in
     return int(total)
 
 
-def _opened(path: Path) -> IO[str]:
+def _open_output(path: Path) -> IO[str]:
     return (
         gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8")
     )
 
 
-def _names(events: EventsView) -> Iterator[dict[str, Any]]:
-    """What Perfetto calls the processes: run, rank and host."""
+def _name_processes(events: EventsView) -> Iterator[dict[str, Any]]:
+    """Names that Perfetto shows for processes: run, rank and host."""
     for number, run, rank, host, pid in _processes(events):
-        who = f"rank {rank}" if rank is not None else f"process {pid}"
-        name = " ".join(filter(None, (run, who, f"on {host}" if host else "")))
+        process = f"rank {rank}" if rank is not None else f"process {pid}"
+        name = " ".join(filter(None, (run, process, f"on {host}" if host else "")))
         yield {"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": {"name": name}}
 
 
 def _processes(events: EventsView) -> list[tuple[Any, ...]]:
-    """Processes numbered over all runs and hosts, because a pid alone may occur on several."""
+    """Processes numbered over all runs and hosts, because several may have the same pid."""
     return events.ask(f"SELECT number, run, rank, host, pid FROM {_NUMBERED} ORDER BY number")
 
 
@@ -69,14 +69,16 @@ def _lines(events: EventsView, progress: Progress) -> Iterator[str]:
                e.epoch, e.step, e.args
         FROM {{events}} e JOIN {_NUMBERED} n
           ON e.run = n.run AND e.pid = n.pid AND e.host IS NOT DISTINCT FROM n.host"""
-    found = events.connection.execute(sql.replace("{events}", events.relation))
-    while rows := found.fetchmany(_BATCH):
+    cursor = events.connection.execute(sql.replace("{events}", events.relation))
+    while rows := cursor.fetchmany(_BATCH):
         progress.advance(len(rows))
         for name, cat, ts_us, dur_us, number, tid, *rest in rows:
-            kept = dict(zip(("path", "size_bytes", "offset", "ret", "epoch", "step"), rest[:-1], strict=True))
+            columns = dict(
+                zip(("path", "size_bytes", "offset", "ret", "epoch", "step"), rest[:-1], strict=True)
+            )
             args = {
                 **json.loads(rest[-1]),
-                **{key: value for key, value in kept.items() if value is not None},
+                **{key: value for key, value in columns.items() if value is not None},
             }
             yield json.dumps(
                 {

@@ -17,7 +17,7 @@ from penstock.workload.strict_yaml import parse_yaml
 
 
 class YamlDocument(BaseModel):
-    """A part of such a document: frozen, and closed to keys that it does not know."""
+    """A section of such a document: immutable, and without unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,17 +25,19 @@ class YamlDocument(BaseModel):
 AnyDocument = TypeVar("AnyDocument", bound=YamlDocument)
 
 
-def read_document(model: type[AnyDocument], path: Path) -> AnyDocument:
-    """The document in the file at `path`."""
+def load_document(model: type[AnyDocument], path: Path) -> AnyDocument:
+    """Read and validate a YAML file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"Cannot read {path}: {error}", fix="Name a YAML file.") from error
+        raise UsageError(
+            f"Cannot read {path}: {error}", fix="Check that it is a readable YAML file."
+        ) from error
     return parse_document(model, text, source=str(path))
 
 
 def parse_document(model: type[AnyDocument], text: str, *, source: str) -> AnyDocument:
-    """The document in `text`; `source` is what errors call it."""
+    """Validate YAML text; `source` is its name in errors."""
     tree = parse_yaml(text, source=source)
     try:
         return model.model_validate(tree)
@@ -59,7 +61,7 @@ def _problem(model: type[YamlDocument], error: Any) -> str:
 
 
 def _keys_at(model: type[YamlDocument], path: Sequence[Any]) -> list[str]:
-    """The keys of the section at `path`: steps that are no fields (list positions, names) are passed over."""
+    """The keys of the section at `path`; steps that are not fields (list positions, names) are skipped."""
     here: type[YamlDocument] | None = model
     for step in path:
         fields = here.model_fields if here else {}

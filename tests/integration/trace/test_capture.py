@@ -25,11 +25,17 @@ from penstock.storage.object_io import read_object, write_object
 from penstock.testing.storage_contract import StorageContract
 from penstock.trace import span, steps, traced, tracing_to
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns
-from penstock.trace.capture.trace_writer import COUNT_SUFFIX, Kind, Layer, TraceFileWriter, read_event_count
+from penstock.trace.capture.trace_writer import (
+    COUNT_SUFFIX,
+    EventKind,
+    Layer,
+    TraceFileWriter,
+    read_event_count,
+)
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 from penstock.trace.trace_set import find_trace_files
 
-WORK = Kind("work", "app", Layer.PYTHON)
+WORK = EventKind("work", "app", Layer.PYTHON)
 PROGRAMS = Path(__file__).parent / "programs"
 
 
@@ -102,7 +108,7 @@ def num_missing(trace: Path) -> int:
 
 def test_what_a_process_took_with_it_is_told_though_nothing_was_written(tmp_path: Path) -> None:
     segments = TraceFileWriter(tmp_path, "trace")
-    segments.tally.counts[0], segments.tally.counts[5] = 7, 3
+    segments.event_count.counts[0], segments.event_count.counts[5] = 7, 3
     segments.close(complete=False)
     assert num_missing(segments.path) == 10
     assert find_trace_files([str(tmp_path)]) == find_trace_files([f"{tmp_path}/*"]) == [segments.path]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns
-from penstock.trace.capture.trace_writer import Kind, Layer
+from penstock.trace.capture.trace_writer import EventKind, Layer
 from penstock.trace.reading.trace_file import TraceFile, read_trace_file
 
 TOOLS = Path(sysconfig.get_path("scripts"))
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 def traces(tmp_path: Path) -> Path:
     """Two traces, the first of several segments, with names that have to be escaped."""
     folder = tmp_path / "traces"
-    kind = Kind("pwrite64", "POSIX", Layer.LIBC_IO)
+    kind = EventKind("pwrite64", "POSIX", Layer.LIBC_IO)
     for rank in range(2):
         recorder = TraceRecorder(folder, f"{rank}/2")
         for number in range(3000):

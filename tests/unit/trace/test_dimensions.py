@@ -10,7 +10,7 @@ import pytest
 from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
-from penstock.trace.dimensions import DEFAULT_PHASES, Dimensions, parse_phase, parse_tier, tiers_of_mounts
+from penstock.trace.dimensions import DEFAULT_PHASES, Dimensions, parse_mounts, parse_phase, parse_tier
 from penstock.trace.questions.events_view import view_events
 
 
@@ -89,4 +89,4 @@ def test_tiers_on_the_command_line_are_a_name_and_an_absolute_path() -> None:
 
 def test_mount_points_are_tiers() -> None:
     mounts = "proc /proc proc rw 0 0\n/dev/sda1 / ext4 rw 0 0\nlustre /p/lustre2 lustre rw 0 0\n"
-    assert tiers_of_mounts(mounts) == {"/": ["/"], "/p/lustre2": ["/p/lustre2"]}
+    assert parse_mounts(mounts) == {"/": ["/"], "/p/lustre2": ["/p/lustre2"]}

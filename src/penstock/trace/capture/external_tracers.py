@@ -23,7 +23,7 @@ Tracer = Literal["auto", "dftracer", "strace"]
 TRACERS: Mapping[str, Tracer] = {"auto": "auto", "dftracer": "dftracer", "strace": "strace"}
 
 WATCHED_CALLS = "trace=%file,%desc"
-"""Calls that take a file name or a descriptor: all I/O, and none of memory, signals or time."""
+"""Calls that take a file name or a descriptor: all I/O, but not memory, signals or time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +33,16 @@ class RecordingPlan:
     tracer: str
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """Variables on top of the caller's."""
+    """Variables added to the caller's."""
 
 
 def plan_recording(
     command: Sequence[str], folder: Path, *, tracer: Tracer = "auto", data: Sequence[str] = ()
 ) -> RecordingPlan:
-    """How to run `command` so that its trace lands in `folder`. `data` limits dftracer to these folders."""
+    """How to run `command` to write its trace to `folder`. `data` limits dftracer to some folders."""
     if not command:
         raise UsageError(
-            "no command to record", fix="Write it after --: penstock trace record -- python train.py"
+            "There is no command to record", fix="Write it after --: penstock trace record -- python train.py"
         )
     preload = None if tracer == "strace" else dftracer_preload()
     if preload is not None:
@@ -63,44 +63,44 @@ def plan_recording(
     if tracer == "dftracer" or strace is None:
         missing = "dftracer" if tracer == "dftracer" else "strace"
         raise Unavailable(
-            f"{missing} is not installed, and without it nothing records other programs",
-            fix="pip install dftracer, or apt-get install strace.",
+            f"{missing} is not installed, so other programs cannot be traced",
+            fix="Run pip install dftracer, or apt-get install strace.",
         )
-    # One file a process (-ff), so that none waits for another, and descriptors with their paths (-y).
+    # One file per process (-ff), so that none waits for another, and descriptors with their paths (-y).
     options = ("-ff", "-ttt", "-T", "-y", "-s", "0", "-e", WATCHED_CALLS, "-o", str(folder / "trace.strace"))
     return RecordingPlan(tracer="strace", argv=(strace, *options, "--", *command), environment={})
 
 
 def dftracer_preload() -> Path | None:
-    """The library that the dftracer package preloads into programs, where the package is installed."""
-    found = find_spec("dftracer")
-    for folder in found.submodule_search_locations or () if found is not None else ():
+    """The library that the dftracer package preloads into programs; None if it is not installed."""
+    package = find_spec("dftracer")
+    for folder in package.submodule_search_locations or () if package is not None else ():
         for library in sorted(Path(folder).rglob("libdftracer_preload*.so")):
             return library
     return None
 
 
 def record(recording: RecordingPlan, folder: Path) -> int:
-    """Run the program to its end; its exit code, or 128 and the signal that ended it, as a shell tells it."""
+    """Run the program to its end; returns its exit code, or 128 + the signal that ended it, as shells do."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, **recording.environment}
-    # Ctrl-C reaches the program too: it ends by its own manners, and so does its trace.
+    # Ctrl-C reaches the program, too: it must end in its own way, so that its trace is complete.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        ended = subprocess.run(
+        completed = subprocess.run(
             recording.argv,
             env=environment,
             check=False,
-            preexec_fn=_take_interrupts,
+            preexec_fn=_restore_interrupts,
         )
     except FileNotFoundError:
         raise UsageError(
-            f"there is no program {recording.argv[0]}", fix="Check its name, or give its path."
+            f"There is no program {recording.argv[0]}", fix="Check its name, or give its path."
         ) from None
     finally:
         signal.signal(signal.SIGINT, usual)
-    return ended.returncode if ended.returncode >= 0 else 128 - ended.returncode
+    return completed.returncode if completed.returncode >= 0 else 128 - completed.returncode
 
 
-def _take_interrupts() -> None:
+def _restore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

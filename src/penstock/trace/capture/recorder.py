@@ -21,22 +21,28 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import PenstockError
-from penstock.trace.capture.trace_writer import LANES, Kind, LineFormatter, RecordedEvent, TraceFileWriter
+from penstock.trace.capture.trace_writer import (
+    COUNTED_THREADS,
+    EventKind,
+    LineFormatter,
+    RecordedEvent,
+    TraceFileWriter,
+)
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 0.25
-"""How long events wait in memory: what a killed process may take with it, counted."""
+"""How long events stay in memory: what a killed process loses at most; the count includes them."""
 BATCH_EVENTS: Final = 20_000
 MOST_WAITING: Final = 2_000_000
-"""Events kept in memory while the disk refuses them; more are counted, and let go."""
+"""Events kept in memory while the disk refuses them; more are dropped, and counted."""
 
 clock_ns = time.monotonic_ns
 
 
 @dataclass(slots=True)
 class SharedCount:
-    """The last place among the counts, for all threads that came too late for one of their own."""
+    """The last of the counts, for all threads beyond `COUNTED_THREADS`."""
 
     counts: memoryview
     lock: threading.Lock
@@ -47,8 +53,8 @@ class SharedCount:
 
 
 @dataclass(slots=True)
-class Lane:
-    """One thread's events on their way, and its place among the counts."""
+class ThreadQueue:
+    """One thread's events on their way to the trace, and the place of its count."""
 
     thread: int
     place: int
@@ -58,17 +64,17 @@ class Lane:
 
 
 def get_recorder(folder: str, place: str = "") -> TraceRecorder:
-    """The process's one recorder for a folder, made once; `place` is its rank of how many, as `3/8`."""
-    return _made_once(str(Path(folder).absolute()), place)
+    """The process's only recorder for a folder; `place` is its rank and the world size, as `3/8`."""
+    return _create_recorder(str(Path(folder).absolute()), place)
 
 
 @cache
-def _made_once(folder: str, place: str) -> TraceRecorder:
+def _create_recorder(folder: str, place: str) -> TraceRecorder:
     return TraceRecorder(Path(folder), place)
 
 
 class TraceRecorder:
-    """Records one process's events into a folder. Any thread may; nothing is created before the first."""
+    """Records one process's events into a folder, from any thread; creates nothing before the first event."""
 
     def __init__(self, folder: Path, place: str = "") -> None:
         self.folder = folder
@@ -80,7 +86,7 @@ class TraceRecorder:
         self._local = threading.local()
         self._lock, self._counting = threading.Lock(), threading.Lock()
         self._flushing = threading.Lock()
-        self._lanes: list[Lane] = []
+        self._queues: list[ThreadQueue] = []
         self._segments: TraceFileWriter | None = None
         self._lines = LineFormatter(socket.gethostname(), os.getpid(), time.time_ns() - clock_ns())
         self._stop = threading.Event()
@@ -90,7 +96,7 @@ class TraceRecorder:
 
     def record(  # noqa: PLR0917 - names would cost a third of a microsecond
         self,
-        kind: Kind,
+        kind: EventKind,
         began_ns: int,
         path: str | None = None,
         offset: int | None = None,
@@ -98,18 +104,18 @@ class TraceRecorder:
         ret: int | None = None,
         args: dict[str, Any] | None = None,
     ) -> None:
-        """Record an event that ends now. This is the hot path: about a microsecond."""
+        """Record an event that ends now. This is the hot path: it takes about a microsecond."""
         ended_ns = clock_ns()
         try:
-            lane: Lane = self._local.lane
+            queue: ThreadQueue = self._local.queue
         except AttributeError:
-            lane = self._new_lane()
-        lane.waiting.append((kind, began_ns, ended_ns, path, offset, count, ret, args))
-        lane.recorded += 1
-        lane.counts[lane.place] = lane.recorded
+            queue = self._new_queue()
+        queue.waiting.append((kind, began_ns, ended_ns, path, offset, count, ret, args))
+        queue.recorded += 1
+        queue.counts[queue.place] = queue.recorded
 
     def flush(self) -> None:
-        """Take what is recorded so far to the trace. A disk that refuses is tried again at the next call."""
+        """Write what is recorded so far to the trace. A write that fails is tried again at the next call."""
         with self._flushing:
             if self._segments is None:
                 return
@@ -122,7 +128,7 @@ class TraceRecorder:
                 self._keep(lines, error)
 
     def close(self) -> None:
-        """Write what is left and end the trace. Safe twice; what comes later begins another one."""
+        """Write what is left and close the trace. May be called twice; later events begin another trace."""
         self._stop.set()
         if self._writer is not None:
             self._writer.join()
@@ -143,44 +149,44 @@ class TraceRecorder:
             segments.close(complete=complete)
             self._begin()
 
-    def _new_lane(self) -> Lane:
+    def _new_queue(self) -> ThreadQueue:
         with self._lock:
             if self._segments is None:
                 self._start()
             assert self._segments is not None
-            place = min(len(self._lanes), LANES - 1)
-            counts = self._segments.tally.counts
-            own = counts if place < LANES - 1 else SharedCount(counts, self._counting)
-            lane = Lane(threading.get_native_id(), place, own)
-            self._lanes.append(lane)
-        self._local.lane = lane
-        return lane
+            place = min(len(self._queues), COUNTED_THREADS - 1)
+            counts = self._segments.event_count.counts
+            own = counts if place < COUNTED_THREADS - 1 else SharedCount(counts, self._counting)
+            queue = ThreadQueue(threading.get_native_id(), place, own)
+            self._queues.append(queue)
+        self._local.queue = queue
+        return queue
 
     def _start(self) -> None:
-        """Create the files and the thread, at a process's first event."""
+        """Create the files and the thread, at the process's first event."""
         rank, _, size = self._place.partition("/")
         who = f"{rank}-of-{size}-" if rank else ""
         self._segments = TraceFileWriter(self.folder, f"trace-{who}{socket.gethostname()}-{os.getpid()}")
         self._unwritten = self._lines.opening(rank=int(rank) if rank else None)
-        # A worker of multiprocessing ends without the interpreter's own farewells.
+        # A worker of multiprocessing ends without running atexit.
         multiprocessing_ends.Finalize(None, self.close, exitpriority=100)
         atexit.register(self.close)
-        self._writer = threading.Thread(target=self._write_on, name="penstock-trace", daemon=True)
+        self._writer = threading.Thread(target=self._write_periodically, name="penstock-trace", daemon=True)
         self._writer.start()
 
-    def _write_on(self) -> None:
+    def _write_periodically(self) -> None:
         stop = self._stop
         while not stop.wait(INTERVAL_S):
             self.flush()
 
     def _waiting_lines(self) -> bytes:
-        """All that waits, as lines; what an earlier write refused comes first."""
+        """All waiting events as lines, after those that an earlier write could not take."""
         parts, self._unwritten = [self._unwritten], b""
         with self._lock:
-            lanes = list(self._lanes)
-        for lane in lanes:
-            while batch := _taken(lane.waiting):
-                parts.append(self._lines.events(lane.thread, batch))
+            queues = list(self._queues)
+        for queue in queues:
+            while batch := _take_batch(queue.waiting):
+                parts.append(self._lines.events(queue.thread, batch))
         return b"".join(parts)
 
     def _keep(self, lines: bytes, error: PenstockError) -> None:
@@ -193,12 +199,12 @@ class TraceRecorder:
         logger.warning("%d events are not in the trace: %s", num_events, error)
 
     def _after_fork(self) -> None:
-        """In a forked child: the parent's events, files and thread are the parent's."""
+        """In a forked child: events, files and thread so far belong to the parent."""
         if self._segments is not None:
             self._segments.forget()
         self._begin()
 
 
-def _taken(waiting: deque[RecordedEvent]) -> list[RecordedEvent]:
-    """Up to a batch of what waits. Others only append, so what is counted here is there."""
+def _take_batch(waiting: deque[RecordedEvent]) -> list[RecordedEvent]:
+    """Up to a batch of waiting events. Other threads only append, so all that are counted are there."""
     return [waiting.popleft() for _ in range(min(len(waiting), BATCH_EVENTS))]

@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 
 from penstock.environment import TRACE, TRACE_RANK, process_environment
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
-from penstock.trace.capture.trace_writer import Kind, Layer
+from penstock.trace.capture.trace_writer import EventKind, Layer
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -31,7 +31,7 @@ _CHOSEN: ContextVar[TraceRecorder | None] = ContextVar("recorder", default=None)
 
 @contextmanager
 def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) -> Iterator[None]:
-    """Trace the spans of this thread or task into `folder`; the trace is whole when this ends."""
+    """Trace the spans of this thread or task into `folder`; the trace is complete when the block ends."""
     recorder = get_recorder(str(folder), "" if rank is None else f"{rank}/{size}")
     chosen = _CHOSEN.set(recorder)
     try:
@@ -43,7 +43,7 @@ def tracing_to(folder: str | Path, *, rank: int | None = None, size: int = 1) ->
 
 @contextmanager
 def span(name: str, *, cat: str = "app", **args: Value) -> Iterator[None]:
-    """Trace what happens inside as one event, with `args` such as `step=` and `epoch=`."""
+    """Trace the block as one event, with `args` such as `step=` and `epoch=`."""
     recorder = _CHOSEN.get() or _from_environment()
     if recorder is None:
         yield
@@ -74,7 +74,7 @@ def traced(
 def steps(
     items: Iterable[Item], name: str = "loop", *, cat: str = "compute", **args: Value
 ) -> Iterator[Item]:
-    """`items`, with two spans a step: `NAME.wait` until it is there, `NAME.step` while it is worked on."""
+    """Iterate with two spans per step: `NAME.wait` for the next item, `NAME.step` for the loop's body."""
     source = iter(items)
     number = 0
     while True:
@@ -89,13 +89,13 @@ def steps(
 
 
 @cache
-def _kind(name: str, cat: str) -> Kind:
-    return Kind(name, cat, Layer.PYTHON)
+def _kind(name: str, cat: str) -> EventKind:
+    return EventKind(name, cat, Layer.PYTHON)
 
 
 @cache
 def _from_environment() -> TraceRecorder | None:
-    """The recorder that this process was started to trace with, if any."""
+    """The recorder of the folder in `PENSTOCK_TRACE`, if it is set."""
     environment = process_environment()
     folder = environment.get(TRACE)
     return get_recorder(folder, environment.get(TRACE_RANK, "")) if folder else None

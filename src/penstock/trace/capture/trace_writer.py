@@ -36,8 +36,8 @@ class Layer(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kind:
-    """What all events of one sort share. Each is itself alone: finding it in a table costs nothing."""
+class EventKind:
+    """What all events of one kind share. Compared by identity, so a table look-up costs nothing."""
 
     name: str
     cat: str
@@ -45,35 +45,34 @@ class Kind:
 
 
 RecordedEvent = tuple[
-    Kind, int, int, str | None, int | None, int | None, int | None, Mapping[str, Any] | None
+    EventKind, int, int, str | None, int | None, int | None, int | None, Mapping[str, Any] | None
 ]
-"""One event, as it is recorded: its kind, when it began and ended in nanoseconds of the monotonic clock, its
-path, offset, count and return value, and what else is to be said. A plain tuple, because one is made for
-every event."""
+"""One recorded event: kind, start and end (nanoseconds of the monotonic clock), path, offset, count, return
+value, other arguments. A plain tuple, because one is created for every event."""
 
 
 @dataclass(slots=True)
 class LineFormatter:
-    """Makes one process's lines. `epoch_ns` is what the monotonic clock lacks to be the time since 1970."""
+    """Formats the lines of one process. `epoch_ns` added to the monotonic clock gives the time since 1970."""
 
     host: str
     pid: int
     epoch_ns: int
     num_events: int = 0
     _files: dict[str, str] = field(default_factory=dict)
-    _heads: dict[Kind, str] = field(default_factory=dict)
+    _heads: dict[EventKind, str] = field(default_factory=dict)
 
     def opening(self, *, rank: int | None) -> bytes:
-        """What names this process: its host, its unit of time, its rank."""
+        """The first lines, which name this process: its host, its unit of time, its rank."""
         host = self._hash_of_host()
-        named = [
+        lines = [
             self._metadata("HH", {"name": self.host, "value": host}),
             self._metadata("CM", {"name": "time_metric", "value": "US"}),
         ]
         if rank is not None:
-            named.append(self._metadata("PR", {"name": "rank", "value": rank}))
-            named.append(self._metadata("process_name", {"name": "process_name", "value": f"Rank {rank}"}))
-        return b"".join(named)
+            lines.append(self._metadata("PR", {"name": "rank", "value": rank}))
+            lines.append(self._metadata("process_name", {"name": "process_name", "value": f"Rank {rank}"}))
+        return b"".join(lines)
 
     def events(self, thread: int, recorded: Iterable[RecordedEvent]) -> bytes:
         """The lines of what one thread recorded."""
@@ -100,7 +99,7 @@ class LineFormatter:
         return "".join(lines).encode()
 
     def ending(self, at_ns: int) -> bytes:
-        """The last line: how many events came before it, for whoever wants to know that all are there."""
+        """The last line: the number of events before it, by which readers notice that some are missing."""
         at_us = (at_ns + self.epoch_ns) // 1000
         return (
             f'{{"id":{self.num_events + 1},"name":"end","cat":"dftracer","type":{Layer.TRACER:d},'
@@ -111,15 +110,15 @@ class LineFormatter:
     def _hash_of_host(self) -> str:
         return xxhash.xxh3_64_hexdigest(self.host.encode())
 
-    def _head(self, kind: Kind) -> str:
-        """What all lines of a kind have in common; made once."""
+    def _head(self, kind: EventKind) -> str:
+        """What all lines of a kind have in common; formatted once."""
         name, cat = json.dumps(kind.name), json.dumps(kind.cat)
         head = f'"name":{name},"cat":{cat},"type":{kind.layer:d},"pid":{self.pid}'
         self._heads[kind] = head
         return head
 
     def _name_file(self, path: str, lines: list[str]) -> str:
-        """The argument that names a file, after a line that says what it stands for; made once."""
+        """The argument that names a file by its hash, after a line that explains the hash; formatted once."""
         value = xxhash.xxh3_64_hexdigest(path.encode(errors="surrogateescape"))
         lines.append(self._metadata("FH", {"name": path, "value": value}).decode())
         self._files[path] = f',"fhash":"{value}"'
@@ -139,33 +138,33 @@ class LineFormatter:
 
 
 COUNT_SUFFIX: Final = ".count"
-LANES: Final = 4096
-"""Threads of one process that are counted by themselves; further ones share the last place."""
+COUNTED_THREADS: Final = 4096
+"""Threads of one process with a count of their own; further ones share the last one."""
 
 _FAST = 1
 
 
 class EventCount:
-    """How many events each thread recorded, in a file that is mapped into memory."""
+    """How many events each thread has recorded, in a memory-mapped file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            # Without its blocks, a full disk would end the process at the first count.
-            os.posix_fallocate(descriptor, 0, LANES * 8)
-            shared = mmap.mmap(descriptor, LANES * 8)
+            # On a full disk, writing to a page without a block would end the process with SIGBUS.
+            os.posix_fallocate(descriptor, 0, COUNTED_THREADS * 8)
+            shared = mmap.mmap(descriptor, COUNTED_THREADS * 8)
         except OSError:
             path.unlink()
             raise
         finally:
             os.close(descriptor)
-        # Never let go of: a thread may record until the process ends.
+        # Never closed: a thread may record until the process ends.
         self.counts = memoryview(shared).cast("q")
 
 
 def read_event_count(trace: Path) -> int | None:
-    """How many events the process of an unfinished trace recorded; None for a finished one."""
+    """How many events the process of an unfinished trace has recorded; None for a finished one."""
     try:
         content = trace.with_name(trace.name + COUNT_SUFFIX).read_bytes()
     except FileNotFoundError:
@@ -174,20 +173,20 @@ def read_event_count(trace: Path) -> int | None:
 
 
 class TraceFileWriter:
-    """The trace file being written."""
+    """The trace file of one process, open for appending."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self.path, self._descriptor = _create(folder, stem)
         self._size_bytes = 0
         try:
-            self.tally = EventCount(self.path.with_name(self.path.name + COUNT_SUFFIX))
+            self.event_count = EventCount(self.path.with_name(self.path.name + COUNT_SUFFIX))
         except OSError as error:
             os.close(self._descriptor)
             self.path.unlink()
-            raise _refused(error, self.path) from error
+            raise _explain_failure(error, self.path) from error
 
     def append(self, lines: bytes) -> None:
-        """Add one segment; `StorageError` if it could not be written whole, and then nothing of it stays."""
+        """Append one segment; StorageError if it cannot be written whole, and then nothing of it remains."""
         segment = memoryview(igzip.compress(lines, _FAST))
         written = 0
         try:
@@ -195,22 +194,22 @@ class TraceFileWriter:
                 written += os.write(self._descriptor, segment[written:])
         except OSError as error:
             os.ftruncate(self._descriptor, self._size_bytes)
-            raise _refused(error, self.path) from error
+            raise _explain_failure(error, self.path) from error
         self._size_bytes += written
 
     def close(self, *, complete: bool) -> None:
-        """End the file; the count goes where all that it counts is in the trace."""
+        """Close the file; the count is removed if everything it counts is in the trace."""
         os.close(self._descriptor)
         if complete:
-            self.tally.path.unlink(missing_ok=True)
+            self.event_count.path.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """Let go of a parent's file in a forked child."""
+        """Close a parent's file in a forked child."""
         os.close(self._descriptor)
 
 
 def _create(folder: Path, stem: str) -> tuple[Path, int]:
-    """A new file: a process that got the number of an earlier one does not write into its trace."""
+    """A new file: a process with the pid of an earlier one must not write into its trace."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,11 +220,11 @@ def _create(folder: Path, stem: str) -> tuple[Path, int]:
             except FileExistsError:
                 continue
     except OSError as error:
-        raise _refused(error, folder) from error
-    raise StorageError(f"1000 traces of {stem} lie here already", uri=str(folder), fix="Use another folder.")
+        raise _explain_failure(error, folder) from error
+    raise StorageError(f"There are 1000 traces of {stem} already", uri=str(folder), fix="Use another folder.")
 
 
-def _refused(error: OSError, path: Path) -> PenstockError:
+def _explain_failure(error: OSError, path: Path) -> PenstockError:
     if error.errno in (28, 122):
         return OutOfSpace(
             f"No space for a trace: {error.strerror}", uri=str(path), fix="Trace to another disk."

@@ -15,7 +15,7 @@ from penstock.environment import TRACE, TRACE_RANK
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
-from penstock.trace.capture.trace_writer import Kind, Layer
+from penstock.trace.capture.trace_writer import EventKind, Layer
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
@@ -26,32 +26,32 @@ OBJECTS: Final = "OBJECT"
 _FILE_SCHEMES: Final = ("file", "direct")
 
 
-class Kinds:
-    """The kinds of event of one storage: files under the names of their calls, objects under the same."""
+class StorageEventKinds:
+    """The kinds of event of one storage; requests for objects have the names of calls on files."""
 
     def __init__(self, cat: str) -> None:
         self.create, self.open, self.write, self.read, self.finish, self.close, self.list = (
-            Kind(name, cat, Layer.LIBC_IO)
+            EventKind(name, cat, Layer.LIBC_IO)
             for name in ("creat64", "open64", "pwrite64", "pread64", "fsync", "close", "opendir")
         )
         self.stat, self.delete, self.sync = (
-            Kind(name, cat, Layer.LIBC_IO) for name in ("stat", "unlink", "syncfs")
+            EventKind(name, cat, Layer.LIBC_IO) for name in ("stat", "unlink", "syncfs")
         )
 
 
 def trace_storage(storage: Storage, environment: Environment) -> Storage:
-    """`storage` as one that traces where the environment says; all of a process share one trace."""
+    """Wrap a storage so that it traces into the environment's folder, with one trace per process."""
     return TracedStorage(storage, get_recorder(environment[TRACE], environment.get(TRACE_RANK, "")))
 
 
 class TracedStorage(WrappedStorage):
-    """Traces every verb of the storage inside."""
+    """Traces every method of the storage inside."""
 
     def __init__(self, inside: Storage, recorder: TraceRecorder) -> None:
         super().__init__(inside, trace=str(recorder.folder))
         self._recorder = recorder
         scheme, _, root = inside.uri.partition("://")
-        self._kinds = Kinds(FILES if scheme in _FILE_SCHEMES else OBJECTS)
+        self._kinds = StorageEventKinds(FILES if scheme in _FILE_SCHEMES else OBJECTS)
         self._root = (root if scheme in _FILE_SCHEMES else inside.uri).partition("?")[0].rstrip("/")
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
@@ -69,23 +69,23 @@ class TracedStorage(WrappedStorage):
         return TracedSource(source, self._recorder, self._kinds, path)
 
     def past_cache(self) -> Storage:
-        """The same tree past the page cache, traced alike: a traced run takes the way that any run takes."""
+        """The same tree past the page cache, traced alike: tracing must not change the path of I/O."""
         return TracedStorage(prefer_direct_access(self.inside), self._recorder)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """The objects inside; traced when the last one came."""
-        began_ns, num_seen = clock_ns(), 0
-        for seen in self.inside.list(prefix):
-            num_seen += 1
-            yield seen
-        self._recorder.record(self._kinds.list, began_ns, self._path(prefix), args={"entries": num_seen})
+        """The objects inside; traced when the last one has been listed."""
+        began_ns, num_entries = clock_ns(), 0
+        for info in self.inside.list(prefix):
+            num_entries += 1
+            yield info
+        self._recorder.record(self._kinds.list, began_ns, self._path(prefix), args={"entries": num_entries})
 
     def stat(self, key: str) -> ObjectInfo:
         """The facts inside."""
         began_ns = clock_ns()
-        seen = self.inside.stat(key)
+        info = self.inside.stat(key)
         self._recorder.record(self._kinds.stat, began_ns, self._path(key), ret=0)
-        return seen
+        return info
 
     def delete(self, key: str) -> None:
         """Delete inside."""
@@ -104,16 +104,16 @@ class TracedStorage(WrappedStorage):
 
 
 class TracedSink(WrappedSink):
-    """Traces each buffer until it is released, and what it takes to finish."""
+    """Traces each buffer until it is released, and the time to finish."""
 
-    def __init__(self, inside: Sink, recorder: TraceRecorder, kinds: Kinds, path: str) -> None:
+    def __init__(self, inside: Sink, recorder: TraceRecorder, kinds: StorageEventKinds, path: str) -> None:
         super().__init__(inside)
         self._recorder, self._kinds, self._path = recorder, kinds, path
         self._offset = 0
         self._failed = threading.Event()
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        """Submit inside; the event ends when the buffer is let go."""
+        """Submit inside; the event ends when the buffer is released."""
         began_ns, offset, num_bytes = clock_ns(), self._offset, buffer.nbytes
         self._offset += num_bytes
 
@@ -128,12 +128,12 @@ class TracedSink(WrappedSink):
     def finish(self) -> ObjectInfo:
         """Finish inside."""
         began_ns = clock_ns()
-        seen = self.inside.finish()
+        info = self.inside.finish()
         self._recorder.record(self._kinds.finish, began_ns, self._path, ret=0)
-        return seen
+        return info
 
     def abort(self) -> None:
-        """Abort inside; what is released from now on was not written."""
+        """Abort inside; buffers released from now on were not written."""
         self._failed.set()
         self.inside.abort()
 
@@ -141,7 +141,7 @@ class TracedSink(WrappedSink):
 class TracedSource(WrappedSource):
     """Traces each range that is read."""
 
-    def __init__(self, inside: Source, recorder: TraceRecorder, kinds: Kinds, path: str) -> None:
+    def __init__(self, inside: Source, recorder: TraceRecorder, kinds: StorageEventKinds, path: str) -> None:
         super().__init__(inside)
         self._recorder, self._kinds, self._path = recorder, kinds, path
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.trace.compare.trace_study import TraceFinding, Weight
 from penstock.trace.dimensions import sql_literal
-from penstock.trace.questions.answer import Answer, Column, Unit
+from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_WRITE
 from penstock.units import format_bytes, format_seconds
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.trace.compare.trace_study import Study
-from typing import Any
 
 _SMALL_BYTES = 64 << 10
 _SMALL_SHARE = 0.25
@@ -26,7 +25,7 @@ _FILES_FOR_A_HABIT = 10
 
 
 def extra_calls(study: Study) -> list[TraceFinding]:
-    """F2: operations that a class of files costs here, on some tier, and not in the baseline."""
+    """F2: operations that a class of files takes here, on some tier, and not in the baseline."""
     base = sql_literal(study.baseline)
     findings = []
     for run in study.runs:
@@ -58,11 +57,10 @@ def extra_calls(study: Study) -> list[TraceFinding]:
 
 
 def _extra(study: Study, run: str, rows: Sequence[tuple[Any, ...]]) -> TraceFinding:
-    columns = [
-        Column("tier"), Column("file_class"), Column("op"), Column("per_file", Unit.NUMBER),
-        Column(f"per_file_{study.baseline}", Unit.NUMBER), Column("num_files", Unit.COUNT),
-        Column("extra_us", Unit.MICROSECONDS),
-    ]  # fmt: skip
+    columns = make_columns(
+        "tier", "file_class", "op", Column("per_file", Unit.NUMBER),
+        Column(f"per_file_{study.baseline}", Unit.NUMBER), "num_files", "extra_us",
+    )  # fmt: skip
     title = f"Calls by file, {run} and {study.baseline}"
     evidence = Answer(name=f"f2_{run}", title=title, columns=columns, rows=rows)
     says = []
@@ -72,7 +70,7 @@ def _extra(study: Study, run: str, rows: Sequence[tuple[Any, ...]]) -> TraceFind
         extra = [f"+{row[3] - row[4]:g} {row[2]}" for row in here if row[1] == kinds[0]]
         cost = sum(row[6] for row in here)
         says.append(
-            f"On {tier}, each file of {kinds[0]} costs {', '.join(extra)} calls more than in "
+            f"On {tier}, each file of {kinds[0]} takes {', '.join(extra)} calls more than in "
             f"{study.baseline}; with the classes {', '.join(kinds)}, over all ranks, that is "
             f"{format_seconds(cost / 1e6)}."
         )
@@ -81,7 +79,7 @@ def _extra(study: Study, run: str, rows: Sequence[tuple[Any, ...]]) -> TraceFind
 
 
 def small_writes(study: Study) -> list[TraceFinding]:
-    """F6: many writes that move so little that their number costs more than their bytes."""
+    """F6: many writes so small that their number costs more than their bytes."""
     rows = study.events.ask(f"""
         SELECT run, file_class, count(*), count(*) FILTER (WHERE size_bytes < {_SMALL_BYTES}) AS small,
                quantile_cont(size_bytes, 0.5),
@@ -92,16 +90,13 @@ def small_writes(study: Study) -> list[TraceFinding]:
         ORDER BY {study.in_order()}, small DESC, file_class""")
     if not rows:
         return []
-    columns = [
-        Column("run"), Column("file_class"), Column("num_writes", Unit.COUNT),
-        Column("num_small", Unit.COUNT),
-        Column("median_bytes", Unit.BYTES), Column("small_bytes", Unit.BYTES),
-        Column("small_us", Unit.MICROSECONDS),
-    ]  # fmt: skip
+    columns = make_columns(
+        "run", "file_class", "num_writes", "num_small", "median_bytes", "small_bytes", "small_us",
+    )  # fmt: skip
     run, kind, num, small = rows[0][:4]
     says = [
         f"In {run}, {small:,} of {num:,} writes of {kind} move less than {format_bytes(_SMALL_BYTES)}.",
-        "Writers that gather headers and small records into one buffer need a fraction of the calls.",
+        "A writer that collects headers and small records in one buffer needs a fraction of the calls.",
     ]
     evidence = Answer(name="f6", title="Writes below 64 KiB", columns=columns, rows=rows)
     names = list(dict.fromkeys(row[0] for row in rows))
@@ -113,29 +108,28 @@ def small_writes(study: Study) -> list[TraceFinding]:
 
 
 def redundant_lookups(study: Study) -> list[TraceFinding]:
-    """F7: files that one process asks about, or opens, again and again."""
+    """F7: files that one process looks up, or opens, again and again."""
     rows = study.events.ask(f"""
-        WITH asked AS (
+        WITH looked_up AS (
             SELECT run, file_class, path, pid,
                    count(*) FILTER (WHERE op IN ('stat', 'lstat', 'fstat', 'access')) AS stats,
                    count(*) FILTER (WHERE op IN ('open', 'fopen')) AS opens,
                    coalesce(sum(dur_us) FILTER (WHERE op IN ('stat', 'lstat', 'fstat', 'access')), 0) AS took
             FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, path, pid)
         SELECT run, file_class, count(*), max(stats), max(opens), sum(stats)::BIGINT, sum(took)::BIGINT
-        FROM asked WHERE stats >= {_STATS_A_FILE} OR opens > {_OPENS_A_FILE}
+        FROM looked_up WHERE stats >= {_STATS_A_FILE} OR opens > {_OPENS_A_FILE}
         GROUP BY run, file_class HAVING count(*) >= {_FILES_FOR_A_HABIT}
         ORDER BY {study.in_order()}, 7 DESC, file_class""")
     if not rows:
         return []
-    columns = [
-        Column("run"), Column("file_class"), Column("num_files", Unit.COUNT),
-        Column("max_lookups", Unit.COUNT), Column("max_opens", Unit.COUNT),
-        Column("num_lookups", Unit.COUNT), Column("lookup_us", Unit.MICROSECONDS),
-    ]  # fmt: skip
+    columns = make_columns(
+        "run", "file_class", "num_files", Column("max_lookups", Unit.COUNT),
+        Column("max_opens", Unit.COUNT), "num_lookups", "lookup_us",
+    )  # fmt: skip
     run, kind, files, most = max(rows, key=lambda row: int(row[5]))[:4]
     says = [
-        f"In {run}, one process asks up to {most} times about each of {files:,} files of {kind}.",
-        "What the first answer said is known; on a parallel file system each further one is a round trip.",
+        f"In {run}, one process looks up each of {files:,} files of {kind} up to {most} times.",
+        "The first answer is known already; on a parallel file system each further one is a round trip.",
     ]
     evidence = Answer(name="f7", title="Files looked up repeatedly", columns=columns, rows=rows)
     names = list(dict.fromkeys(row[0] for row in rows))

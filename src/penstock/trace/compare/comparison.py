@@ -15,33 +15,36 @@ from penstock.trace.compare.call_findings import extra_calls, redundant_lookups,
 from penstock.trace.compare.rank_findings import missing_ranks, stragglers, summed_threads
 from penstock.trace.compare.study_tables import file_tables, followed_files
 from penstock.trace.compare.tier_findings import cache_read_by_flush, slower_tier, unserved_reads
-from penstock.trace.compare.trace_study import spans
-from penstock.trace.questions.answer import Answer, Column, Value
+from penstock.trace.compare.trace_study import format_ranges
+from penstock.trace.questions.answer import Answer, Column, Value, make_columns
 from penstock.trace.questions.breakdowns import ranks
 from penstock.trace.questions.events_view import IS_IO
 from penstock.trace.questions.timeline import timeline
 
 if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import Rule, Study, TraceFinding
+    from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding
 
 
-def mismatches(study: Study) -> Answer:
-    """A row for each thing in which a run differs from the baseline, and for each run that lost lines."""
+def find_mismatches(study: Study) -> Answer:
+    """How each run differs from the baseline in ranks, hosts, steps and files, and what was lost of it.
+
+    Said before any number: a run with half of the traces looks like a run with half of the writes.
+    """
     rows: list[Sequence[Value]] = []
-    for what, column, where in _THINGS:
-        seen = _sets(study, column, where)
-        base = seen.get(study.baseline, set())
+    for what, column, where in _COMPARED_SETS:
+        sets = _find_sets(study, column, where)
+        base = sets.get(study.baseline, set())
         for run in study.runs:
-            here = seen.get(run, set())
+            here = sets.get(run, set())
+            # Jobs land on other machines each time: only their number matters.
             if what == "hosts" and len(here) == len(base):
-                continue  # other machines of the same number are no obstacle
+                continue
             if here != base:
-                rows.append((what, run, len(here), len(base), spans(base - here), spans(here - base)))
-    rows += _lost(study)
-    columns = [
-        Column("what"), Column("run"), Column("here"), Column(study.baseline), Column("missing"),
-        Column("added"),
-    ]  # fmt: skip
+                rows.append(
+                    (what, run, len(here), len(base), format_ranges(base - here), format_ranges(here - base))
+                )
+    rows += _find_losses(study)
+    columns = make_columns("what", "run", "here", Column(study.baseline), "missing", "added")
     notes = [] if rows else [f"All runs have the ranks, hosts, steps and files of {study.baseline}."]
     return Answer(
         name="mismatches",
@@ -52,7 +55,7 @@ def mismatches(study: Study) -> Answer:
     )
 
 
-_THINGS = (
+_COMPARED_SETS = (
     ("ranks", "rank", "rank IS NOT NULL"),
     ("hosts", "host", "host IS NOT NULL"),
     ("steps", "step", "step IS NOT NULL"),
@@ -60,30 +63,30 @@ _THINGS = (
 )
 
 
-def _sets(study: Study, column: str, where: str) -> dict[str, set[Any]]:
-    found: dict[str, set[Any]] = {}
+def _find_sets(study: Study, column: str, where: str) -> dict[str, set[Any]]:
+    sets: dict[str, set[Any]] = {}
     for run, value in study.events.ask(f"SELECT DISTINCT run, {column} FROM {{events}} WHERE {where}"):
-        found.setdefault(run, set()).add(value)
-    return found
+        sets.setdefault(run, set()).add(value)
+    return sets
 
 
-def _lost(study: Study) -> list[Sequence[Value]]:
+def _find_losses(study: Study) -> list[Sequence[Value]]:
     rows: list[Sequence[Value]] = []
     for run in study.runs:
         accounts = study.accounts.get(run, ())
-        harmed = [account for account in accounts if not account.is_whole]
-        if harmed:
-            lost = sum(account.dropped for account in harmed)
-            salvaged = sum(account.salvaged for account in harmed)
-            faults = sum(len(account.faults) for account in harmed)
-            said = f"{lost} lines dropped, {salvaged} salvaged, {faults} torn files"
+        damaged = [account for account in accounts if not account.is_whole]
+        if damaged:
+            lost = sum(account.dropped for account in damaged)
+            salvaged = sum(account.salvaged for account in damaged)
+            faults = sum(len(account.faults) for account in damaged)
+            loss = f"{lost} lines dropped, {salvaged} salvaged, {faults} torn files"
             rows.append(
-                ("damaged files", run, len(harmed), None, said, ", ".join(a.file for a in harmed[:2]))
+                ("damaged files", run, len(damaged), None, loss, ", ".join(a.file for a in damaged[:2]))
             )
     return rows
 
 
-FINDING_RULES: Final[Mapping[str, Rule]] = {
+FINDING_RULES: Final[Mapping[str, FindingRule]] = {
     "F1": missing_ranks,
     "F2": extra_calls,
     "F3": summed_threads,
@@ -96,14 +99,14 @@ FINDING_RULES: Final[Mapping[str, Rule]] = {
 }
 
 
-def find(study: Study) -> list[TraceFinding]:
-    """What every rule finds."""
+def find_all(study: Study) -> list[TraceFinding]:
+    """The findings of every rule, in the order of the report."""
     return [finding for rule in FINDING_RULES.values() for finding in rule(study)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """What a comparison says, in the order in which it is to be read."""
+    """What a comparison says, in the order of reading."""
 
     runs: Sequence[str]
     baseline: str
@@ -117,11 +120,11 @@ class ComparisonResult:
         return next(table for table in (*self.tables, *self.charts) if table.name == name)
 
 
-def compare(study: Study, *, progress: Progress | None = None) -> ComparisonResult:
-    """Ask everything of the study."""
+def compare_runs(study: Study, *, progress: Progress | None = None) -> ComparisonResult:
+    """Compare all runs of a study: mismatches, tables, charts, findings."""
     progress = progress or Silent()
     progress.begin("comparing", 5)
-    differing = mismatches(study)
+    mismatches = find_mismatches(study)
     progress.advance(1)
     times = study_tables.times(study)
     whole = [
@@ -147,13 +150,13 @@ def compare(study: Study, *, progress: Progress | None = None) -> ComparisonResu
     progress.advance(1)
     charts = [timeline(study.events), ranks(study.events), study_tables.size_histogram(study)]
     progress.advance(1)
-    found = find(study)
+    findings = find_all(study)
     progress.advance(1)
     return ComparisonResult(
         runs=study.runs,
         baseline=study.baseline,
-        mismatches=differing,
-        findings=found,
+        mismatches=mismatches,
+        findings=findings,
         tables=[*whole, *single, *calls],
         charts=charts,
     )

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import Field
 
 from penstock.errors import UsageError
-from penstock.trace.compare.comparison import FINDING_RULES, find
+from penstock.trace.compare.comparison import FINDING_RULES, find_all
 from penstock.trace.compare.study_tables import load_report, measures
 from penstock.trace.compare.trace_study import ComparisonSpec
-from penstock.trace.questions.events_view import ask
+from penstock.trace.questions.events_view import run_query
 from penstock.trace.yaml_documents import YamlDocument
 
 if TYPE_CHECKING:
     from penstock.trace.compare.trace_study import Study
 
-_UNTOUCHED: Final = ("max_sum_us", "max_union_us", "max_thread_us", "run_union_us", "total_bytes")
+_UNUSED_TIER: Final = ("max_sum_us", "max_union_us", "max_thread_us", "run_union_us", "total_bytes")
 
 APP: Final = "app"
-"""What the application's own event is called among the tiers."""
+"""The name of the application's own event among the tiers."""
 
 
 class QueryCheck(YamlDocument):
@@ -46,31 +46,35 @@ class Expectations(ComparisonSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One line: whether it holds, and the figures that were seen."""
+    """One check: whether it holds, and the figures it was evaluated with."""
 
     check: str
     holds: bool
     seen: str
 
 
-def check_all(study: Study, asked: Expectations) -> list[CheckResult]:
-    """Every check, in order. Raises UsageError for one that names what there is not."""
-    figures = _figures(study)
+def check_all(study: Study, expectations: Expectations) -> list[CheckResult]:
+    """Evaluate every check, in order. Raises UsageError for one with an unknown name."""
+    figures = _collect_figures(study)
     return [
-        _check_query(study, check) if isinstance(check, QueryCheck) else _Line(check, figures).checked()
-        for check in asked.checks
+        _run_query_check(study, check)
+        if isinstance(check, QueryCheck)
+        else _Comparison(check, figures).evaluate()
+        for check in expectations.checks
     ]
 
 
-def _check_query(study: Study, check: QueryCheck) -> CheckResult:
-    """`events` is what it is in `trace sql`, with the derived columns beside."""
-    seen = f"WITH events AS (SELECT * FROM {study.events.relation})"
-    rows = ask(study.events.connection, f"{seen} SELECT * FROM ({check.sql.rstrip().rstrip(';')})").rows
+def _run_query_check(study: Study, check: QueryCheck) -> CheckResult:
+    """`events` has the columns of `trace sql` and the derived ones."""
+    with_events = f"WITH events AS (SELECT * FROM {study.events.relation})"
+    rows = run_query(
+        study.events.connection, f"{with_events} SELECT * FROM ({check.sql.rstrip().rstrip(';')})"
+    ).rows
     value = rows[0][0] if rows and rows[0] else None
-    return CheckResult(check=check.name, holds=value is True, seen=f"the query says {value}")
+    return CheckResult(check=check.name, holds=value is True, seen=f"the query returned {value}")
 
 
-def _figures(study: Study) -> dict[str, Any]:
+def _collect_figures(study: Study) -> dict[str, Any]:
     tree: dict[str, Any] = {run: {} for run in study.runs}
     for row in load_report(study).records():
         tree[str(row.pop("run"))].update(row)
@@ -78,14 +82,14 @@ def _figures(study: Study) -> dict[str, Any]:
         tier = str(row.pop("tier"))
         tree[str(row.pop("run"))][APP if tier.startswith("(") else tier] = dict(row)
     for run in study.runs:
-        for tier in (*study.tiers, APP):  # never touched: no time, no bytes
-            tree[run].setdefault(tier, dict.fromkeys(_UNTOUCHED, 0))
-    found = find(study)
-    tree["findings"] = {code: sum(each.code == code for each in found) for code in FINDING_RULES}
+        for tier in (*study.tiers, APP):
+            tree[run].setdefault(tier, dict.fromkeys(_UNUSED_TIER, 0))
+    findings = find_all(study)
+    tree["findings"] = {code: sum(finding.code == code for finding in findings) for code in FINDING_RULES}
     return tree
 
 
-class _Line:
+class _Comparison:
     """One comparison, walked as a syntax tree."""
 
     def __init__(self, text: str, figures: Mapping[str, Any]) -> None:
@@ -93,15 +97,15 @@ class _Line:
         self._figures = figures
         self._seen: dict[str, Any] = {}
 
-    def checked(self) -> CheckResult:
+    def evaluate(self) -> CheckResult:
         """Whether it holds."""
         try:
             body = ast.parse(self._text.strip(), mode="eval").body
         except SyntaxError as error:
-            raise self._refused("is no comparison") from error
+            raise self._refused("is not a comparison") from error
         if not isinstance(body, ast.Compare):
-            raise self._refused("compares nothing")
-        values = [self._number(each) for each in (body.left, *body.comparators)]
+            raise self._refused("has no comparison operator")
+        values = [self._number(operand) for operand in (body.left, *body.comparators)]
         holds = all(
             self._comparison(op)(a, b) for op, a, b in zip(body.ops, values[:-1], values[1:], strict=True)
         )
@@ -130,7 +134,7 @@ class _Line:
         for number, step in enumerate(steps):
             if not isinstance(here, Mapping) or step not in here:
                 known = ", ".join(here) if isinstance(here, Mapping) else "nothing below it"
-                raise self._refused(f"names {'.'.join(steps[: number + 1])!r}; there is {known}")
+                raise self._refused(f"names {'.'.join(steps[: number + 1])!r}; known: {known}")
             here = here[step]
         if isinstance(here, Mapping):
             raise self._refused(f"needs one of {', '.join(here)} after {'.'.join(steps)!r}")
@@ -140,7 +144,7 @@ class _Line:
     def _refused(self, why: str) -> UsageError:
         return UsageError(
             f"The check {self._text!r} {why}",
-            fix="Write for example new.ssd.max_union_us <= 1.1 * base.ssd.max_union_us.",
+            fix="Example: new.ssd.max_union_us <= 1.1 * base.ssd.max_union_us.",
         )
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight, spans
+from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight, format_ranges
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import union_sql
-from penstock.trace.questions.answer import Answer, Column, Unit, Value
+from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.breakdowns import STRAGGLER_RATIO, ranks
 from penstock.trace.questions.events_view import IS_IO, IS_WRITE
 from penstock.units import format_seconds
 
 
 def missing_ranks(study: Study) -> list[TraceFinding]:
-    """A finding for each run with fewer ranks than the run that has most."""
+    """F1: traces of some ranks are missing, so totals are too small by as much."""
     ranks: dict[str, set[int]] = {run: set() for run in study.runs}
     for run, rank in study.events.ask("SELECT DISTINCT run, rank FROM {events} WHERE rank IS NOT NULL"):
         ranks[run].add(rank)
@@ -33,27 +33,27 @@ def _missing_ranks_finding(
     run: str, fullest: str, ranks: dict[str, set[int]], missing: set[int], evidence: Answer
 ) -> TraceFinding:
     num_here, num_there = len(ranks[run]), len(ranks[fullest])
-    which = (
-        f"{run} has traces of {num_here} ranks ({spans(ranks[run])}), {fullest} of {num_there}: "
-        f"ranks {spans(missing)} are missing ({', '.join(map(str, sorted(missing)))})."
+    counts = (
+        f"{run} has traces of {num_here} ranks ({format_ranges(ranks[run])}), {fullest} of {num_there}: "
+        f"ranks {format_ranges(missing)} are missing ({', '.join(map(str, sorted(missing)))})."
     )
     says = [
-        which,
-        "Totals of this run are smaller for that reason alone; compare it by rank and by file.",
+        counts,
+        "The totals of this run are smaller for that reason alone; compare it by rank and by file.",
     ]
-    alike = [row for row in evidence.records() if row["per_rank"] == row[f"per_rank_{fullest}"]]
-    if alike:
-        row = alike[0]
+    equal = [row for row in evidence.records() if row["per_rank"] == row[f"per_rank_{fullest}"]]
+    if equal:
+        row = equal[0]
         says.append(
             f"It has {row['num_writes']} writes of {row['file_class']}, not {row[f'num_writes_{fullest}']}, "
-            f"but as many by rank: {row['per_rank']:g}."
+            f"but as many per rank: {row['per_rank']:g}."
         )
-    title = f"{run}: traces of ranks {spans(missing)} are missing"
+    title = f"{run}: traces of ranks {format_ranges(missing)} are missing"
     return TraceFinding(code="F1", weight=Weight.ALARM, title=title, runs=[run], says=says, evidence=evidence)
 
 
 def _writes(study: Study, run: str, fullest: str) -> Answer:
-    found = study.events.ask(f"""
+    writes = study.events.ask(f"""
         SELECT file_class,
                count(*) FILTER (WHERE run = {sql_literal(run)}), count(*) FILTER (WHERE run =
                {sql_literal(fullest)}), count(DISTINCT rank) FILTER (WHERE run = {sql_literal(run)}),
@@ -62,13 +62,12 @@ def _writes(study: Study, run: str, fullest: str) -> Answer:
         AND path IS NOT NULL GROUP BY file_class HAVING count(DISTINCT run) = 2 ORDER BY 3 DESC, 1""")
     rows: list[Sequence[Value]] = [
         (name, here, there, ranks_here, ranks_there, here / ranks_here, there / ranks_there)
-        for name, here, there, ranks_here, ranks_there in found
+        for name, here, there, ranks_here, ranks_there in writes
     ]
-    columns = [
-        Column("file_class"), Column("num_writes", Unit.COUNT), Column(f"num_writes_{fullest}", Unit.COUNT),
-        Column("num_ranks", Unit.COUNT), Column(f"num_ranks_{fullest}", Unit.COUNT),
+    columns = make_columns(
+        "file_class", "num_writes", f"num_writes_{fullest}", "num_ranks", f"num_ranks_{fullest}",
         Column("per_rank", Unit.NUMBER), Column(f"per_rank_{fullest}", Unit.NUMBER),
-    ]  # fmt: skip
+    )  # fmt: skip
     title = f"Writes of {run} and {fullest}, by the ranks that wrote"
     return Answer(name=f"f1_{run}", title=title, columns=columns, rows=rows)
 
@@ -77,7 +76,7 @@ _CONCURRENCY = 1.5
 
 
 def summed_threads(study: Study) -> list[TraceFinding]:
-    """A finding for each run and tier where a process's sum of durations is far above its busy time."""
+    """F3: sums over threads that run side by side look like time, but are not."""
     source = "{events}"
     rows = study.events.ask(f"""
         WITH process AS ({
@@ -94,11 +93,9 @@ def summed_threads(study: Study) -> list[TraceFinding]:
         FROM process p WHERE tier IS NOT NULL AND concurrency >= {_CONCURRENCY}
         QUALIFY row_number() OVER (PARTITION BY run, tier ORDER BY sum_us DESC, pid) = 1
         ORDER BY {study.in_order()}, tier""")
-    columns = [
-        Column("run"), Column("tier"), Column("pid"), Column("num_threads", Unit.COUNT),
-        Column("sum_us", Unit.MICROSECONDS), Column("union_us", Unit.MICROSECONDS),
-        Column("concurrency", Unit.RATIO), Column("max_thread_us", Unit.MICROSECONDS),
-    ]  # fmt: skip
+    columns = make_columns(
+        "run", "tier", "pid", "num_threads", "sum_us", "union_us", "concurrency", "max_thread_us",
+    )  # fmt: skip
     return [
         _summed_threads_finding(
             Answer(name=f"f3_{row[0]}_{row[1]}", title="The busiest process", columns=columns, rows=[row]),
@@ -117,28 +114,28 @@ def _summed_threads_finding(evidence: Answer) -> TraceFinding:
         f"them for {format_seconds(union / 1e6)}: {concurrency:.1f} at a time, over {num_threads} threads."
     )
     single = (
-        f"The longest single thread has {format_seconds(longest / 1e6)}, which says too little for the same "
+        f"The longest single thread has {format_seconds(longest / 1e6)}, which is too little for the same "
         "reason. Compare unions."
     )
     says = [summed, single]
-    title = f"{run}: time on {tier} is summed over threads side by side"
+    title = f"{run}: time on {tier} is a sum over parallel threads"
     return TraceFinding(
         code="F3", weight=Weight.ALARM, title=title, runs=[str(run)], says=says, evidence=evidence
     )
 
 
 def stragglers(study: Study) -> list[TraceFinding]:
-    """One finding for all runs; a checkpoint takes as long as its slowest rank."""
+    """F8: ranks that are busy with I/O much longer than the others; a checkpoint waits for the slowest."""
     answer = ranks(study.events)
-    late = [row for row, seen in zip(answer.rows, answer.records(), strict=True) if seen["is_straggler"]]
+    late = [row for row, record in zip(answer.rows, answer.records(), strict=True) if record["is_straggler"]]
     if not late:
         return []
     evidence = Answer(name="f8", title="Stragglers", columns=answer.columns, rows=late)
     says = []
     for run in study.runs:
-        seen = [row for row in evidence.records() if row["run"] == run]
-        if seen:
-            says.append(_sentence(run, seen))
+        records = [row for row in evidence.records() if row["run"] == run]
+        if records:
+            says.append(_describe_stragglers(run, records))
     runs = [run for run in study.runs if any(row["run"] == run for row in evidence.records())]
     return [
         TraceFinding(
@@ -147,10 +144,10 @@ def stragglers(study: Study) -> list[TraceFinding]:
     ]
 
 
-def _sentence(run: str, seen: Sequence[Mapping[str, Any]]) -> str:
-    worst = max(seen, key=lambda row: row["to_median"])
-    late = spans(row["rank"] for row in seen if row["rank"] is not None)
+def _describe_stragglers(run: str, records: Sequence[Mapping[str, Any]]) -> str:
+    worst = max(records, key=lambda row: row["to_median"])
+    late = format_ranges(row["rank"] for row in records if row["rank"] is not None)
     return (
-        f"{run}: busy with I/O more than {STRAGGLER_RATIO:g} times the median: rank {late}; longest "
+        f"{run}: busy with I/O for more than {STRAGGLER_RATIO:g} times the median: rank {late}; longest "
         f"rank {worst['rank']}, {format_seconds(worst['union_us'] / 1e6)} ({worst['to_median']:.2f} times)."
     )

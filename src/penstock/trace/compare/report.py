@@ -7,20 +7,18 @@ and as a number where it is one), so tables of all shapes fit in one file that a
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from plotly.offline import get_plotlyjs
 
 from penstock.errors import StorageError
+from penstock.reports.html_page import LONG_TEXT, Cell, Table, render_page
+from penstock.reports.plots import InteractivePlot, plotly_script
 from penstock.trace.questions.answer import Answer, Unit, as_markdown, cells, heading
 from penstock.units import format_bytes
 
@@ -28,101 +26,154 @@ if TYPE_CHECKING:
     from penstock.trace.compare.comparison import ComparisonResult
     from penstock.trace.compare.trace_study import TraceFinding
 
+REPORT_FILES: Final = ("report.html", "report.md", "tables.parquet")
 
-MARKDOWN_ROWS = 60
+_MARKDOWN_ROWS: Final = 60
+_HTML_ROWS: Final = 200
+"""Rows of a table on the page; all are in tables.parquet."""
+_OPEN: Final = ("t1", "t1_measures", "t2")
+"""Tables that are unfolded when the page opens."""
+_FINDING_LOOKS: Final = {"alarm": "bad", "cost": "doubt", "note": "good"}
 
 
-def render_markdown(compared: ComparisonResult) -> str:
-    """Mismatches, findings, tables: in the order in which they are to be read."""
+def write_report(comparison: ComparisonResult, folder: Path) -> list[Path]:
+    """Write the three files into `folder`, over those of an earlier report."""
+    paths = [folder / name for name in REPORT_FILES]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths[0].write_text(render_html(comparison), encoding="utf-8")
+        paths[1].write_text(render_markdown(comparison), encoding="utf-8")
+        pq.write_table(tabulate_cells(comparison), paths[2])
+    except OSError as error:
+        raise StorageError(f"Cannot write the report: {error}", uri=str(folder), errno=error.errno) from error
+    return paths
+
+
+def render_markdown(comparison: ComparisonResult) -> str:
+    """Mismatches, findings, tables: for pull requests, tickets and terminals."""
     parts = [
-        f"# {len(compared.runs)} runs compared\n",
-        f"{', '.join(compared.runs)}; against {compared.baseline}.\n",
+        f"# {len(comparison.runs)} runs compared\n",
+        f"{', '.join(comparison.runs)}; against {comparison.baseline}.\n",
         "## What the runs differ in\n",
-        as_markdown(compared.mismatches),
+        as_markdown(comparison.mismatches),
         "## What stands out\n",
-        *(map(_markdown_finding, compared.findings)),
-        *([] if compared.findings else ["Nothing.\n"]),
+        *(map(_finding_markdown, comparison.findings)),
+        *([] if comparison.findings else ["Nothing.\n"]),
         "## Tables\n",
-        *(as_markdown(table, most_rows=MARKDOWN_ROWS) for table in compared.tables),
+        *(as_markdown(table, most_rows=_MARKDOWN_ROWS) for table in comparison.tables),
     ]
     return "\n".join(parts)
 
 
-def _markdown_finding(finding: TraceFinding) -> str:
-    said = "\n".join(f"- {sentence}" for sentence in finding.says)
-    head = f"### {finding.code} ({finding.weight.value}): {finding.title}\n\n{said}\n"
+def _finding_markdown(finding: TraceFinding) -> str:
+    sentences = "\n".join(f"- {sentence}" for sentence in finding.says)
+    head = f"### {finding.code} ({finding.weight.value}): {finding.title}\n\n{sentences}\n"
     evidence = as_markdown(finding.evidence, most_rows=10).partition("\n")[2]
     return f"{head}\n{finding.evidence.title}:\n{evidence}"
 
 
-Row = dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One plot: its traces and layout in Plotly's words."""
+class _PageTable:
+    """An answer as the template draws it."""
 
     title: str
-    traces: Sequence[Row]
-    layout: Row
+    table: Table | None
+    num_hidden: int
+    notes: Sequence[str]
+    is_open: bool
 
 
-def plotly_script() -> str:
-    """The whole of plotly.js, to stand in a page that loads nothing."""
-    return str(get_plotlyjs())
+def render_html(comparison: ComparisonResult) -> str:
+    """The whole page; it loads nothing, so it can be mailed and read without a network."""
+    num_alarms = sum(finding.weight == "alarm" for finding in comparison.findings)
+    return render_page(
+        "trace_report.html",
+        title=f"{len(comparison.runs)} runs compared",
+        subtitle=(
+            f"{', '.join(comparison.runs)}; against {comparison.baseline}; "
+            f"{len(comparison.findings)} findings, {num_alarms} of them about misleading numbers"
+        ),
+        mismatches=_lay_out(comparison.mismatches),
+        findings=[(finding, _lay_out(finding.evidence)) for finding in comparison.findings],
+        finding_looks=_FINDING_LOOKS,
+        plots=draw_plots(comparison),
+        plotly_script=plotly_script(),
+        tables=[_lay_out(table) for table in comparison.tables],
+    )
 
 
-def figures(compared: ComparisonResult) -> list[Figure]:
+def _lay_out(answer: Answer) -> _PageTable:
+    looks = ["" if column.unit is Unit.TEXT else "number" for column in answer.columns]
+    head = tuple(Cell(heading(column), look) for column, look in zip(answer.columns, looks, strict=True))
+    rows = tuple(tuple(map(_make_cell, cells(answer, row), looks)) for row in answer.rows[:_HTML_ROWS])
+    return _PageTable(
+        title=answer.title,
+        table=Table(head=head, rows=rows) if rows else None,
+        num_hidden=max(len(answer.rows) - _HTML_ROWS, 0),
+        notes=answer.notes,
+        is_open=answer.name in _OPEN,
+    )
+
+
+def _make_cell(text: str, look: str) -> Cell:
+    return Cell(text, look or ("long" if len(text) > LONG_TEXT else ""))
+
+
+def draw_plots(comparison: ComparisonResult) -> list[InteractivePlot]:
     """All plots, empty ones left out."""
-    drawn = [bars(compared), rank_map(compared), size_histogram(compared), *timelines(compared)]
-    return [figure for figure in drawn if figure.traces]
+    plots = [
+        _draw_times(comparison),
+        _draw_ranks(comparison),
+        _draw_sizes(comparison),
+        *_draw_timelines(comparison),
+    ]
+    return [plot for plot in plots if plot.traces]
 
 
-def bars(compared: ComparisonResult) -> Figure:
+def _draw_times(comparison: ComparisonResult) -> InteractivePlot:
     """T1: seconds by run, a bar for each kind of time; logarithmic, because sums of threads are far apart."""
-    table = compared.table("t1")
     traces = [
         {
             "type": "bar",
             "name": str(row[0]),
-            "x": list(compared.runs),
+            "x": list(comparison.runs),
             "y": [None if value is None else value / 1e6 for value in row[1:]],  # type: ignore[operator]
         }
-        for row in table.rows
+        for row in comparison.table("t1").rows
     ]
     layout = {"barmode": "group", "yaxis": {"type": "log", "title": {"text": "seconds (log)"}}}
-    return Figure(title="Times by run (T1)", traces=traces, layout=layout)
+    return InteractivePlot(title="Times by run (T1)", traces=traces, layout=layout)
 
 
-def rank_map(compared: ComparisonResult) -> Figure:
+def _draw_ranks(comparison: ComparisonResult) -> InteractivePlot:
     """Busy time of each rank in each run; a missing rank is a hole."""
     busy: dict[str, dict[int, float]] = defaultdict(dict)
-    for row in compared.table("ranks").records():
+    for row in comparison.table("ranks").records():
         if isinstance(row["rank"], int) and isinstance(row["union_us"], int):
             busy[str(row["run"])][row["rank"]] = row["union_us"] / 1e6
-    everyone = sorted({rank for ranks in busy.values() for rank in ranks})
-    if not everyone:
-        return Figure(title="Busy with I/O by rank", traces=[], layout={})
-    runs = list(reversed(compared.runs))
+    all_ranks = sorted({rank for ranks in busy.values() for rank in ranks})
+    runs = list(reversed(comparison.runs))
     trace = {
         "type": "heatmap",
-        "x": everyone,
+        "x": all_ranks,
         "y": runs,
         "colorscale": "Viridis",
-        "z": [[busy[run].get(rank) for rank in everyone] for run in runs],
+        "z": [[busy[run].get(rank) for rank in all_ranks] for run in runs],
         "colorbar": {"title": {"text": "s"}, "thickness": 12},
         "hovertemplate": "rank %{x}, %{y}: %{z:.3f} s<extra></extra>",
     }
-    layout = {"xaxis": {"title": {"text": "rank"}}, "yaxis": {"automargin": True}}
-    return Figure(title="Busy with I/O by rank, seconds", traces=[trace], layout=layout)
+    layout = {"xaxis": {"title": {"text": "rank"}}}
+    return InteractivePlot(
+        title="Busy with I/O by rank, seconds", traces=[trace] if all_ranks else [], layout=layout
+    )
 
 
-def size_histogram(compared: ComparisonResult) -> Figure:
+def _draw_sizes(comparison: ComparisonResult) -> InteractivePlot:
     """Calls by size, between powers of two."""
-    counted: dict[str, list[Row]] = defaultdict(list)
-    for row in compared.table("size_histogram").records():
-        counted[f"{row['run']}, {row['direction']}"].append(row)
-    sizes = sorted({row["from_bytes"] for rows in counted.values() for row in rows})
+    counts: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for row in comparison.table("size_histogram").records():
+        counts[f"{row['run']}, {row['direction']}"].append(row)
+    sizes = sorted({row["from_bytes"] for rows in counts.values() for row in rows})
     traces = [
         {
             "type": "scatter",
@@ -131,46 +182,52 @@ def size_histogram(compared: ComparisonResult) -> Figure:
             "x": [format_bytes(row["from_bytes"]) for row in rows],
             "y": [row["num_events"] for row in rows],
         }
-        for name, rows in counted.items()
+        for name, rows in counts.items()
     ]
     layout = {
         "xaxis": {
-            "title": {"text": "bytes of a call, from"},
+            "title": {"text": "bytes per call, from"},
             "type": "category",
             "categoryorder": "array",
             "categoryarray": [format_bytes(size) for size in sizes],
         },
         "yaxis": {"type": "log", "title": {"text": "calls (log)"}},
     }
-    return Figure(title="Sizes of transfers", traces=traces, layout=layout)
+    return InteractivePlot(title="Sizes of transfers", traces=traces, layout=layout)
 
 
-def timelines(compared: ComparisonResult) -> list[Figure]:
+def _draw_timelines(comparison: ComparisonResult) -> list[InteractivePlot]:
     """Bandwidth over time, a plot for each tier, a line for each run and direction."""
     lines: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     bucket_us = 1
-    for row in compared.table("timeline").records():
+    for row in comparison.table("timeline").records():
         for direction in ("read", "write"):
-            rate, since, width = row[f"{direction}_rate"], row["since_start_us"], row["bucket_us"]
-            if isinstance(rate, float) and isinstance(since, int) and isinstance(width, int) and rate > 0:
-                bucket_us = width
-                lines[str(row["tier"])][f"{row['run']}, {direction}"][since] = rate / 2**20
+            rate, since_us, width_us = row[f"{direction}_rate"], row["since_start_us"], row["bucket_us"]
+            if (
+                isinstance(rate, float)
+                and isinstance(since_us, int)
+                and isinstance(width_us, int)
+                and rate > 0
+            ):
+                bucket_us = width_us
+                lines[str(row["tier"])][f"{row['run']}, {direction}"][since_us] = rate / 2**20
+    layout = {
+        "xaxis": {"title": {"text": "s since the run's first event"}},
+        "yaxis": {"title": {"text": "MiB/s"}},
+    }
     return [
-        Figure(
+        InteractivePlot(
             title=f"Bandwidth of {tier} over time",
-            traces=[_steps(name, rates, bucket_us) for name, rates in sorted(named.items())],
-            layout={
-                "xaxis": {"title": {"text": "s since the run's first event"}},
-                "yaxis": {"title": {"text": "MiB/s"}},
-            },
+            traces=[_draw_line(name, rates, bucket_us) for name, rates in sorted(by_name.items())],
+            layout=layout,
         )
-        for tier, named in sorted(lines.items())
+        for tier, by_name in sorted(lines.items())
     ]
 
 
-def _steps(name: str, rates: Mapping[int, float], bucket_us: int) -> Row:
-    """A line that keeps its height over each bucket, and falls to zero where nothing went on."""
-    edges = sorted({edge for since in rates for edge in (since, since + bucket_us)})
+def _draw_line(name: str, rates: Mapping[int, float], bucket_us: int) -> dict[str, Any]:
+    """A line that keeps its height over each bucket, and falls to zero between buckets without I/O."""
+    edges = sorted({edge for since_us in rates for edge in (since_us, since_us + bucket_us)})
     return {
         "type": "scatter",
         "mode": "lines",
@@ -181,202 +238,33 @@ def _steps(name: str, rates: Mapping[int, float], bucket_us: int) -> Row:
     }
 
 
-HTML_ROWS: Final = 200
-"""Rows of a table on the page; all are in tables.parquet."""
-
-_OPEN: Final = ("t1", "t1_measures", "t2")
-"""Tables that are not folded away."""
-
-_PAGE: Final = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>$title</title>
-<style>
-:root { color-scheme: light dark; --ink: #1b2430; --paper: #fbfbf9; --faint: #5f6b77; --line: #dcdfe3;
-        --alarm: #b3261e; --cost: #8a5a00; --note: #2f6f4f; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e3e7ec; --paper: #14181d; --faint: #97a1ac; --line: #2d343c;
-          --alarm: #ff8a80; --cost: #e8b04b; --note: #7fc8a0; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 72rem; padding: 1.25rem; background: var(--paper); color: var(--ink);
-       font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
-h1 { margin-bottom: 0; font-size: 1.6rem; } h2 { margin: 2rem 0 .4rem; font-size: 1.2rem; }
-h3 { margin: 1.2rem 0 .3rem; font-size: 1rem; } .faint { color: var(--faint); margin-top: .2rem; }
-.finding { border-left: .3rem solid var(--line); padding: .1rem .8rem; margin: .8rem 0; }
-.finding.alarm { border-color: var(--alarm); } .finding.cost { border-color: var(--cost); }
-.finding.note { border-color: var(--note); } .finding p { margin: .2rem 0; }
-.code { color: var(--faint); font-weight: 400; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left;
-         white-space: nowrap; }
-.long { min-width: 17rem; white-space: normal; }
-th { color: var(--faint); } .number { text-align: right; }
-details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
-.plot { width: 100%; height: 26rem; }
-@media (max-width: 640px) { .plot { height: 30rem; } }
-</style>
-</head>
-<body>
-<h1>$title</h1>
-<p class="faint">$subtitle</p>
-$body
-<script>$plotly</script>
-<script>
-const figures = $figures;
-const dark = matchMedia('(prefers-color-scheme: dark)');
-function look() {
-  const ink = dark.matches ? '#e3e7ec' : '#1b2430', line = dark.matches ? '#2d343c' : '#dcdfe3';
-  const narrow = window.innerWidth < 640;
-  const axis = {gridcolor: line, zerolinecolor: line, linecolor: line};
-  return {ink, narrow, axis};
-}
-function draw() {
-  const {ink, narrow, axis} = look();
-  figures.forEach((figure, number) => {
-    const layout = Object.assign({}, figure.layout, {
-      paper_bgcolor: 'rgba(0,0,0,0)', plot_bgcolor: 'rgba(0,0,0,0)',
-      font: {color: ink, size: narrow ? 10 : 12},
-      margin: {l: narrow ? 48 : 64, r: 12, t: 8, b: 48}, showlegend: figure.traces.length > 1,
-      legend: {orientation: 'h', yref: 'container', yanchor: 'bottom', y: 0},
-      xaxis: Object.assign({automargin: true}, axis, figure.layout.xaxis),
-      yaxis: Object.assign({automargin: true}, axis, figure.layout.yaxis),
-    });
-    const config = {responsive: true, displayModeBar: false};
-    Plotly.react('plot' + number, figure.traces, layout, config);
-  });
-}
-dark.addEventListener('change', draw);
-draw();
-</script>
-</body>
-</html>
-""")
-
-
-def render_html(compared: ComparisonResult) -> str:
-    """The whole page."""
-    drawn = figures(compared)
-    body = [
-        "<h2>What the runs differ in</h2>",
-        _table(compared.mismatches),
-        "<h2>What stands out</h2>",
-        *([_html_finding(finding) for finding in compared.findings] or ["<p>Nothing.</p>"]),
-        "<h2>Plots</h2>",
-        *(_plot(number, figure) for number, figure in enumerate(drawn)),
-        "<h2>Tables</h2>",
-        *map(_folded, compared.tables),
-    ]
-    num_alarms = sum(finding.weight == "alarm" for finding in compared.findings)
-    return _PAGE.substitute(
-        title=escape(f"{len(compared.runs)} runs compared"),
-        subtitle=escape(
-            f"{', '.join(compared.runs)}; against {compared.baseline}; "
-            f"{len(compared.findings)} findings, {num_alarms} of them about misleading numbers"
-        ),
-        body="\n".join(body),
-        plotly=plotly_script(),
-        figures=_as_script(drawn),
-    )
-
-
-def _as_script(drawn: Sequence[Figure]) -> str:
-    """JSON that cannot end the script it stands in."""
-    text = json.dumps([{"traces": figure.traces, "layout": figure.layout} for figure in drawn])
-    return text.replace("<", "\\u003c")
-
-
-def _plot(number: int, figure: Figure) -> str:
-    return f'<h3>{escape(figure.title)}</h3>\n<div class="plot" id="plot{number}"></div>'
-
-
-def _html_finding(finding: TraceFinding) -> str:
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in finding.says)
-    return (
-        f'<div class="finding {finding.weight.value}"><h3>{escape(finding.title)} '
-        f'<span class="code">{escape(finding.code)}, {finding.weight.value}</span></h3>{said}'
-        f"<details><summary>{escape(finding.evidence.title)}</summary>{_table(finding.evidence)}</details></div>"
-    )
-
-
-def _folded(answer: Answer) -> str:
-    is_open = " open" if answer.name in _OPEN else ""
-    return f"<details{is_open}><summary>{escape(answer.title)}</summary>{_table(answer)}</details>"
-
-
-def _table(answer: Answer) -> str:
-    notes = "".join(f'<p class="faint">{escape(note)}</p>' for note in answer.notes)
-    if not answer.rows:
-        return notes or "<p>No rows.</p>"
-    kinds = ["" if column.unit is Unit.TEXT else "number" for column in answer.columns]
-    head = "".join(
-        _cell("th", heading(column), kind) for column, kind in zip(answer.columns, kinds, strict=True)
-    )
-    rows = "\n".join(
-        "<tr>" + "".join(map(_data_cell, cells(answer, row), kinds)) + "</tr>"
-        for row in answer.rows[:HTML_ROWS]
-    )
-    left = len(answer.rows) - HTML_ROWS
-    more = f'<p class="faint">{left:,} more rows in tables.parquet.</p>' if left > 0 else ""
-    body = f"<thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody>"
-    return f'<div class="scroll"><table>\n{body}\n</table></div>{more}{notes}'
-
-
-def _data_cell(text: str, kind: str) -> str:
-    return _cell("td", text, kind or ("long" if len(text) > 36 else ""))
-
-
-def _cell(tag: str, text: str, kind: str) -> str:
-    attribute = f' class="{kind}"' if kind else ""
-    return f"<{tag}{attribute}>{escape(text)}</{tag}>"
-
-
-FILES = ("report.html", "report.md", "tables.parquet")
-
-
-def write_report(compared: ComparisonResult, folder: Path) -> list[Path]:
-    """Write the three files into `folder`, over those of an earlier report."""
-    paths = [folder / name for name in FILES]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        paths[0].write_text(render_html(compared), encoding="utf-8")
-        paths[1].write_text(render_markdown(compared), encoding="utf-8")
-        pq.write_table(cells_table(compared), paths[2])
-    except OSError as error:
-        raise StorageError(f"Cannot write the report: {error}", uri=str(folder), errno=error.errno) from error
-    return paths
-
-
-def cells_table(compared: ComparisonResult) -> pa.Table:
-    """Every cell of every table, finding's evidence and chart."""
+def tabulate_cells(comparison: ComparisonResult) -> pa.Table:
+    """Every cell of every table, chart and finding's evidence."""
+    schema = pa.schema(
+        [
+            ("table", pa.string()), ("row", pa.int64()), ("column", pa.string()), ("unit", pa.string()),
+            ("text", pa.string()), ("number", pa.float64()),
+        ]
+    )  # fmt: skip
     answers = [
-        compared.mismatches,
-        *compared.tables,
-        *compared.charts,
-        *(finding.evidence for finding in compared.findings),
+        comparison.mismatches,
+        *comparison.tables,
+        *comparison.charts,
+        *(finding.evidence for finding in comparison.findings),
     ]
-    columns: dict[str, list[object]] = {
-        name: [] for name in ("table", "row", "column", "unit", "text", "number")
-    }
+    table_cells = []
     for answer in answers:
-        _add_cells(answer, columns)
-    types = [pa.string(), pa.int64(), pa.string(), pa.string(), pa.string(), pa.float64()]
-    return pa.table(
-        {name: pa.array(values, kind) for (name, values), kind in zip(columns.items(), types, strict=True)}
-    )
-
-
-def _add_cells(answer: Answer, columns: dict[str, list[object]]) -> None:
-    for number, row in enumerate(answer.rows):
-        for column, value in zip(answer.columns, row, strict=True):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            columns["table"].append(answer.name)
-            columns["row"].append(number)
-            columns["column"].append(column.name)
-            columns["unit"].append(column.unit.value)
-            columns["text"].append(None if value is None else str(value))
-            columns["number"].append(value if is_number else None)
+        for number, row in enumerate(answer.rows):
+            for column, value in zip(answer.columns, row, strict=True):
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                table_cells.append(
+                    {
+                        "table": answer.name,
+                        "row": number,
+                        "column": column.name,
+                        "unit": column.unit.value,
+                        "text": None if value is None else str(value),
+                        "number": value if is_number else None,
+                    }
+                )
+    return pa.Table.from_pylist(table_cells, schema=schema)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from penstock.trace.compare.trace_study import PROCESS, Study, longest_process_sql, pivot
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import union_sql
-from penstock.trace.questions.answer import Answer, Column, Unit, Value
+from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
 
 GIB = 1 << 30
@@ -40,7 +40,7 @@ def load_report(study: Study) -> Answer:
         )
     names = ("num_files", "num_lines", "num_events", "num_salvaged", "num_dropped", "num_faulty_files",
              "num_ranks", "num_hosts")  # fmt: skip
-    columns = [Column("run"), *(Column(name, Unit.COUNT) for name in names)]
+    columns = make_columns("run", *(Column(name, Unit.COUNT) for name in names))
     return Answer(name="t0", title="T0 What was read", columns=columns, rows=rows)
 
 
@@ -50,7 +50,7 @@ def times(study: Study) -> Answer:
     for tier in study.tiers:
         where = f"{IS_IO} AND tier = {sql_literal(tier)}"
         rows.append([f"{tier} I/O", *_by_run(study, longest_process_sql(("run",), where=where))])
-    columns = [Column("time"), *study.run_columns(Unit.MICROSECONDS)]
+    columns = make_columns("time", *study.run_columns(Unit.MICROSECONDS))
     note = (
         "Sums of durations, of the process where they are largest; a bare 0: the run never touched the tier."
     )
@@ -61,25 +61,18 @@ def times(study: Study) -> Answer:
 def time_changes(study: Study, table: Answer) -> Answer:
     """T1 against the baseline, as shares of it."""
     base = study.runs.index(study.baseline) + 1
-    rows = [[row[0], *(_change(value, row[base]) for value in row[1:])] for row in table.rows]
-    columns = [Column("time"), *study.run_columns(Unit.SHARE)]
+    rows = [[row[0], *(_relative_change(value, row[base]) for value in row[1:])] for row in table.rows]
+    columns = make_columns("time", *study.run_columns(Unit.SHARE))
     title = f"T1 Change against {study.baseline}"
     return Answer(name="t1_change", title=title, columns=columns, rows=rows)
 
 
 def measures(study: Study) -> Answer:
     """T1 by every measure of time, and what the tiers really gave."""
-    columns = [
-        Column("run"),
-        Column("tier"),
-        Column("max_sum_us", Unit.MICROSECONDS),
-        Column("max_union_us", Unit.MICROSECONDS),
-        Column("max_thread_us", Unit.MICROSECONDS),
-        Column("concurrency", Unit.RATIO),
-        Column("run_union_us", Unit.MICROSECONDS),
-        Column("total_bytes", Unit.BYTES),
-        Column("busy_rate", Unit.RATE),
-    ]
+    columns = make_columns(
+        "run", "tier", "max_sum_us", "max_union_us", "max_thread_us", "concurrency", "run_union_us",
+        "total_bytes", "busy_rate",
+    )  # fmt: skip
     note = (
         "Sum and union are of the process where they are largest, thread is the largest sum of one thread; "
         "the rate is all bytes by the time in which any process of the run was busy with the tier."
@@ -119,18 +112,10 @@ def volumes(study: Study) -> Answer:
                sum(size_bytes) / {GIB}::DOUBLE / count(DISTINCT path)
         FROM {{events}} WHERE {IS_IO} AND tier IS NOT NULL GROUP BY run, tier
         ORDER BY {study.in_order()}, tier""")
-    columns = [
-        Column("run"),
-        Column("tier"),
-        Column("total_bytes", Unit.COUNT),
-        Column("total_GiB"),
-        Column("written_bytes", Unit.BYTES),
-        Column("read_bytes", Unit.BYTES),
-        Column("num_processes", Unit.COUNT),
-        Column("num_files", Unit.COUNT),
-        Column("per_process_gib", Unit.GIB),
-        Column("per_file_gib", Unit.GIB),
-    ]
+    columns = make_columns(
+        "run", "tier", Column("total_bytes", Unit.COUNT), "total_GiB", "written_bytes", "read_bytes",
+        "num_processes", "num_files", "per_process_gib", "per_file_gib",
+    )  # fmt: skip
     return Answer(name="t2", title="T2 Bytes on each tier", columns=columns, rows=rows)
 
 
@@ -141,10 +126,7 @@ def classes(study: Study) -> Answer:
             SELECT run, file_class, coalesce(sum(size_bytes), 0) AS moved, sum(dur_us) AS took
             FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY run, file_class, {PROCESS})
         GROUP BY run, file_class ORDER BY {study.in_order()}, file_class""")
-    columns = [
-        Column("run"), Column("file_class"), Column("max_size_gib", Unit.GIB),
-        Column("max_sum_us", Unit.MICROSECONDS),
-    ]  # fmt: skip
+    columns = make_columns("run", "file_class", "max_size_gib", "max_sum_us")
     return Answer(name="t3", title="T3 Classes of files", columns=columns, rows=rows)
 
 
@@ -162,10 +144,7 @@ def file_writes(study: Study) -> Answer:
         SELECT run, file_class, path, sum(dur_us)::BIGINT AS took, sum(size_bytes) / {GIB}::DOUBLE, count(*)
         FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND path IS NOT NULL GROUP BY run, file_class, path
         ORDER BY {study.in_order()}, file_class, took DESC, path""")
-    columns = [
-        Column("run"), Column("file_class"), Column("path"), Column("sum_us", Unit.MICROSECONDS),
-        Column("size_gib", Unit.GIB), Column("num_writes", Unit.COUNT),
-    ]  # fmt: skip
+    columns = make_columns("run", "file_class", "path", "sum_us", "size_gib", "num_writes")
     return Answer(name="t5", title="T5 Writes of each file", columns=columns, rows=rows)
 
 
@@ -176,11 +155,11 @@ def class_writes(study: Study) -> Answer:
         FROM (SELECT run, file_class, sum(dur_us)::BIGINT AS took, count(*) AS num_writes FROM {{events}}
               WHERE {IS_IO} AND {IS_WRITE} AND path IS NOT NULL GROUP BY run, file_class, path)
         GROUP BY run, file_class ORDER BY {study.in_order()}, file_class""")
-    columns = [
-        Column("run"), Column("file_class"), Column("num_files", Unit.COUNT),
-        Column("min_writes", Unit.COUNT), Column("max_writes", Unit.COUNT),
+    columns = make_columns(
+        "run", "file_class", "num_files", Column("min_writes", Unit.COUNT),
+        Column("max_writes", Unit.COUNT),
         *(Column(f"{name}_us", Unit.MICROSECONDS) for name in ("min", "median", "max")),
-    ]  # fmt: skip
+    )  # fmt: skip
     return Answer(name="t5_spread", title="T5 Spread of files' write times", columns=columns, rows=rows)
 
 
@@ -223,10 +202,9 @@ def write_sizes(study: Study) -> Answer:
         FROM {{events}} WHERE {IS_IO} AND {IS_WRITE} AND tier IS NOT NULL
         GROUP BY run, tier ORDER BY {study.in_order()}, tier""")
     names = ("mean", "std", "min", "25%", "50%", "75%", "max")
-    columns = [
-        Column("run"), Column("tier"), Column("count", Unit.COUNT),
-        *(Column(name, Unit.NUMBER) for name in names),
-    ]  # fmt: skip
+    columns = make_columns(
+        "run", "tier", Column("count", Unit.COUNT), *(Column(name, Unit.NUMBER) for name in names),
+    )  # fmt: skip
     return Answer(name="t13", title="T13 Sizes of writes, in bytes", columns=columns, rows=rows)
 
 
@@ -237,11 +215,7 @@ def size_histogram(study: Study) -> Answer:
                (2 ** floor(log2(size_bytes)))::BIGINT AS from_bytes, count(*), sum(size_bytes)::BIGINT
         FROM {{events}} WHERE {IS_IO} AND size_bytes > 0 AND ({IS_WRITE} OR {IS_READ})
         GROUP BY run, direction, from_bytes ORDER BY {study.in_order()}, direction, from_bytes""")
-    columns = [
-        Column("run"), Column("direction"), Column("from_bytes", Unit.BYTES),
-        Column("num_events", Unit.COUNT),
-        Column("total_bytes", Unit.BYTES),
-    ]  # fmt: skip
+    columns = make_columns("run", "direction", "from_bytes", "num_events", "total_bytes")
     return Answer(name="size_histogram", title="Sizes of transfers", columns=columns, rows=rows)
 
 
@@ -258,37 +232,37 @@ def longest_files(study: Study) -> Answer:
         FROM written
         QUALIFY row_number() OVER (PARTITION BY run, tier ORDER BY took DESC, file_name) <= {_TOP_FILES}
         ORDER BY {study.in_order()}, tier, took DESC, file_name""")
-    columns = [
-        Column("run"), Column("tier"), Column("file"), Column("write_us", Unit.MICROSECONDS),
-        Column("num_writes", Unit.COUNT), Column(f"in_{study.baseline}_us", Unit.MICROSECONDS),
-    ]  # fmt: skip
+    columns = make_columns("run", "tier", "file", "write_us", "num_writes", f"in_{study.baseline}_us")
     return Answer(name="t14", title="T14 Files that took longest to write", columns=columns, rows=rows)
 
 
 def _by_run(study: Study, sql: str) -> list[Value]:
-    found = dict(study.events.ask(sql))
-    return [found.get(run) for run in study.runs]
+    by_run = dict(study.events.ask(sql))
+    return [by_run.get(run) for run in study.runs]
 
 
-def _change(value: Value, base: Value) -> Value:
+def _relative_change(value: Value, base: Value) -> Value:
     comparable = isinstance(value, int | float) and isinstance(base, int | float) and base
     return value / base - 1 if comparable else None  # type: ignore[operator]
 
 
 def followed_files(study: Study) -> Sequence[str]:
-    """The files asked for; or else the one whose calls differ most between runs."""
-    if study.asked.files:
-        return study.asked.files
-    found = study.events.ask(f"""
+    """The files of the description; without any, the one whose calls differ most between runs."""
+    if study.spec.files:
+        return study.spec.files
+    names = study.events.ask(f"""
         SELECT file_name FROM (
             SELECT parse_filename(path) AS file_name, run, count(*) AS num_calls
             FROM {{events}} WHERE {IS_IO} AND path IS NOT NULL GROUP BY ALL)
         GROUP BY file_name ORDER BY count(*) DESC, max(num_calls) - min(num_calls) DESC, file_name LIMIT 1""")
-    return [name for (name,) in found]
+    return [name for (name,) in names]
 
 
 def file_tables(study: Study, names: Sequence[str]) -> tuple[Answer, Answer, Answer, Answer]:
-    """T6 calls, T7 times, T8 sizes, T9 the events of the first file in order."""
+    """T6 calls, T7 times, T8 sizes, T9 the events of the first file in order.
+
+    Files are given by base name, or patterns of it: runs keep the same files in different places.
+    """
     wanted = ", ".join(f"({sql_literal(name)})" for name in names) or "('')"
     source = f"""(SELECT * FROM {{events}} JOIN (VALUES {wanted}) AS wanted(chosen)
                  ON parse_filename(path) GLOB chosen WHERE {IS_IO})"""
@@ -307,19 +281,17 @@ def file_tables(study: Study, names: Sequence[str]) -> tuple[Answer, Answer, Ans
         sql=f"""SELECT chosen, tier, name, size_bytes, run, count(*) FROM {source}
                 WHERE size_bytes IS NOT NULL GROUP BY ALL""",
     )  # fmt: skip
-    return calls, times, sizes, _life(study, names[0] if names else "")
+    return calls, times, sizes, _list_events(study, names[0] if names else "")
 
 
-def _life(study: Study, name: str) -> Answer:
+def _list_events(study: Study, name: str) -> Answer:
     rows = study.events.ask(f"""
         WITH origins AS (SELECT run, min(ts_us) AS origin_us FROM {{events}} GROUP BY run)
         SELECT run, tier, ts_us - origin_us, dur_us, name, size_bytes, rank, tid
         FROM {{events}} JOIN origins USING (run)
         WHERE {IS_IO} AND parse_filename(path) GLOB {sql_literal(name)}
         ORDER BY {study.in_order()}, ts_us, end_us, name""")
-    columns = [
-        Column("run"), Column("tier"), Column("since_start_us", Unit.MICROSECONDS),
-        Column("dur_us", Unit.MICROSECONDS), Column("name"), Column("size_bytes", Unit.COUNT),
-        Column("rank"), Column("tid"),
-    ]  # fmt: skip
+    columns = make_columns(
+        "run", "tier", "since_start_us", "dur_us", "name", Column("size_bytes", Unit.COUNT), "rank", "tid",
+    )  # fmt: skip
     return Answer(name="t9", title=f"T9 Events of {name} in order", columns=columns, rows=rows)

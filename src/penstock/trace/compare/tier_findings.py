@@ -5,7 +5,7 @@ from __future__ import annotations
 from penstock.trace.compare.trace_study import PROCESS, Study, TraceFinding, Weight, longest_process_sql
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import union_sql
-from penstock.trace.questions.answer import Answer, Column, Unit
+from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE
 from penstock.units import format_bytes, format_rate, format_seconds
 
@@ -13,13 +13,13 @@ _READ_BACK_SHARE = 0.5
 _ONE_TIER_SHARE = 0.95
 _LIKE_FOR_LIKE = 0.05
 _MEMORY_RATE = 8e9
-"""Bytes per second of a single call that no device of one host is taken to give, unless its rate is said."""
+"""Bytes per second of a single call beyond any device of one host, for tiers without a stated rate."""
 
 _LARGE_BYTES = 1 << 20
 
 
 def cache_read_by_flush(study: Study) -> list[TraceFinding]:
-    """F4: what was written to one tier is read back from it, by other threads, while another is written."""
+    """F4: threads read back from one tier what others wrote to it, while they write to another tier."""
     rows = study.events.ask(f"""
         WITH writers AS (
             SELECT run, tier, {PROCESS}, tid, true AS is_writer FROM {{events}}
@@ -41,21 +41,19 @@ def cache_read_by_flush(study: Study) -> list[TraceFinding]:
         FROM moved m
         WHERE written > 0 AND read_back >= {_READ_BACK_SHARE} * written AND other IS NOT NULL
         ORDER BY {study.in_order()}, tier""")
-    columns = [
-        Column("run"), Column("tier"), Column("written_bytes", Unit.BYTES),
-        Column("read_back_bytes", Unit.BYTES), Column("read_back_us", Unit.MICROSECONDS),
-        Column("sum_us", Unit.MICROSECONDS),
-        Column("read_share", Unit.SHARE), Column("flushed_to"),
-    ]  # fmt: skip
+    columns = make_columns(
+        "run", "tier", "written_bytes", "read_back_bytes", "read_back_us", "sum_us", "read_share",
+        "flushed_to",
+    )  # fmt: skip
     findings = []
     for row in rows:
         run, tier, _, read_back, read_us, total, share, other = row
-        seen = (
+        sentence = (
             f"Threads that do not write to {tier} read {format_bytes(read_back)} back from it while "
             f"{other} is written: {format_seconds(read_us / 1e6)} of the {format_seconds(total / 1e6)} "
             f"on {tier}, summed over all ranks ({100 * share:.0f} %)."
         )
-        says = [seen, f"Time on {tier} is therefore not the time of checkpoints on {tier}."]
+        says = [sentence, f"Time on {tier} is therefore not the time of checkpoints on {tier}."]
         evidence = Answer(name=f"f4_{run}_{tier}", title="Read back", columns=columns, rows=[row])
         title = f"{run}: the flush to {other} reads {tier}"
         findings.append(
@@ -67,7 +65,7 @@ def cache_read_by_flush(study: Study) -> list[TraceFinding]:
 
 
 def slower_tier(study: Study) -> list[TraceFinding]:
-    """F5: a run that writes to another tier than the baseline takes longer than it."""
+    """F5: a run that writes the same bytes to another tier than the baseline takes longer."""
     app = dict(study.events.ask(longest_process_sql(("run",), where=study.is_app)))
     rows = study.events.ask(f"""
         WITH busy AS ({
@@ -83,27 +81,23 @@ def slower_tier(study: Study) -> list[TraceFinding]:
         ORDER BY {study.in_order()}""")
     alone = {row[0]: row for row in rows}
     base = alone.get(study.baseline)
-    columns = [
-        Column("run"), Column("tier"), Column("app_us", Unit.MICROSECONDS),
-        Column("written_bytes", Unit.BYTES),
-        Column("write_union_us", Unit.MICROSECONDS), Column("busy_rate", Unit.RATE),
-    ]  # fmt: skip
+    columns = make_columns("run", "tier", "app_us", "written_bytes", "write_union_us", "busy_rate")
     findings = []
     for run, row in alone.items():
         if base is None or row[1] == base[1] or abs(row[2] / base[2] - 1) > _LIKE_FOR_LIKE:
             continue
         if app.get(run, 0) <= app.get(study.baseline, 0):
             continue
-        pair = [(each[0], each[1], app[each[0]], *each[2:]) for each in (base, row)]
-        took = (
+        pair = [(run_row[0], run_row[1], app[run_row[0]], *run_row[2:]) for run_row in (base, row)]
+        times = (
             f"The application's event took {format_seconds(app[run] / 1e6)} on {row[1]} ({run}), and "
             f"{format_seconds(app[study.baseline] / 1e6)} on {base[1]} ({study.baseline})."
         )
         rates = (
             f"While busy, {row[1]} took {format_rate(row[4] or 0)}, {base[1]} {format_rate(base[4] or 0)}: "
-            "a nearer tier is no faster one by itself."
+            "a nearer tier is not automatically faster."
         )
-        says = [took, rates]
+        says = [times, rates]
         evidence = Answer(name=f"f5_{run}", title="One tier each", columns=columns, rows=pair)
         title = f"{run}: checkpoints are slower on {row[1]} than on {base[1]}"
         findings.append(
@@ -113,8 +107,8 @@ def slower_tier(study: Study) -> list[TraceFinding]:
 
 
 def unserved_reads(study: Study) -> list[TraceFinding]:
-    """F9: large reads at a speed that no device gives: the page cache answered."""
-    rates = study.asked.device_rates_bytes_per_s()
+    """F9: large reads faster than any device: the page cache served them."""
+    rates = study.spec.device_rates_bytes_per_s()
     cases = "".join(f" WHEN tier = {sql_literal(tier)} THEN {rate}" for tier, rate in rates.items())
     limit = f"CASE{cases} ELSE {_MEMORY_RATE} END" if cases else str(_MEMORY_RATE)
     fast = f"size_bytes > {limit} * dur_us / 1e6"
@@ -126,15 +120,15 @@ def unserved_reads(study: Study) -> list[TraceFinding]:
         FROM {{events}}
         WHERE {IS_IO} AND {IS_READ} AND tier IS NOT NULL AND size_bytes >= {_LARGE_BYTES}
         GROUP BY run, tier HAVING unserved > 0 ORDER BY {study.in_order()}, tier""")
-    columns = [
-        Column("run"), Column("tier"), Column("num_reads", Unit.COUNT), Column("num_unserved", Unit.COUNT),
-        Column("read_bytes", Unit.BYTES), Column("unserved_bytes", Unit.BYTES), Column("fastest", Unit.RATE),
-    ]  # fmt: skip
+    columns = make_columns(
+        "run", "tier", "num_reads", "num_unserved", "read_bytes", "unserved_bytes",
+        Column("fastest", Unit.RATE),
+    )  # fmt: skip
     findings = []
     for row in rows:
-        said = (
+        sentence = (
             f"{format_bytes(row[5])} of {format_bytes(row[4])} read from {row[1]} in {row[0]} came faster "
-            "than its device can give them: from the page cache."
+            "than its device can deliver: they came from the page cache."
         )
         evidence = Answer(
             name=f"f9_{row[0]}_{row[1]}", title="Reads of 1 MiB and more", columns=columns, rows=[row]
@@ -142,7 +136,7 @@ def unserved_reads(study: Study) -> list[TraceFinding]:
         title = f"{row[0]}: reads of {row[1]} that no device served"
         findings.append(
             TraceFinding(
-                code="F9", weight=Weight.ALARM, title=title, runs=[row[0]], says=[said], evidence=evidence
+                code="F9", weight=Weight.ALARM, title=title, runs=[row[0]], says=[sentence], evidence=evidence
             )
         )
     return findings

@@ -36,109 +36,106 @@ if TYPE_CHECKING:
 
 
 PROCESS = "host, pid"
-"""A process number alone may occur on every host."""
+"""Key of a process: the same pid may occur on every host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """Events of all runs in one relation, told apart by their column `run`."""
+    """The events of all runs in one relation, whose column `run` says which run an event belongs to."""
 
     events: EventsView
     accounts: Mapping[str, Sequence[FileAccount]]
-    asked: ComparisonSpec
+    spec: ComparisonSpec
 
     @property
     def runs(self) -> list[str]:
-        """Names, in the order asked for."""
-        return list(self.asked.runs)
+        """Names of the runs, in the order of the description."""
+        return list(self.spec.runs)
 
     @property
     def baseline(self) -> str:
-        """The run that others are measured by."""
-        return self.asked.baseline_run
+        """The run that others are compared with."""
+        return self.spec.baseline_run
 
     @property
     def tiers(self) -> list[str]:
-        """Names of the tiers, in the order asked for."""
-        return list(self.asked.tiers)
+        """Names of the tiers, in the order of the description."""
+        return list(self.spec.tiers)
 
     @property
     def is_app(self) -> str:
-        """SQL: the application's own event that is compared."""
-        return f"contains(name, {sql_literal(self.asked.app_event)})"
+        """SQL condition of the application's own event, such as its checkpoint."""
+        return f"contains(name, {sql_literal(self.spec.app_event)})"
 
     def run_columns(self, unit: Unit) -> list[Column]:
-        """A column for each run, called as the run is."""
+        """A column for each run, with the run's name."""
         return [Column(run, unit, head=run) for run in self.runs]
 
     def in_order(self) -> str:
-        """SQL: position of a row's run."""
+        """SQL expression to sort by: the position of a row's run."""
         return f"list_position([{', '.join(map(sql_literal, self.runs))}], run)"
 
 
-def pivot(
-    study: Study, name: str, title: str, *, keys: Sequence[str], sql: str, unit: Unit,
-    convert: Callable[[Any], Value] = lambda value: value, notes: Sequence[str] = (),
-) -> Answer:  # fmt: skip
+def pivot(study: Study, name: str, title: str, *, keys: Sequence[str], sql: str, unit: Unit) -> Answer:
     """A column for each run from rows of `keys`, run, value; None where a run has no such events."""
-    found: dict[tuple[Any, ...], dict[str, Value]] = {}
+    cells: dict[tuple[Any, ...], dict[str, Value]] = {}
     for *key, run, value in study.events.ask(sql):
-        found.setdefault(tuple(key), {})[run] = None if value is None else convert(value)
+        cells.setdefault(tuple(key), {})[run] = value
     rows = [
-        [*key, *(values.get(run) for run in study.runs)]
-        for key, values in sorted(found.items(), key=lambda pair: tuple(str(part or "") for part in pair[0]))
+        [*key, *(by_run.get(run) for run in study.runs)]
+        for key, by_run in sorted(cells.items(), key=lambda pair: tuple(str(part or "") for part in pair[0]))
     ]
     columns = [*map(Column, keys), *study.run_columns(unit)]
-    return Answer(name=name, title=title, columns=columns, rows=rows, notes=notes)
+    return Answer(name=name, title=title, columns=columns, rows=rows)
 
 
-def longest_process_sql(by: Sequence[str], *, where: str = IS_IO, value: str = "sum(dur_us)") -> str:
-    """SELECT `by` and the largest of the processes' sums."""
+def longest_process_sql(by: Sequence[str], *, where: str = IS_IO) -> str:
+    """SELECT `by` and the sum of durations of the process where it is largest."""
     keys = ", ".join(by)
     return f"""
         SELECT {keys}, max(total)::BIGINT FROM (
-            SELECT {keys}, {value} AS total FROM {{events}} WHERE {where} GROUP BY {keys}, {PROCESS}
+            SELECT {keys}, sum(dur_us) AS total FROM {{events}} WHERE {where} GROUP BY {keys}, {PROCESS}
         ) GROUP BY {keys}"""
 
 
 _IN_MEMORY_EVENTS: Final = 500_000
-"""So many events are looked at with these dimensions once; of more, each question looks at what it needs."""
+"""Up to this many events are classified once, in memory; of more, each question classifies what it needs."""
 
 
 @contextmanager
 def open_study(
-    asked: ComparisonSpec, folder: Path, *, progress: Progress | None = None, dask: str = ""
+    spec: ComparisonSpec, folder: Path, *, progress: Progress | None = None, dask: str = ""
 ) -> Iterator[Study]:
-    """Open what `asked` names; globs are relative to `folder`; `dask` as in `open_traces`."""
-    runs = {run: _patterns(globs, folder) for run, globs in asked.runs.items()}
-    event_filter = EventFilter(where=asked.where)
+    """Open the runs of `spec`, whose globs are relative to `folder`; `dask` as in `open_trace_set`."""
+    runs = {run: _patterns(globs, folder) for run, globs in spec.runs.items()}
+    event_filter = EventFilter(where=spec.where)
     with open_trace_set(runs, progress=progress or Silent(), event_filter=event_filter, dask=dask) as traces:
         relation = traces.relation
-        if sum(each.events + each.salvaged for each in traces.accounts) <= _IN_MEMORY_EVENTS:
+        if sum(account.events + account.salvaged for account in traces.accounts) <= _IN_MEMORY_EVENTS:
             traces.connection.execute(f"CREATE TEMP TABLE penstock_study AS SELECT * FROM {relation}")
             relation = "penstock_study"
-        events = view_events(traces.connection, relation, asked.dimensions())
-        yield Study(events=events, accounts=_by_run(runs, traces.accounts), asked=asked)
+        events = view_events(traces.connection, relation, spec.dimensions())
+        yield Study(events=events, accounts=_split_by_run(runs, traces.accounts), spec=spec)
 
 
 def _patterns(globs: str | Sequence[str], folder: Path) -> list[str]:
-    return [str(folder / each) for each in ([globs] if isinstance(globs, str) else globs)]
+    return [str(folder / glob) for glob in ([globs] if isinstance(globs, str) else globs)]
 
 
-def _by_run(
+def _split_by_run(
     runs: Mapping[str, Sequence[str]], accounts: Sequence[FileAccount]
 ) -> dict[str, Sequence[FileAccount]]:
-    """Accounts come in the order of runs, as many of each as its files and tables have."""
-    parted: dict[str, Sequence[FileAccount]] = {}
+    """The accounts of each run: they come in the order of runs, one per raw file or source of a table."""
+    by_run: dict[str, Sequence[FileAccount]] = {}
     position = 0
     for run, patterns in runs.items():
         number = sum(
             1 if facts is None else len(facts.accounts)
             for facts in map(read_facts, find_trace_files(patterns))
         )
-        parted[run] = accounts[position : position + number]
+        by_run[run] = accounts[position : position + number]
         position += number
-    return parted
+    return by_run
 
 
 def _phase(text: str) -> str:
@@ -158,7 +155,10 @@ Globs = str | tuple[str, ...]
 
 
 class ComparisonSpec(YamlDocument):
-    """Runs by name, in the order in which tables show them, and how to look at them."""
+    """The document `runs.yaml`: runs by name, in the order of the tables, and the dimensions to see them by.
+
+    Globs are relative to the folder of the document.
+    """
 
     runs: Annotated[dict[str, Globs], Field(min_length=1)]
     baseline: str = ""
@@ -173,21 +173,21 @@ class ComparisonSpec(YamlDocument):
     @model_validator(mode="after")
     def _baseline_is_a_run(self) -> Self:
         if self.baseline and self.baseline not in self.runs:
-            raise ValueError(f"the baseline {self.baseline!r} is none of the runs {', '.join(self.runs)}")
+            raise ValueError(f"the baseline {self.baseline!r} is not one of the runs {', '.join(self.runs)}")
         for tier in self.device_rates:
             if tier not in self.tiers:
                 raise ValueError(
-                    f"device_rates speaks of {tier!r}; there are the tiers {', '.join(self.tiers)}"
+                    f"device_rates has {tier!r}, which is not one of the tiers {', '.join(self.tiers)}"
                 )
         return self
 
     @property
     def baseline_run(self) -> str:
-        """The run that others are measured by: the first, unless another is named."""
+        """The run that others are compared with: the first, unless another is named."""
         return self.baseline or next(iter(self.runs))
 
     def dimensions(self) -> Dimensions:
-        """How events are seen; own rules of phases go before the default ones."""
+        """The dimensions; phase rules of the document come before the default ones."""
         own: tuple[PhaseRule, ...] = tuple(map(parse_phase, self.phases))
         return Dimensions(
             tiers={name: (some,) if isinstance(some, str) else some for name, some in self.tiers.items()},
@@ -196,12 +196,12 @@ class ComparisonSpec(YamlDocument):
         )
 
     def device_rates_bytes_per_s(self) -> Mapping[str, float]:
-        """What the devices of a tier give one host at most, where the description says so."""
+        """The most that the devices of a tier give one host, for tiers with a stated rate."""
         return {tier: parse_rate(text) for tier, text in self.device_rates.items()}
 
 
 class Weight(StrEnum):
-    """How much a finding matters to whoever reads the tables."""
+    """How much a finding matters to readers of the tables."""
 
     ALARM = "alarm"  # numbers of this comparison mislead
     COST = "cost"  # time or bytes that could be saved
@@ -210,7 +210,7 @@ class Weight(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFinding:
-    """One thing that stands out: `says` in whole sentences with numbers, `evidence` as rows."""
+    """One observation: `says` in sentences with numbers, `evidence` as rows."""
 
     code: str
     weight: Weight
@@ -220,11 +220,11 @@ class TraceFinding:
     evidence: Answer
 
 
-Rule = Callable[[Study], list[TraceFinding]]
+FindingRule = Callable[[Study], list[TraceFinding]]
 
 
-def spans(values: Iterable[Any]) -> str:
-    """Numbers as spans (`8-15`), names as a short list."""
+def format_ranges(values: Iterable[Any]) -> str:
+    """Numbers as ranges (`8-15`), names as a short list."""
     values = sorted(values)
     if not values:
         return ""

@@ -21,7 +21,7 @@ Value = int | float | str | bool | None
 
 
 class Unit(StrEnum):
-    """What a column's numbers are, so that each reader gets them in a fitting form."""
+    """What a column's numbers are; rendering formats them accordingly."""
 
     TEXT = "text"
     COUNT = "count"
@@ -36,16 +36,40 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of an answer; its name carries the unit, as `union_us`. `head` is for people, if other."""
+    """A column of an answer; its name carries the unit, as `union_us`. `head` is a heading for people."""
 
     name: str
     unit: Unit = Unit.TEXT
     head: str = ""
 
 
+def make_columns(*columns: str | Column) -> list[Column]:
+    """Columns from names that carry their unit, as `num_events` and `union_us`, or as they are given."""
+    return [_infer_column(column) if isinstance(column, str) else column for column in columns]
+
+
+def _infer_column(name: str) -> Column:
+    if name.startswith("num_"):
+        return Column(name, Unit.COUNT)
+    if name in ("concurrency", "to_median"):
+        return Column(name, Unit.RATIO)
+    return Column(
+        name, next((unit for suffix, unit in _SUFFIXES.items() if name.endswith(suffix)), Unit.TEXT)
+    )
+
+
+_SUFFIXES: Final = {
+    "_us": Unit.MICROSECONDS,
+    "_bytes": Unit.BYTES,
+    "_gib": Unit.GIB,
+    "_rate": Unit.RATE,
+    "_share": Unit.SHARE,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A table: `name` in files; `title`, `notes` and what stands for a missing value are for people."""
+    """A table: `name` is for files; `title`, `notes` and the text of a `missing` value are for people."""
 
     name: str
     title: str
@@ -55,7 +79,7 @@ class Answer:
     missing: str = "-"
 
     def records(self) -> list[dict[str, Value]]:
-        """One mapping a row."""
+        """One mapping per row."""
         names = [column.name for column in self.columns]
         return [dict(zip(names, row, strict=True)) for row in self.rows]
 
@@ -81,7 +105,7 @@ def as_csv(answer: Answer) -> str:
 
 
 def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
-    """A heading, the table, the notes; tables longer than `most_rows` say how much is left out."""
+    """A heading, the table, the notes; a table cut to `most_rows` says how many rows are left out."""
     shown = answer.rows if most_rows is None else answer.rows[:most_rows]
     lines = [f"### {answer.title}", ""]
     if answer.rows:
@@ -96,13 +120,13 @@ def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
 
 
 def as_records(answer: Answer) -> list[dict[str, str]]:
-    """Readable cells by heading, as tables on a terminal want them."""
+    """Readable cells by heading, for tables on a terminal."""
     heads = [heading(column) for column in answer.columns]
     return [dict(zip(heads, cells(answer, row), strict=True)) for row in answer.rows]
 
 
 def heading(column: Column) -> str:
-    """What stands above a column for people: units that cells print themselves are left out."""
+    """The heading of a column for people, without units that the cells print themselves."""
     if column.head:
         return column.head
     if column.unit is Unit.MICROSECONDS:
@@ -113,7 +137,7 @@ def heading(column: Column) -> str:
 
 
 def cells(answer: Answer, row: Sequence[Value]) -> list[str]:
-    """One row for people."""
+    """The readable texts of one row."""
     return [
         answer.missing if value is None else _FORMATS[column.unit](value)
         for column, value in zip(answer.columns, row, strict=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from penstock.trace.interval_union import measure_groups
-from penstock.trace.questions.answer import Answer, Column, Unit
+from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import GROUPINGS, IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
 
 _EXTRA = (
@@ -17,21 +17,21 @@ _EXTRA = (
 
 
 def ops(events: EventsView, *, by: Sequence[str] = ("tier", "op")) -> Answer:
-    """I/O operations, those that took longest first."""
-    return _measured(events, by, where=IS_IO, name="ops", title="Operations")
+    """I/O operations, the most time-consuming first."""
+    return _break_down(events, by, where=IS_IO, name="ops", title="Operations")
 
 
 def files(events: EventsView, *, by: Sequence[str] = ("path",), top: int | None = None) -> Answer:
-    """Files by the time spent on them."""
-    return _measured(events, by, where="path IS NOT NULL", name="files", title="Files", top=top)
+    """Files, the most time-consuming first."""
+    return _break_down(events, by, where="path IS NOT NULL", name="files", title="Files", top=top)
 
 
 def classes(events: EventsView, *, by: Sequence[str] = ("file_class", "op")) -> Answer:
-    """Classes of files by the time spent on them."""
-    return _measured(events, by, where="path IS NOT NULL", name="classes", title="Classes of files")
+    """Classes of files, the most time-consuming first."""
+    return _break_down(events, by, where="path IS NOT NULL", name="classes", title="Classes of files")
 
 
-def _measured(
+def _break_down(
     events: EventsView, by: Sequence[str], *, where: str, name: str, title: str, top: int | None = None
 ) -> Answer:
     check_keys(by, GROUPINGS)
@@ -39,17 +39,11 @@ def _measured(
     rows = measure_groups(events, by, where=where, extra=extra)
     width = len(by)
     rows.sort(key=lambda row: (-row[width + 1], *map(str, row[:width])))
-    columns = [
-        *(Column(key) for key in by),
-        Column("num_events", Unit.COUNT),
-        Column("sum_us", Unit.MICROSECONDS),
-        Column("union_us", Unit.MICROSECONDS),
-        Column("concurrency", Unit.RATIO),
-        *([] if "path" in by else [Column("num_files", Unit.COUNT)]),
-        Column("read_bytes", Unit.BYTES),
-        Column("written_bytes", Unit.BYTES),
-        Column("max_us", Unit.MICROSECONDS),
-    ]
+    columns = make_columns(
+        *map(Column, by), "num_events", "sum_us", "union_us", "concurrency",
+        *([] if "path" in by else [Column("num_files", Unit.COUNT)]), "read_bytes", "written_bytes",
+        "max_us",
+    )  # fmt: skip
     return Answer(name=name, title=f"{title} by {', '.join(by)}", columns=columns, rows=rows[:top])
 
 
@@ -57,13 +51,13 @@ _MOVES = "size_bytes IS NOT NULL AND phase = 'io'"
 
 
 def sizes(events: EventsView, *, by: Sequence[str] = ("op",), top: int = 20) -> tuple[Answer, Answer]:
-    """Descriptions by `by`, and the `top` most frequent sizes of each."""
+    """How large transfers are: a description for each group, and its `top` most frequent sizes."""
     check_keys(by, GROUPINGS)
     return describe(events, by), value_counts(events, by, top=top)
 
 
 def describe(events: EventsView, by: Sequence[str]) -> Answer:
-    """Count, mean, sample deviation and exact quantiles, interpolated as pandas does."""
+    """Count, mean, sample deviation and exact quantiles, interpolated as in pandas."""
     keys = ", ".join(by)
     rows = events.ask(f"""
         SELECT {keys}, count(*), sum(size_bytes)::BIGINT, avg(size_bytes), stddev_samp(size_bytes),
@@ -71,11 +65,9 @@ def describe(events: EventsView, by: Sequence[str]) -> Answer:
                quantile_cont(size_bytes, 0.75), quantile_cont(size_bytes, 0.99), max(size_bytes)
         FROM {{events}} WHERE {_MOVES} GROUP BY {keys} ORDER BY {keys}""")
     names = ("total", "mean", "std", "min", "p25", "median", "p75", "p99", "max")
-    columns = [
-        *(Column(key) for key in by),
-        Column("num_events", Unit.COUNT),
-        *(Column(f"{name}_bytes", Unit.BYTES) for name in names),
-    ]
+    columns = make_columns(
+        *map(Column, by), "num_events", *(Column(f"{name}_bytes", Unit.BYTES) for name in names),
+    )  # fmt: skip
     return Answer(name="sizes", title=f"Sizes of transfers by {keys}", columns=columns, rows=rows)
 
 
@@ -87,22 +79,18 @@ def value_counts(events: EventsView, by: Sequence[str], *, top: int) -> Answer:
         GROUP BY {keys}, size_bytes
         QUALIFY row_number() OVER (PARTITION BY {keys} ORDER BY count(*) DESC, size_bytes) <= {top}
         ORDER BY {keys}, num_events DESC, size_bytes""")
-    columns = [
-        *(Column(key) for key in by),
-        Column("size_bytes", Unit.BYTES),
-        Column("num_events", Unit.COUNT),
-    ]
+    columns = make_columns(*map(Column, by), "size_bytes", "num_events")
     return Answer(name="size_counts", title=f"Most frequent sizes by {keys}", columns=columns, rows=rows)
 
 
-_MOVED = "coalesce(sum(size_bytes), 0)::BIGINT"
+_MOVED_BYTES = "coalesce(sum(size_bytes), 0)::BIGINT"
 STRAGGLER_RATIO = 1.25
-"""A rank that is so much busier with I/O than the median is called a straggler."""
+"""A rank whose I/O takes this many times the median of its run is a straggler."""
 
 
 def ranks(events: EventsView) -> Answer:
-    """A row for each process, by run and rank."""
-    busy = measure_groups(events, ("run", "rank", "pid", "host"), where=IS_IO, extra=[_MOVED])
+    """A row for each process, by run and rank: skew, and which ranks the others wait for."""
+    busy = measure_groups(events, ("run", "rank", "pid", "host"), where=IS_IO, extra=[_MOVED_BYTES])
     spans = {
         row[:3]: row[3:]
         for row in events.ask("""
@@ -126,26 +114,15 @@ def ranks(events: EventsView) -> Answer:
         for run, rank, pid, host, num_events, sum_us, union_us, concurrency, moved in busy
     ]
     rows.sort(key=lambda row: (row[0], -1 if row[1] is None else row[1], row[2], row[3] or ""))
-    middles = {run: median(row[7] for row in rows if row[0] == run) for run in {row[0] for row in rows}}
-    judged = [
+    medians = {run: median(row[7] for row in rows if row[0] == run) for run in {row[0] for row in rows}}
+    judged_rows = [
         (*row, ratio, ratio is not None and ratio > STRAGGLER_RATIO)
         for row in rows
-        for ratio in (row[7] / middles[row[0]] if middles[row[0]] else None,)
+        for ratio in (row[7] / medians[row[0]] if medians[row[0]] else None,)
     ]
-    columns = [
-        Column("run"),
-        Column("rank"),
-        Column("pid"),
-        Column("host"),
-        Column("num_events", Unit.COUNT),
-        Column("moved_bytes", Unit.BYTES),
-        Column("sum_us", Unit.MICROSECONDS),
-        Column("union_us", Unit.MICROSECONDS),
-        Column("concurrency", Unit.RATIO),
-        Column("app_us", Unit.MICROSECONDS),
-        Column("last_event_us", Unit.MICROSECONDS),
-        Column("to_median", Unit.RATIO),
-        Column("is_straggler"),
-    ]
+    columns = make_columns(
+        "run", "rank", "pid", "host", "num_events", "moved_bytes", "sum_us", "union_us", "concurrency",
+        "app_us", "last_event_us", "to_median", "is_straggler",
+    )  # fmt: skip
     note = f"A straggler's union is more than {STRAGGLER_RATIO:g} times its run's median."
-    return Answer(name="ranks", title="Ranks", columns=columns, rows=judged, notes=[note])
+    return Answer(name="ranks", title="Ranks", columns=columns, rows=judged_rows, notes=[note])

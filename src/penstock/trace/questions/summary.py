@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.trace.interval_union import union_times
-from penstock.trace.questions.answer import Answer, Column, Unit
+from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, EventsView
 
 
@@ -49,7 +49,9 @@ def _facts(events: EventsView) -> Answer:
         title="Summary",
         columns=[Column(name, unit) for name, unit, _ in facts],
         rows=[[value for _, _, value in facts]],
-        notes=["Overlaps are of intervals over all processes; `penstock trace overlap` has them by process."],
+        notes=[
+            "Overlaps are of intervals over all processes; `penstock trace overlap` shows them by process."
+        ],
     )
 
 
@@ -59,17 +61,8 @@ def _functions(events: EventsView) -> Answer:
                quantile_cont(size_bytes, 0.25), avg(size_bytes), quantile_cont(size_bytes, 0.5),
                quantile_cont(size_bytes, 0.75), max(size_bytes)
         FROM {events} GROUP BY cat, op ORDER BY 4 DESC, 1, 2""")
-    columns = [
-        Column("cat"),
-        Column("op"),
-        Column("num_events", Unit.COUNT),
-        Column("sum_us", Unit.MICROSECONDS),
-        Column("total_bytes", Unit.BYTES),
-        Column("min_bytes", Unit.BYTES),
-        Column("p25_bytes", Unit.BYTES),
-        Column("mean_bytes", Unit.BYTES),
-        Column("median_bytes", Unit.BYTES),
-        Column("p75_bytes", Unit.BYTES),
-        Column("max_bytes", Unit.BYTES),
-    ]
+    columns = make_columns(
+        "cat", "op", "num_events", "sum_us", "total_bytes", "min_bytes", "p25_bytes", "mean_bytes",
+        "median_bytes", "p75_bytes", "max_bytes",
+    )  # fmt: skip
     return Answer(name="functions", title="Functions", columns=columns, rows=rows)

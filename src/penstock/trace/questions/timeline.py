@@ -9,7 +9,7 @@ from __future__ import annotations
 from penstock.errors import UsageError
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import measure_groups
-from penstock.trace.questions.answer import Answer, Column, Unit
+from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_READ, IS_WRITE, EventsView
 
 _BUCKETS_WANTED = 100
@@ -24,7 +24,7 @@ _EXTRA = (
 
 
 def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
-    """A row for each bucket of each run and tier in which something went on."""
+    """A row for each bucket of each run and tier in which there was I/O."""
     span_us = events.ask_one(f"""
         SELECT coalesce(max(span), 1) FROM (
             SELECT max(end_us) FILTER (WHERE {IS_IO}) - min(ts_us) AS span FROM {{events}} GROUP BY run)""")[
@@ -32,7 +32,9 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
     ]
     width = bucket_us or _round_width(span_us)
     if span_us // width > _MOST_BUCKETS:
-        raise UsageError(f"The trace has {span_us // width:,} such buckets", fix="Take larger ones.")
+        raise UsageError(
+            f"The trace has {span_us // width:,} buckets of this size", fix="Use larger buckets."
+        )
     cut = EventsView(connection=events.connection, relation=_cut(events, width))
     keys = ("run", "tier", "bucket")
     rows = [
@@ -43,25 +45,16 @@ def timeline(events: EventsView, *, bucket_us: int | None = None) -> Answer:
         )
     ]  # fmt: skip
     rows.sort(key=lambda row: (row[0], row[1] or "", row[2]))
-    columns = [
-        Column("run"),
-        Column("tier"),
-        Column("since_start_us", Unit.MICROSECONDS),
-        Column("bucket_us", Unit.MICROSECONDS),
-        Column("num_started", Unit.COUNT),
-        Column("read_bytes", Unit.BYTES),
-        Column("written_bytes", Unit.BYTES),
-        Column("read_rate", Unit.RATE),
-        Column("write_rate", Unit.RATE),
-        Column("concurrency", Unit.RATIO),
-        Column("busy_share", Unit.SHARE),
-    ]
+    columns = make_columns(
+        "run", "tier", "since_start_us", "bucket_us", "num_started", "read_bytes", "written_bytes",
+        "read_rate", "write_rate", "concurrency", "busy_share",
+    )  # fmt: skip
     note = f"Each bucket is {width / 1e6:g} s; times are since the run's first event."
     return Answer(name="timeline", title="Timeline", columns=columns, rows=rows, notes=[note])
 
 
 def _cut(events: EventsView, width: int) -> str:
-    """Events cut at the edges of buckets; nearly all lie in one, and are spared the general case."""
+    """Events cut at the edges of buckets. Nearly all are within one bucket, and skip the general case."""
     origins = events.ask("SELECT run, min(ts_us) FROM {events} GROUP BY run")
     cases = "".join(f" WHEN {sql_literal(run)} THEN {origin_us}" for run, origin_us in origins)
     origin = f"CASE run{cases} ELSE 0 END" if cases else "0"
@@ -91,39 +84,31 @@ def _round_width(span_us: int) -> int:
 
 
 def file_events(events: EventsView, path: str) -> Answer:
-    """Events of `path`: a whole path, or the base name of a file that occurs once."""
-    chosen = _chosen(events, path)
+    """The events of `path`, which is a whole path or the end of one that is unique."""
+    path = _find_path(events, path)
     rows = events.ask(f"""
         SELECT run, rank, tid, ts_us - (SELECT min(ts_us) FROM {{events}}), dur_us, name, op, size_bytes,
                "offset", ret
-        FROM {{events}} WHERE path = {sql_literal(chosen)} ORDER BY ts_us, end_us, tid, name""")
-    columns = [
-        Column("run"),
-        Column("rank"),
-        Column("tid"),
-        Column("since_start_us", Unit.MICROSECONDS),
-        Column("dur_us", Unit.MICROSECONDS),
-        Column("name"),
-        Column("op"),
-        Column("size_bytes", Unit.BYTES),
-        Column("offset", Unit.BYTES),
-        Column("ret"),
-    ]
-    return Answer(name="file", title=chosen, columns=columns, rows=rows)
+        FROM {{events}} WHERE path = {sql_literal(path)} ORDER BY ts_us, end_us, tid, name""")
+    columns = make_columns(
+        "run", "rank", "tid", "since_start_us", "dur_us", "name", "op", "size_bytes",
+        Column("offset", Unit.BYTES), "ret",
+    )  # fmt: skip
+    return Answer(name="file", title=path, columns=columns, rows=rows)
 
 
-def _chosen(events: EventsView, path: str) -> str:
-    found = events.ask(f"""
+def _find_path(events: EventsView, path: str) -> str:
+    matches = events.ask(f"""
         SELECT DISTINCT path FROM {{events}}
         WHERE path = {sql_literal(path)} OR ends_with(path, {sql_literal("/" + path.lstrip("/"))})
         ORDER BY path <> {sql_literal(path)}, path LIMIT 6""")
-    paths = [row[0] for row in found]
+    paths = [row[0] for row in matches]
     if path in paths or len(paths) == 1:
         return str(paths[0])
     if paths:
-        raise UsageError(f"Several files end in {path!r}: {', '.join(paths)}", fix="Write the whole path.")
-    near = events.ask(f"""
+        raise UsageError(f"Several files end in {path!r}: {', '.join(paths)}", fix="Give the whole path.")
+    nearest = events.ask(f"""
         SELECT path FROM (SELECT DISTINCT path FROM {{events}} WHERE path IS NOT NULL)
         ORDER BY levenshtein(path, {sql_literal(path)}), path LIMIT 1""")
-    advice = f"The nearest name is {near[0][0]}." if near else "This trace names no files at all."
-    raise UsageError(f"No event is of a file {path!r}", fix=advice)
+    advice = f"The nearest name is {nearest[0][0]}." if nearest else "This trace names no files."
+    raise UsageError(f"No event has the file {path!r}", fix=advice)

@@ -13,7 +13,7 @@ from typing import Final
 from penstock.trace.reading.event_batch import LineFate, ParsedLine, parse_int64
 
 MARK: Final = re.compile(rb"#\s*(?:DXT,|darshan log version|Module\s+Rank\s+Wt/Rd)")
-"""What a text of this dialect has in its head."""
+"""What the head of a text of this dialect contains."""
 
 _FILE: Final = re.compile(r"#\s*DXT,\s*file_id:\s*\d+,\s*file_name:\s*(.*?)\s*")
 _PLACE: Final = re.compile(r"#\s*DXT,\s*rank:\s*(-?\d+),\s*hostname:\s*(\S+)\s*")
@@ -33,16 +33,16 @@ class DarshanDxt:
         self._num_relative = 0
 
     def parse(self, line: str) -> ParsedLine:
-        """What the line is: a segment, an explanation, or damage."""
+        """Parse a line: a segment, an explanation, or damage."""
         if not line.strip():
             return ParsedLine(LineFate.BLANK)
         if line.lstrip().startswith("#"):
             self._learn(line)
             return ParsedLine(LineFate.METADATA)
-        found = _SEGMENT.fullmatch(line)
-        if found is None:
+        segment_line = _SEGMENT.fullmatch(line)
+        if segment_line is None:
             return ParsedLine(LineFate.DROPPED, reason="not a segment")
-        module, rank, verb, segment, offset, length, begin, end = found.groups()
+        module, rank, verb, segment, offset, length, begin, end = segment_line.groups()
         begin_us, end_us = _microseconds(begin), _microseconds(end)
         size_bytes = parse_int64(length)
         if (
@@ -52,7 +52,7 @@ class DarshanDxt:
             or len(begin) > 18
             or len(rank) > 9
         ):
-            return ParsedLine(LineFate.DROPPED, reason="numbers that cannot be")
+            return ParsedLine(LineFate.DROPPED, reason="impossible numbers")
         self._num_relative += self._start_us is None
         return ParsedLine(
             LineFate.EVENT,
@@ -80,15 +80,15 @@ class DarshanDxt:
     def faults(self) -> Iterable[str]:
         """Whether times are relative."""
         if self._num_relative:
-            yield f"{self._num_relative} events have times since the job's begin: no start_time is told"
+            yield f"{self._num_relative} events have times since the job began: there is no start_time"
 
     def _learn(self, line: str) -> None:
-        if found := _FILE.fullmatch(line):
-            self._path = found[1]
-        elif found := _PLACE.fullmatch(line):
-            self._host = found[2]
-        elif (found := _START.fullmatch(line)) and len(found[1]) < 12:
-            self._start_us = int(found[1]) * 1_000_000 + int((found[2] or "0").ljust(6, "0")[:6])
+        if match := _FILE.fullmatch(line):
+            self._path = match[1]
+        elif match := _PLACE.fullmatch(line):
+            self._host = match[2]
+        elif (match := _START.fullmatch(line)) and len(match[1]) < 12:
+            self._start_us = int(match[1]) * 1_000_000 + int((match[2] or "0").ljust(6, "0")[:6])
 
 
 def _microseconds(seconds: str) -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from penstock.errors import UsageError
-from penstock.trace.yaml_documents import YamlDocument, parse_document, read_document
+from penstock.trace.yaml_documents import YamlDocument, load_document, parse_document
 
 Count = Annotated[int, Field(ge=0)]
 Ranks = Literal["all", "others"] | tuple[Count, ...]
@@ -171,7 +171,7 @@ def read_description(name_or_path: str) -> SynthesisSpec:
             f"There is no description {name_or_path!r}",
             fix=f"Name a YAML file, or one of the shipped: {', '.join(shipped_names())}.",
         )
-    return read_document(SynthesisSpec, path)
+    return load_document(SynthesisSpec, path)
 
 
 def _shipped() -> Any:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.trace.compare.comparison import compare
+from penstock.trace.compare.comparison import compare_runs
 from penstock.trace.compare.report import write_report
 from penstock.trace.compare.trace_study import ComparisonSpec, open_study
-from penstock.trace.yaml_documents import read_document
+from penstock.trace.yaml_documents import load_document
 from penstock.workflows.study.findings import RULES
 from penstock.workflows.study.records import TRACES, write_runs
 from penstock.workflows.study.row import SAVE_EVENT
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def compare_rows(request: StudyRequest, progress: Progress) -> tuple[ComparisonResult, Sequence[Path]]:
     """What the traces of all rows say, and the files of its report."""
     path = write_runs(request.out, description(request))
-    with open_study(read_document(ComparisonSpec, path), request.out, progress=progress) as opened:
-        compared = compare(opened, progress=progress)
+    with open_study(load_document(ComparisonSpec, path), request.out, progress=progress) as opened:
+        compared = compare_runs(opened, progress=progress)
         own = [finding for rule in RULES for finding in rule(opened)]
     compared = replace(compared, findings=[*own, *compared.findings])
     return compared, write_report(compared, request.out)

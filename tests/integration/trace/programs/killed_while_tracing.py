@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns
-from penstock.trace.capture.trace_writer import Kind, Layer
+from penstock.trace.capture.trace_writer import EventKind, Layer
 
 folder, number = Path(sys.argv[1]), int(sys.argv[2])
-work = Kind("work", "app", Layer.PYTHON)
+work = EventKind("work", "app", Layer.PYTHON)
 recorder = TraceRecorder(folder)
 for step in range(number):
     recorder.record(work, clock_ns(), args={"step": step})

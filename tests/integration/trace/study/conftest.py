@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.trace.compare.comparison import ComparisonResult, compare
+from penstock.trace.compare.comparison import ComparisonResult, compare_runs
 from penstock.trace.compare.trace_study import ComparisonSpec, open_study
 from penstock.trace.synthesize import read_description, synthesize
-from penstock.trace.yaml_documents import read_document
+from penstock.trace.yaml_documents import load_document
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,6 @@ def study_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compared(study_folder: Path) -> ComparisonResult:
-    asked = read_document(ComparisonSpec, study_folder / "runs.yaml")
+    asked = load_document(ComparisonSpec, study_folder / "runs.yaml")
     with open_study(asked, study_folder) as study:
-        return compare(study)
+        return compare_runs(study)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.trace.compare import report
-from penstock.trace.compare.comparison import ComparisonResult, compare
+from penstock.trace.compare.comparison import ComparisonResult, compare_runs
 from penstock.trace.compare.trace_study import ComparisonSpec, open_study
 from penstock.trace.questions.answer import as_markdown
 from penstock.trace.synthesize import read_description, synthesize
-from penstock.trace.yaml_documents import read_document
+from penstock.trace.yaml_documents import load_document
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "trace" / "seven_runs.md"
 
@@ -283,9 +283,9 @@ def test_the_tables_do_not_depend_on_the_format_of_the_traces(
 ) -> None:
     description = read_description("seven_runs").model_copy(update={"generation": generation})
     synthesize(description, tmp_path / "study")
-    asked = read_document(ComparisonSpec, tmp_path / "study" / "runs.yaml")
+    asked = load_document(ComparisonSpec, tmp_path / "study" / "runs.yaml")
     with open_study(asked, tmp_path / "study") as study:
-        again = compare(study)
+        again = compare_runs(study)
     for table in compared.tables:
         if table.name not in ("t0", "t9"):  # metadata lines, and numbers of threads
             assert again.table(table.name) == table
@@ -293,7 +293,7 @@ def test_the_tables_do_not_depend_on_the_format_of_the_traces(
 
 @pytest.mark.slow
 def test_workers_of_dask_come_to_the_same_report(compared: ComparisonResult, study_folder: Path) -> None:
-    asked = read_document(ComparisonSpec, study_folder / "runs.yaml")
+    asked = load_document(ComparisonSpec, study_folder / "runs.yaml")
     with open_study(asked, study_folder, dask="local") as study:
-        again = compare(study)
+        again = compare_runs(study)
     assert report.render_markdown(again) == report.render_markdown(compared)

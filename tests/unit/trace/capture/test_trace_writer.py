@@ -8,10 +8,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.trace.capture.trace_writer import Kind, Layer, LineFormatter, RecordedEvent
+from penstock.trace.capture.trace_writer import EventKind, Layer, LineFormatter, RecordedEvent
 
-READ = Kind("pread64", "POSIX", Layer.LIBC_IO)
-STEP = Kind('a "quoted"\nname', "compute", Layer.PYTHON)
+READ = EventKind("pread64", "POSIX", Layer.LIBC_IO)
+STEP = EventKind('a "quoted"\nname', "compute", Layer.PYTHON)
 
 
 def _parsed(lines: bytes) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.comparison import compare, mismatches
-from penstock.trace.compare.trace_study import spans
+from penstock.trace.compare.comparison import compare_runs, find_mismatches
+from penstock.trace.compare.trace_study import format_ranges
 from penstock.trace.event_schema import FileAccount
 
 
@@ -17,14 +17,14 @@ def write(run: str, rank: int, **more: Any) -> dict[str, Any]:
 
 
 def test_numbers_are_spans_and_names_a_short_list() -> None:
-    assert spans([8, 9, 10, 3, 1]) == "1, 3, 8-10"
-    assert spans([]) == ""
-    assert spans(["b", "a", "c", "d"]) == "a, b and 2 more"
+    assert format_ranges([8, 9, 10, 3, 1]) == "1, 3, 8-10"
+    assert format_ranges([]) == ""
+    assert format_ranges(["b", "a", "c", "d"]) == "a, b and 2 more"
 
 
 def test_alike_runs_have_no_mismatch_and_that_is_said() -> None:
     with small_study([write("base", 0, host="a"), write("new", 0, host="b")]) as study:
-        answer = mismatches(study)
+        answer = find_mismatches(study)
     assert answer.rows == []
     assert "All runs have" in answer.notes[0]
 
@@ -33,7 +33,7 @@ def test_missing_ranks_hosts_steps_and_files_are_named() -> None:
     rows = [write("base", rank, host=f"n{rank}", step=rank) for rank in range(4)]
     rows += [write("new", 0, host="n0", step=0)]
     with small_study(rows) as study:
-        found = {row["what"]: row for row in mismatches(study).records()}
+        found = {row["what"]: row for row in find_mismatches(study).records()}
     assert found["ranks"]["missing"] == "1-3"
     assert (found["hosts"]["here"], found["hosts"]["base"]) == (1, 4)
     assert found["steps"]["missing"] == "1-3"
@@ -43,7 +43,7 @@ def test_missing_ranks_hosts_steps_and_files_are_named() -> None:
 def test_a_run_that_lost_lines_is_a_mismatch() -> None:
     harmed = FileAccount(file="trace-0.pfw", lines=5, events=3, dropped=2)
     with small_study([write("base", 0), write("new", 0)], accounts={"new": [harmed]}) as study:
-        (row,) = mismatches(study).records()
+        (row,) = find_mismatches(study).records()
     assert (row["what"], row["run"], row["missing"]) == (
         "damaged files", "new", "2 lines dropped, 0 salvaged, 0 torn files",
     )  # fmt: skip
@@ -51,7 +51,7 @@ def test_a_run_that_lost_lines_is_a_mismatch() -> None:
 
 def test_a_run_without_any_event_compares_as_nothing_and_not_as_an_error() -> None:
     with small_study([write("base", 0, dur_us=5)]) as study:
-        compared = compare(study)
+        compared = compare_runs(study)
     assert list(compared.table("t1").rows[1]) == ["fast I/O", 5, None]
     assert [row["run"] for row in compared.mismatches.records()] == ["new"] * 2
 
@@ -59,11 +59,11 @@ def test_a_run_without_any_event_compares_as_nothing_and_not_as_an_error() -> No
 def test_names_of_tiers_and_runs_are_text_whatever_they_hold() -> None:
     rows = [{**write("it's", 0, dur_us=3), "path": "/o'b/x"}]
     with small_study(rows, runs=("it's",), tiers={"o'b": "/o'b"}) as study:
-        compared = compare(study)
+        compared = compare_runs(study)
     assert list(compared.table("t1").rows[1]) == ["o'b I/O", 3]
 
 
 def test_the_first_followed_file_is_the_one_whose_calls_differ_most() -> None:
     rows = [write("base", 0), write("new", 0), write("base", 1), write("new", 1), write("new", 1)]
     with small_study(rows) as study:
-        assert {row["file"] for row in compare(study).table("t6").records()} == {"f-1.pt"}
+        assert {row["file"] for row in compare_runs(study).table("t6").records()} == {"f-1.pt"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.trace_studies import small_study
 
-from penstock.trace.compare.comparison import FINDING_RULES, find
+from penstock.trace.compare.comparison import FINDING_RULES, find_all
 
 if TYPE_CHECKING:
     from penstock.trace.compare.trace_study import TraceFinding
@@ -32,7 +32,7 @@ def test_alike_and_ordinary_runs_have_no_findings() -> None:
         for at, name in ((0, "open"), (10, "write"), (20, "close"))
     ]
     with small_study(rows) as study:
-        assert find(study) == []
+        assert find_all(study) == []
 
 
 def test_f1_names_missing_ranks() -> None:

@@ -38,12 +38,12 @@ def test_the_first_run_is_the_baseline_unless_one_is_named() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("baseline: b", "baseline: c", "none of the runs a, b"),
+        ("baseline: b", "baseline: c", "not one of the runs a, b"),
         ("tiers:", "tires:", "unknown key tires: did you mean tiers?"),
-        ("device_rates: {ssd", "device_rates: {disk", "there are the tiers ssd, pfs"),
+        ("device_rates: {ssd", "device_rates: {disk", "not one of the tiers ssd, pfs"),
         ("2.5GB/s", "fast", "is not a rate"),
-        ("^layer-", "(", "no regular expression"),
-        ("flush=name~flush", "flush", "not a rule of a phase"),
+        ("^layer-", "(", "not a regular expression"),
+        ("flush=name~flush", "flush", "not a phase rule"),
         ("runs: {a: a/*.pfw.gz, b: [b/1.pfw, b/2.pfw]}\nbaseline: b", "runs: {}", "runs is {}"),
         ("runs:", "tiers2:", "runs is missing"),
     ],
