@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -33,16 +32,19 @@ class CommandResult:
         return json.loads(self.stdout)
 
 
-def run_command(
-    *words: object, program: Callable[[list[str]], int] = main, **environment: str
-) -> CommandResult:
+def run_command(*words: object, **environment: str) -> CommandResult:
     """Run a command line with these additional environment variables."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     # Rich and click ask the environment how wide the terminal is.
     with (
         patch.dict(os.environ, {"COLUMNS": "100", **environment}),
         redirect_stdout(out),
         redirect_stderr(err),
     ):
-        code = program([str(word) for word in words])
-    return CommandResult(code, out.getvalue(), err.getvalue())
+        code = main([str(word) for word in words])
+    return CommandResult(code, _text_of(out), _text_of(err))
+
+
+def _text_of(stream: io.TextIOWrapper) -> str:
+    stream.seek(0)
+    return stream.read()

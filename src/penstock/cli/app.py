@@ -125,7 +125,7 @@ def _print_completion(context: click.Context, _: click.Parameter, is_given: bool
     from penstock.cli.completion import completion_script
 
     if is_given:
-        print(completion_script())
+        print(completion_script(context.command))
         context.exit()
 
 
@@ -133,7 +133,7 @@ def _install_completion(context: click.Context, _: click.Parameter, is_given: bo
     from penstock.cli.completion import install_completion
 
     if is_given:
-        print(install_completion())
+        print(install_completion(context.command))
         context.exit()
 
 

@@ -42,7 +42,7 @@ def run(options: CheckpointRunOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock checkpoint run llama3-8b --to ./ckpt --results runs --scale 0.01 --writes 2 --reads 2 --json
 
-      penstock checkpoint run llama3-8b --to /mnt/ckpt --ranks 8 --closed --accelerator b200 \\
+      penstock checkpoint run llama3-8b --to /mnt/ckpt --ranks 8 --closed --accelerator b200 \
         --submission ~/results --system fast
     """
     result = run_checkpoints(options, comm=comm, terminal=terminal)
@@ -53,9 +53,7 @@ def run(options: CheckpointRunOptions, comm: Comm, terminal: Terminal) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeOptions:
-    """Options of `penstock checkpoint size`."""
-
+class _SizeOptions:
     model: ModelOptions = group(ModelOptions)
     ranks: int | None = option("--ranks", whole(1), "Number of ranks (default: the model's own).")
     scale: Fraction = option("--scale", SCALE, "Calculate only this share of every file.", default="1")
@@ -65,8 +63,8 @@ class SizeOptions:
     )
 
 
-@verb(SizeOptions)
-def size(options: SizeOptions, terminal: Terminal) -> None:
+@verb(_SizeOptions)
+def size(options: _SizeOptions, terminal: Terminal) -> None:
     """Calculate each rank's files and bytes of a checkpoint, and prove the total.
 
     Examples:

@@ -24,16 +24,14 @@ NOT_FLUSHED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusOptions:
-    """Options of `penstock checkpoint status`."""
-
+class _StatusOptions:
     run: str = argument("RUN", URI, "Durable directory or URI of the manager.")
     caches: tuple[str, ...] = repeated("--cache", FOLDER_URI, "Cache that is reachable from here.")
     watches: bool = flag("--watch", "Wait until all flushes are finished.")
 
 
-@verb(StatusOptions)
-def status(options: StatusOptions, terminal: Terminal) -> int:
+@verb(_StatusOptions)
+def status(options: _StatusOptions, terminal: Terminal) -> int:
     """Show the steps of RUN on each level, their redundancy, and the progress of flushes.
 
     Caches are directories on nodes: run this on each node, or name the caches of several simulated hosts.
@@ -140,15 +138,13 @@ def _describe_redundancy(cached: CachedStep | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlushOptions:
-    """Options of `penstock checkpoint flush`."""
-
+class _FlushOptions:
     caches: tuple[str, ...] = arguments("CACHE...", FOLDER_URI, "Caches that are reachable from here.")
     timeout_s: float = option("--timeout", TIME, "Give up after this time without progress.", default="30min")
 
 
-@verb(FlushOptions)
-def flush(options: FlushOptions, terminal: Terminal) -> int:
+@verb(_FlushOptions)
+def flush(options: _FlushOptions, terminal: Terminal) -> int:
     """Flush pending checkpoints from CACHE to durable storage, after a crash or before a job ends.
 
     Starts the cache's flush daemon if none runs, and waits for it; Ctrl-C ends only the wait. A step of
@@ -193,9 +189,7 @@ def _flush_row(folder: Path, step: int, state: FlushState) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropOptions:
-    """Options of `penstock checkpoint drop`."""
-
+class _DropOptions:
     caches: tuple[str, ...] = arguments("CACHE...", FOLDER_URI, "Caches that are reachable from here.")
     steps: tuple[int, ...] = repeated("--step", whole(), "Drop this step.")
     drops_all: bool = flag("--all", "Drop all steps.")
@@ -206,8 +200,8 @@ class DropOptions:
     is_dry: bool = flag("--dry-run", "Show what would be dropped, and drop nothing.")
 
 
-@verb(DropOptions)
-def drop(options: DropOptions, terminal: Terminal) -> None:
+@verb(_DropOptions)
+def drop(options: _DropOptions, terminal: Terminal) -> None:
     """Drop steps from CACHE: their files, their parity and their pending flushes.
 
     Refuses, and drops nothing, if a step is not durable in the run that --durable names.

@@ -15,17 +15,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HaltOptions:
-    """Options of `penstock checkpoint halt`."""
-
+class _HaltOptions:
     run: str = argument("RUN", URI, "Durable directory or URI of the manager.")
     reason: str = option("--reason", TEXT, "Reason to write into the job's log.", default="")
     cancels: bool = flag("--cancel", "Withdraw the request, if no job has obeyed it yet.")
     shows_status: bool = flag("--status", "Show whether a stop is requested, and request none.")
 
 
-@verb(HaltOptions)
-def halt(options: HaltOptions, terminal: Terminal) -> None:
+@verb(_HaltOptions)
+def halt(options: _HaltOptions, terminal: Terminal) -> None:
     """Request a graceful stop: the job whose manager saves to RUN saves once more, flushes and exits.
 
     The job sees the marker, RUN/halt.json, some seconds later when its training loop asks the manager whether

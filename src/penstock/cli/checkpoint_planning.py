@@ -20,9 +20,7 @@ _TIME = above_zero(TIME)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of `penstock checkpoint plan`."""
-
+class _PlanOptions:
     state_bytes: int = required("--state", SIZE, "Size of one checkpoint of all ranks.")
     nodes: int = required("--nodes", whole(1), "Number of hosts of the job.")
     fast_bytes_per_s: float = required("--fast", _RATE, "Write bandwidth of one host's cache.")
@@ -82,8 +80,8 @@ class PlanOptions:
         )
 
 
-@verb(PlanOptions)
-def plan(options: PlanOptions, terminal: Terminal) -> None:
+@verb(_PlanOptions)
+def plan(options: _PlanOptions, terminal: Terminal) -> None:
     r"""Estimate training efficiency for each checkpointing strategy.
 
     A first-order formula (Young/Daly), checked by a simulation with random failures.
@@ -92,7 +90,7 @@ def plan(options: PlanOptions, terminal: Terminal) -> None:
 
       penstock checkpoint plan --state 912GiB --nodes 64 --fast 3GiB/s --slow 40GiB/s --node-mtbf 200d
 
-      penstock checkpoint plan --state 1TiB --nodes 16 --fast 2GiB/s --slow 50GiB/s --node-mtbf 90d \\
+      penstock checkpoint plan --state 1TiB --nodes 16 --fast 2GiB/s --slow 50GiB/s --node-mtbf 90d \
         --system-mtbf 60d --scheme double-parity --interval 10min --json
     """
     import numpy as np

@@ -66,15 +66,13 @@ class CacheOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RebuildOptions:
-    """Options of `penstock checkpoint rebuild`."""
-
+class _RebuildOptions:
     caches: CacheOptions = group(CacheOptions)
     no_verify: bool = flag("--no-verify", "Check only names and sizes; skip checksums.")
 
 
-@ranked(RebuildOptions)
-def rebuild(options: RebuildOptions, comm: Comm, terminal: Terminal) -> int:
+@ranked(_RebuildOptions)
+def rebuild(options: _RebuildOptions, comm: Comm, terminal: Terminal) -> int:
     """Rebuild lost or damaged files of cached steps, as far as each step's redundancy allows.
 
     Run it on the nodes that own the caches, replaced nodes included, with one rank on each. Exits with 1 if a
@@ -101,15 +99,13 @@ def rebuild(options: RebuildOptions, comm: Comm, terminal: Terminal) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScavengeOptions:
-    """Options of `penstock checkpoint scavenge`."""
-
+class _ScavengeOptions:
     caches: CacheOptions = group(CacheOptions)
     durable: str = required("--to", URI, "Durable directory or URI of the manager.")
 
 
-@ranked(ScavengeOptions)
-def scavenge(options: ScavengeOptions, comm: Comm, terminal: Terminal) -> int:
+@ranked(_ScavengeOptions)
+def scavenge(options: _ScavengeOptions, comm: Comm, terminal: Terminal) -> int:
     """Copy the newest step that the surviving caches can restore or rebuild to durable storage.
 
     Run it after a crash on the nodes that are left, with one rank on each. Every file is verified before it

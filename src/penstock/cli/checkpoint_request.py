@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.cli.option_groups import ModelOptions, StorageOptions, plan_model_layout
+from penstock.cli.option_groups import BackendOptions, ModelOptions, plan_model_layout
 from penstock.cli.options import command_line, flag, group, option, required, switch
 from penstock.cli.parsers import SCALE, SIZE, TEXT, TIME, URI, choice, whole
 from penstock.cli.preflight_gates import GateOptions, inspect_gates
 from penstock.cli.run_reports import capture_checkpoint_output, checkpoint_warnings
-from penstock.cli.submission_options import ResultOptions, SubmittedRun, open_session, parse_changes
+from penstock.cli.submission_options import ResultOptions, SubmissionEntry, open_session, parse_changes
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class CheckpointRunOptions:
     destination: str = required(
         "--to", URI, "Destination for checkpoints: a directory, direct:///directory or s3://bucket/prefix."
     )
-    storage: StorageOptions = group(StorageOptions)
+    storage: BackendOptions = group(BackendOptions)
     results: ResultOptions = group(ResultOptions)
     scale: Fraction = option("--scale", SCALE, "Write only this share of every file, e.g. 0.01.", default="1")
     writes: int | None = option(
@@ -136,7 +136,7 @@ def build_request(options: CheckpointRunOptions, *, comm: Comm) -> CheckpointReq
     )
 
 
-def _find_submitted(options: CheckpointRunOptions, request: CheckpointRequest) -> SubmittedRun | None:
+def _find_submitted(options: CheckpointRunOptions, request: CheckpointRequest) -> SubmissionEntry | None:
     """The series that the run belongs to, once its division's rules allow the run."""
     from penstock.submission.authoring.data_location import locate_checkpoints
     from penstock.submission.tree_layout import Benchmark
@@ -147,7 +147,7 @@ def _find_submitted(options: CheckpointRunOptions, request: CheckpointRequest) -
     if series is None:
         return None
     located = locate_checkpoints(request.model.workload, options.destination)
-    return SubmittedRun(series=series, located=located)
+    return SubmissionEntry(series=series, located=located)
 
 
 def _require_allowed(
@@ -205,7 +205,7 @@ def _inspected(
 def _run_submitted(
     request: CheckpointRequest,
     options: CheckpointRunOptions,
-    submitted: SubmittedRun,
+    submitted: SubmissionEntry,
     *,
     comm: Comm,
     terminal: Terminal,

@@ -28,9 +28,7 @@ DEFAULT_RANKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyOptions:
-    """Options of `penstock checkpoint study`."""
-
+class _StudyOptions:
     model: str = option(
         "--model",
         TEXT,
@@ -69,8 +67,8 @@ class StudyOptions:
     )
 
 
-@ranked(StudyOptions, default_ranks=DEFAULT_RANKS)
-def study(options: StudyOptions, comm: Comm, terminal: Terminal) -> None:
+@ranked(_StudyOptions, default_ranks=DEFAULT_RANKS)
+def study(options: _StudyOptions, comm: Comm, terminal: Terminal) -> None:
     r"""Save the same checkpoints by eight configurations of levels, trace each, and compare them.
 
     direct_slow and direct_fast write plain files; bypass saves past the cache; single and cached save to it,
@@ -82,7 +80,7 @@ def study(options: StudyOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock checkpoint study --fast /local/ssd --slow /pfs/me --out study
 
-      penstock checkpoint study --model llama3-8b --scale 1/1000 --fast /local/ssd --slow /pfs/me \\
+      penstock checkpoint study --model llama3-8b --scale 1/1000 --fast /local/ssd --slow /pfs/me \
         --slow-bandwidth 256MiB/s -c direct_slow,bypass,cached_flushed --out study --json
     """
     from penstock.environment import process_environment

@@ -24,14 +24,12 @@ NOT_CHECKED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    """Options of `penstock checkpoint ls`."""
-
+class _ListOptions:
     path: str = argument("PATH", URI, "Directory or URI of a run, or one checkpoint.")
 
 
-@verb(ListOptions)
-def list_checkpoints(options: ListOptions, terminal: Terminal) -> None:
+@verb(_ListOptions)
+def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
     """List the checkpoints in PATH with step, state, size and age.
 
     The state comes from metadata, manifest and file sizes: committed, no sums (written by another program),
@@ -72,17 +70,15 @@ def _list_row(checkpoint: Listed, now_s: float) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions:
-    """Options of `penstock checkpoint show`."""
-
+class _ShowOptions:
     path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file.")
     pattern: str = option(
         "--name", TEXT, "Show only matching names, e.g. 'model.*'.", default="*", metavar="PATTERN"
     )
 
 
-@verb(ShowOptions)
-def show(options: ShowOptions, terminal: Terminal) -> None:
+@verb(_ShowOptions)
+def show(options: _ShowOptions, terminal: Terminal) -> None:
     """Show the tensors of a checkpoint: names, shapes, types, sizes, and the files that hold them.
 
     Reads torch's distributed checkpoints (ours and torch's own), torch.save files and safetensors. No tensor
@@ -145,16 +141,14 @@ def _tensor_row(tensor: ShownTensor) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffOptions:
-    """Options of `penstock checkpoint diff`."""
-
+class _DiffOptions:
     first: str = argument("FIRST", URI, "Checkpoint of any format.")
     second: str = argument("SECOND", URI, "Checkpoint to compare it with, of any format.")
     only: tuple[str, ...] = repeated("--only", TEXT, "Compare only matching names, e.g. 'model.*'.")
 
 
-@verb(DiffOptions)
-def diff(options: DiffOptions, terminal: Terminal) -> int:
+@verb(_DiffOptions)
+def diff(options: _DiffOptions, terminal: Terminal) -> int:
     """Compare two checkpoints tensor by tensor, whatever their formats and sharding.
 
     Exits with 0 if nothing differs and with 1 otherwise. Tensors with equal checksums are not read.
@@ -200,14 +194,12 @@ def _difference_row(part: Compared) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
-    """Options of `penstock checkpoint verify`."""
-
+class _VerifyOptions:
     path: str = argument("PATH", URI, "Checkpoint directory, .pt file or .safetensors file.")
 
 
-@verb(VerifyOptions)
-def verify(options: VerifyOptions, terminal: Terminal) -> int:
+@verb(_VerifyOptions)
+def verify(options: _VerifyOptions, terminal: Terminal) -> int:
     """Read a whole checkpoint and verify every checksum in it.
 
     Penstock's checkpoints have a checksum of every byte. Those of torch are compared with the CRC-32 of their
@@ -254,9 +246,7 @@ def _draw_verification(console: Console, report: Verification, elapsed_s: float)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertOptions:
-    """Options of `penstock checkpoint convert`."""
-
+class _ConvertOptions:
     source: str = argument("SOURCE", URI, "Checkpoint of any format.")
     target: str = argument("TARGET", URI, "New path or URI.")
     format: str | None = option(
@@ -274,8 +264,8 @@ class ConvertOptions:
     no_verify: bool = flag("--no-verify", "Skip the verification of SOURCE.")
 
 
-@verb(ConvertOptions)
-def convert(options: ConvertOptions, terminal: Terminal) -> None:
+@verb(_ConvertOptions)
+def convert(options: _ConvertOptions, terminal: Terminal) -> None:
     """Convert a checkpoint to another format, in bounded memory.
 
     Converts between torch's distributed checkpoints (dcp), torch.save files and safetensors, from whole or
@@ -327,16 +317,14 @@ def _draw_conversion(console: Console, report: Conversion) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveOptions:
-    """Options of `penstock checkpoint rm`."""
-
+class _RemoveOptions:
     path: str = argument("PATH", URI, "Directory or URI of a committed checkpoint.")
     even_last: bool = flag("--even-last", "Remove even the last complete checkpoint of a run.")
     no_verify: bool = flag("--no-verify", "Check only files and sizes of the checkpoint that remains.")
 
 
-@verb(RemoveOptions)
-def remove(options: RemoveOptions, terminal: Terminal) -> None:
+@verb(_RemoveOptions)
+def remove(options: _RemoveOptions, terminal: Terminal) -> None:
     """Remove a checkpoint: its name first, in one durable step, then its files.
 
     The last complete checkpoint of a run is kept unless --even-last is given: another one, the newest first,

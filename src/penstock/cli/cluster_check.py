@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.cli.option_groups import StorageOptions
+from penstock.cli.option_groups import BackendOptions
 from penstock.cli.options import group, option, optional_argument, repeated
 from penstock.cli.parsers import FILE, FOLDER, SIZE, URI
 from penstock.cli.preflight_gates import GATE, parse_gates
@@ -28,21 +28,19 @@ _EXIT_CODES = {"pass": 0, "warning": 0, "not checked": 3, "fail": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """Options of `penstock cluster check`."""
-
+class _CheckOptions:
     file: Path | None = optional_argument(
         "[FILE]", FILE, "Facts that `penstock cluster collect` has written (default: inspect gates)."
     )
     gates: tuple[str, ...] = repeated("--gate", GATE, "Inspect only this gate (default: all).")
     data: str | None = option("--data", URI, "Storage that ranks will read or write.")
-    storage: StorageOptions = group(StorageOptions)
+    storage: BackendOptions = group(BackendOptions)
     results: Path | None = option("--results", FOLDER, "Parent directory for results of the run.")
     written_bytes: int = option("--needs", SIZE, "Bytes that each rank will write to --data.", default="0")
 
 
-@ranked(CheckOptions)
-def check(options: CheckOptions, comm: Comm, terminal: Terminal) -> int:
+@ranked(_CheckOptions)
+def check(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
     """Compare the hosts of a collected cluster, or inspect the preflight gates that runs pass.
 
     With FILE: compares memory, cores, kernel, versions, mounts, settings and clocks of its hosts. Without
@@ -85,7 +83,7 @@ def _check_file(file: Path, terminal: Terminal) -> int:
     return _EXIT_CODES[verdict]
 
 
-def _check_gates(options: CheckOptions, comm: Comm, terminal: Terminal) -> int:
+def _check_gates(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
     from penstock.cluster.gates.gate_model import Gate, PreflightRequest
     from penstock.cluster.gates.preflight import run_preflight
     from penstock.environment import process_environment, untraced

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CollectOptions:
-    """Options of `penstock cluster collect`."""
-
+class _CollectOptions:
     hosts: str | None = option("--hosts", TEXT, "Hosts to query (default: this one).", metavar="A,B:4")
     hostfile: Path | None = option("--hostfile", FILE, "Read the hosts from a file, one a line.")
     via: str | None = option(
@@ -46,8 +44,8 @@ class CollectOptions:
     )
 
 
-@verb(CollectOptions)
-def collect(options: CollectOptions, terminal: Terminal) -> None:
+@verb(_CollectOptions)
+def collect(options: _CollectOptions, terminal: Terminal) -> None:
     """Collect the facts of each host: cores, memory, networks, drives, mounts, kernel and settings.
 
     Runs one process on each host. A host that fails, hangs or answers with anything but facts is an error
@@ -91,7 +89,7 @@ class TargetHosts:
     hosts: tuple[str, ...]
 
 
-def choose_hosts(options: CollectOptions, environment: Environment) -> TargetHosts:
+def choose_hosts(options: _CollectOptions, environment: Environment) -> TargetHosts:
     """The hosts that the options name, or this machine. A Slurm allocation names its own."""
     hosts = _named_hosts(options)
     via = _parse_via(options.via or ("mpi" if hosts else "local"))
@@ -110,7 +108,7 @@ def choose_hosts(options: CollectOptions, environment: Environment) -> TargetHos
     return TargetHosts(via=via, hosts=hosts or ("localhost",))
 
 
-def plan_queries(target: TargetHosts, options: CollectOptions, environment: Environment) -> QueryHosts:
+def plan_queries(target: TargetHosts, options: _CollectOptions, environment: Environment) -> QueryHosts:
     """How each host is queried by a process of its own."""
     from penstock.cluster.facts.agent_processes import (
         AgentProcesses,
@@ -149,7 +147,7 @@ def _parse_via(word: str) -> Via:
     return via
 
 
-def _named_hosts(options: CollectOptions) -> tuple[str, ...]:
+def _named_hosts(options: _CollectOptions) -> tuple[str, ...]:
     from penstock.cluster.host_slots import parse_host_names, parse_hostfile_names
 
     if options.hosts is not None and options.hostfile is not None:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from click.shell_completion import ShellComplete, get_completion_class
 
 from penstock.environment import process_environment
 from penstock.errors import UsageError
 
+if TYPE_CHECKING:
+    import click
+
 COMPLETE_VARIABLE: Final = "_PENSTOCK_COMPLETE"
 _SHELLS: Final = ("bash", "zsh", "fish")
 
 
-def completion_script(shell: str | None = None) -> str:
+def completion_script(command: click.Command, shell: str | None = None) -> str:
     """The script that makes a shell complete `penstock`; default: the user's shell."""
-    from penstock.cli.app import app
-
     name = shell or current_shell()
     completion: type[ShellComplete] | None = get_completion_class(name)
     assert completion is not None
-    return completion(app, {}, "penstock", COMPLETE_VARIABLE).source()
+    return completion(command, {}, "penstock", COMPLETE_VARIABLE).source()
 
 
-def install_completion(shell: str | None = None, home: Path | None = None) -> str:
+def install_completion(command: click.Command, shell: str | None = None, home: Path | None = None) -> str:
     """Write the script into the user's home and load it at start-up; returns what was done, in one line.
 
     Installed twice, it changes nothing more: the start-up file gets its line only once.
@@ -36,7 +37,7 @@ def install_completion(shell: str | None = None, home: Path | None = None) -> st
         script = folder / f".penstock-complete.{name}"
         start, line = folder / f".{name}rc", f". {script}\n"
     script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text(completion_script(name), encoding="utf-8")
+    script.write_text(completion_script(command, name), encoding="utf-8")
     if start is not None:
         before = start.read_text(encoding="utf-8") if start.exists() else ""
         if line not in before:

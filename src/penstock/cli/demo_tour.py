@@ -19,16 +19,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    """Options of `penstock demo`."""
-
+class _DemoOptions:
     out: Path = option(
         "--out", FOLDER, "Directory to work in, where report.html remains.", default="penstock-demo"
     )
 
 
-@verb(DemoOptions)
-def demo(options: DemoOptions, terminal: Terminal) -> None:
+@verb(_DemoOptions)
+def demo(options: _DemoOptions, terminal: Terminal) -> None:
     """Run a short tour of all benchmarks on this machine's disk, and write a report.
 
     Examples:

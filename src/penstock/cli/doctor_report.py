@@ -23,14 +23,12 @@ _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """Options of `penstock doctor`."""
-
+class _DoctorOptions:
     at: Path = option("--at", FOLDER, "Directory whose file system is examined.", default=".")
 
 
-@verb(DoctorOptions)
-def doctor(options: DoctorOptions, terminal: Terminal) -> None:
+@verb(_DoctorOptions)
+def doctor(options: _DoctorOptions, terminal: Terminal) -> None:
     """Report what is installed and usable on this machine, with a fix for everything that is missing.
 
     Exits with 0 even if something is missing: that is a fact about this machine, not a failure.

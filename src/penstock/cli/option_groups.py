@@ -48,7 +48,7 @@ class WorkloadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageOptions:
+class BackendOptions:
     """Options of a storage back end."""
 
     assignments: tuple[tuple[str, str], ...] = repeated(
@@ -66,7 +66,7 @@ class DataOptions:
     """A data set's storage."""
 
     uri: str = required("--data", URI, "Data set: a directory, direct:///directory or s3://bucket/prefix.")
-    storage: StorageOptions = group(StorageOptions)
+    storage: BackendOptions = group(BackendOptions)
 
     def opener(self, *, rank: int, is_traced: bool = True) -> OpenStorage:
         """A function that opens the storage; it can be pickled for another process."""

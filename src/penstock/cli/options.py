@@ -4,7 +4,7 @@
     class ProbeOptions:
         uri: str = argument("URI", TEXT, "Storage to measure.")
         size_bytes: int = option("--size", SIZE, "Bytes that each measurement moves.", default="2GiB")
-        storage: StorageOptions = group(StorageOptions)
+        storage: BackendOptions = group(BackendOptions)
 
     @verb(ProbeOptions)
     def probe(options: ProbeOptions, terminal: Terminal) -> int | None:
@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from importlib import import_module
+from textwrap import dedent
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import click
@@ -278,7 +279,7 @@ class Verb(click.Command):
                 raise click.exceptions.Exit(code)
 
         super().__init__(None, params=parameters, help=text, callback=callback, **more)
-        self.examples = [inspect.cleandoc(example) for example in examples.split("\n\n") if example.strip()]
+        self.examples = [dedent(example).strip() for example in examples.split("\n\n") if example.strip()]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write examples, arguments and options, each panel of options under its own heading."""

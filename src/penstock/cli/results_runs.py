@@ -54,16 +54,14 @@ class CriteriaOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOptions:
-    """Options of `penstock results ls`."""
-
+class _ListOptions:
     folder: Path = optional_argument("[DIR]", FOLDER, "Results directory.", default="results")
     selection: CriteriaOptions = group(CriteriaOptions)
     shows_deleted: bool = flag("--all", "List runs that were deleted from the trash as well.")
 
 
-@verb(ListOptions)
-def list_runs(options: ListOptions, terminal: Terminal) -> None:
+@verb(_ListOptions)
+def list_runs(options: _ListOptions, terminal: Terminal) -> None:
     """List the runs in DIR, newest first; runs of DLIO are among them.
 
     Runs in the trash, and runs that began here and have no directory any more, are listed after the others.
@@ -109,7 +107,7 @@ def _list_document(selected: Sequence[KeptRun], catalog: Kept, unreadable: Seque
     }
 
 
-def _draw_list(console: Console, options: ListOptions, selected: Sequence[KeptRun], catalog: Kept) -> None:
+def _draw_list(console: Console, options: _ListOptions, selected: Sequence[KeptRun], catalog: Kept) -> None:
     by_place = {
         place: [run for run in selected if run.where.value == place]
         for place in ("here", "trash", "gone", "deleted")
@@ -184,9 +182,7 @@ def _describe_run(run: KeptRun) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoveOptions:
-    """Options of `penstock results rm`."""
-
+class _RemoveOptions:
     runs: tuple[str, ...] = arguments(
         "[RUN...]", TEXT, "Runs by id, directory, or a part of the name.", is_required=False
     )
@@ -198,8 +194,8 @@ class RemoveOptions:
     is_dry: bool = flag("--dry-run", "Show what would be removed, and remove nothing.")
 
 
-@verb(RemoveOptions)
-def remove(options: RemoveOptions, terminal: Terminal) -> None:
+@verb(_RemoveOptions)
+def remove(options: _RemoveOptions, terminal: Terminal) -> None:
     """Move runs to the trash of their results directory: named runs, or all that match the options.
 
     Runs that are still active are never removed. All runs of one command are a batch, which `penstock results
@@ -227,7 +223,7 @@ def remove(options: RemoveOptions, terminal: Terminal) -> None:
     _report_removal(terminal, selection, title, {"batch": batch})
 
 
-def _select(options: RemoveOptions, criteria: Criteria) -> Selection:
+def _select(options: _RemoveOptions, criteria: Criteria) -> Selection:
     """The runs to remove. Names and criteria are mutually exclusive, so that neither surprises."""
     from penstock.results.history.kept import Where, kept_runs, named_run
     from penstock.results.history.selection import Selection, select
@@ -246,7 +242,7 @@ def _select(options: RemoveOptions, criteria: Criteria) -> Selection:
     return Selection(taken=tuple(named.values()), spared=())
 
 
-def _empty_trash(options: RemoveOptions, criteria: Criteria, terminal: Terminal) -> None:
+def _empty_trash(options: _RemoveOptions, criteria: Criteria, terminal: Terminal) -> None:
     from penstock.results.history.kept import Where, kept_runs
     from penstock.results.history.selection import select
     from penstock.results.history.trash import delete
@@ -280,15 +276,13 @@ def _report_removal(terminal: Terminal, selection: Selection, title: str, result
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoreOptions:
-    """Options of `penstock results restore`."""
-
+class _RestoreOptions:
     names: tuple[str, ...] = arguments("RUN|BATCH...", TEXT, "Removed runs, or whole batches of them.")
     parent: ParentOption = group(ParentOption)
 
 
-@verb(RestoreOptions)
-def restore(options: RestoreOptions, terminal: Terminal) -> None:
+@verb(_RestoreOptions)
+def restore(options: _RestoreOptions, terminal: Terminal) -> None:
     """Restore runs from the trash; nothing is moved if one of their names is taken.
 
     Examples:
@@ -318,16 +312,14 @@ def restore(options: RestoreOptions, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RerunOptions:
-    """Options of `penstock results rerun`."""
-
+class _RerunOptions:
     run: str = argument("RUN", TEXT, "Run by id, directory, or a part of its name.")
     parent: ParentOption = group(ParentOption)
     is_dry: bool = flag("--dry-run", "Show the command and its directory, and run nothing.")
 
 
-@verb(RerunOptions)
-def rerun(options: RerunOptions, terminal: Terminal) -> None:
+@verb(_RerunOptions)
+def rerun(options: _RerunOptions, terminal: Terminal) -> None:
     """Repeat a run: execute its command again in the directory where it was started.
 
     The command is printed first, with the settings (AWS_*, PENSTOCK_*) that have changed since. Runs in the

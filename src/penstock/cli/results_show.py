@@ -27,15 +27,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions:
-    """Options of `penstock results show`."""
-
+class _ShowOptions:
     run: str = argument("RUN", TEXT, "Run by directory, id, or a part of its name.")
     parent: ParentOption = group(ParentOption)
 
 
-@verb(ShowOptions)
-def show(options: ShowOptions, terminal: Terminal) -> None:
+@verb(_ShowOptions)
+def show(options: _ShowOptions, terminal: Terminal) -> None:
     """Show one run: how it ended, its epochs, where its time went, and the bottleneck.
 
     The figures of a run that is active or was interrupted are those of its complete blocks.
@@ -252,15 +250,13 @@ def _times_table(figures: PhaseFigures) -> View:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """Options of `penstock results compare`."""
-
+class _CompareOptions:
     runs: tuple[str, ...] = arguments("RUN RUN...", TEXT, "Two or more runs, as for `penstock results show`.")
     parent: ParentOption = group(ParentOption)
 
 
-@verb(CompareOptions)
-def compare(options: CompareOptions, terminal: Terminal) -> None:
+@verb(_CompareOptions)
+def compare(options: _CompareOptions, terminal: Terminal) -> None:
     """Compare runs side by side, each with the first.
 
     What makes them incomparable is listed first: another workload, number of ranks, data set, batch, ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from penstock.cli.option_groups import StorageOptions
+from penstock.cli.option_groups import BackendOptions
 from penstock.cli.options import argument, group, option
 from penstock.cli.parsers import SIZE, URI, number, several, whole
 from penstock.cli.rank_options import ranked
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    """Options of `penstock storage probe`."""
-
+class _ProbeOptions:
     uri: str = argument(
         "URI", URI, "Storage: /path (buffered, then O_DIRECT), direct:///path, s3://bucket/prefix, ..."
     )
@@ -35,11 +33,11 @@ class ProbeOptions:
     max_seconds: float = option(
         "--max-seconds", number(), "Shorten measurements that would take longer.", default="20"
     )
-    storage: StorageOptions = group(StorageOptions)
+    storage: BackendOptions = group(BackendOptions)
 
 
-@ranked(ProbeOptions)
-def probe(options: ProbeOptions, comm: Comm, terminal: Terminal) -> None:
+@ranked(_ProbeOptions)
+def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
     """Measure the limits of the storage at URI, and clean up.
 
     Sequential writes (durable at the end), cold reads, random reads, small objects and fsync latency: the

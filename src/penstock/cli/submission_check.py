@@ -26,9 +26,7 @@ _EDITION_TEXT = "Edition of the rules; auto: by the layout of the tree."
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckOptions:
-    """Options of `penstock submission check`."""
-
+class _CheckOptions:
     folder: Path = argument("DIR", FOLDER, _FOLDER_TEXT)
     edition: str = option("--edition", EDITION, _EDITION_TEXT, default="auto")
     sarif: Path | None = option("--sarif", FILE, "Write findings as SARIF 2.1.0, for code viewers.")
@@ -36,8 +34,8 @@ class CheckOptions:
     html: Path | None = option("--html", FILE, "Write an HTML page that needs no network.")
 
 
-@verb(CheckOptions)
-def check(options: CheckOptions, terminal: Terminal) -> int:
+@verb(_CheckOptions)
+def check(options: _CheckOptions, terminal: Terminal) -> int:
     """Check every result below DIR against the rules of MLPerf Storage, from its files alone.
 
     Every mean is recomputed. What cannot be read is reported as "not checked", never assumed to be right.
@@ -71,7 +69,7 @@ def check(options: CheckOptions, terminal: Terminal) -> int:
 
 
 def _write_findings(
-    options: CheckOptions, results: Sequence[CheckedResult], edition: Edition, empty: Sequence[str]
+    options: _CheckOptions, results: Sequence[CheckedResult], edition: Edition, empty: Sequence[str]
 ) -> None:
     from penstock.results.durable import write_json, write_text
     from penstock.submission.reports.findings_export import findings_csv
@@ -140,9 +138,7 @@ def _verdict_row(result: CheckedResult) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """Options of `penstock submission report`."""
-
+class _ReportOptions:
     folder: Path = argument("DIR", FOLDER, _FOLDER_TEXT)
     output: Path | None = option(
         "--output", FOLDER, "Write report.html, results.csv and results.json into this directory.", short="-o"
@@ -151,8 +147,8 @@ class ReportOptions:
     edition: str = option("--edition", EDITION, _EDITION_TEXT, default="auto")
 
 
-@verb(ReportOptions)
-def report(options: ReportOptions, terminal: Terminal) -> None:
+@verb(_ReportOptions)
+def report(options: _ReportOptions, terminal: Terminal) -> None:
     """Recompute every result's figures from its runs: mean, deviation, confidence interval, outliers.
 
     Writes nothing without --output or --write. --write adds results.json and results.csv beside the runs (of
@@ -207,14 +203,12 @@ def _draw_reports(console: Console, reports: Sequence[ResultReport], written: Se
 
 
 @dataclass(frozen=True, kw_only=True)
-class RulesOptions:
-    """Options of `penstock submission rules`."""
-
+class _RulesOptions:
     rule_id: str | None = optional_argument("[ID]", TEXT, "Rule to explain (default: list all).")
 
 
-@verb(RulesOptions)
-def rules(options: RulesOptions, terminal: Terminal) -> None:
+@verb(_RulesOptions)
+def rules(options: _RulesOptions, terminal: Terminal) -> None:
     """List all rules, or explain one, with an example that passes and one that fails.
 
     Examples:

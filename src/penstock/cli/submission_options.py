@@ -115,7 +115,7 @@ class ResultOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubmittedRun:
+class SubmissionEntry:
     """The series that a run belongs to, and its workload with the location of its bytes."""
 
     series: Series
@@ -133,7 +133,7 @@ def locate(series: Series, workload: Workload, uri: str) -> DataLocation:
     return located
 
 
-def open_session(submitted: SubmittedRun, settings: Sequence[str], *, comm: Comm) -> Session:
+def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: Comm) -> Session:
     """What all result directories of this command share; captures the program's image. Collective."""
     from datetime import UTC, datetime
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoints
-from penstock.cli.option_groups import DataOptions, ModelOptions, StorageOptions, WorkloadOptions
-from penstock.cli.options import flag, group, option, required
+from penstock.cli.option_groups import BackendOptions, DataOptions, ModelOptions, WorkloadOptions
+from penstock.cli.options import argument, flag, group, option, required
 from penstock.cli.parsers import TEXT, URI, choice, whole
 from penstock.cli.preflight_gates import CLOSED_GATES, GateOptions
 from penstock.cli.rank_options import ranked
@@ -34,14 +34,12 @@ WRONG_BYTES = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointingOptions:
-    """Options of `penstock submission run checkpointing`."""
-
-    model: ModelOptions = group(ModelOptions)
+class _CheckpointingOptions:
+    model: str = argument("MODEL", TEXT, "Shipped model (see `penstock checkpoint models`) or a YAML file.")
     destination: str = required(
         "--to", URI, "Destination for checkpoints: a directory, direct:///directory or s3://bucket/prefix."
     )
-    storage: StorageOptions = group(StorageOptions)
+    storage: BackendOptions = group(BackendOptions)
     target: TreeOptions = group(TreeOptions)
     accelerator: str = required("--accelerator", TEXT, "Accelerator whose memory is saved: b200 or mi355.")
     writes: int = option("--writes", whole(0), "Number of checkpoints to write.", default="10")
@@ -50,8 +48,8 @@ class CheckpointingOptions:
     gates: GateOptions = group(GateOptions)
 
 
-@ranked(CheckpointingOptions)
-def checkpointing(options: CheckpointingOptions, comm: Comm, terminal: Terminal) -> int:
+@ranked(_CheckpointingOptions)
+def checkpointing(options: _CheckpointingOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a whole checkpointing result: write ten checkpoints and read ten back.
 
     Caches are evicted, and verified to be cold, before each read. If the storage is mounted by other hosts
@@ -60,12 +58,12 @@ def checkpointing(options: CheckpointingOptions, comm: Comm, terminal: Terminal)
 
     Examples:
 
-      penstock submission run checkpointing llama3-8b --accelerator b200 --to /mnt/ckpt --ranks 8 --closed \\
+      penstock submission run checkpointing llama3-8b --accelerator b200 --to /mnt/ckpt --ranks 8 --closed \
         --submission ~/results --system fast
     """
     result = run_checkpoints(
         CheckpointRunOptions(
-            model=options.model,
+            model=ModelOptions(name=options.model),
             destination=options.destination,
             storage=options.storage,
             results=ResultOptions.in_tree(options.target),
@@ -85,9 +83,7 @@ def checkpointing(options: CheckpointingOptions, comm: Comm, terminal: Terminal)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
-    """Options of `penstock submission run training`."""
-
+class _TrainingOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
     data: DataOptions = group(DataOptions)
     target: TreeOptions = group(TreeOptions)
@@ -105,8 +101,8 @@ class TrainingOptions:
     gates: GateOptions = group(GateOptions)
 
 
-@ranked(TrainingOptions)
-def training(options: TrainingOptions, comm: Comm, terminal: Terminal) -> int:
+@ranked(_TrainingOptions)
+def training(options: _TrainingOptions, comm: Comm, terminal: Terminal) -> int:
     r"""Run a whole training result: size and generate the data set, then a warm-up and five runs.
 
     One rank is one accelerator. The data set is as large as the memory of all hosts requires. Runs follow one
@@ -115,7 +111,7 @@ def training(options: TrainingOptions, comm: Comm, terminal: Terminal) -> int:
 
     Examples:
 
-      penstock submission run training unet3d --accelerator b200 --data /mnt/data --ranks 8 --hosts a:4,b:4 \\
+      penstock submission run training unet3d --accelerator b200 --data /mnt/data --ranks 8 --hosts a:4,b:4 \
         --closed --submission ~/results --system fast
     """
     hosts = _gather_hosts(comm)
@@ -143,7 +139,7 @@ def _gather_hosts(comm: Comm) -> Sequence[HostFacts]:
 
 
 def _sized_workload(
-    options: TrainingOptions, hosts: Sequence[HostFacts], *, num_accelerators: int
+    options: _TrainingOptions, hosts: Sequence[HostFacts], *, num_accelerators: int
 ) -> WorkloadOptions:
     """The workload with a data set that is large enough; an existing one that is large enough is kept."""
     from penstock.submission.tree_layout import Benchmark
@@ -195,7 +191,7 @@ def _require_enough(required_size: DatasetSizing, num_files: int) -> None:
 
 def _make_result(
     plan: PlannedTraining,
-    options: TrainingOptions,
+    options: _TrainingOptions,
     hosts: Sequence[HostFacts],
     *,
     comm: Comm,

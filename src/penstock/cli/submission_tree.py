@@ -29,15 +29,13 @@ INCOMPLETE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class InitOptions:
-    """Options of `penstock submission init`."""
-
+class _InitOptions:
     organisation: str = argument("ORG", NAME, "Name of your organization: letters, digits, '.', '_' and '-'.")
     folder: Path = argument("DIR", FOLDER, "New or empty directory.")
 
 
-@verb(InitOptions)
-def init(options: InitOptions, terminal: Terminal) -> None:
+@verb(_InitOptions)
+def init(options: _InitOptions, terminal: Terminal) -> None:
     """Create a submission tree for an organization's results.
 
     Repeated for the same organization, it changes nothing. A tree never changes its organization.
@@ -62,17 +60,15 @@ def init(options: InitOptions, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DescribeOptions:
-    """Options of `penstock submission describe`."""
-
+class _DescribeOptions:
     target: TreeOptions = group(TreeOptions)
     cluster: Path | None = option(
         "--cluster", FILE, "Facts that `penstock cluster collect` has written (default: this machine's)."
     )
 
 
-@verb(DescribeOptions)
-def describe(options: DescribeOptions, terminal: Terminal) -> int:
+@verb(_DescribeOptions)
+def describe(options: _DescribeOptions, terminal: Terminal) -> int:
     """Write a system description with collected facts, or compare an existing one with the machines.
 
     An existing systems/NAME.yaml is never changed: differences from the machines are shown, and violations of
@@ -164,14 +160,12 @@ def _draw_description(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatusOptions:
-    """Options of `penstock submission status`."""
-
+class _StatusOptions:
     folder: Path = argument("DIR", FOLDER, "Submission tree made by `penstock submission init`.")
 
 
-@verb(StatusOptions)
-def status(options: StatusOptions, terminal: Terminal) -> None:
+@verb(_StatusOptions)
+def status(options: _StatusOptions, terminal: Terminal) -> None:
     """Show the progress of each result: which runs count, what is missing, and which attempts failed.
 
     A run counts as long as the next one can follow it within the time that the rules allow, or once the

@@ -33,9 +33,7 @@ _DASK_TEXT = "Read with the workers of Dask: local, or a scheduler's address."
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """Options of `penstock trace compare`."""
-
+class _CompareOptions:
     description: Path = argument("RUNS.yaml", FILE, "Runs, tiers and baseline (docs/trace.md).")
     out: Path | None = option(
         "--out", FOLDER, "Write report.html, report.md and tables.parquet into DIR.", short="-o"
@@ -44,8 +42,8 @@ class CompareOptions:
     strict: bool = flag("--strict", "Fail if any part of a trace was lost or guessed.")
 
 
-@verb(CompareOptions)
-def compare(options: CompareOptions, terminal: Terminal) -> None:
+@verb(_CompareOptions)
+def compare(options: _CompareOptions, terminal: Terminal) -> None:
     """Compare runs: the differences between them, what stands out, and the tables of a study.
 
     Examples:
@@ -103,15 +101,13 @@ def _opened_study(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectOptions:
-    """Options of `penstock trace expect`."""
-
-    description: Path = argument("CHECKS.yaml", FILE, "ComparisonSpec with checks (docs/trace.md).")
+class _ExpectOptions:
+    description: Path = argument("CHECKS.yaml", FILE, "Comparison with checks (docs/trace.md).")
     dask: str = option("--dask", TEXT, _DASK_TEXT, default="", metavar="ADDRESS")
 
 
-@verb(ExpectOptions)
-def expect(options: ExpectOptions, terminal: Terminal) -> int:
+@verb(_ExpectOptions)
+def expect(options: _ExpectOptions, terminal: Terminal) -> int:
     """Check expectations about runs; exits with 1 and lists the failed checks if one does not hold.
 
     Examples:
@@ -144,16 +140,14 @@ def _check_row(check: CheckResult) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Options of `penstock trace export`."""
-
+class _ExportOptions:
     traces: TraceOptions = group(TraceOptions)
     out: Path = required("--out", FILE, "File to write: trace.json or trace.json.gz.", short="-o")
     dimensions: TierOptions = group(TierOptions)
 
 
-@verb(ExportOptions)
-def export(options: ExportOptions, terminal: Terminal) -> None:
+@verb(_ExportOptions)
+def export(options: _ExportOptions, terminal: Terminal) -> None:
     """Export events as a Chrome trace, which ui.perfetto.dev opens.
 
     Examples:
@@ -174,9 +168,7 @@ def export(options: ExportOptions, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SynthesizeOptions:
-    """Options of `penstock trace synthesize`."""
-
+class _SynthesizeOptions:
     description: str = argument("SPEC", TEXT, "YAML file, or a shipped description: seven_runs.")
     out: Path = required("--out", FOLDER, "New directory for the traces.", short="-o")
     generation: int | None = option(
@@ -184,8 +176,8 @@ class SynthesizeOptions:
     )
 
 
-@verb(SynthesizeOptions)
-def synthesize(options: SynthesizeOptions, terminal: Terminal) -> None:
+@verb(_SynthesizeOptions)
+def synthesize(options: _SynthesizeOptions, terminal: Terminal) -> None:
     """Generate traces from a description: ranks, checkpoints, files, calls, sizes, durations and damage.
 
     `seven_runs` is a published study of seven ways to write the same checkpoints; compare it afterwards.

@@ -63,16 +63,14 @@ def ranks(options: PhaseQuestion, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpsQuestion:
-    """Options of `penstock trace ops`."""
-
+class _OpsQuestion:
     question: QuestionOptions = group(QuestionOptions)
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="tier,op", metavar="COLUMN,...")
     dimensions: AllDimensionOptions = group(AllDimensionOptions)
 
 
-@verb(OpsQuestion)
-def ops(options: OpsQuestion, terminal: Terminal) -> None:
+@verb(_OpsQuestion)
+def ops(options: _OpsQuestion, terminal: Terminal) -> None:
     """List I/O operations by the time they took: calls, bytes, sum, union and concurrency.
 
     Examples:
@@ -87,17 +85,15 @@ def ops(options: OpsQuestion, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FilesQuestion:
-    """Options of `penstock trace files`."""
-
+class _FilesQuestion:
     question: QuestionOptions = group(QuestionOptions)
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="path", metavar="COLUMN,...")
     top: int | None = option("--top", whole(1), "Show only the first N rows.")
     dimensions: FileDimensionOptions = group(FileDimensionOptions)
 
 
-@verb(FilesQuestion)
-def files(options: FilesQuestion, terminal: Terminal) -> None:
+@verb(_FilesQuestion)
+def files(options: _FilesQuestion, terminal: Terminal) -> None:
     """List files by the time spent on them.
 
     Examples:
@@ -114,16 +110,14 @@ def files(options: FilesQuestion, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassesQuestion:
-    """Options of `penstock trace classes`."""
-
+class _ClassesQuestion:
     question: QuestionOptions = group(QuestionOptions)
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="file_class,op", metavar="COLUMN,...")
     dimensions: FileDimensionOptions = group(FileDimensionOptions)
 
 
-@verb(ClassesQuestion)
-def classes(options: ClassesQuestion, terminal: Terminal) -> None:
+@verb(_ClassesQuestion)
+def classes(options: _ClassesQuestion, terminal: Terminal) -> None:
     """List classes of files by the time spent on them: names without digits, or the patterns of --class.
 
     Examples:
@@ -138,17 +132,15 @@ def classes(options: ClassesQuestion, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizesQuestion:
-    """Options of `penstock trace sizes`."""
-
+class _SizesQuestion:
     question: QuestionOptions = group(QuestionOptions)
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="op", metavar="COLUMN,...")
     top: int = option("--top", whole(1), "Show the N most frequent sizes.", default="20")
     dimensions: FileDimensionOptions = group(FileDimensionOptions)
 
 
-@verb(SizesQuestion)
-def sizes(options: SizesQuestion, terminal: Terminal) -> None:
+@verb(_SizesQuestion)
+def sizes(options: _SizesQuestion, terminal: Terminal) -> None:
     """Describe transfer sizes: exact quantiles, and how often each size occurs.
 
     Examples:
@@ -165,15 +157,13 @@ def sizes(options: SizesQuestion, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileQuestion:
-    """Options of `penstock trace file`."""
-
+class _FileQuestion:
     path: str = argument("PATH", TEXT, "Path or name of a file in the traces.")
     question: QuestionOptions = group(QuestionOptions)
 
 
-@verb(FileQuestion)
-def file(options: FileQuestion, terminal: Terminal) -> None:
+@verb(_FileQuestion)
+def file(options: _FileQuestion, terminal: Terminal) -> None:
     """List the events of one file in order.
 
     Examples:
@@ -188,9 +178,7 @@ def file(options: FileQuestion, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimelineQuestion:
-    """Options of `penstock trace timeline`."""
-
+class _TimelineQuestion:
     question: QuestionOptions = group(QuestionOptions)
     bucket_s: float | None = option(
         "--bucket", TIME, "Length of a time bucket, e.g. 100ms (default: about 100 buckets)."
@@ -198,8 +186,8 @@ class TimelineQuestion:
     dimensions: TierPhaseOptions = group(TierPhaseOptions)
 
 
-@verb(TimelineQuestion)
-def timeline(options: TimelineQuestion, terminal: Terminal) -> None:
+@verb(_TimelineQuestion)
+def timeline(options: _TimelineQuestion, terminal: Terminal) -> None:
     """Show bandwidth, operations and concurrency of each tier over time.
 
     Examples:
@@ -219,9 +207,7 @@ def timeline(options: TimelineQuestion, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlapQuestion:
-    """Options of `penstock trace overlap`."""
-
+class _OverlapQuestion:
     question: QuestionOptions = group(QuestionOptions)
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="pid", metavar="COLUMN,...")
     of: str = option(
@@ -230,8 +216,8 @@ class OverlapQuestion:
     dimensions: AllDimensionOptions = group(AllDimensionOptions)
 
 
-@verb(OverlapQuestion)
-def overlap(options: OverlapQuestion, terminal: Terminal) -> None:
+@verb(_OverlapQuestion)
+def overlap(options: _OverlapQuestion, terminal: Terminal) -> None:
     """Measure how much I/O overlaps with other I/O and with computation, from intervals.
 
     `union_us` is the time in which any I/O was running, `sum_us` adds all durations, `concurrency` is how

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordOptions:
-    """Options of `penstock trace record`."""
-
+class _RecordOptions:
     command: tuple[str, ...] = arguments(
         "[--] COMMAND...", TEXT, "Program to run, and its arguments.", is_required=False
     )
@@ -33,11 +31,11 @@ class RecordOptions:
 
 
 @verb(
-    RecordOptions,
+    _RecordOptions,
     has_json=False,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-def record(options: RecordOptions, terminal: Terminal) -> int:  # noqa: ARG001 - the program's output is its own
+def record(options: _RecordOptions, terminal: Terminal) -> int:  # noqa: ARG001 - the program's output is its own
     """Run a program and trace its I/O, with dftracer if it is installed and with strace otherwise.
 
     Exits with the program's exit code. Programs that use Penstock's own storage do not need this: they take

@@ -16,17 +16,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """Options of `penstock trace load`."""
-
+class _LoadOptions:
     traces: TraceOptions = group(TraceOptions)
     out: str = required("--out", FOLDER_URI, "Parquet file to write.", short="-o", metavar="TABLE")
     run: str = option("--run", NAME, "Name of this run in the table.", default="")
     rank_pattern: str | None = option("--rank-pattern", TEXT, RANK_PATTERN_TEXT, metavar="REGEX")
 
 
-@verb(LoadOptions)
-def load(options: LoadOptions, terminal: Terminal) -> None:
+@verb(_LoadOptions)
+def load(options: _LoadOptions, terminal: Terminal) -> None:
     """Convert trace files to a sorted event table, which answers questions much faster.
 
     Reads .pfw and .pfw.gz of all DFTracer versions, Chrome traces, strace -f -ttt -T, and Darshan DXT text.
@@ -86,16 +84,14 @@ def _shorten(names: list[int] | list[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SqlOptions:
-    """Options of `penstock trace sql`."""
-
+class _SqlOptions:
     query: str = argument("QUERY", TEXT, "DuckDB's SQL over a table `events`.")
     traces: TraceOptions = group(TraceOptions)
     rank_pattern: str | None = option("--rank-pattern", TEXT, RANK_PATTERN_TEXT, metavar="REGEX")
 
 
-@verb(SqlOptions)
-def sql(options: SqlOptions, terminal: Terminal) -> None:
+@verb(_SqlOptions)
+def sql(options: _SqlOptions, terminal: Terminal) -> None:
     """Query traces in SQL.
 
     Columns of `events`: ts_us, dur_us, end_us, op, name, cat, pid, tid, rank, host, path, size_bytes, offset,

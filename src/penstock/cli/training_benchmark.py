@@ -32,7 +32,7 @@ def run(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock training run unet3d_b200 --data /data/unet3d --ranks 8 --closed --submission tree --system fast
 
-      penstock training run unet3d --accelerator h100 --data /data/unet3d --results runs \\
+      penstock training run unet3d --accelerator h100 --data /data/unet3d --results runs \
         --set workflow.checkpoint=true --set checkpoint.steps_between_checkpoints=10 --checkpoints /data/saves
     """
     plan = plan_training(options, comm=comm, terminal=terminal)
@@ -44,9 +44,7 @@ def run(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepOptions:
-    """Options of `penstock training sweep`."""
-
+class _SweepOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
     run_words: tuple[str, ...] = arguments(
         "[-- OPTIONS]", TEXT, "More options for each `penstock training run`.", is_required=False
@@ -61,8 +59,8 @@ class SweepOptions:
     )
 
 
-@verb(SweepOptions)
-def sweep(options: SweepOptions, terminal: Terminal) -> int:
+@verb(_SweepOptions)
+def sweep(options: _SweepOptions, terminal: Terminal) -> int:
     """Find the largest number of accelerators that the storage feeds: 1, 2, 4, ..., then in between.
 
     Each attempt is a whole run with results of its own. Exits with 1 if not even one accelerator is fed.
@@ -94,7 +92,7 @@ def sweep(options: SweepOptions, terminal: Terminal) -> int:
     return 0 if found.accelerators else 1
 
 
-def _run_words(options: SweepOptions) -> list[str]:
+def _run_words(options: _SweepOptions) -> list[str]:
     workload, data = options.workload, options.data
     words = [workload.name, "--data", data.uri, "--results", options.results]
     words += ["--accelerator", workload.accelerator] if workload.accelerator else []

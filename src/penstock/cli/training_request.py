@@ -15,7 +15,7 @@ from penstock.cli.options import command_line, flag, group, option
 from penstock.cli.parsers import CONTENT_CHECK, DIVISION, NAME, URI, whole
 from penstock.cli.preflight_gates import GateOptions, inspect_gates
 from penstock.cli.run_reports import capture_training_output, reconciliation_notes
-from penstock.cli.submission_options import ResultOptions, SubmittedRun, locate, open_session
+from penstock.cli.submission_options import ResultOptions, SubmissionEntry, locate, open_session
 from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
 
@@ -136,13 +136,13 @@ def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> Tr
     return result
 
 
-def _find_submitted(options: TrainingRunOptions, workload: Workload) -> SubmittedRun | None:
+def _find_submitted(options: TrainingRunOptions, workload: Workload) -> SubmissionEntry | None:
     from penstock.submission.tree_layout import Benchmark
 
     series = options.results.find_series(benchmark=Benchmark.TRAINING, model=workload.name)
     if series is None:
         return None
-    return SubmittedRun(series=series, located=locate(series, workload, options.data.uri))
+    return SubmissionEntry(series=series, located=locate(series, workload, options.data.uri))
 
 
 def _inspected(

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SizeOptions:
-    """Options of `penstock training size`."""
-
+class _SizeOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
     accelerators: int = required("--accelerators", whole(1), "Number of accelerators on all hosts together.")
     host_memory: tuple[int, ...] = required(
@@ -49,8 +47,8 @@ class SizeOptions:
         return self.host_memory
 
 
-@verb(SizeOptions)
-def size(options: SizeOptions, terminal: Terminal) -> None:
+@verb(_SizeOptions)
+def size(options: _SizeOptions, terminal: Terminal) -> None:
     """Calculate how large the data set must be, with the proof, and print the command that makes it.
 
     Two rules decide: 500 steps for every accelerator, and five times the memory of all hosts.
@@ -77,15 +75,13 @@ def size(options: SizeOptions, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIfOptions:
-    """Options of `penstock training whatif`."""
-
+class _WhatIfOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
     bandwidth: float = required("--bandwidth", RATE, "Read bandwidth of the storage, e.g. 40GiB/s.")
 
 
-@verb(WhatIfOptions)
-def whatif(options: WhatIfOptions, terminal: Terminal) -> None:
+@verb(_WhatIfOptions)
+def whatif(options: _WhatIfOptions, terminal: Terminal) -> None:
     """Calculate how many accelerators a storage bandwidth can feed, with the proof.
 
     Examples:
@@ -105,9 +101,7 @@ def whatif(options: WhatIfOptions, terminal: Terminal) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of `penstock training plan`."""
-
+class _PlanOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
     ranks: int = option(
         "--ranks", whole(1), "Number of ranks of the planned job; none is started.", default="1"
@@ -126,8 +120,8 @@ class PlanOptions:
     )
 
 
-@verb(PlanOptions)
-def plan(options: PlanOptions, terminal: Terminal) -> None:
+@verb(_PlanOptions)
+def plan(options: _PlanOptions, terminal: Terminal) -> None:
     """Show the first samples that a rank reads in an epoch, and their files.
 
     Takes no longer for large data sets: the order is computed, never stored.

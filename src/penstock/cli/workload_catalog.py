@@ -22,9 +22,7 @@ MAX_LIST_CHARACTERS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class CatalogOptions:
-    """Options of `penstock workloads`."""
-
+class _CatalogOptions:
     name: str | None = optional_argument(
         "[WORKLOAD]", TEXT, "Workload to show: unet3d_h100, unet3d with --accelerator, or a YAML file."
     )
@@ -32,8 +30,8 @@ class CatalogOptions:
     settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. reader.batch_size=14.")
 
 
-@verb(CatalogOptions)
-def workloads(options: CatalogOptions, terminal: Terminal) -> None:
+@verb(_CatalogOptions)
+def workloads(options: _CatalogOptions, terminal: Terminal) -> None:
     """List the shipped workloads, or show every value of one.
 
     Examples:

@@ -115,7 +115,7 @@ def test_wrong_bytes_are_exit_code_1_and_named(tmp_path: Path, capsys: pytest.Ca
     path.write_bytes(content)
     result = here(capsys, "run", *SMALL, *place, "--writes", "0", "--reads", "1", "--json")
     assert result.returncode == 1
-    assert "Checkpoint 1: 1 chunks hold other bytes than were written" in result.stderr
+    assert "Checkpoint 1: 1 chunks do not hold the bytes that were written" in result.stderr
     assert f"the first at byte 1,500,000 of global_epoch1_step1/{path.name}" in result.stderr
     assert json.loads(result.stdout)["is_right"] is False
 

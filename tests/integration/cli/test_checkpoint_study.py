@@ -62,7 +62,7 @@ def test_people_see_rows_measures_and_findings_and_then_others_the_same_as_json(
         "S4 ",
     ):
         assert said in out
-    assert f"left {tmp_path}/out/report.html" in err
+    assert f"wrote {tmp_path}/out/report.html" in err
     # The rows are done: this only compares them again.
     code, out, err = here(capsys, *words, "--json")
     assert code == 0, err

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.command_line import CommandResult, run_command
 
 from penstock.cli import main
 from penstock.cluster.facts.agent_processes import AgentProcesses
@@ -17,15 +16,8 @@ from penstock.cluster.facts.agent_processes import AgentProcesses
 FORKED = ("--launcher-arg=-launcher", "--launcher-arg=fork")
 
 
-def _cluster(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", "cluster", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **environment},
-    )
+def _cluster(*words: str, **environment: str) -> CommandResult:
+    return run_command("cluster", *words, **environment)
 
 
 def test_this_machine_is_collected_and_is_like_itself(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.command_line import CommandResult, run_command
 
 from penstock.results.figures import phase_figures
 from penstock.results.host import read_host
@@ -21,15 +22,8 @@ from penstock.workload.overrides import parse_settings
 PUBLISHED = Path(os.environ.get("PENSTOCK_MLPERF_RESULTS", "/nowhere"))
 
 
-def penstock(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", "results", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "80"},
-    )
+def penstock(*words: str) -> CommandResult:
+    return run_command("results", *words, COLUMNS="80")
 
 
 def finished_run(parent: Path, *settings: str, wait: float = 0.5) -> str:

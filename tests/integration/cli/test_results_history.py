@@ -52,7 +52,7 @@ def test_a_removal_is_listed_restored_and_at_last_deleted(
     assert len(told(capsys, "ls", str(tmp_path))["runs"]) == 2
     told(capsys, "rm", second[-6:], *here)
     assert main(["results", "rm", "--empty-trash", *here]) == 2
-    assert "Say --yes" in capsys.readouterr().err
+    assert "Add --yes" in capsys.readouterr().err
     assert len(told(capsys, "ls", str(tmp_path))["removed"]) == 1
     told(capsys, "rm", "--empty-trash", "--yes", *here)
     listed = told(capsys, "ls", str(tmp_path))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.support.command_line import CommandResult, run_command
 from tests.support.s3.server import BUCKET
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def penstock(*words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def penstock(*words: str, environment: Mapping[str, str] | None = None) -> CommandResult:
+    """Run one rank in this process; start a process for several, and for a client with keys of its own."""
+    if environment is None and "--ranks" not in words:
+        return run_command(*words)
+    result = subprocess.run(
         [sys.executable, "-m", "penstock", *words],
         check=False,
         env={**os.environ, **(environment or {})},
@@ -35,9 +39,10 @@ def penstock(*words: str, environment: Mapping[str, str] | None = None) -> subpr
         text=True,
         timeout=120,
     )
+    return CommandResult(result.returncode, result.stdout, result.stderr)
 
 
-def run(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(place: Path, *words: str) -> CommandResult:
     where = ("--data", str(place / "data"), "--results", str(place / "runs"))
     return penstock("training", "run", "unet3d_h100", *SETTINGS, *where, *words)
 
@@ -120,9 +125,9 @@ def test_a_missing_file_ends_all_ranks_and_is_named(place: Path) -> None:
     ("words", "said"),
     [
         (("--loader", "magic"), "No loader is called 'magic' (--loader). There are: native, pytorch."),
-        (("--check", "half"), "'half' is no extent of a check (--check). Choose of: off, sample, full."),
+        (("--check", "half"), "Invalid value 'half' (--check). Choose from: off, sample, full."),
         (("--closed",), "reader.batch_size must stay as it is in the closed division (rule 3.6.2)"),
-        (("--division", "halve"), "'halve' is no way to divide (--division). Choose of: rotate, drop, pad"),
+        (("--division", "halve"), "Invalid value 'halve' (--division). Choose from: rotate, drop, pad"),
         (("--set", "dataset.num_files_train=99"), "has 28 files where dataset.num_files_train asks for 99"),
         (("--set", "reader.batch_size=50"), "28 samples are too few for 1 ranks with batches of 50"),
     ],
@@ -136,7 +141,7 @@ def test_wrong_usage_says_what_would_be_right(place: Path, words: tuple[str, ...
 def test_what_is_asked_for_and_not_done_is_said_and_recorded(place: Path) -> None:
     result = run(place, "--set", "workflow.profiling=true", "--json")
     assert result.returncode == 0, result.stderr
-    assert "nothing observes the run" in result.stderr
+    assert "is not started, nor is any other profiler" in result.stderr
     record = json.loads((Path(json.loads(result.stdout)["results_dir"]) / "run.json").read_text())
     assert any("profiling" in remark for remark in record["remarks"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -12,19 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.command_line import CommandResult, run_command
 
 SIZE = ("training", "size", "unet3d", "--accelerator", "h100", "--accelerators", "8")
 
 
-def penstock(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "120"},
-    )
+def penstock(*words: str) -> CommandResult:
+    return run_command(*words, COLUMNS="120")
 
 
 def document(*words: str) -> Any:

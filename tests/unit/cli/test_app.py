@@ -1,0 +1,90 @@
+"""The edge of the command line: exit codes, errors as one paragraph, and words that it takes for itself."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import pytest
+from tests.support.command_line import run_command
+
+from penstock import __version__
+from penstock.cli.app import run_at_edge, take_debug
+from penstock.errors import StorageError, Unavailable, UsageError
+
+
+def failing(error: BaseException) -> int:
+    def program() -> None:
+        raise error
+
+    return run_at_edge(program, debug=False)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UsageError("no such thing", fix="Name another."), 2, "penstock: no such thing. Name another.\n"),
+        (StorageError("it failed", uri="/x"), 1, "penstock: it failed (/x)\n"),
+        (Unavailable("no MPI"), 3, "penstock: no MPI\n"),
+        (click.UsageError("odd words"), 2, "Error: odd words\n"),
+        (KeyboardInterrupt(), 130, "penstock: interrupted\n"),
+        (click.Abort(), 130, "penstock: interrupted\n"),
+        (SystemExit(130), 130, "penstock: interrupted\n"),
+        (SystemExit(4), 4, ""),
+        (SystemExit("text"), 0, ""),
+    ],
+)
+def test_every_end_has_its_exit_code_and_message(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert failing(error) == code
+    assert capsys.readouterr().err == message
+
+
+def test_a_defect_is_called_one_and_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(ZeroDivisionError("division by zero")) == 70
+    shown = capsys.readouterr().err
+    assert "a defect in Penstock itself: ZeroDivisionError: division by zero" in shown
+    assert "Traceback" not in shown
+    assert run_at_edge(lambda: 1 // 0, debug=True) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_missing_library_names_its_extra(capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(ModuleNotFoundError("No module named 'duckdb'", name="duckdb")) == 3
+    assert "penstock[trace]" in capsys.readouterr().err
+    assert failing(ModuleNotFoundError("No module named 'penstok'", name="penstok")) == 70
+
+
+@pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (3, 3)])
+def test_what_a_program_returns_is_its_exit_code(result: int | None, code: int) -> None:
+    assert run_at_edge(lambda: result, debug=False) == code
+
+
+def test_debug_is_taken_from_anywhere_before_the_words_of_another_program() -> None:
+    assert take_debug(["a", "--debug", "b"]) == (["a", "b"], True)
+    assert take_debug(["a", "--", "--debug"]) == (["a", "--", "--debug"], False)
+
+
+def test_version_and_help_end_with_0_and_a_group_alone_with_2() -> None:
+    assert run_command("--version").stdout == f"penstock {__version__}\n"
+    assert run_command("-h").returncode == 0
+    alone = run_command("checkpoint")
+    assert alone.returncode == 2
+    assert "halt" in alone.stdout + alone.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"), [(("checkpont",), "checkpoint"), (("trace", "sumary"), "summary")]
+)
+def test_a_mistyped_command_is_suggested(words: tuple[str, ...], hint: str) -> None:
+    result = run_command(*words)
+    assert result.returncode == 2
+    assert f"Did you mean {hint}?" in result.stderr
+
+
+def test_the_console_script_takes_the_words_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["penstock", "--version"])
+    assert main() == 0

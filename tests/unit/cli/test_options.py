@@ -1,0 +1,270 @@
+"""The option layer: declarations become parameters, help, completion, and instances of their dataclass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner, Result
+
+from penstock.cli.app import app
+from penstock.cli.options import (
+    Group,
+    NoOptions,
+    Verb,
+    argument,
+    arguments,
+    command_line,
+    declarations,
+    fill,
+    flag,
+    group,
+    option,
+    repeated,
+    required,
+    switch,
+    verb,
+)
+from penstock.cli.parsers import ASSIGNMENT, FILE, SIZE, TEXT, choice, whole
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.cli.terminal import Terminal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    pairs: tuple[tuple[str, str], ...] = repeated("--option", ASSIGNMENT, "Set an option.", short="-o")
+    size_bytes: int = option("--size", SIZE, "Bytes to move.", default="2KiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    name: str = argument("NAME", TEXT, "What it is called.")
+    files: tuple[Path, ...] = arguments("[FILES...]", FILE, "Files to read.", is_required=False)
+    count: int = required("--count", whole(1), "How many.")
+    seed: int | None = option("--seed", whole(), "Seed.")
+    colour: str = option("--colour", choice("red", "blue"), "Colour.", default="red")
+    fsync: bool | None = switch("--fsync", "Make it durable.")
+    is_dry: bool = flag("--dry-run", "Change nothing.")
+    inner: Inner = group(Inner, panel="Inner options")
+    memo: str = "no option"
+
+
+CALLS: list[Outer] = []
+
+
+@verb(Outer)
+def work(options: Outer, terminal: Terminal) -> int:
+    """Do some work, and say so.
+
+    It takes two paragraphs
+    to explain.
+
+    Examples:
+
+      work a --count 1
+
+      work a --count 2 \
+        --dry-run
+    """
+    CALLS.append(options)
+    terminal.result({"name": options.name}, lambda console: console.print(options.name))
+    return options.count - 1
+
+
+@pytest.fixture(autouse=True)
+def _no_calls() -> Iterator[None]:
+    CALLS.clear()
+    yield
+    CALLS.clear()
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(work, words)
+
+
+def test_every_option_reaches_its_field_in_the_type_of_its_parser() -> None:
+    words = ("a", "x", "y", "--count", "1", "--seed", "7", "--colour", "blue", "--no-fsync", "--dry-run")
+    assert invoke(*words, "-o", "k=v", "--option", "l=w", "--size", "1MiB").exit_code == 0
+    assert [
+        Outer(
+            name="a",
+            files=(Path("x"), Path("y")),
+            count=1,
+            seed=7,
+            colour="blue",
+            fsync=False,
+            is_dry=True,
+            inner=Inner(pairs=(("k", "v"), ("l", "w")), size_bytes=1 << 20),
+        )
+    ] == CALLS
+
+
+def test_what_is_left_out_has_its_default_also_without_a_command_line() -> None:
+    assert invoke("a", "--count", "1").exit_code == 0
+    assert [Outer(name="a", count=1)] == CALLS
+    (options,) = CALLS
+    assert (options.seed, options.colour, options.fsync, options.is_dry) == (None, "red", None, False)
+    assert options.inner == Inner(pairs=(), size_bytes=2048)
+    assert options.memo == "no option"
+
+
+def test_the_number_that_a_command_returns_is_its_exit_code() -> None:
+    assert invoke("a", "--count", "3").exit_code == 2
+
+
+def test_json_is_an_option_of_every_command() -> None:
+    assert invoke("a", "--count", "1", "--json").stdout == '{\n  "name": "a"\n}\n'
+    assert invoke("a", "--count", "1").stdout == "a\n"
+
+    @verb(NoOptions, has_json=False)
+    def silent(_: NoOptions, terminal: Terminal) -> None:
+        """Do nothing."""
+        assert not terminal.as_json
+
+    assert CliRunner().invoke(silent, ["--json"]).exit_code == 2
+    assert CliRunner().invoke(silent, []).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["--count", "0"], "--count"),
+        (["--count", "1", "--colour", "green"], "--colour"),
+        (["--count", "1", "-o", "novalue"], "--option"),
+        (["--count", "1", "--size", "4G"], "--size"),
+    ],
+)
+def test_an_error_of_a_parser_names_its_option(words: list[str], where: str) -> None:
+    error = invoke("a", *words).exception
+    assert isinstance(error, UsageError)
+    assert error.where == where
+    assert error.fix
+
+
+@pytest.mark.parametrize("words", [[], ["a"], ["a", "--count"], ["a", "--count", "1", "--unknown"]])
+def test_missing_and_unknown_options_are_wrong_usage(words: list[str]) -> None:
+    assert invoke(*words).exit_code == 2
+    assert not CALLS
+
+
+def test_help_shows_text_examples_arguments_and_panels_in_this_order() -> None:
+    text = CliRunner().invoke(work, ["--help"]).stdout
+    places = [
+        text.index(part)
+        for part in (
+            "Do some work",
+            "Examples:",
+            "work a --count 1",
+            "Arguments:",
+            "What it is called.",
+            "Options:",
+            "--count N",
+            "Inner options:",
+            "-o, --option NAME=VALUE",
+        )
+    ]
+    assert places == sorted(places)
+    assert "How many.  [required]" in text
+    assert "--colour red|blue" in text
+    assert "Bytes to move.  [default: 2KiB]" in text
+    assert "Set an option.  [repeatable]" in text
+    assert "--fsync / --no-fsync" in text
+
+
+def test_choices_are_completed() -> None:
+    completion = ShellComplete(work, {}, "work", "_WORK_COMPLETE")
+    words = ["a", "--count", "1", "--colour"]
+    assert [item.value for item in completion.get_completions(words, "b")] == ["blue"]
+    (item,) = completion.get_completions(["a"], "fil")
+    assert item.type == "file"
+
+
+def test_fields_of_nested_groups_are_found_in_place() -> None:
+    assert [path for path, _, _ in declarations(Outer)][-3:] == [
+        "is_dry",
+        "inner__pairs",
+        "inner__size_bytes",
+    ]
+    assert [panel for *_, panel in declarations(Outer)][-3:] == [None, "Inner options", "Inner options"]
+    assert fill(Inner, {"size_bytes": 1}) == Inner(size_bytes=1)
+
+
+def test_a_group_imports_a_command_when_it_is_asked_for() -> None:
+    tools = Group("Tools.", {"work": f"{__name__}:work", "idle": work})
+    context = click.Context(tools, info_name="tools")
+    assert tools.list_commands(context) == ["work", "idle"]
+    assert tools.get_command(context, "work") is work
+    assert tools.get_command(context, "play") is None
+    help_text = CliRunner().invoke(tools, ["--help"]).stdout
+    assert help_text.count("Do some work, and say so.") == 2
+    wrong = CliRunner().invoke(tools, ["wrok"])
+    assert wrong.exit_code == 2
+    assert "Did you mean work?" in wrong.stderr
+
+
+def test_a_command_knows_its_command_line() -> None:
+    lines = []
+
+    @verb(NoOptions)
+    def remember(_: NoOptions, terminal: Terminal) -> None:
+        """Remember the command line."""
+        lines.append(command_line())
+
+    CliRunner().invoke(remember, [], obj=["storage", "probe"])
+    assert lines == [("penstock", "storage", "probe")]
+
+
+def every_verb(command: click.Command, name: str) -> Iterator[tuple[str, Verb]]:
+    if isinstance(command, Group):
+        for word in command.verbs:
+            found = command.get_command(click.Context(command), word)
+            assert found is not None
+            yield from every_verb(found, f"{name} {word}")
+    else:
+        assert isinstance(command, Verb)
+        yield name, command
+
+
+VERBS = dict(every_verb(app, "penstock"))
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_command_has_a_sentence_and_an_example_that_it_understands(name: str) -> None:
+    command = VERBS[name]
+    assert (command.help or "").partition("\n\n")[0].rstrip().endswith(".")
+    assert command.examples
+    assert any(f"{name}" in example for example in command.examples)
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_help_text_is_a_sentence(name: str) -> None:
+    for path, declaration, _ in VERBS[name].declared:
+        assert declaration.help[:1].isupper() or declaration.help.startswith("DuckDB"), path
+        assert declaration.help.endswith((".", "...")), path
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_default_is_one_that_its_parser_accepts(name: str) -> None:
+    for _, declaration, _ in VERBS[name].declared:
+        if declaration.parser is not None and declaration.default is not None:
+            declaration.parser(declaration.default)
+
+
+def test_no_two_options_of_a_command_have_one_name() -> None:
+    for name, command in VERBS.items():
+        names: list[Any] = [text for one in command.params for text in (*one.opts, *one.secondary_opts)]
+        assert len(names) == len(set(names)), name
+
+
+def test_every_field_of_the_example_is_declared() -> None:
+    assert {field.name for field in fields(Outer)} == {
+        *(path.partition("__")[0] for path, _, _ in declarations(Outer)),
+        "memo",
+    }
