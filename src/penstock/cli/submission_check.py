@@ -74,7 +74,7 @@ def _write_findings(
     from penstock.results.durable import write_json, write_text
     from penstock.submission.reports.findings_export import findings_csv
     from penstock.submission.reports.sarif import sarif
-    from penstock.submission.reports.verdicts_page import verdicts_page
+    from penstock.submission.reports.submission_pages import verdicts_page
     from penstock.submission.rules import RULES
 
     if (path := options.sarif) is not None:
@@ -164,8 +164,13 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
       penstock submission report results --write --json
     """
     from penstock.submission.check import choose_edition
-    from penstock.submission.reports.report_files import plan_folder, plan_tree, write_files
-    from penstock.submission.reports.result_report import report_all, reports_document
+    from penstock.submission.reports.result_report import (
+        plan_folder,
+        plan_tree,
+        report_all,
+        reports_document,
+        write_files,
+    )
 
     edition = choose_edition(options.edition, options.folder)
     with terminal.progress() as progress:
@@ -179,7 +184,7 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
     written = write_files(planned)
     for entry in reports:
         for reason in entry.figures.missing:
-            terminal.note(f"{entry.judged.name}: not recomputed: {reason}")
+            terminal.note(f"{entry.checked.name}: not recomputed: {reason}")
     terminal.result(
         {**reports_document(reports, edition), "written": written},
         lambda console: _draw_reports(console, reports, written),
@@ -187,10 +192,10 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
 
 
 def _draw_reports(console: Console, reports: Sequence[ResultReport], written: Sequence[str]) -> None:
-    from penstock.submission.reports.figures_page import figure_row, value_text
+    from penstock.submission.reports.submission_pages import figure_row, value_text
 
     for entry in reports:
-        result, figures = entry.judged, entry.figures.found
+        result, figures = entry.checked, entry.figures.found
         console.print(f"\n{result.name}: {result.verdict.value}", style="bold", markup=False)
         console.print(f"  {result.workload} on {_describe_accelerators(result)}", markup=False)
         table("", [figure_row(figure) for figure in figures])(console)

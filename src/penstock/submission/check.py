@@ -60,6 +60,18 @@ class CheckedResult:
         """The outcome of all findings."""
         return combine(self.findings)
 
+    def identity(self) -> dict[str, str | int | None]:
+        """Which result it is, by the names that documents and tables use."""
+        return {
+            "name": self.name,
+            "org": self.organisation,
+            "division": self.division,
+            "system": self.system,
+            "workload": self.workload,
+            "accelerator": self.accelerator,
+            "num_accelerators": self.num_accelerators,
+        }
+
 
 def check(
     root: Path, edition: Edition, *, rules: Sequence[Rule] = RULES, progress: Progress | None = None

@@ -65,15 +65,15 @@ def image_name(digest: str) -> str:
 
 
 def pointer_text(digest: str) -> str:
-    """What a leaf's pointer holds."""
+    """The text of a result directory's pointer."""
     return f"{ALGORITHM}:{digest}\n"
 
 
 def parse_pointer(text: str, *, where: str) -> str:
-    """The digest that a leaf's pointer names."""
+    """The digest that the text of a pointer names."""
     match = _POINTER_TEXT.fullmatch(text)
     if match is None:
-        raise DataDamaged(f"This points to no code image: {text.strip()[:60]!r}", where=where)
+        raise DataDamaged(f"This does not point to a code image: {text.strip()[:60]!r}", where=where)
     return match[1]
 
 
@@ -103,7 +103,7 @@ def capture(program: Program, root: Path, *, now: datetime) -> str:
 
 
 def _copy(program: Program, image: Path, *, digest: str, now: datetime) -> None:
-    """Beside its place first: a crash leaves a hidden folder, which no digest covers and no judge reads."""
+    """Copy to a hidden folder first: after a crash no digest covers it, and no checker reads it."""
     draft = image.with_name(f".{image.name}-{secrets.token_hex(4)}")
     with translate_os_errors("Copying the program's files", str(draft)):
         for name in files_that_count(program.folder):
@@ -116,7 +116,7 @@ def _copy(program: Program, image: Path, *, digest: str, now: datetime) -> None:
             raise DataDamaged(
                 "The program's files changed while they were copied",
                 where=str(program.folder),
-                fix="Repeat this when nobody edits or installs them.",
+                fix="Repeat this when its files are not edited or installed.",
             )
         write_json(
             draft,
@@ -131,21 +131,21 @@ def _copy(program: Program, image: Path, *, digest: str, now: datetime) -> None:
         )
         try:
             draft.rename(image)
-        except OSError:  # somebody else was faster: theirs is as good if it is sound
+        except OSError:  # another process was faster: its image serves as well if it is sound
             shutil.rmtree(draft)
             _require_sound(image, digest)
 
 
 def _require_sound(image: Path, digest: str) -> None:
-    """Bytes are not fsynced one by one, so that after a power cut an image may be torn: this finds it."""
+    """Verify an image: its files are not fsynced, so that a power cut may leave some of them torn."""
     try:
         stated = json.loads((image / DIGEST_FILE).read_text(encoding="utf-8"))["hash"]
     except (OSError, ValueError, LookupError, TypeError):
         stated = "nothing"
-    found = tree_digest(image)
-    if not stated == found == digest:
+    actual = tree_digest(image)
+    if not stated == actual == digest:
         raise DataDamaged(
-            f"This code image is damaged: it says {stated}, its files come to {found}",
+            f"This code image is damaged: it says {stated}, its files hash to {actual}",
             where=str(image),
             fix=f"Remove the folder {image}; it is captured anew.",
         )

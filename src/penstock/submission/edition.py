@@ -1,7 +1,6 @@
 """An edition of the rules as data: the numbers, names and lists that rules compare with.
 
-Place in the flow: YAML is parsed here once, strictly; rules get an `Edition`. Invariant: a rule holds
-no number.
+The YAML files in `editions/` are parsed here, strictly. Invariant: a rule contains no number of its own.
 """
 
 from __future__ import annotations

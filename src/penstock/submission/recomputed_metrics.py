@@ -19,7 +19,7 @@ from penstock.submission.tree_layout import Benchmark
 from penstock.workload.values import element_bytes
 
 if TYPE_CHECKING:
-    from penstock.submission.result_files import ResultDir, SubmittedResult, SubmittedRun
+    from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
 
 
 MIB: Final = 1 << 20
@@ -81,7 +81,7 @@ def utilization_percent(run_dir: ResultDir) -> float:
     return mean(run_dir.summary.numbers("metric", "train_au_percentage"))
 
 
-def num_accelerators(run: SubmittedRun) -> int:
+def num_accelerators(run: ResultRun) -> int:
     """The accelerators of a run: its directories add up."""
     return sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
 

@@ -92,7 +92,7 @@ class ResultDir:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubmittedRun:
+class ResultRun:
     """One run of a result; its directories add up. A warm-up is judged, and counts in no mean."""
 
     name: str
@@ -106,7 +106,7 @@ class SubmittedResult:
 
     name: str
     location: ResultLocation
-    runs: tuple[SubmittedRun, ...]
+    runs: tuple[ResultRun, ...]
     report: ParsedFile
     systems: tuple[ParsedFile, ...]
     context: TreeContext
@@ -114,7 +114,7 @@ class SubmittedResult:
     datagen: tuple[ResultDir, ...] = ()
 
     @property
-    def counted_runs(self) -> tuple[SubmittedRun, ...]:
+    def counted_runs(self) -> tuple[ResultRun, ...]:
         """The runs that count in means."""
         return tuple(run for run in self.runs if not run.is_warm_up)
 
@@ -141,7 +141,7 @@ def read_results(
     if location.benchmark not in tree_layout.CHECKED_BENCHMARKS:
         return (_read_timed(location, context, base, runs=(), name=location.name),)
     runs = [
-        SubmittedRun(name=folder.name, dirs=(_read_timed_dir(folder, location, SubmissionPhase.RUN, base),))
+        ResultRun(name=folder.name, dirs=(_read_timed_dir(folder, location, SubmissionPhase.RUN, base),))
         for folder in location.run_folders
     ]
     groups = _group_by_accelerator(runs)
@@ -175,14 +175,14 @@ def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -
     )
 
 
-def _read_numbered_run(folder: Path, base: Path) -> SubmittedRun:
+def _read_numbered_run(folder: Path, base: Path) -> ResultRun:
     clients = sorted(path.parent for path in folder.glob("*/summary.json"))
     folders = [folder] if (folder / "summary.json").exists() or not clients else clients
     dirs = tuple(
         _read_dir(each, base, benchmark=Benchmark.TRAINING, config_folder="configs", log="")
         for each in folders
     )
-    return SubmittedRun(name=folder.name, dirs=dirs)
+    return ResultRun(name=folder.name, dirs=dirs)
 
 
 def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
@@ -199,7 +199,7 @@ def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
 
 
 def _read_timed(
-    location: ResultLocation, context: TreeContext, base: Path, *, runs: tuple[SubmittedRun, ...], name: str
+    location: ResultLocation, context: TreeContext, base: Path, *, runs: tuple[ResultRun, ...], name: str
 ) -> SubmittedResult:
     is_training = location.benchmark is Benchmark.TRAINING
     above = location.run_folders[0].parent if is_training and location.run_folders else location.folder
@@ -220,9 +220,9 @@ def _read_timed(
     )
 
 
-def _group_by_accelerator(runs: list[SubmittedRun]) -> dict[str, list[SubmittedRun]]:
+def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
     """Runs whose accelerator cannot be read join the others where these are all on one."""
-    groups: dict[str, list[SubmittedRun]] = {}
+    groups: dict[str, list[ResultRun]] = {}
     for run in runs:
         try:
             _, accelerator = run.dirs[0].workload()
@@ -235,7 +235,7 @@ def _group_by_accelerator(runs: list[SubmittedRun]) -> dict[str, list[SubmittedR
     return groups or {"": []}
 
 
-def _mark_warm_ups(runs: list[SubmittedRun], num_warm_ups: int) -> tuple[SubmittedRun, ...]:
+def _mark_warm_ups(runs: list[ResultRun], num_warm_ups: int) -> tuple[ResultRun, ...]:
     # With no run left to count, all of them are judged as counted, so that nothing goes unseen.
     first_counted = num_warm_ups if len(runs) > num_warm_ups else 0
     return tuple(replace(run, is_warm_up=index < first_counted) for index, run in enumerate(runs))

@@ -92,9 +92,9 @@ def read_pool(folder: Path, submitter: Submitter, root: Path) -> CodeImagePool:
         images=tuple(_image(entry, base) for entry in _entries(folder) if entry.is_dir()),
         pointed=frozenset(
             digest
-            for each in find_submitters(submitter.top)
-            for leaf in find_result_dirs(each)
-            if (digest := _pointed_digest(leaf))
+            for other in find_submitters(submitter.top)
+            for folder in find_result_dirs(other)
+            if (digest := _pointed_digest(folder))
         ),
     )
 
@@ -107,9 +107,9 @@ def _image(folder: Path, base: Path) -> CodeImage:
     return CodeImage(name=folder.name, stated=read_file(folder / DIGEST_FILE, base), digest=digest)
 
 
-def _pointed_digest(leaf: Path) -> str:
+def _pointed_digest(folder: Path) -> str:
     try:
-        return parse_pointer((leaf / POINTER).read_text(encoding="utf-8"), where=str(leaf))
+        return parse_pointer((folder / POINTER).read_text(encoding="utf-8"), where=str(folder))
     except (OSError, ValueError, DataDamaged):  # the rule on pointers names it
         return ""
 

@@ -52,7 +52,7 @@ def test_what_cannot_be_recomputed_and_what_stays_is_said(
     assert main(["submission", "report", str(root), "--write"]) == 0
     said = capsys.readouterr().err
     assert "not recomputed: read bandwidth: there is no field workload.dataset.record_length" in said
-    assert "its report cannot be made" in said
+    assert "its report cannot be written" in said
 
 
 def test_reports_lie_beside_the_runs_where_one_asks_for_that(

@@ -66,6 +66,11 @@ NUMBERED_TREES: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = MappingP
             _tree("a log", lambda s: s.files.update({f"{RESULT}/output.txt": "text"}), Verdict.WARNING),
         ),
         "structure.system": (
+            _tree(
+                "another name",
+                lambda s: s.files.update({"systems/slow.json": s.files.pop("systems/fast.json")}),
+                Verdict.WARNING,
+            ),
             _tree("no description", _drop("systems/fast.json"), Verdict.FAIL),
             _tree(
                 "a comma", lambda s: s.files.update({"systems/fast.json": '{"a": [1,],}'}), Verdict.WARNING
@@ -86,11 +91,13 @@ NUMBERED_TREES: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = MappingP
             _tree("no configuration", _drop(f"{RESULT}/run3/configs/config.yaml"), Verdict.FAIL),
         ),
         "runs.workload": (
+            _tree("capitals", lambda s: s.overrides(1).__setitem__(0, "workload=UNET3D_H100"), Verdict.PASS),
             _tree("bert", lambda s: s.overrides(1).__setitem__(0, "workload=bert_h100"), Verdict.FAIL),
             _tree("v100", lambda s: s.overrides(1).__setitem__(0, "workload=unet3d_v100"), Verdict.FAIL),
             _tree("unsaid", lambda s: s.overrides(1).pop(0), Verdict.NOT_CHECKED),
         ),
         "runs.same": (
+            _tree("capitals", lambda s: s.overrides(1).__setitem__(0, "workload=UNET3D_H100"), Verdict.PASS),
             _tree("accelerators", lambda s: s.summary(4).update(num_accelerators=1), Verdict.FAIL),
             _tree("files", lambda s: s.summary(4).update(num_files_train=NUM_FILES + 1), Verdict.FAIL),
             _tree("samples a file", lambda s: s.summary(4).update(num_samples_per_file=2), Verdict.FAIL),
@@ -98,12 +105,17 @@ NUMBERED_TREES: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = MappingP
                 "accelerator", lambda s: s.overrides(4).__setitem__(0, "workload=unet3d_a100"), Verdict.FAIL
             ),
         ),
-        "sizing.steps": (_tree("one file short", _set_files(NUM_FILES - 1), Verdict.FAIL),),
+        "sizing.steps": (
+            _tree("one file more", _set_files(NUM_FILES + 1), Verdict.PASS),
+            _tree("one file short", _set_files(NUM_FILES - 1), Verdict.FAIL),
+        ),
         "sizing.memory": (
+            _tree("smaller memory", _set_memory(1.0), Verdict.PASS),
             _tree("larger memory", _set_memory(256.0), Verdict.FAIL),
             _tree("an empty entry", _set_memory(0.0), Verdict.NOT_CHECKED),
         ),
         "utilization.minimum": (
+            _tree("the minimum", _set_metric(train_au_percentage=[90.0, 90.0]), Verdict.PASS),
             _tree("a little less", _set_metric(train_au_percentage=[90.0, 89.9]), Verdict.FAIL),
         ),
         "utilization.stated": (_tree("fail", _set_metric(train_au_meet_expectation="fail"), Verdict.FAIL),),
@@ -126,10 +138,12 @@ NUMBERED_TREES: Final[Mapping[str, tuple[RuleTree[Submission], ...]]] = MappingP
             _tree("no report", _drop(f"{RESULT}/mlperf_storage_report.json"), Verdict.NOT_CHECKED),
         ),
         "parameters.allowed": (
+            _tree("a free key", _set_override("++workload.reader.read_threads=16"), Verdict.PASS),
             _tree("batch", _set_override("++workload.reader.batch_size=1"), Verdict.FAIL),
             _tree("open's", _set_override("++workload.dataset.format=hdf5"), Verdict.FAIL),
         ),
         "parameters.configuration": (
+            _tree("as text", lambda s: s.configs()[3]["reader"].update(batch_size="7"), Verdict.PASS),
             _tree("batch", lambda s: s.configs()[3]["reader"].update(batch_size=1), Verdict.FAIL),
             _tree("record", lambda s: s.configs()[3]["dataset"].update(record_length=1), Verdict.FAIL),
             _tree("minimum", lambda s: s.configs()[3]["metric"].update(au=0.5), Verdict.FAIL),

@@ -241,3 +241,32 @@ def another_digest(tree: Round) -> None:
 def another_algorithm(tree: Round) -> None:
     """State the digest of the program in a way that is not known."""
     tree.files[f"{image(tree)}/.code-hash.json"]["algorithm"] = "sha1-tree"
+
+
+def hand_in_as_open(tree: Round) -> None:
+    """Hand it in as OPEN."""
+    tree.division = "open"
+
+
+def take_port_down(tree: Round) -> None:
+    """Describe a port that is down."""
+    tree.system()["clients"][0]["networking"] = [{"unit_count": 1, "type": "other", "state": "down"}]
+
+
+def more_samples(tree: Round) -> None:
+    """Read seven samples of one epoch twice."""
+    tree.document("run", 2, "run.json")["plan"]["epochs"][1]["ranks"][0]["samples"] += 7
+
+
+def keep_order(tree: Round) -> None:
+    """Deal out two epochs alike, as the workload asks for."""
+    same_epochs(tree)
+    tree.document("run", 2, "run.json")["workload"]["train"]["seed_change_epoch"] = False
+
+
+def unshuffled(tree: Round) -> None:
+    """Read without any shuffle, as the workload asks for."""
+    record = tree.document("run", 2, "run.json")
+    record["workload"]["reader"] |= {"file_shuffle": "off", "sample_shuffle": "off"}
+    record["plan"]["shuffle"] = "off"
+    same_epochs(tree)

@@ -35,7 +35,7 @@ class RequestedResult:
 class ExcludedRun:
     """A run that cannot be part of the result, and why."""
 
-    leaf: PublishedDir
+    run_dir: PublishedDir
     why: str
 
 
@@ -53,87 +53,89 @@ class RunSequence:
         return not self.phases
 
 
-def plan_run_sequence(standing: SeriesState, wanted: RequestedResult, *, now: datetime) -> RunSequence:
+def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: datetime) -> RunSequence:
     """What is left to do at this time; `UsageError` where the series is of another result."""
-    for leaf in (*standing.datasizes, *standing.datagens, *standing.runs):
-        _require_same(leaf, wanted)
+    for run_dir in (*state.datasizes, *state.datagens, *state.runs):
+        _require_same(run_dir, request)
     phases = []
-    if not standing.datasizes:
+    if not state.datasizes:
         phases.append(SubmissionPhase.DATASIZE)
-    if not standing.datagens:
+    if not state.datagens:
         phases.append(SubmissionPhase.DATAGEN)
-    kept, surplus = select_runs(standing.runs, wanted, now=now)
-    phases += [SubmissionPhase.RUN] * (wanted.num_runs - len(kept))
+    kept, surplus = select_runs(state.runs, request, now=now)
+    phases += [SubmissionPhase.RUN] * (request.num_runs - len(kept))
     return RunSequence(phases=tuple(phases), kept=kept, surplus=surplus)
 
 
 def select_runs(
-    runs: Sequence[PublishedDir], wanted: RequestedResult, *, now: datetime
+    runs: Sequence[PublishedDir], request: RequestedResult, *, now: datetime
 ) -> tuple[tuple[PublishedDir, ...], tuple[ExcludedRun, ...]]:
     """The runs that count, and those that no longer do.
 
     A complete sequence counts whenever it was made; an unfinished one only while the next run may follow.
     """
-    chains = _chains(runs, wanted)
-    whole = next((chain for chain in chains if len(chain) >= wanted.num_runs), None)
+    chains = _chains(runs, request)
+    whole = next((chain for chain in chains if len(chain) >= request.num_runs), None)
     if whole is not None:
-        return _kept(runs, whole[: wanted.num_runs], "the result is complete without it")
+        return _kept(runs, whole[: request.num_runs], "the result is complete without it")
     last = chains[-1] if chains else []
-    if last and not may_follow(last, now, wanted):
+    if last and not may_follow(last, now, request):
         return _kept(runs, [], f"no run followed by {now:%H:%M:%S}, within the time that one run takes")
     return _kept(runs, last, "the next run did not follow within the time that one run takes, or it failed")
 
 
-def may_follow(chain: Sequence[PublishedDir], began: datetime, wanted: RequestedResult) -> bool:
+def may_follow(chain: Sequence[PublishedDir], began: datetime, request: RequestedResult) -> bool:
     """Whether a run that begins at this time follows these, as rule 2.1.18 is judged.
 
     Each pause must be shorter than `max_pause_runs` times the shortest run.
     """
-    shortest = min(leaf.duration for leaf in chain)
+    shortest = min(run_dir.duration for run_dir in chain)
     pauses = [after.began - before.ended for before, after in pairwise(chain)]
     pauses.append(began - chain[-1].ended)
-    return all(timedelta(0) <= pause < wanted.max_pause_runs * shortest for pause in pauses)
+    return all(timedelta(0) <= pause < request.max_pause_runs * shortest for pause in pauses)
 
 
-def _chains(runs: Sequence[PublishedDir], wanted: RequestedResult) -> list[list[PublishedDir]]:
+def _chains(runs: Sequence[PublishedDir], request: RequestedResult) -> list[list[PublishedDir]]:
     """The runs as sequences without a failure, a long pause or an overlap; the last may be empty."""
     chains: list[list[PublishedDir]] = [[]]
-    for leaf in sorted(runs, key=lambda each: each.began):
-        if not leaf.is_success:
+    for run_dir in sorted(runs, key=lambda run_dir: run_dir.began):
+        if not run_dir.is_success:
             chains.append([])
-        elif not chains[-1] or _is_sequence([*chains[-1], leaf], wanted):
-            chains[-1].append(leaf)
+        elif not chains[-1] or _is_sequence([*chains[-1], run_dir], request):
+            chains[-1].append(run_dir)
         else:
-            chains.append([leaf])
+            chains.append([run_dir])
     return chains
 
 
-def _is_sequence(leaves: Sequence[PublishedDir], wanted: RequestedResult) -> bool:
-    *before, last = leaves
-    return may_follow(before, last.began, wanted) and may_follow(leaves, last.ended, wanted)
+def _is_sequence(run_dirs: Sequence[PublishedDir], request: RequestedResult) -> bool:
+    *before, last = run_dirs
+    return may_follow(before, last.began, request) and may_follow(run_dirs, last.ended, request)
 
 
 def _kept(
     runs: Sequence[PublishedDir], kept: Sequence[PublishedDir], why: str
 ) -> tuple[tuple[PublishedDir, ...], tuple[ExcludedRun, ...]]:
-    return tuple(kept), tuple(ExcludedRun(leaf=leaf, why=why) for leaf in runs if leaf not in kept)
+    return tuple(kept), tuple(
+        ExcludedRun(run_dir=run_dir, why=why) for run_dir in runs if run_dir not in kept
+    )
 
 
-def _require_same(leaf: PublishedDir, wanted: RequestedResult) -> None:
+def _require_same(run_dir: PublishedDir, request: RequestedResult) -> None:
     """A series holds one result: another accelerator, number or data set needs another series."""
-    if leaf.folder.parent.name == SubmissionPhase.DATAGEN:
-        pairs = [("files", leaf.num_files, wanted.num_files), ("data", leaf.place, wanted.place)]
+    if run_dir.folder.parent.name == SubmissionPhase.DATAGEN:
+        pairs = [("files", run_dir.num_files, request.num_files), ("data", run_dir.place, request.place)]
     else:
         pairs = [
-            ("accelerator", leaf.accelerator, wanted.accelerator),
-            ("accelerators", leaf.num_processes, wanted.num_processes),
-            ("files", leaf.num_files, wanted.num_files),
-            ("data", leaf.place, wanted.place),
+            ("accelerator", run_dir.accelerator, request.accelerator),
+            ("accelerators", run_dir.num_processes, request.num_processes),
+            ("files", run_dir.num_files, request.num_files),
+            ("data", run_dir.place, request.place),
         ]
-    for what, there, asked in pairs:
-        if there != asked:
+    for what, present, requested in pairs:
+        if present != requested:
             raise UsageError(
-                f"Another result is under way here: its {what}: {there}, requested: {asked}",
-                where=str(leaf.folder),
+                f"Another result is under way here: its {what}: {present}, requested: {requested}",
+                where=str(run_dir.folder),
                 fix="Request the same, name another --system, or move that result's folder away.",
             )

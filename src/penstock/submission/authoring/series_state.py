@@ -184,43 +184,43 @@ def _all_series(claim: OwnedTree) -> Iterator[Series]:
 
 
 def _progressed(series: Series, edition: Edition, now: datetime) -> SeriesProgress:
-    standing = read_series_state(series)
-    last = standing.runs[-1] if standing.runs else None
-    kept: tuple[PublishedDir, ...] = standing.runs
+    state = read_series_state(series)
+    last = state.runs[-1] if state.runs else None
+    kept: tuple[PublishedDir, ...] = state.runs
     num_wanted = 1
     if series.benchmark is Benchmark.TRAINING:
         num_wanted = edition.num_runs
         if last is not None:
-            kept, _ = select_runs(standing.runs, _wanted_like(last, edition), now=now)
-    leaf = last or next(iter(standing.datasizes), None)
+            kept, _ = select_runs(state.runs, _request_like(last, edition), now=now)
+    run_dir = last or next(iter(state.datasizes), None)
     return SeriesProgress(
         series=series,
-        num_accelerators=leaf.num_processes if leaf else None,
-        accelerator=leaf.accelerator if leaf else "",
+        num_accelerators=run_dir.num_processes if run_dir else None,
+        accelerator=run_dir.accelerator if run_dir else "",
         num_runs=len(kept),
         num_wanted=num_wanted,
-        lacks=tuple(_lacks(series, standing, num_missing=max(0, num_wanted - len(kept)))),
-        attempts=standing.attempts,
-        unread=standing.unread,
+        lacks=tuple(_lacks(series, state, num_missing=max(0, num_wanted - len(kept)))),
+        attempts=state.attempts,
+        unread=state.unread,
     )
 
 
-def _wanted_like(leaf: PublishedDir, edition: Edition) -> RequestedResult:
+def _request_like(run_dir: PublishedDir, edition: Edition) -> RequestedResult:
     return RequestedResult(
-        accelerator=leaf.accelerator,
-        num_processes=leaf.num_processes,
-        place=leaf.place,
-        num_files=leaf.num_files,
+        accelerator=run_dir.accelerator,
+        num_processes=run_dir.num_processes,
+        place=run_dir.place,
+        num_files=run_dir.num_files,
         num_runs=edition.num_runs,
         max_pause_runs=edition.require_timed().max_pause_runs,
     )
 
 
-def _lacks(series: Series, standing: SeriesState, *, num_missing: int) -> Iterator[str]:
+def _lacks(series: Series, state: SeriesState, *, num_missing: int) -> Iterator[str]:
     if series.benchmark is Benchmark.TRAINING:
-        if not standing.datasizes:
+        if not state.datasizes:
             yield SubmissionPhase.DATASIZE.value
-        if not standing.datagens:
+        if not state.datagens:
             yield SubmissionPhase.DATAGEN.value
     if num_missing:
         yield f"{num_missing} run{'s' * (num_missing > 1)}"
@@ -233,8 +233,8 @@ def missing_system_files(series: Series) -> Iterator[str]:
     path = root / series.submitter / "systems" / f"{series.system}.yaml"
     if not path.is_file():
         yield f"systems/{series.system}.yaml"
-    elif found := find_schema_problems(read_description(path, root)):
-        lines = sorted({problem.line for problem in found})
+    elif problems := find_schema_problems(read_description(path, root)):
+        lines = sorted({problem.line for problem in problems})
         shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > len(lines[:5]) else "")
         yield f"systems/{series.system}.yaml, line{'s' * (len(lines) > 1)} {shown}"
     if not path.with_suffix(".pdf").is_file():

@@ -25,12 +25,15 @@ from penstock.results.durable import write_json, write_text
 from penstock.results.provenance import redacted
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 from penstock.submission.authoring.result_dir import publish
-from penstock.submission.authoring.run_metadata import build_metadata
-from penstock.submission.authoring.run_provenance import LAYOUT_VERSION, RULES_EDITION, build_provenance
+from penstock.submission.authoring.run_metadata import (
+    LAYOUT_VERSION,
+    RULES_EDITION,
+    build_metadata,
+    build_provenance,
+)
 from penstock.submission.code_image import POINTER, UNKNOWN, pointer_text
 from penstock.submission.find_results import Submitter, find_result_dirs
-from penstock.submission.reports.report_files import plan_tree, write_files
-from penstock.submission.reports.result_report import report_all
+from penstock.submission.reports.result_report import plan_tree, report_all, write_files
 from penstock.submission.tree_layout import CONFIG_FOLDER, MANIFEST, METADATA_SUFFIX, PROVENANCE, SEPARATION
 
 if TYPE_CHECKING:

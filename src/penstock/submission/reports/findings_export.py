@@ -20,47 +20,40 @@ if TYPE_CHECKING:
 
 
 def check_document(
-    judged: Sequence[CheckedResult], edition: Edition, empty: Sequence[str] = ()
+    checked: Sequence[CheckedResult], edition: Edition, empty: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What `--json` prints; `empty` names the submitters without results."""
     return {
         "edition": edition.edition,
-        "results": [_result(each) for each in judged],
+        "results": [
+            result.identity()
+            | {
+                "verdict": result.verdict.value,
+                "metrics": result.metrics,
+                "findings": [asdict(finding) for finding in result.findings],
+            }
+            for result in checked
+        ],
         "summary": {
-            **count_verdicts(judged),
+            **count_verdicts(checked),
             "without_results": list(empty),
             "for_the_reviewer": list(edition.for_the_reviewer),
         },
     }
 
 
-def count_verdicts(judged: Sequence[CheckedResult]) -> dict[str, Any]:
+def count_verdicts(checked: Sequence[CheckedResult]) -> dict[str, Any]:
     """How many results came to which verdict."""
-    counts = Counter(each.verdict for each in judged)
-    return {"results": len(judged)} | {verdict.value: counts[verdict] for verdict in Validity}
+    counts = Counter(result.verdict for result in checked)
+    return {"results": len(checked)} | {verdict.value: counts[verdict] for verdict in Validity}
 
 
-def exit_code(judged: Sequence[CheckedResult]) -> int:
+def exit_code(checked: Sequence[CheckedResult]) -> int:
     """0 valid, 1 something invalid, 3 something not checked (and nothing invalid)."""
-    verdicts = {each.verdict for each in judged}
+    verdicts = {result.verdict for result in checked}
     if Validity.INVALID in verdicts:
         return 1
     return 3 if Validity.NOT_CHECKED in verdicts else 0
-
-
-def _result(judged: CheckedResult) -> dict[str, Any]:
-    return {
-        "name": judged.name,
-        "org": judged.organisation,
-        "division": judged.division,
-        "system": judged.system,
-        "workload": judged.workload,
-        "accelerator": judged.accelerator,
-        "num_accelerators": judged.num_accelerators,
-        "verdict": judged.verdict.value,
-        "metrics": judged.metrics,
-        "findings": [asdict(finding) for finding in judged.findings],
-    }
 
 
 FINDING_COLUMNS: Final = (
@@ -69,9 +62,14 @@ FINDING_COLUMNS: Final = (
 )  # fmt: skip
 
 
-def findings_csv(judged: Sequence[CheckedResult]) -> str:
-    """All findings; `result` is the verdict on the whole result."""
-    return to_csv(FINDING_COLUMNS, (row for each in judged for row in _rows(each)))
+def findings_csv(checked: Sequence[CheckedResult]) -> str:
+    """A row for each finding; `result` is the verdict on the whole result."""
+    rows = (
+        result.identity() | {"result": result.verdict.value} | asdict(finding)
+        for result in checked
+        for finding in result.findings
+    )
+    return to_csv(FINDING_COLUMNS, rows)
 
 
 def to_csv(columns: Sequence[str], rows: Iterator[Mapping[str, object]]) -> str:
@@ -81,24 +79,3 @@ def to_csv(columns: Sequence[str], rows: Iterator[Mapping[str, object]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _rows(judged: CheckedResult) -> Iterator[dict[str, object]]:
-    for finding in judged.findings:
-        yield {
-            "name": judged.name,
-            "org": judged.organisation,
-            "division": judged.division,
-            "system": judged.system,
-            "workload": judged.workload,
-            "accelerator": judged.accelerator,
-            "num_accelerators": judged.num_accelerators,
-            "result": judged.verdict.value,
-            "rule": finding.rule,
-            "verdict": finding.verdict.value,
-            "value": finding.value,
-            "limit": finding.limit,
-            "evidence": finding.evidence,
-            "proof": finding.proof,
-            "fix": finding.fix,
-        }

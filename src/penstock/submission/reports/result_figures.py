@@ -24,7 +24,7 @@ from penstock.submission.recomputed_metrics import (
 from penstock.submission.tree_layout import Benchmark
 
 if TYPE_CHECKING:
-    from penstock.submission.result_files import ResultDir, SubmittedResult, SubmittedRun
+    from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
 
 
 CONFIDENCE: Final = 0.95
@@ -154,9 +154,9 @@ def compute_figures(result: SubmittedResult) -> ResultFigures:
     found: list[ResultFigure] = []
     missing: list[str] = []
     kinds = {Benchmark.TRAINING: _TRAINING, Benchmark.CHECKPOINTING: _CHECKPOINTING}
-    for name, unit, of_result in kinds.get(result.location.benchmark, ()):
+    for name, unit, compute in kinds.get(result.location.benchmark, ()):
         try:
-            values = of_result(result)
+            values = compute(result)
         except (MissingFact, ArithmeticError) as reason:
             missing.append(f"{name}: {reason}")
             continue
@@ -165,7 +165,7 @@ def compute_figures(result: SubmittedResult) -> ResultFigures:
     return ResultFigures(found=tuple(found), missing=tuple(missing))
 
 
-def _by_run(of_run: Callable[[SubmittedRun], float]) -> _Values:
+def _by_run(of_run: Callable[[ResultRun], float]) -> _Values:
     def values(result: SubmittedResult) -> dict[str, float]:
         if not result.counted_runs:
             raise MissingFact("there are no runs", where=result.name)
@@ -174,41 +174,43 @@ def _by_run(of_run: Callable[[SubmittedRun], float]) -> _Values:
     return values
 
 
-def _summed(of_job: Callable[[ResultDir], float]) -> Callable[[SubmittedRun], float]:
-    return lambda run: math.fsum(of_job(job) for job in run.dirs)
+def _summed(read: Callable[[ResultDir], float]) -> Callable[[ResultRun], float]:
+    return lambda run: math.fsum(read(run_dir) for run_dir in run.dirs)
 
 
-def _utilization(run: SubmittedRun) -> float:
+def _utilization(run: ResultRun) -> float:
     return mean(tuple(map(utilization_percent, run.dirs)))
 
 
 def _by_checkpoint(prefix: str, of_seconds: Callable[[ResultDir, float], float]) -> _Values:
     def values(result: SubmittedResult) -> dict[str, float]:
-        jobs = [job for job in result.run_dirs() if job.stats]
-        if not jobs:
+        run_dirs = [run_dir for run_dir in result.run_dirs() if run_dir.stats]
+        if not run_dirs:
             raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)
-        taken = [(job, name, seconds) for job in jobs for name, seconds in _slowest(job, prefix)]
+        taken = [
+            (run_dir, name, seconds) for run_dir in run_dirs for name, seconds in _slowest(run_dir, prefix)
+        ]
         short = len({name for _, name, _ in taken}) == len(taken)
         return {
-            name if short else f"{job.name.rpartition('/')[2]} {name}": of_seconds(job, seconds)
-            for job, name, seconds in taken
+            name if short else f"{run_dir.name.rpartition('/')[2]} {name}": of_seconds(run_dir, seconds)
+            for run_dir, name, seconds in taken
         }
 
     return values
 
 
-def _slowest(job: ResultDir, prefix: str) -> Iterator[tuple[str, float]]:
-    """Each checkpoint's name and time on its slowest rank: nobody is done before."""
-    ranks = [read_durations(stats, prefix) for stats in job.stats]
+def _slowest(run_dir: ResultDir, prefix: str) -> Iterator[tuple[str, float]]:
+    """Each checkpoint's name, and its seconds on the slowest rank, which all others wait for."""
+    ranks = [read_durations(stats, prefix) for stats in run_dir.stats]
     for name in ranks[0]:
         seconds = max(rank.get(name, 0.0) for rank in ranks)
         if seconds <= 0:
-            raise MissingFact(f"{name} took no time", where=job.stats[0].file)
+            raise MissingFact(f"{name} took no time", where=run_dir.stats[0].file)
         yield name, seconds
 
 
-def _rate(job: ResultDir, seconds: float) -> float:
-    return job.summary.number("metric", "checkpoint_size_GB") / seconds
+def _rate(run_dir: ResultDir, seconds: float) -> float:
+    return run_dir.summary.number("metric", "checkpoint_size_GB") / seconds
 
 
 def _duration(_: ResultDir, seconds: float) -> float:

@@ -1,29 +1,38 @@
-"""The report of one result: our results.json, the row of published tables, and the report of v1.0.
+"""The report of results: our results.json, the row of published tables, the report of v1.0, and their files.
 
-Invariant: columns keep their names and places; a cell is filled from the files or stays empty, never by a
-default. Bandwidths in the row are GiB/s.
+    FOLDER/report.html results.csv results.json      all results
+    FOLDER/RESULT/results.json results.csv           one of them, below the same path as in its tree
+    FOLDER/RESULT/mlperf_storage_report.json         of v1.0
+
+Files are planned as paths and texts, then written, each in one step. Invariants: columns keep their names and
+places; a cell is filled from the files or stays empty, never by a default; in a submitter's tree a file is
+only added or, where it is our own, replaced. Bandwidths in the row are GiB/s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.results.durable import write_text
 from penstock.submission.check import check_result, read_tree
 from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import mib_per_second, samples_per_second
+from penstock.submission.reports.findings_export import to_csv
 from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigures, compute_figures
-from penstock.submission.tree_layout import RESULTS_FILE, Benchmark
+from penstock.submission.reports.submission_pages import figures_page
+from penstock.submission.tree_layout import CHECKED_BENCHMARKS, RESULTS_FILE, Benchmark
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
     from penstock.submission.check import CheckedResult
     from penstock.submission.edition import Edition
-    from penstock.submission.result_files import SubmittedResult, SubmittedRun
+    from penstock.submission.result_files import ResultRun, SubmittedResult
 
 
 _COMMON: Final = (
@@ -43,35 +52,39 @@ Cell = str | int | float | None
 
 
 def result_row(
-    result: SubmittedResult, judged: CheckedResult, figures: ResultFigures, edition: str
+    result: SubmittedResult, checked: CheckedResult, figures: ResultFigures, edition: str
 ) -> dict[str, Cell]:
     """The cells of one result, by column."""
     row: dict[str, Cell] = dict.fromkeys(RESULT_COLUMNS)
     row |= {
-        "Organization": judged.organisation,
-        "Division": judged.division,
+        "Organization": checked.organisation,
+        "Division": checked.division,
         "Benchmark Type": result.location.benchmark.value,
-        "Model": judged.workload,
-        "Name": judged.system,
-        "Accelerator Type": judged.accelerator or None,
-        "# Simulated Accelerators": judged.num_accelerators,
-        "# Client Nodes": _told(lambda: _num_clients(result)),
-        "Code": _told(lambda: _only({job.pointer.text().strip() for job in result.run_dirs()})),
+        "Model": checked.workload,
+        "Name": checked.system,
+        "Accelerator Type": checked.accelerator or None,
+        "# Simulated Accelerators": checked.num_accelerators,
+        "# Client Nodes": _or_empty(lambda: _num_clients(result)),
+        "Code": _or_empty(
+            lambda: _if_unanimous({run_dir.pointer.text().strip() for run_dir in result.run_dirs()})
+        ),
         "Logs": result.location.name,
-        "Verdict": judged.verdict.value,
-        "Issues": "; ".join(issues(judged)),
+        "Verdict": checked.verdict.value,
+        "Issues": "; ".join(issues(checked)),
         "Rules Edition": edition,
-        "Comparability Class": _told(
-            lambda: _only({job.provenance.text("core_config", "hash") for job in result.run_dirs()})
+        "Comparability Class": _or_empty(
+            lambda: _if_unanimous(
+                {run_dir.provenance.text("core_config", "hash") for run_dir in result.run_dirs()}
+            )
         ),
     }
     return row | _system(result) | _of_benchmark(result, figures)
 
 
-def issues(judged: CheckedResult) -> list[str]:
-    """The rules that fail or cannot be judged, each once."""
+def issues(checked: CheckedResult) -> list[str]:
+    """The rules that fail or cannot be checked, each once."""
     bad = (Verdict.FAIL, Verdict.NOT_CHECKED)
-    return list(dict.fromkeys(each.rule for each in judged.findings if each.verdict in bad))
+    return list(dict.fromkeys(each.rule for each in checked.findings if each.verdict in bad))
 
 
 def _system(result: SubmittedResult) -> dict[str, Cell]:
@@ -80,21 +93,21 @@ def _system(result: SubmittedResult) -> dict[str, Cell]:
     (described,) = result.systems
 
     def text(*path: str) -> Cell:
-        return _told(lambda: described.text("system_under_test", *path))
+        return _or_empty(lambda: described.text("system_under_test", *path))
 
     return {
         "Description": text("solution", "friendly_description"),
         "Type": text("deployment"),
         "Access Protocol": text("solution", "architecture", "benchmark_API"),
-        "RU's": _told(lambda: described.number("system_under_test", "total_rack_units")),
+        "RU's": _or_empty(lambda: described.number("system_under_test", "total_rack_units")),
     }
 
 
 def _of_benchmark(result: SubmittedResult, figures: ResultFigures) -> dict[str, Cell]:
     if result.location.benchmark is Benchmark.CHECKPOINTING:
-        modes = (job.config.text("workload", "checkpoint", "mode") for job in result.run_dirs())
+        modes = (run_dir.config.text("workload", "checkpoint", "mode") for run_dir in result.run_dirs())
         return {
-            "Checkpoint Mode": _told(lambda: _only(set(modes))),
+            "Checkpoint Mode": _or_empty(lambda: _if_unanimous(set(modes))),
             "Checkpoint Write B/W (GiB/s)": figures.mean("write bandwidth"),
             "Checkpoint Write Duration (s)": figures.mean("write duration"),
             "Checkpoint Read B/W (GiB/s)": figures.mean("read bandwidth"),
@@ -105,16 +118,16 @@ def _of_benchmark(result: SubmittedResult, figures: ResultFigures) -> dict[str, 
 
 
 def _num_clients(result: SubmittedResult) -> int | None:
-    counts = {sum(job.summary.integer("num_hosts") for job in run.dirs) for run in result.runs}
+    counts = {sum(run_dir.summary.integer("num_hosts") for run_dir in run.dirs) for run in result.runs}
     return counts.pop() if len(counts) == 1 else None
 
 
-def _only(found: set[str]) -> str | None:
-    """What all runs say alike."""
+def _if_unanimous(found: set[str]) -> str | None:
+    """The value that all runs state; None where they differ."""
     return found.pop() if len(found) == 1 else None
 
 
-def _told(ask: Callable[[], Cell]) -> Cell:
+def _or_empty(ask: Callable[[], Cell]) -> Cell:
     try:
         return ask()
     except MissingFact:  # the cell stays empty, and the rule that needs the field says what is missing
@@ -131,7 +144,7 @@ _TOLD: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 class ResultReport:
     """One result. `place` is where its report belongs in its tree; `v1` that of v1.0, if there is one."""
 
-    judged: CheckedResult
+    checked: CheckedResult
     benchmark: Benchmark
     edition: str
     place: Path
@@ -141,35 +154,35 @@ class ResultReport:
 
 
 def report_all(root: Path, edition: Edition, progress: Progress | None = None) -> Iterator[ResultReport]:
-    """Every result below `root`, recomputed and judged."""
+    """Every result below `root`, recomputed and checked."""
     for result in read_tree(root, edition, progress):
-        judged, figures = check_result(result, edition), compute_figures(result)
+        checked, figures = check_result(result, edition), compute_figures(result)
         yield ResultReport(
-            judged=judged,
+            checked=checked,
             benchmark=result.location.benchmark,
             edition=edition.edition,
             place=_place(result),
             figures=figures,
-            row=result_row(result, judged, figures, edition.edition),
-            v1=_v1(result, judged) if not result.location.model else None,
+            row=result_row(result, checked, figures, edition.edition),
+            v1=_v1(result, checked) if not result.location.model else None,
         )
 
 
-def report_document(reported: ResultReport) -> dict[str, Any]:
+def report_document(report: ResultReport) -> dict[str, Any]:
     """Our results.json of one result."""
-    judged = reported.judged
+    checked = report.checked
     return {
         "format": FORMAT_VERSION,
-        "edition": reported.edition,
-        "name": judged.name,
-        "org": judged.organisation,
-        "division": judged.division,
-        "system": judged.system,
-        "benchmark": reported.benchmark.value,
-        "workload": judged.workload,
-        "accelerator": judged.accelerator,
-        "num_accelerators": judged.num_accelerators,
-        "verdict": judged.verdict.value,
+        "edition": report.edition,
+        "name": checked.name,
+        "org": checked.organisation,
+        "division": checked.division,
+        "system": checked.system,
+        "benchmark": report.benchmark.value,
+        "workload": checked.workload,
+        "accelerator": checked.accelerator,
+        "num_accelerators": checked.num_accelerators,
+        "verdict": checked.verdict.value,
         "figures": [
             {
                 "name": figure.name,
@@ -181,35 +194,35 @@ def report_document(reported: ResultReport) -> dict[str, Any]:
                 "interval": figure.spread.interval,
                 "outliers": [asdict(outlier) for outlier in figure.spread.outliers],
             }
-            for figure in reported.figures.found
+            for figure in report.figures.found
         ],
-        "not_recomputed": list(reported.figures.missing),
-        "metrics": judged.metrics,
-        "issues": [asdict(finding) for finding in judged.findings if finding.verdict in _TOLD],
-        "columns": reported.row,
+        "not_recomputed": list(report.figures.missing),
+        "metrics": checked.metrics,
+        "issues": [asdict(finding) for finding in checked.findings if finding.verdict in _TOLD],
+        "columns": report.row,
     }
 
 
-def reports_document(all_reported: Sequence[ResultReport], edition: Edition) -> dict[str, Any]:
+def reports_document(reports: Sequence[ResultReport], edition: Edition) -> dict[str, Any]:
     """All results as one document."""
-    return {"edition": edition.edition, "results": [report_document(each) for each in all_reported]}
+    return {"edition": edition.edition, "results": [report_document(each) for each in reports]}
 
 
 def _place(result: SubmittedResult) -> Path:
-    """Where the report of a result is looked for: beside its runs."""
+    """The place of a result's report: beside its runs."""
     if not result.location.model:
         return result.location.folder / V1_REPORT_FILE
     above = result.location.run_folders[0].parent if result.location.run_folders else result.location.folder
     return above / RESULTS_FILE
 
 
-def _v1(result: SubmittedResult, judged: CheckedResult) -> dict[str, Any] | None:
-    """The report that the benchmark of v1.0 would have written; None where a field of it is not known."""
+def _v1(result: SubmittedResult, checked: CheckedResult) -> dict[str, Any] | None:
+    """The report that the benchmark of v1.0 would have written; None where one of its fields is not known."""
     try:
         runs = {run.name: _v1_run(run) for run in result.runs}
     except (MissingFact, ArithmeticError):  # the report says what is missing
         return None
-    figures = {name: value for name, value in judged.metrics.items() if name.startswith("train_throughput")}
+    figures = {name: value for name, value in checked.metrics.items() if name.startswith("train_throughput")}
     if not runs or len(figures) != 4:
         return None
     first = next(iter(runs.values()))
@@ -218,15 +231,102 @@ def _v1(result: SubmittedResult, judged: CheckedResult) -> dict[str, Any] | None
     return {"overall": {**same, "num_benchmark_runs": len(runs), **figures}, "runs": runs}
 
 
-def _v1_run(run: SubmittedRun) -> dict[str, Any]:
+def _v1_run(run: ResultRun) -> dict[str, Any]:
     first = run.dirs[0]
     model, accelerator = first.workload()
     return {
-        "train_throughput_samples_per_second": sum(samples_per_second(job) for job in run.dirs),
-        "train_throughput_MB_per_second": sum(mib_per_second(job) for job in run.dirs),
-        "train_num_accelerators": str(sum(job.summary.integer("num_accelerators") for job in run.dirs)),
+        "train_throughput_samples_per_second": sum(samples_per_second(run_dir) for run_dir in run.dirs),
+        "train_throughput_MB_per_second": sum(mib_per_second(run_dir) for run_dir in run.dirs),
+        "train_num_accelerators": str(
+            sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
+        ),
         "model": model,
         "accelerator": accelerator,
         "num_files_train": first.summary.integer("num_files_train"),
         "num_samples_per_file": first.summary.integer("num_samples_per_file"),
     }
+
+
+PAGE_FILE: Final = "report.html"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFile:
+    """A file that is to be written."""
+
+    path: Path
+    text: str
+
+
+def plan_folder(folder: Path, reports: Sequence[ResultReport], edition: Edition) -> Iterator[PlannedFile]:
+    """All files of a report in a folder of its own."""
+    yield PlannedFile(path=folder / PAGE_FILE, text=figures_page(reports, edition.edition))
+    yield PlannedFile(path=folder / CSV_FILE, text=_rows(reports))
+    yield PlannedFile(path=folder / RESULTS_FILE, text=_json(reports_document(reports, edition)))
+    for report in reports:
+        here = folder / report.checked.name
+        yield PlannedFile(path=here / CSV_FILE, text=_rows([report]))
+        yield PlannedFile(path=here / RESULTS_FILE, text=_json(report_document(report)))
+        if report.v1 is not None:
+            yield PlannedFile(path=here / V1_REPORT_FILE, text=_json(report.v1))
+
+
+def plan_tree(reports: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[str]]:
+    """Files beside the runs in the tree itself, and a sentence for each that stays as it is."""
+    planned: list[PlannedFile] = []
+    unchanged: list[str] = []
+    by_place: dict[Path, list[ResultReport]] = {}
+    for report in reports:
+        by_place.setdefault(report.place, []).append(report)
+    for place, here in by_place.items():
+        content = _content(here)
+        if content is None or not any(report.figures.found for report in here):
+            unchanged.append(
+                f"{here[0].checked.name}: its report cannot be written: {'; '.join(_missing(here))}"
+            )
+        elif place.exists() and not _is_ours(place):
+            unchanged.append(f"{place}: another tool wrote this file; it is left as it is")
+        else:
+            planned.append(PlannedFile(path=place, text=_json(content)))
+            if place.name == RESULTS_FILE:
+                planned.append(PlannedFile(path=place.with_name(CSV_FILE), text=_rows(here)))
+    return planned, unchanged
+
+
+def write_files(files: Sequence[PlannedFile]) -> list[str]:
+    """Write them; the names of what was written."""
+    for file in files:
+        write_text(file.path.parent, file.path.name, file.text)
+    return [str(file.path) for file in files]
+
+
+def _content(here: Sequence[ResultReport]) -> Mapping[str, Any] | None:
+    """The content of the one file of a place, which may hold results of several accelerators."""
+    if here[0].place.name == V1_REPORT_FILE:
+        return here[0].v1
+    if len(here) == 1:
+        return report_document(here[0])
+    return {"format": FORMAT_VERSION, "results": [report_document(report) for report in here]}
+
+
+def _missing(here: Sequence[ResultReport]) -> list[str]:
+    if here[0].benchmark not in CHECKED_BENCHMARKS:
+        return [f"results of {here[0].benchmark.value} are not judged here"]
+    return [text for report in here for text in report.figures.missing] or ["a field of a summary is missing"]
+
+
+def _is_ours(place: Path) -> bool:
+    """Whether Penstock wrote the file. The report of v1.0 does not tell its writer: it is never replaced."""
+    try:
+        content = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT_VERSION
+
+
+def _rows(reports: Sequence[ResultReport]) -> str:
+    return to_csv(RESULT_COLUMNS, (report.row for report in reports))
+
+
+def _json(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"

@@ -1,8 +1,7 @@
-"""Findings as SARIF 2.1.0, so that viewers of code analysis show them beside the files that they are about.
+"""Findings as SARIF 2.1.0, which viewers of code analysis show beside the files that they are about.
 
-Place in the flow: judged results in, one document out; the disk is only asked what is there. Invariants: one
-result a finding, passes included; a path leads to something in the checked folder, whose own place stands
-once in `originalUriBaseIds`.
+Invariants: one result for each finding, passes included; a path leads to something in the checked folder,
+whose own location is stated once in `originalUriBaseIds`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _KINDS: Final[Mapping[Verdict, tuple[str, str]]] = MappingProxyType(
 _LINE: Final = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
-def sarif(judged: Sequence[CheckedResult], rules: Sequence[Rule], root: Path) -> dict[str, Any]:
+def sarif(checked: Sequence[CheckedResult], rules: Sequence[Rule], root: Path) -> dict[str, Any]:
     """All findings below `root` as one run of one tool."""
     positions = {rule.id: position for position, rule in enumerate(rules)}
     return {
@@ -53,9 +52,9 @@ def sarif(judged: Sequence[CheckedResult], rules: Sequence[Rule], root: Path) ->
                 "tool": {"driver": _driver(rules)},
                 "originalUriBaseIds": {TREE: {"uri": _folder_uri(root)}},
                 "columnKind": "unicodeCodePoints",
-                "invocations": [{"executionSuccessful": True, "exitCode": exit_code(judged)}],
-                "results": [result for each in judged for result in _results(each, positions, root)],
-                "properties": count_verdicts(judged),
+                "invocations": [{"executionSuccessful": True, "exitCode": exit_code(checked)}],
+                "results": [result for each in checked for result in _results(each, positions, root)],
+                "properties": count_verdicts(checked),
             }
         ],
     }
@@ -81,11 +80,11 @@ def _described(rule: Rule) -> dict[str, Any]:
     }
 
 
-def _results(judged: CheckedResult, positions: Mapping[str, int], root: Path) -> Iterator[dict[str, Any]]:
-    seen: Counter[tuple[str, str]] = Counter()
-    for finding in judged.findings:
+def _results(checked: CheckedResult, positions: Mapping[str, int], root: Path) -> Iterator[dict[str, Any]]:
+    occurrences: Counter[tuple[str, str]] = Counter()
+    for finding in checked.findings:
         place = (finding.rule, finding.evidence)
-        seen[place] += 1
+        occurrences[place] += 1
         kind, level = _KINDS[finding.verdict]
         yield {
             "ruleId": finding.rule,
@@ -93,8 +92,10 @@ def _results(judged: CheckedResult, positions: Mapping[str, int], root: Path) ->
             "kind": kind,
             "level": level,
             "message": {"text": _message(finding)},
-            "locations": [_location(finding.evidence, judged, root)],
-            "partialFingerprints": {"finding/v1": _fingerprint(judged.name, *place, str(seen[place]))},
+            "locations": [_location(finding.evidence, checked, root)],
+            "partialFingerprints": {
+                "finding/v1": _fingerprint(checked.name, *place, str(occurrences[place]))
+            },
             "properties": {
                 "verdict": finding.verdict.value,
                 "value": finding.value,
@@ -109,15 +110,15 @@ def _message(finding: Finding) -> str:
     return " ".join(filter(None, (finding.proof, finding.fix))) or finding.verdict.value
 
 
-def _location(evidence: str, judged: CheckedResult, root: Path) -> dict[str, Any]:
+def _location(evidence: str, checked: CheckedResult, root: Path) -> dict[str, Any]:
     match = _LINE.fullmatch(evidence)
     file = match["file"] if match else evidence
     is_there = bool(file) and (root / file).exists()
     region = {"region": {"startLine": int(match["line"])}} if match and is_there else {}
-    artifact = _artifact(file if is_there else _folder(judged, root))
+    artifact = _artifact(file if is_there else _folder(checked, root))
     return {
         "physicalLocation": {"artifactLocation": artifact, **region},
-        "logicalLocations": [{"fullyQualifiedName": judged.name, "kind": "object"}],
+        "logicalLocations": [{"fullyQualifiedName": checked.name, "kind": "object"}],
     }
 
 
@@ -127,9 +128,9 @@ def _artifact(file: str) -> dict[str, str]:
     return {"uri": quote(file) or "./", "uriBaseId": TREE}
 
 
-def _folder(judged: CheckedResult, root: Path) -> str:
+def _folder(checked: CheckedResult, root: Path) -> str:
     """Where a finding is shown whose evidence is no file: the result's folder, else the checked one."""
-    names = (judged.name, judged.name.rpartition(" (")[0])
+    names = (checked.name, checked.name.rpartition(" (")[0])
     return next((name for name in names if name and (root / name).is_dir()), "")
 
 

@@ -24,7 +24,7 @@ from penstock.submission.rules.rule import (
 from penstock.submission.tree_layout import CONFIG_FOLDER, RESULTS_FILE, Benchmark
 
 if TYPE_CHECKING:
-    from penstock.submission.result_files import ResultDir, SubmittedRun
+    from penstock.submission.result_files import ResultDir, ResultRun
 
 limit_rule(
     ResultCase,
@@ -196,11 +196,11 @@ def _check_workload(case: RunCase) -> Iterator[Finding]:
     )
 
 
-def _over_dirs(read: Callable[[ResultDir], str]) -> Callable[[SubmittedRun], str]:
+def _over_dirs(read: Callable[[ResultDir], str]) -> Callable[[ResultRun], str]:
     return lambda run: ", ".join(sorted({read(directory) for directory in run.dirs}))
 
 
-SHARED_SETTINGS: Final[tuple[tuple[str, Callable[[SubmittedRun], str]], ...]] = (
+SHARED_SETTINGS: Final[tuple[tuple[str, Callable[[ResultRun], str]], ...]] = (
     ("workload", _over_dirs(lambda run: "_".join(run.workload()))),
     ("accelerators", lambda run: str(num_accelerators(run))),
     ("files", _over_dirs(lambda run: str(run.summary.integer("num_files_train")))),

@@ -16,7 +16,7 @@ from penstock.workload.dataset_size import bytes_text, quotient_text
 
 if TYPE_CHECKING:
     from penstock.submission.edition import Edition
-    from penstock.submission.result_files import ResultDir, SubmittedRun
+    from penstock.submission.result_files import ResultDir, ResultRun
 
 GIB: Final = 1 << 30
 _SOURCE: Final = "v1.0 rules and sizing command; 3.1.2 of later editions"
@@ -33,9 +33,7 @@ def min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> int
     return math.ceil(exact) if edition.sizing.rounding == "up" else math.floor(exact)
 
 
-def _judge_each_run(
-    case: ResultCase, judge: Callable[[SubmittedRun, ResultCase], Finding]
-) -> Iterator[Finding]:
+def _judge_each_run(case: ResultCase, judge: Callable[[ResultRun, ResultCase], Finding]) -> Iterator[Finding]:
     """One finding for each run: the clients of a run, which read one data set, are judged together."""
     require_runs(case.result)
     for run in case.result.runs:
@@ -58,7 +56,7 @@ def _check_steps(case: ResultCase) -> Iterator[Finding]:
     yield from _judge_each_run(case, _judge_steps_of)
 
 
-def _judge_steps_of(run: SubmittedRun, case: ResultCase) -> Finding:
+def _judge_steps_of(run: ResultRun, case: ResultCase) -> Finding:
     first, steps = run.dirs[0], case.edition.sizing.min_steps
     batch = first.config.integer("workload", "reader", "batch_size")
     per_file, files = _read_files(first)
@@ -96,7 +94,7 @@ def _check_memory(case: ResultCase) -> Iterator[Finding]:
     yield from _judge_each_run(case, _judge_memory_of)
 
 
-def _judge_memory_of(run: SubmittedRun, case: ResultCase) -> Finding:
+def _judge_memory_of(run: ResultRun, case: ResultCase) -> Finding:
     """First by the memory that the hosts have, then by what they may use of it."""
     first, systems = run.dirs[0], case.result.systems
     require_all_hosts(first)

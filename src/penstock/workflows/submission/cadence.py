@@ -129,8 +129,8 @@ def _next(session: Session, wanted: RequestedResult, *, comm: Comm, onlooker: On
     if comm.rank == 0:
         cadence = plan_run_sequence(read_series_state(session.series), wanted, now=session.clock())
         for surplus in cadence.surplus:
-            target = set_aside(session.series.claim, surplus.leaf.folder)
-            onlooker.note(f"{surplus.leaf.folder.name} was set aside: {surplus.why}. It is in {target}")
+            target = set_aside(session.series.claim, surplus.run_dir.folder)
+            onlooker.note(f"{surplus.run_dir.folder.name} was set aside: {surplus.why}. It is in {target}")
         if cadence.surplus:
             _write_manifest(session)
     found = comm.broadcast(cadence, awaiting="rank 0 to see what is left to do")

@@ -12,8 +12,14 @@ from penstock.results.host import HostFacts
 from penstock.submission.authoring.data_location import locate_checkpoints, locate_data
 from penstock.submission.authoring.ownership import OwnedTree
 from penstock.submission.authoring.result_dir import ResultDirAddress, Series
-from penstock.submission.authoring.run_metadata import DatasetSize, RunFacts, build_metadata
-from penstock.submission.authoring.run_provenance import CORE_KEYS, build_provenance, core_config_digest
+from penstock.submission.authoring.run_metadata import (
+    CORE_KEYS,
+    DatasetSize,
+    RunFacts,
+    build_metadata,
+    build_provenance,
+    core_config_digest,
+)
 from penstock.submission.code_image import Program
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 from penstock.workload.division_rules import SubmissionDivision

@@ -93,7 +93,7 @@ def test_runs_before_a_failed_one_do_not_count() -> None:
     found = [*runs(2), leaf(40, 18, is_success=False), *runs(2, begin_min=60)]
     kept, surplus = select_runs(found, WANTED, now=at(100))
     assert kept == tuple(found[3:])
-    assert [each.leaf for each in surplus] == found[:3]
+    assert [each.run_dir for each in surplus] == found[:3]
 
 
 def test_a_pause_is_measured_against_the_shortest_run() -> None:
@@ -121,7 +121,7 @@ def test_every_run_is_kept_or_named_and_kept_ones_follow_one_another(
         found.append(leaf(minute, duration, is_success=is_success))
         minute += duration
     kept, surplus = select_runs(found, WANTED, now=at(minute + waited))
-    assert sorted([*kept, *(each.leaf for each in surplus)], key=lambda run: run.began) == found
+    assert sorted([*kept, *(each.run_dir for each in surplus)], key=lambda run: run.began) == found
     assert len(kept) <= 6
     shortest = min((run.duration for run in kept), default=timedelta(0))
     for before, after in pairwise(kept):

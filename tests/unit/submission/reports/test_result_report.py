@@ -12,12 +12,14 @@ from tests.support.submission.numbered_tree import Submission, valid_submission
 from tests.support.submission.timed_tree import valid_checkpointing, valid_round, valid_training
 
 from penstock.submission.edition import load_edition
-from penstock.submission.reports.report_files import plan_folder, plan_tree, write_files
 from penstock.submission.reports.result_report import (
     RESULT_COLUMNS,
     ResultReport,
+    plan_folder,
+    plan_tree,
     report_all,
     report_document,
+    write_files,
 )
 from penstock.submission.tree_layout import CHECKED_BENCHMARKS
 
@@ -87,7 +89,7 @@ def test_a_checkpoint_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
 
 def test_a_row_has_every_column_and_no_guess(tmp_path: Path) -> None:
     training = next(
-        each for each in report_all(valid_round().write(tmp_path), V3) if "fast" in each.judged.name
+        each for each in report_all(valid_round().write(tmp_path), V3) if "fast" in each.checked.name
     )
     assert tuple(training.row) == RESULT_COLUMNS
     told = {name: cell for name, cell in training.row.items() if cell is not None}
@@ -155,14 +157,14 @@ def test_in_a_tree_only_our_own_files_are_replaced(tmp_path: Path) -> None:
         "closed/acme/results/small/checkpointing/llama3-8b/results.csv",
     }
     again = list(report_all(root, V3))
-    assert [each.judged.verdict.value for each in again] == ["valid", "valid"]
+    assert [each.checked.verdict.value for each in again] == ["valid", "valid"]
     assert len(plan_tree(again)[0]) == 4
 
 
 def test_somebody_elses_report_stays_as_it_is(tmp_path: Path) -> None:
     planned, kept = plan_tree([reported(valid_submission(), tmp_path / "v1")])
     assert planned == []
-    assert "not from here; it stays as it is" in kept[0]
+    assert "another tool wrote this file; it is left as it is" in kept[0]
     root = valid_training().write(tmp_path / "v3")
     planned, kept = plan_tree(list(report_all(root, V3)))
     assert planned == []
@@ -176,7 +178,7 @@ def test_a_v1_tree_without_a_report_gets_one_that_the_check_accepts(tmp_path: Pa
     assert kept == []
     write_files(planned)
     (found,) = report_all(tmp_path, V1)
-    assert found.judged.verdict.value == "valid"
+    assert found.checked.verdict.value == "valid"
 
 
 def test_what_is_not_judged_is_reported_without_figures_and_nothing_is_written_there(tmp_path: Path) -> None:
@@ -219,7 +221,7 @@ def test_results_on_two_accelerators_share_the_file_of_their_place(tmp_path: Pat
     }
     tree.drop("results.json")
     all_reported = list(report_all(tree.write(tmp_path), V3))
-    assert [each.judged.accelerator for each in all_reported] == ["b200", "h100"]
+    assert [each.checked.accelerator for each in all_reported] == ["b200", "h100"]
     (results, rows), kept = plan_tree(all_reported)
     assert kept == []
     assert [each["accelerator"] for each in json.loads(results.text)["results"]] == ["b200", "h100"]
@@ -232,13 +234,13 @@ def test_a_file_that_cannot_be_understood_is_not_ours(tmp_path: Path, text: str)
     tree.files["closed/acme/results/fast/training/unet3d/run/results.json"] = text
     planned, (sentence,) = plan_tree(list(report_all(tree.write(tmp_path), V3)))
     assert planned == []
-    assert "it stays as it is" in sentence
+    assert "it is left as it is" in sentence
 
 
 def test_a_folder_of_v1_holds_the_benchmarks_own_report_too(tmp_path: Path) -> None:
     found = reported(valid_submission(), tmp_path / "tree")
     write_files(list(plan_folder(tmp_path / "out", [found], V1)))
-    own = json.loads((tmp_path / "out" / found.judged.name / "mlperf_storage_report.json").read_text())
+    own = json.loads((tmp_path / "out" / found.checked.name / "mlperf_storage_report.json").read_text())
     assert own == found.v1
 
 

@@ -6,7 +6,7 @@ import re
 
 from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Verdict
-from penstock.submission.reports.verdicts_page import verdicts_page
+from penstock.submission.reports.submission_pages import verdicts_page
 
 EVIL = '</script><img src=x onerror="alert(1)">'
 

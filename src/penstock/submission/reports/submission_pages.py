@@ -1,0 +1,195 @@
+"""HTML pages: the verdicts of checked results with their findings, and the figures of reported results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from penstock.reports.html_page import Cell, make_table, render_page
+from penstock.reports.plots import DotPlot, plan_dot_plot
+from penstock.submission.finding import Finding, Validity, Verdict
+from penstock.submission.reports.findings_export import count_verdicts
+from penstock.submission.reports.result_figures import CONFIDENCE
+
+if TYPE_CHECKING:
+    from penstock.submission.check import CheckedResult
+    from penstock.submission.reports.result_figures import ResultFigure
+    from penstock.submission.reports.result_report import ResultReport
+
+
+_LOOK: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        Validity.VALID: "good",
+        Validity.INVALID: "bad",
+        Validity.NOT_CHECKED: "doubt",
+        Verdict.PASS: "good",
+        Verdict.FAIL: "bad",
+        Verdict.WARNING: "doubt",
+        Verdict.NOT_APPLICABLE: "",
+    }
+)
+"""The colour of a verdict, on a result or in a finding; the word is always beside it."""
+
+_ORDER: Final = (
+    Verdict.FAIL,
+    Verdict.NOT_CHECKED,
+    Verdict.WARNING,
+    Verdict.PASS,
+    Verdict.NOT_APPLICABLE,
+)
+_SHOWN_AT_FIRST: Final = frozenset({Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING})
+_COLUMNS: Final = (
+    "result", "verdict", "organisation", "division", "system", "workload", "accelerators", "samples/s",
+)  # fmt: skip
+
+
+def verdicts_page(
+    checked: Sequence[CheckedResult], edition: str, for_the_reviewer: Sequence[str], empty: Sequence[str] = ()
+) -> str:
+    """The page; `empty` names the submitters without results."""
+    present = {finding.verdict for result in checked for finding in result.findings}
+    ticks: list[tuple[str, Validity | Verdict, bool]] = [("result", verdict, True) for verdict in Validity]
+    ticks += [("finding", verdict, verdict in _SHOWN_AT_FIRST) for verdict in _ORDER if verdict in present]
+    return render_page(
+        "submission_verdicts.html",
+        title=f"Results judged by the rules of {edition}",
+        subtitle=", ".join(f"{count} {verdict}" for verdict, count in count_verdicts(checked).items()),
+        boxes=[
+            {"group": group, "verdict": verdict.value, "is_ticked": tick} for group, verdict, tick in ticks
+        ],
+        columns=_COLUMNS,
+        numbers=("accelerators", "samples/s"),
+        results=list(map(_lay_out_verdicts, checked)),
+        without_results=empty,
+        for_the_reviewer=for_the_reviewer,
+    )
+
+
+def _lay_out_verdicts(result: CheckedResult) -> dict[str, Any]:
+    """What the template shows of one result."""
+    throughput = result.metrics.get("train_throughput_mean_samples_per_second")
+    accelerators = "?" if result.num_accelerators is None else str(result.num_accelerators)
+    return {
+        "name": result.name,
+        "verdict": result.verdict.value,
+        "look": _LOOK[result.verdict],
+        "cells": [
+            Cell(result.verdict.value, _LOOK[result.verdict]),
+            Cell(result.organisation),
+            *(Cell(text or "-") for text in (result.division, result.system, result.workload)),
+            Cell(f"{accelerators} {result.accelerator}".strip(), "number"),
+            Cell("-" if throughput is None else f"{throughput:,.1f}", "number"),
+        ],
+        "findings": [
+            (finding, _LOOK[finding.verdict], {"times": len(places), "lines": _facts(finding, places)})
+            for finding, places in _group_alike(result.findings)
+        ],
+    }
+
+
+def _group_alike(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
+    """Findings that differ only in their evidence, once, with all of it; the worst verdicts first."""
+    places: dict[Finding, list[str]] = {}
+    for finding in findings:
+        places.setdefault(replace(finding, evidence=""), []).append(finding.evidence)
+    return sorted(places.items(), key=lambda group: _ORDER.index(group[0].verdict))
+
+
+def _facts(finding: Finding, places: Sequence[str]) -> list[str]:
+    figures = [
+        f"{name} {text}" for name, text in (("value", finding.value), ("limit", finding.limit)) if text
+    ]
+    return [text for text in ("; ".join(figures), *places) if text]
+
+
+_FIGURE_NUMBERS: Final = ("number", "mean", "deviation", f"{CONFIDENCE:.0%} from", "to", "outliers")
+_REPORTED: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
+
+
+def figures_page(reports: Sequence[ResultReport], edition: str) -> str:
+    """The page."""
+    return render_page(
+        "submission_figures.html",
+        title="Figures of a submission",
+        subtitle=f"{len(reports)} results, {edition}",
+        summary=make_table([summary_row(report) for report in reports], numbers=("accelerators",)),
+        sections=list(map(_lay_out_figures, reports)),
+        confidence=f"{CONFIDENCE:.0%}",
+    )
+
+
+def summary_row(report: ResultReport) -> dict[str, str]:
+    """A result in the table of all, with the means that one looks for first."""
+    checked = report.checked
+    number = "?" if checked.num_accelerators is None else str(checked.num_accelerators)
+    means = {figure.name: value_text(figure, figure.spread.mean) for figure in report.figures.found}
+    return {
+        "result": checked.name,
+        "verdict": checked.verdict.value,
+        "accelerators": f"{number} {checked.accelerator}".strip(),
+        "read": means.get("read bandwidth", "-"),
+        "write": means.get("write bandwidth", "-"),
+        "utilization": means.get("utilization", "-"),
+    }
+
+
+def figure_row(figure: ResultFigure) -> dict[str, str]:
+    """A figure in the table of one result."""
+    low, high = figure.spread.interval or (None, None)
+    return {
+        "figure": f"{figure.name}, {figure.unit}",
+        "number": str(figure.spread.num),
+        "mean": f"{figure.spread.mean:,.6g}",
+        "deviation": f"{figure.spread.deviation:,.4g}",
+        f"{CONFIDENCE:.0%} from": "-" if low is None else f"{low:,.6g}",
+        "to": "-" if high is None else f"{high:,.6g}",
+        "outliers": str(len(figure.spread.outliers)),
+    }
+
+
+def value_text(figure: ResultFigure, value: float) -> str:
+    """A value with its unit."""
+    return f"{value:,.6g} {figure.unit}"
+
+
+def _lay_out_figures(report: ResultReport) -> dict[str, Any]:
+    """What the template shows of one result."""
+    checked, figures = report.checked, report.figures
+    outliers = [
+        f"{figure.name}, {outlier.run}: {value_text(figure, outlier.value)}, {outlier.rule}"
+        for figure in figures.found
+        for outlier in figure.spread.outliers
+    ]
+    return {
+        "title": f"{checked.name}: {checked.verdict.value}",
+        "figures": make_table([figure_row(figure) for figure in figures.found], numbers=_FIGURE_NUMBERS),
+        "plots": list(map(_plot, figures.found)),
+        "lists": (
+            ("Outliers", outliers),
+            ("Not recomputed", figures.missing),
+            ("Findings", _findings(report)),
+        ),
+    }
+
+
+def _plot(figure: ResultFigure) -> DotPlot:
+    return plan_dot_plot(
+        figure.values,
+        title=f"{figure.name}, {figure.unit}",
+        unit=figure.unit,
+        mean=figure.spread.mean,
+        interval=figure.spread.interval,
+        outliers={outlier.run for outlier in figure.spread.outliers},
+    )
+
+
+def _findings(report: ResultReport) -> list[str]:
+    texts = [
+        f"{finding.verdict.value}: {finding.rule}: {finding.proof}"
+        for verdict in _REPORTED
+        for finding in report.checked.findings
+        if finding.verdict is verdict
+    ]
+    return list(dict.fromkeys(texts))
