@@ -124,7 +124,8 @@ class _Groups:
 
     def add(self, codes: Numbers, members: Numbers, starts: Numbers, ends: Numbers) -> None:
         """Add events in the order of their starts; `members` has a bit for each of the first two sets."""
-        order = np.argsort(codes, kind="stable")
+        # numpy sorts 16-bit numbers by radix, several times faster than wider ones.
+        order = np.argsort(codes.astype(np.int16) if len(self) < 1 << 15 else codes, kind="stable")
         codes, members, starts, ends = codes[order], members[order], starts[order], ends[order]
         for number in range(_SETS):
             chosen = slice(None) if number == _SETS - 1 else np.flatnonzero((members >> number) & 1)

@@ -70,3 +70,10 @@ def test_files_are_gzip_with_brackets_unless_damage_says_otherwise() -> None:
     assert packed("empty_file") == b""
     with pytest.raises(EOFError):
         gzip.decompress(packed("truncated_gzip"))
+
+
+def test_a_damaged_path_is_put_into_a_line_that_has_none() -> None:
+    (damaged,) = damage_lines([b'{"args":{"ret":0}}'], [FileDamage(kind="control_characters")])
+    assert damaged.startswith(b'{"args":{"fname":"\x01')
+    (damaged,) = damage_lines([b'{"args":{"fname":"/a","ret":0}}'], [FileDamage(kind="bad_utf8")])
+    assert damaged == b'{"args":{"fname":"/data/\xff\xfe\xc3","ret":0}}'
