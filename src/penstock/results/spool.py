@@ -21,7 +21,7 @@ from penstock.results.events import FORMAT_VERSION, SPAN_TYPE, STEP_TYPE, RankCl
 from penstock.storage.files.durable import sync_open_file
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.plan.region_arithmetic import Rows
+    from penstock.results.events import Rows
 
 logger = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from penstock.results.spool import FOLDER, read_clock, read_spool, spool_path, s
 if TYPE_CHECKING:
     from enum import IntEnum
 
-    from penstock.checkpoint.plan.region_arithmetic import Rows
+    from penstock.results.events import Rows
 
 STEPS_FILE: Final = "steps.parquet"
 SPANS_FILE: Final = "spans.parquet"

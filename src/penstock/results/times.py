@@ -17,8 +17,7 @@ from penstock.results.events import barrier_ns, compute_ns, wait_ns
 from penstock.results.utilization import counted_steps, steps_of
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.plan.region_arithmetic import Rows
-    from penstock.results.events import Nanoseconds, Phase, RankEvents
+    from penstock.results.events import Nanoseconds, Phase, RankEvents, Rows
     from penstock.results.utilization import Rule
 
 MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = MappingProxyType(

@@ -30,8 +30,7 @@ import numpy as np
 from penstock.results.events import Phase, compute_ns, wait_ns
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.plan.region_arithmetic import Rows
-    from penstock.results.events import Block, RankEvents
+    from penstock.results.events import Block, RankEvents, Rows
     from penstock.workload.spec import Workload
 
 

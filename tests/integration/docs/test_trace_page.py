@@ -57,7 +57,7 @@ def test_the_spans_on_the_page_are_traced(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_descriptions_on_the_page_are_read(tmp_path: Path) -> None:
     asked = parse_document(ComparisonSpec, COMPARISON, source="page")
-    assert asked.lens().tiers["ssd"] == ("/l/ssd", "/nvme")
+    assert asked.dimensions().tiers["ssd"] == ("/l/ssd", "/nvme")
     named = COMPARISON.replace("{base:", "{new: x.pfw, base:")
     assert len(parse_document(Expectations, named + CHECKS, source="page").checks) == 4
     made = synthesize(parse_document(SynthesisSpec, TRACES, source="page"), tmp_path / "made")
