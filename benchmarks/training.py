@@ -40,7 +40,7 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe, write_manifest
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
-from penstock.results.events import Phase
+from penstock.results.step_events import StepPhase
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import DataFormat
@@ -112,7 +112,7 @@ def _beside_raw_reads(repetitions: int) -> list[Ratio]:
 
 def _without_computation(workload: Workload, storage: Storage) -> Mapping[str, float]:
     prepared = _prepared(workload, storage)
-    work = make_phase_works(workload, prepared, storage, rank=0)[Phase.TRAIN]
+    work = make_phase_works(workload, prepared, storage, rank=0)[StepPhase.TRAIN]
     recorder = EventsInMemory()
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS, prefetch_batches=4))) as loader:
         loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=6)
@@ -194,7 +194,7 @@ def _native(storage: Storage) -> Mapping[str, float]:
     with closing(NativeLoader(storage, NativeOptions(threads=WORKERS))) as loader:
         loop = TrainingLoop(comm=COMM, loader=loader, recorder=recorder, progress=Silent(), planned_ahead=4)
         began_s = time.process_time()
-        loop.train(works[Phase.TRAIN], 1, prepared.plan.epochs[0].num_steps)
+        loop.train(works[StepPhase.TRAIN], 1, prepared.plan.epochs[0].num_steps)
         cpu_s = time.process_time() - began_s
     steps = recorder.events(rank=0, host=COMM.host).steps
     waits_s = (steps["loaded_ns"] - steps["start_ns"]) / 1e9

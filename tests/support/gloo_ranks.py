@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.testing.child_processes import LIMIT_S, Located, run_children
+from penstock.testing.child_processes import LIMIT_S, FunctionRef, run_children
 
 
 def on_gloo_ranks(
@@ -27,11 +27,11 @@ def on_gloo_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         meeting = str(Path(folder) / "ranks")
-        calls = [(as_rank, (rank, size, meeting, Located.of(program), arguments)) for rank in range(size)]
+        calls = [(as_rank, (rank, size, meeting, FunctionRef.of(program), arguments)) for rank in range(size)]
         return run_children(calls, limit_s)
 
 
-def as_rank(rank: int, size: int, meeting: str, program: Located, arguments: tuple[Any, ...]) -> Any:
+def as_rank(rank: int, size: int, meeting: str, program: FunctionRef, arguments: tuple[Any, ...]) -> Any:
     """Become one rank of the job that meets at this file, run `program` and leave."""
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, size)  # type: ignore[attr-defined] # documented, but not in torch's stubs

@@ -15,7 +15,7 @@ from tests.support.gloo_ranks import as_rank
 from tests.support.known_steps import files_below
 
 from penstock.checkpoint.manager.manager import Manager
-from penstock.testing.child_processes import Located
+from penstock.testing.child_processes import FunctionRef
 
 if TYPE_CHECKING:
     from penstock.storage import Storage
@@ -90,7 +90,7 @@ def save_state_as_rank(
 ) -> None:
     """The same as one of `size` ranks, which meet beside the root."""
     meeting = str(root.with_suffix(".meeting"))
-    as_rank(rank, size, meeting, Located.of(_save_on_rank), (calls, root, step, generation))
+    as_rank(rank, size, meeting, FunctionRef.of(_save_on_rank), (calls, root, step, generation))
 
 
 def _save_on_rank(rank: int, calls: FileCalls, root: Path, step: int, generation: int) -> None:

@@ -18,7 +18,7 @@ from penstock.workload.duration import Distribution
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.results.events import Phase
+    from penstock.results.step_events import StepPhase
     from penstock.workload.duration import Duration
 
 _PREPROCESSING: Final = 1  # tells its draws from those of computation
@@ -77,7 +77,7 @@ class ComputeTimes:
 
     duration: Duration
     seed: int
-    phase: Phase
+    phase: StepPhase
     rank: int
 
     def of_epoch(self, epoch: int, num_steps: int) -> NDArray[np.int64]:
@@ -102,7 +102,7 @@ class PreprocessTimes:
 
     duration: Duration
     seed: int
-    phase: Phase
+    phase: StepPhase
     rank: int
 
     def of_batch(self, epoch: int, step: int, num_samples: int) -> tuple[int, ...]:

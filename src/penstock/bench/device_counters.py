@@ -21,12 +21,12 @@ from penstock.cluster.host_counters import (
     find_hardware,
     read_sample,
 )
-from penstock.results.counters import CounterSpool, SampledHost
-from penstock.results.delivery import Traffic, reconcile
+from penstock.results.counter_files import CounterSpool, SampledHost
+from penstock.results.io_reconciliation import HostTraffic, reconcile
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.results.delivery import Delivery, Direction
+    from penstock.results.io_reconciliation import Direction, IoReconciliation
 
 ROOT: Final = Path("/")
 _NO_HARDWARE: Final = HostHardware(boot_id="", drives=(), nics=(), ports=())
@@ -80,10 +80,10 @@ class DeviceObserver:
                 {name: after.values[name] - before.values.get(name, 0) for name in after.values}
             )
 
-    def deliver(self, direction: Direction, application_bytes: int) -> Delivery:
+    def deliver(self, direction: Direction, application_bytes: int) -> IoReconciliation:
         """Both sides of the account; `application_bytes` are this rank's. Collective."""
         sampler_failure = self._sampler.failure if self._sampler else None
-        mine = Traffic(
+        mine = HostTraffic(
             host=self._comm.host,
             sight=self._sight,
             hardware=self._hardware,

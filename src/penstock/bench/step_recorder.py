@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
-from penstock.results.events import SPAN_TYPE, STEP_TYPE, RankClock, SpanEvent, StepEvent
+from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankClock, SpanEvent, StepEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.results.spool import SpoolWriter
+    from penstock.results.event_files import SpoolWriter
 
 CAPACITY: Final = 4096
 FLUSH_INTERVAL_NS: Final = 10 * 10**9

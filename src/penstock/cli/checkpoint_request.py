@@ -212,7 +212,7 @@ def _run_submitted(
 ) -> CheckpointResult:
     from penstock.storage import open_storage
     from penstock.submission.edition import load_edition
-    from penstock.workflows.submission.checkpointing import CheckpointOnlooker, add_checkpoints
+    from penstock.workflows.submission.checkpoint_result import CheckpointObserver, add_checkpoints
 
     request = replace(request, model=replace(request.model, workload=submitted.located.workload))
     fsync = request.model.workload.checkpoint.fsync
@@ -231,8 +231,8 @@ def _run_submitted(
             accelerator=options.accelerator,
             edition=load_edition("v3.0"),
             comm=comm,
-            onlooker=CheckpointOnlooker(
-                progress=progress, note=terminal.note, tell=capture_checkpoint_output
+            observer=CheckpointObserver(
+                progress=progress, note=terminal.note, format_logs=capture_checkpoint_output
             ),
         )
     for warning in checkpoint_warnings(result):

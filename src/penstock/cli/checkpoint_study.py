@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from penstock.bench.model_state import StateLayout
     from penstock.cluster.comm import Comm
-    from penstock.workflows.study.records import RowRecord
-    from penstock.workflows.study.run import StudyResult
+    from penstock.workflows.levels_study.study import StudyResult
+    from penstock.workflows.levels_study.study_records import RowRecord
     from penstock.workload.checkpoint_model import CheckpointModel
 
 DEFAULT_RANKS = 4
@@ -84,8 +84,8 @@ def study(options: _StudyOptions, comm: Comm, terminal: Terminal) -> None:
         --slow-bandwidth 256MiB/s -c direct_slow,bypass,cached_flushed --out study --json
     """
     from penstock.environment import process_environment
-    from penstock.workflows.study.request import Saving, StudyRequest
-    from penstock.workflows.study.run import study as run_study
+    from penstock.workflows.levels_study.study import run_study
+    from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest
 
     model = load_model(options.model, options.settings)
     layout, scale = _scaled_layout(model, comm.size, options.scale)
@@ -101,7 +101,7 @@ def study(options: _StudyOptions, comm: Comm, terminal: Terminal) -> None:
         num_checkpoints=options.num_checkpoints,
         num_steps=options.num_steps,
         step_s=options.step_s,
-        saving=Saving(options.saves),
+        saving=SaveMode(options.saves),
         parity_every=options.parity_every,
     )
     with terminal.progress() as progress:
@@ -122,7 +122,7 @@ def _scaled_layout(
     model: CheckpointModel, ranks: int, scale: Fraction | None
 ) -> tuple[StateLayout, Fraction]:
     """The model's files on these ranks, and the share of their bytes that is written."""
-    from penstock.workflows.study.request import default_scale
+    from penstock.workflows.levels_study.study_plan import default_scale
 
     full = plan_model_layout(model, ranks=ranks, scale=Fraction(1), is_subset=False)
     share = default_scale(full.total_bytes) if scale is None else scale

@@ -62,7 +62,7 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
     from datetime import UTC, datetime
 
     from penstock.cluster.facts.collect_facts import collect_from_hosts
-    from penstock.results.durable import write_text
+    from penstock.results.published_files import write_text
 
     environment = process_environment()
     target = choose_hosts(options, environment)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
-    from penstock.results.dlio.folder import HydraFacts
+    from penstock.results.dlio.output_files import HydraFacts
     from penstock.storage import Storage
     from penstock.workload.overrides import DlioWords
     from penstock.workload.spec import Workload
@@ -339,7 +339,7 @@ class _Stages:
 
     def _write_configuration(self) -> None:
         """Write what DLIO leaves even if nothing is trained, or training fails."""
-        from penstock.results.dlio.folder import write_configuration, write_log
+        from penstock.results.dlio.output_files import write_configuration, write_log
 
         if self.terminal.speaks:
             write_configuration(self.folder, self.workload, self._hydra_facts())
@@ -359,7 +359,7 @@ class _Stages:
         return self.workload.reader.write_threads or 4
 
     def _hydra_facts(self) -> HydraFacts:
-        from penstock.results.dlio.folder import HYDRA_FOLDER, HydraFacts
+        from penstock.results.dlio.output_files import HYDRA_FOLDER, HydraFacts
         from penstock.results.provenance import redacted
 
         return HydraFacts(
@@ -372,7 +372,7 @@ class _Stages:
 
     def _log(self, text: str) -> None:
         """Add a line to the log, and print it."""
-        from penstock.results.dlio.folder import log_line
+        from penstock.results.dlio.output_files import log_line
 
         self.log.append(log_line(datetime.now(UTC), text))
         if self.terminal.speaks:

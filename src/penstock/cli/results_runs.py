@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from penstock.results.history.kept import Kept, KeptRun
-    from penstock.results.history.selection import Criteria, Selection
-    from penstock.results.overview import RunView
+    from penstock.results.history.run_catalog import CatalogedRun, RunCatalog
+    from penstock.results.history.run_selection import RemovalPlan, RunCriteria
+    from penstock.results.run_comparison import RunSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class CriteriaOptions:
         metavar="AGE|DATE",
     )
 
-    def criteria(self, now: datetime) -> Criteria:
+    def criteria(self, now: datetime) -> RunCriteria:
         """The criteria of these options."""
-        from penstock.results.history.selection import criteria
+        from penstock.results.history.run_selection import parse_criteria
 
-        return criteria(status=self.status, workload=self.workload, older_than=self.older_than, now=now)
+        return parse_criteria(status=self.status, workload=self.workload, older_than=self.older_than, now=now)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,11 @@ def list_runs(options: _ListOptions, terminal: Terminal) -> None:
 
       penstock results ls /mnt/results --workload unet3d --json
     """
-    from penstock.results.history.kept import kept_runs
-    from penstock.results.history.selection import fits
+    from penstock.results.history.run_catalog import read_catalog
+    from penstock.results.history.run_selection import fits
 
     criteria = options.selection.criteria(datetime.now(UTC))
-    catalog = kept_runs(options.folder)
+    catalog = read_catalog(options.folder)
     unreadable = [run.why for run in catalog.runs if run.outcome == "unreadable"]
     for complaint in (*catalog.complaints, *unreadable):
         terminal.note(complaint)
@@ -90,7 +90,9 @@ def list_runs(options: _ListOptions, terminal: Terminal) -> None:
     )
 
 
-def _list_document(selected: Sequence[KeptRun], catalog: Kept, unreadable: Sequence[str]) -> dict[str, Any]:
+def _list_document(
+    selected: Sequence[CatalogedRun], catalog: RunCatalog, unreadable: Sequence[str]
+) -> dict[str, Any]:
     by_place: dict[str, list[dict[str, Any]]] = {"here": [], "trash": [], "gone": [], "deleted": []}
     for run in selected:
         figures = asdict(run.view) if run.view else {}
@@ -107,7 +109,9 @@ def _list_document(selected: Sequence[KeptRun], catalog: Kept, unreadable: Seque
     }
 
 
-def _draw_list(console: Console, options: _ListOptions, selected: Sequence[KeptRun], catalog: Kept) -> None:
+def _draw_list(
+    console: Console, options: _ListOptions, selected: Sequence[CatalogedRun], catalog: RunCatalog
+) -> None:
     by_place = {
         place: [run for run in selected if run.where.value == place]
         for place in ("here", "trash", "gone", "deleted")
@@ -125,7 +129,7 @@ def _draw_list(console: Console, options: _ListOptions, selected: Sequence[KeptR
         console.print(f"\n{len(by_place['deleted'])} more were deleted permanently: --all lists them")
 
 
-def _draw_section(console: Console, title: str, runs: Sequence[KeptRun]) -> None:
+def _draw_section(console: Console, title: str, runs: Sequence[CatalogedRun]) -> None:
     if runs:
         console.print(f"\n{title}", markup=False)
     for run in runs:
@@ -133,7 +137,7 @@ def _draw_section(console: Console, title: str, runs: Sequence[KeptRun]) -> None
         console.print(f"  {_describe_run(run)}{batch}", markup=False)
 
 
-def _draw_run(console: Console, run: KeptRun, catalog: Kept) -> None:
+def _draw_run(console: Console, run: CatalogedRun, catalog: RunCatalog) -> None:
     """Draw two lines a run: its name and outcome, then its main figures."""
     unknown = ", not in the history" if catalog.has_history and run.began is None else ""
     console.print(f"{_describe_run(run)}{unknown}", style="bold", markup=False)
@@ -143,7 +147,7 @@ def _draw_run(console: Console, run: KeptRun, catalog: Kept) -> None:
         console.print(f"  {run.view.workload}, ranks {ranks}, {started}, {_headline(run.view)}", markup=False)
 
 
-def _headline(run: RunView) -> str:
+def _headline(run: RunSummary) -> str:
     """The main figures of a run: the throughput of checkpoints, or accelerator utilization."""
     if run.write_gib_per_s is not None or run.read_gib_per_s is not None:
         return (
@@ -157,7 +161,7 @@ def _headline(run: RunView) -> str:
     )
 
 
-def _run_document(run: KeptRun) -> dict[str, Any]:
+def _run_document(run: CatalogedRun) -> dict[str, Any]:
     """What is known of a run beside its figures, as JSON."""
     return {
         "run": run.id,
@@ -175,7 +179,7 @@ def _run_document(run: KeptRun) -> dict[str, Any]:
     }
 
 
-def _describe_run(run: KeptRun) -> str:
+def _describe_run(run: CatalogedRun) -> str:
     """A run in one line: its id, unless its name ends with that, its name and its outcome."""
     name = run.folder if run.folder.endswith(run.id) else f"{run.id}  {run.folder}"
     return f"{name}  {run.outcome}: {run.why}" if run.why else f"{name}  {run.outcome}"
@@ -209,7 +213,7 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
 
       penstock results rm --empty-trash --yes
     """
-    from penstock.results.history.trash import remove as move_to_trash
+    from penstock.results.history.trash import move_to_trash
 
     now = datetime.now(UTC)
     criteria = options.selection.criteria(now)
@@ -223,10 +227,10 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
     _report_removal(terminal, selection, title, {"batch": batch})
 
 
-def _select(options: _RemoveOptions, criteria: Criteria) -> Selection:
+def _select(options: _RemoveOptions, criteria: RunCriteria) -> RemovalPlan:
     """The runs to remove. Names and criteria are mutually exclusive, so that neither surprises."""
-    from penstock.results.history.kept import Where, kept_runs, named_run
-    from penstock.results.history.selection import Selection, select
+    from penstock.results.history.run_catalog import FolderPlace, find_run, read_catalog
+    from penstock.results.history.run_selection import RemovalPlan, plan_removal
 
     has_criteria = criteria.ask_something or options.keep_last > 0
     if bool(options.runs) == has_criteria:
@@ -235,34 +239,36 @@ def _select(options: _RemoveOptions, criteria: Criteria) -> Selection:
             fix="Give names, or --status, --workload, --older-than, --keep-last; not both.",
         )
     parent = options.parent.path
-    here = kept_runs(parent).at(Where.HERE)
+    here = read_catalog(parent).at(FolderPlace.HERE)
     if not options.runs:
-        return select(here, criteria, keep_last=options.keep_last)
-    named = {run.folder: run for run in (named_run(name, here, where=str(parent)) for name in options.runs)}
-    return Selection(taken=tuple(named.values()), spared=())
+        return plan_removal(here, criteria, keep_last=options.keep_last)
+    named = {run.folder: run for run in (find_run(name, here, where=str(parent)) for name in options.runs)}
+    return RemovalPlan(taken=tuple(named.values()), spared=())
 
 
-def _empty_trash(options: _RemoveOptions, criteria: Criteria, terminal: Terminal) -> None:
-    from penstock.results.history.kept import Where, kept_runs
-    from penstock.results.history.selection import select
-    from penstock.results.history.trash import delete
+def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Terminal) -> None:
+    from penstock.results.history.run_catalog import FolderPlace, read_catalog
+    from penstock.results.history.run_selection import plan_removal
+    from penstock.results.history.trash import delete_from_trash
 
     if options.runs:
         raise UsageError(
             "--empty-trash takes no runs", where="--empty-trash", fix="Select runs by --status and the like."
         )
     parent = options.parent.path
-    selection = select(kept_runs(parent).at(Where.TRASH), criteria, keep_last=options.keep_last)
+    selection = plan_removal(
+        read_catalog(parent).at(FolderPlace.TRASH), criteria, keep_last=options.keep_last
+    )
     is_deleting = options.is_confirmed and not options.is_dry
     if is_deleting:
-        delete(parent, selection.taken, datetime.now(UTC))
+        delete_from_trash(parent, selection.taken, datetime.now(UTC))
     title = "Deleted permanently" if is_deleting else "Would be deleted permanently"
     _report_removal(terminal, selection, title, {})
     if not (options.is_confirmed or options.is_dry):
         raise UsageError("Nothing was deleted", fix="Add --yes to delete permanently.")
 
 
-def _report_removal(terminal: Terminal, selection: Selection, title: str, result: dict[str, Any]) -> None:
+def _report_removal(terminal: Terminal, selection: RemovalPlan, title: str, result: dict[str, Any]) -> None:
     def draw(console: Console) -> None:
         console.print(f"{title}:" if selection.taken else "No run matches.", markup=False)
         for run in selection.taken:
@@ -291,15 +297,15 @@ def restore(options: _RestoreOptions, terminal: Terminal) -> None:
 
       penstock results restore 20260102-030405-4d5e --results /mnt/results
     """
-    from penstock.results.history.kept import Where, kept_runs, named_run
-    from penstock.results.history.trash import restore as move_back
+    from penstock.results.history.run_catalog import FolderPlace, find_run, read_catalog
+    from penstock.results.history.trash import restore_from_trash as move_back
 
     parent = options.parent.path
-    removed = kept_runs(parent).at(Where.TRASH)
-    selected: dict[str, KeptRun] = {}
+    removed = read_catalog(parent).at(FolderPlace.TRASH)
+    selected: dict[str, CatalogedRun] = {}
     for name in options.names:
         batch = [run for run in removed if run.batch == name]
-        for run in batch or [named_run(name, removed, where=f"the trash of {parent}")]:
+        for run in batch or [find_run(name, removed, where=f"the trash of {parent}")]:
             selected[str(run.path)] = run
     runs = list(selected.values())
     move_back(parent, runs, datetime.now(UTC))
@@ -331,8 +337,8 @@ def rerun(options: _RerunOptions, terminal: Terminal) -> None:
 
       penstock results rerun 1a2b3c --results /mnt/results
     """
-    from penstock.results.history.kept import kept_runs, named_run
-    from penstock.results.history.replay import plan_replay
+    from penstock.results.history.rerun import plan_rerun
+    from penstock.results.history.run_catalog import find_run, read_catalog
     from penstock.results.provenance import redacted_settings
 
     if terminal.as_json and not options.is_dry:
@@ -340,8 +346,8 @@ def rerun(options: _RerunOptions, terminal: Terminal) -> None:
             "The output is that of the repeated command", where="--json", fix="Use --json with --dry-run."
         )
     parent = options.parent.path
-    run = named_run(options.run, kept_runs(parent).runs, where=str(parent))
-    replay = plan_replay(run, redacted_settings(process_environment()))
+    run = find_run(options.run, read_catalog(parent).runs, where=str(parent))
+    replay = plan_rerun(run, redacted_settings(process_environment()))
     for note in replay.notes:
         terminal.note(note)
 

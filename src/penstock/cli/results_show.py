@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.cli.terminal import View
-    from penstock.results.activity import Activity
-    from penstock.results.checkpoints import CheckpointFigures
-    from penstock.results.figures import PhaseFigures
-    from penstock.results.overview import Comparison, Difference, RunView
-    from penstock.results.record import RunRecord
+    from penstock.results.checkpoint_figures import CheckpointFigures
+    from penstock.results.host_activity import PhaseActivity
+    from penstock.results.phase_figures import PhaseFigures
+    from penstock.results.run_comparison import RunComparison, RunSummary, SettingDifference
+    from penstock.results.run_record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,19 +44,19 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 
       penstock results show /mnt/results/mine --json
     """
-    from penstock.results.checkpoints import read_checkpoints
-    from penstock.results.history.kept import run_folder
-    from penstock.results.overview import view_run
-    from penstock.results.record import read_record
+    from penstock.results.checkpoint_figures import read_checkpoint_figures
+    from penstock.results.history.run_catalog import find_run_folder
+    from penstock.results.run_comparison import summarize_run
+    from penstock.results.run_record import read_record
 
-    folder = run_folder(options.run, options.parent.path)
-    view = view_run(folder)
+    folder = find_run_folder(options.run, options.parent.path)
+    view = summarize_run(folder)
     for note in view.notes:
         terminal.note(note)
     figures = _read_figures(folder, view, terminal)
     record = read_record(folder) if view.kind == "penstock" else None
     activities = _read_activities(folder) if record else ()
-    checkpoints = read_checkpoints(folder) if view.kind == "penstock" else None
+    checkpoints = read_checkpoint_figures(folder) if view.kind == "penstock" else None
     document = {
         **asdict(view),
         "train": asdict(figures) if figures else None,
@@ -79,11 +79,11 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
     terminal.result(document, draw)
 
 
-def _read_figures(folder: Path, view: RunView, terminal: Terminal) -> PhaseFigures | None:
+def _read_figures(folder: Path, view: RunSummary, terminal: Terminal) -> PhaseFigures | None:
     """The recorded figures, or what the step events of an unfinished run yield."""
     from penstock.errors import StorageError
-    from penstock.results.record import read_record
-    from penstock.results.review import review
+    from penstock.results.event_files import recompute_figures
+    from penstock.results.run_record import read_record
 
     if view.kind != "penstock":
         return None
@@ -91,26 +91,26 @@ def _read_figures(folder: Path, view: RunView, terminal: Terminal) -> PhaseFigur
     if record.train is not None:
         return record.train
     try:
-        return review(folder, record)
+        return recompute_figures(folder, record)
     except StorageError as error:
         terminal.note(str(error))
         return None
 
 
-def _read_activities(folder: Path) -> tuple[Activity, ...]:
+def _read_activities(folder: Path) -> tuple[PhaseActivity, ...]:
     """What hosts did in each phase; nothing for a run without counters."""
     from penstock.errors import ObjectNotFound
-    from penstock.results.activity import activities
-    from penstock.results.counters import read_counters
-    from penstock.results.tables import read_events
+    from penstock.results.counter_files import read_counters
+    from penstock.results.event_files import read_events
+    from penstock.results.host_activity import summarize_activity
 
     try:
-        return activities(*read_counters(folder), read_events(folder))
+        return summarize_activity(*read_counters(folder), read_events(folder))
     except ObjectNotFound:
         return ()
 
 
-def _activity_row(activity: Activity) -> dict[str, str]:
+def _activity_row(activity: PhaseActivity) -> dict[str, str]:
     from penstock.units import format_bytes, format_seconds
 
     return {
@@ -137,11 +137,11 @@ def _context_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "gates skipped", ", ".join(record.preflight.skipped)
 
 
-def _describe_outcome(view: RunView) -> str:
+def _describe_outcome(view: RunSummary) -> str:
     return f"{view.outcome}: {view.why}" if view.why else view.outcome
 
 
-def _draw_checkpoints(console: Console, view: RunView, checkpoints: CheckpointFigures) -> None:
+def _draw_checkpoints(console: Console, view: RunSummary, checkpoints: CheckpointFigures) -> None:
     from penstock.units import format_bytes, format_seconds
 
     console.print(view.id, style="bold", markup=False)
@@ -175,7 +175,7 @@ def _draw_checkpoints(console: Console, view: RunView, checkpoints: CheckpointFi
     table("Checkpoints", rows)(console)
 
 
-def _draw_training(console: Console, view: RunView, figures: PhaseFigures | None) -> None:
+def _draw_training(console: Console, view: RunSummary, figures: PhaseFigures | None) -> None:
     console.print(view.id, style="bold", markup=False)
     for what, value in _training_facts(view).items():
         console.print(f"  {what:<28}{value}", markup=False)
@@ -190,7 +190,7 @@ def _draw_training(console: Console, view: RunView, figures: PhaseFigures | None
             console.print(f"  {sentence}", markup=False)
 
 
-def _training_facts(view: RunView) -> dict[str, str]:
+def _training_facts(view: RunSummary) -> dict[str, str]:
     from penstock.units import format_bytes, format_rate
 
     read = "-" if view.read_bytes is None else format_bytes(view.read_bytes)
@@ -268,20 +268,22 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
       penstock results compare /mnt/a/run1 /mnt/b/run1 --json
     """
-    from penstock.results.history.kept import run_folder
-    from penstock.results.overview import compare as compare_views
-    from penstock.results.overview import view_run
+    from penstock.results.history.run_catalog import find_run_folder
+    from penstock.results.run_comparison import compare_runs as compare_views
+    from penstock.results.run_comparison import summarize_run
 
     if len(options.runs) < 2:
         raise UsageError("A comparison needs at least two runs", fix="Name another run.")
-    comparison = compare_views([view_run(run_folder(run, options.parent.path)) for run in options.runs])
+    comparison = compare_views(
+        [summarize_run(find_run_folder(run, options.parent.path)) for run in options.runs]
+    )
     document = {"is_comparable": comparison.is_comparable, **asdict(comparison)}
     for run in document["runs"]:
         del run["settings"]
     terminal.result(document, lambda console: _draw_comparison(console, comparison))
 
 
-def _draw_comparison(console: Console, comparison: Comparison) -> None:
+def _draw_comparison(console: Console, comparison: RunComparison) -> None:
     names = [str(position) for position, _ in enumerate(comparison.runs, start=1)]
     for name, run in zip(names, comparison.runs, strict=True):
         console.print(f"{name}: {run.id} ({run.workload}, {run.outcome}), {run.folder}", markup=False)
@@ -300,7 +302,7 @@ def _draw_comparison(console: Console, comparison: Comparison) -> None:
     table("Figures", rows)(console)
 
 
-def _difference_rows(differences: Sequence[Difference], names: Sequence[str]) -> list[dict[str, str]]:
+def _difference_rows(differences: Sequence[SettingDifference], names: Sequence[str]) -> list[dict[str, str]]:
     return [
         {"key": difference.key, **dict(zip(names, map(str, difference.values), strict=True))}
         for difference in differences

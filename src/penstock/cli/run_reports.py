@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, DirectionFigures
     from penstock.bench.training.training_result import TrainingResult
-    from penstock.results.delivery import Delivery
+    from penstock.results.io_reconciliation import IoReconciliation
     from penstock.results.utilization import EpochRate
-    from penstock.workflows.submission.session import Said
+    from penstock.workflows.submission.result_draft import RunLogs
 
 MAX_DEVICES_NAMED = 4
 
 
-def reconciliation_lines(deliveries: Sequence[Delivery]) -> Iterator[tuple[str, str]]:
+def reconciliation_lines(deliveries: Sequence[IoReconciliation]) -> Iterator[tuple[str, str]]:
     """Device bytes beside application bytes: a title and a line for each direction, and why one fails."""
     from penstock.units import format_bytes
 
@@ -39,19 +39,19 @@ def reconciliation_lines(deliveries: Sequence[Delivery]) -> Iterator[tuple[str, 
             yield "", f"{'FLAGGED' if delivery.verdict == 'fail' else delivery.verdict}: {delivery.why}"
 
 
-def reconciliation_notes(deliveries: Sequence[Delivery]) -> Iterator[str]:
+def reconciliation_notes(deliveries: Sequence[IoReconciliation]) -> Iterator[str]:
     """Why figures are not the storage's alone, a sentence each."""
     for delivery in deliveries:
         if delivery.verdict == "fail":
             yield f"Not all bytes came from storage: {delivery.why}"
 
 
-def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> Said:
+def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> RunLogs:
     """What the command prints of a training run, for the logs of its result directory."""
-    from penstock.workflows.submission.session import Said
+    from penstock.workflows.submission.result_draft import RunLogs
 
     notes = (*remarks, *result.stages.remarks)
-    return Said(
+    return RunLogs(
         stdout=render_text(lambda console: draw_training(console, result)),
         stderr="".join(f"{note}\n" for note in notes),
     )
@@ -103,12 +103,12 @@ def _epoch_row(rate: EpochRate) -> dict[str, str]:
     }
 
 
-def capture_checkpoint_output(result: CheckpointResult) -> Said:
+def capture_checkpoint_output(result: CheckpointResult) -> RunLogs:
     """What the command prints of a checkpoint run, for the logs of its result directory."""
-    from penstock.workflows.submission.session import Said
+    from penstock.workflows.submission.result_draft import RunLogs
 
     notes = "".join(f"{sentence}\n" for sentence in checkpoint_warnings(result))
-    return Said(stdout=render_text(lambda console: draw_checkpoints(console, result)), stderr=notes)
+    return RunLogs(stdout=render_text(lambda console: draw_checkpoints(console, result)), stderr=notes)
 
 
 def checkpoint_warnings(result: CheckpointResult) -> list[str]:

@@ -71,7 +71,7 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
 def _write_findings(
     options: _CheckOptions, results: Sequence[CheckedResult], edition: Edition, empty: Sequence[str]
 ) -> None:
-    from penstock.results.durable import write_json, write_text
+    from penstock.results.published_files import write_json, write_text
     from penstock.submission.reports.findings_export import findings_csv
     from penstock.submission.reports.sarif import sarif
     from penstock.submission.reports.submission_pages import verdicts_page

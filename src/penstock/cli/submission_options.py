@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.submission.authoring.data_location import DataLocation
     from penstock.submission.authoring.result_dir import Series
     from penstock.submission.tree_layout import Benchmark
-    from penstock.workflows.submission.session import Session
+    from penstock.workflows.submission.result_draft import ResultWriter
     from penstock.workload.division_rules import SubmissionDivision
     from penstock.workload.spec import Workload
 
@@ -133,17 +133,17 @@ def locate(series: Series, workload: Workload, uri: str) -> DataLocation:
     return located
 
 
-def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: Comm) -> Session:
+def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: Comm) -> ResultWriter:
     """What all result directories of this command share; captures the program's image. Collective."""
     from datetime import UTC, datetime
 
     from penstock.environment import process_environment
-    from penstock.workflows.submission.session import Session, capture_image
+    from penstock.workflows.submission.result_draft import ResultWriter, capture_image
 
     def clock() -> datetime:
         return datetime.now(UTC)
 
-    return Session(
+    return ResultWriter(
         series=submitted.series,
         image=capture_image(submitted.series.claim, comm=comm, clock=clock),
         place=submitted.located.place,

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from penstock.cluster.comm import Comm
-    from penstock.results.host import HostFacts
+    from penstock.results.host_facts import HostFacts
     from penstock.submission.authoring.result_dir import Series
     from penstock.submission.authoring.run_sequence import RunSequence
-    from penstock.workflows.submission.session import Session
+    from penstock.workflows.submission.result_draft import ResultWriter
     from penstock.workload.dataset_size import DatasetSizing
 
 WRONG_BYTES = 1
@@ -133,7 +133,7 @@ def training(options: _TrainingOptions, comm: Comm, terminal: Terminal) -> int:
 
 
 def _gather_hosts(comm: Comm) -> Sequence[HostFacts]:
-    from penstock.results.host import one_per_host, read_host
+    from penstock.results.host_facts import one_per_host, read_host
 
     return one_per_host(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
 
@@ -199,7 +199,12 @@ def _make_result(
 ) -> None:
     from penstock.submission.edition import load_edition
     from penstock.submission.tree_layout import SubmissionPhase
-    from penstock.workflows.submission.cadence import Onlooker, TrainingResultPlan, make_part, make_training
+    from penstock.workflows.submission.training_sequence import (
+        TrainingObserver,
+        TrainingResultPlan,
+        make_part,
+        make_training,
+    )
 
     session = plan.session
     assert session is not None
@@ -211,21 +216,21 @@ def _make_result(
         generates_with=options.write_threads,
     )
     with terminal.progress() as progress:
-        onlooker = Onlooker(
+        observer = TrainingObserver(
             progress=progress,
             note=terminal.note,
-            tell=partial(capture_training_output, remarks=plan.request.remarks),
+            format_logs=partial(capture_training_output, remarks=plan.request.remarks),
         )
         storage = plan.open_storage()
         if options.only is None:
-            cadence = make_training(session, result_plan, storage, comm=comm, onlooker=onlooker)
+            cadence = make_training(session, result_plan, storage, comm=comm, observer=observer)
         else:
             phase = SubmissionPhase(options.only)
-            cadence = make_part(session, result_plan, storage, phase=phase, comm=comm, onlooker=onlooker)
+            cadence = make_part(session, result_plan, storage, phase=phase, comm=comm, observer=observer)
     terminal.result(_document(session, cadence), lambda console: _draw(console, session, cadence))
 
 
-def _document(session: Session, cadence: RunSequence) -> dict[str, Any]:
+def _document(session: ResultWriter, cadence: RunSequence) -> dict[str, Any]:
     return {
         "folder": str(session.series.claim.root / session.series.folder),
         "is_complete": cadence.is_complete,
@@ -235,7 +240,7 @@ def _document(session: Session, cadence: RunSequence) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, session: Session, cadence: RunSequence) -> None:
+def _draw(console: Console, session: ResultWriter, cadence: RunSequence) -> None:
     rows = [
         {"run": leaf.folder.name, "took": f"{leaf.duration.total_seconds():,.0f} s"} for leaf in cadence.kept
     ]

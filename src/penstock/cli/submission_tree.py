@@ -91,7 +91,7 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
     collected = describe_facts(_read_facts(options.cluster), options.target.system)
     is_new = not path.exists()
     if is_new:
-        from penstock.results.durable import write_text
+        from penstock.results.published_files import write_text
 
         write_text(path.parent, path.name, initial_text(collected))
     document = read_description(path, tree.root)

@@ -73,8 +73,8 @@ def sweep(options: _SweepOptions, terminal: Terminal) -> int:
     """
     from dataclasses import asdict
 
-    from penstock.workflows.sweep import run_command
-    from penstock.workflows.sweep import sweep as find_largest
+    from penstock.workflows.accelerator_sweep import find_most_accelerators as find_largest
+    from penstock.workflows.accelerator_sweep import run_command
 
     found = find_largest(run_command(_run_words(options)), most=options.max_accelerators)
     rows = [

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_result import TrainingResult
     from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
-    from penstock.workflows.submission.session import Session
+    from penstock.workflows.submission.result_draft import ResultWriter
     from penstock.workload.division_rules import SubmissionDivision
     from penstock.workload.spec import ReaderSection, Workload
 
@@ -75,7 +75,7 @@ class PlannedTraining:
 
     request: TrainingRequest
     open_storage: OpenStorage
-    session: Session | None
+    session: ResultWriter | None
 
     @property
     def is_stopped(self) -> bool:
@@ -122,7 +122,7 @@ def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
 def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> TrainingResult:
     """Train, and add the result to its submission tree if it belongs to one."""
     from penstock.bench.training.training_run import train
-    from penstock.workflows.submission.training import add_run
+    from penstock.workflows.submission.training_result import add_run
 
     storage = plan.open_storage()
     with terminal.progress() as progress:
@@ -130,7 +130,9 @@ def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> Tr
             result = train(plan.request, storage, comm=comm, progress=progress)
         else:
             tell = partial(capture_training_output, remarks=plan.request.remarks)
-            result = add_run(plan.session, plan.request, storage, comm=comm, progress=progress, tell=tell)
+            result = add_run(
+                plan.session, plan.request, storage, comm=comm, progress=progress, format_logs=tell
+            )
     for remark in (*result.stages.remarks, *reconciliation_notes(result.stages.deliveries)):
         terminal.note(remark)
     return result

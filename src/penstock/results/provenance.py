@@ -89,7 +89,7 @@ def git_state(folder: Path) -> GitState | None:
     return None if commit is None or status is None else GitState(commit=commit, is_modified=bool(status))
 
 
-def mark_of_this_process() -> ProcessMark:
+def mark_this_process() -> ProcessMark:
     """The calling process."""
     process = current_process()
     return ProcessMark(

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.results.events import Phase, compute_ns, wait_ns
+from penstock.results.step_events import StepPhase, compute_ns, wait_ns
 
 if TYPE_CHECKING:
-    from penstock.results.events import Block, RankEvents, Rows
+    from penstock.results.step_events import RankEvents, Rows, StepBlock
     from penstock.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class UtilizationWindow:
     """What counts: DLIO's number of steps, the steps left out at both ends, and samples a step."""
 
     num_steps: int
@@ -72,15 +72,17 @@ class EpochRate:
         return self.read_bytes / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
-def rule_for(workload: Workload, *, num_ranks: int, phase: Phase = Phase.TRAIN) -> Rule:
+def choose_window(
+    workload: Workload, *, num_ranks: int, phase: StepPhase = StepPhase.TRAIN
+) -> UtilizationWindow:
     """The rule of a phase. DLIO's number of steps is rounded down once, over all ranks."""
     dataset, reader = workload.dataset, workload.reader
-    is_training = phase is Phase.TRAIN
+    is_training = phase is StepPhase.TRAIN
     num_files = dataset.num_files_train if is_training else dataset.num_files_eval
     batch_size = reader.batch_size if is_training else reader.batch_size_eval
     whole = dataset.num_samples_per_file * num_files // (batch_size * num_ranks)
     asked = workload.train.total_training_steps if is_training else None
-    return Rule(
+    return UtilizationWindow(
         num_steps=asked or whole,
         exclude_start_steps=workload.metric.exclude_start_steps,
         exclude_end_steps=workload.metric.exclude_end_steps,
@@ -88,7 +90,7 @@ def rule_for(workload: Workload, *, num_ranks: int, phase: Phase = Phase.TRAIN) 
     )
 
 
-def epoch_rates(ranks: Sequence[RankEvents], rule: Rule, phase: Phase) -> list[EpochRate]:
+def epoch_rates(ranks: Sequence[RankEvents], rule: UtilizationWindow, phase: StepPhase) -> list[EpochRate]:
     """Every epoch that all ranks have completed a block of."""
     epochs = set.intersection(*(set(rank.epochs(phase)) for rank in ranks)) if ranks else set()
     return [
@@ -97,7 +99,9 @@ def epoch_rates(ranks: Sequence[RankEvents], rule: Rule, phase: Phase) -> list[E
     ]
 
 
-def epoch_rate(ranks: Sequence[Sequence[Block]], rule: Rule, phase: Phase, epoch: int) -> EpochRate:
+def epoch_rate(
+    ranks: Sequence[Sequence[StepBlock]], rule: UtilizationWindow, phase: StepPhase, epoch: int
+) -> EpochRate:
     """One epoch from its blocks, rank by rank."""
     compat = [compat_rate(blocks, rule, phase) for blocks in ranks]
     strict = [share for blocks in ranks if (share := strict_au_percent(steps_of(blocks), rule)) is not None]
@@ -115,7 +119,7 @@ def epoch_rate(ranks: Sequence[Sequence[Block]], rule: Rule, phase: Phase, epoch
     )
 
 
-def compat_rate(blocks: Sequence[Block], rule: Rule, phase: Phase) -> BlockRate:
+def compat_rate(blocks: Sequence[StepBlock], rule: UtilizationWindow, phase: StepPhase) -> BlockRate:
     """DLIO's figures of one rank's epoch: its blocks, weighted by their steps."""
     rates = [compat_block_rate(block, rule, phase) for block in blocks]
     num_steps = sum(rate.num_steps for rate in rates)
@@ -128,7 +132,7 @@ def compat_rate(blocks: Sequence[Block], rule: Rule, phase: Phase) -> BlockRate:
     )
 
 
-def compat_block_rate(block: Block, rule: Rule, phase: Phase) -> BlockRate:
+def compat_block_rate(block: StepBlock, rule: UtilizationWindow, phase: StepPhase) -> BlockRate:
     """DLIO's figures of one block of one rank."""
     # Python's own slices, as DLIO has them: an end below zero counts from the back.
     first, end = rule.exclude_start_steps, rule.num_steps - rule.exclude_end_steps
@@ -138,7 +142,7 @@ def compat_block_rate(block: Block, rule: Rule, phase: Phase) -> BlockRate:
     left_ns = block.elapsed_ns - int(processed[:first].sum()) - int(processed[end:].sum())
     counts = len(window) > 0 and left_ns > 0
     num_counted, counted_ns = len(window), left_ns
-    if phase is Phase.EVAL:
+    if phase is StepPhase.EVAL:
         num_counted, counted_ns = len(computed), block.elapsed_ns
     rate = num_counted * rule.batch_size / (counted_ns / 1e9) if counted_ns > 0 else 0.0
     return BlockRate(
@@ -148,18 +152,18 @@ def compat_block_rate(block: Block, rule: Rule, phase: Phase) -> BlockRate:
     )
 
 
-def strict_au_percent(steps: Rows, rule: Rule) -> float | None:
+def strict_au_percent(steps: Rows, rule: UtilizationWindow) -> float | None:
     """Compute / (compute + wait) of one rank's epoch, in percent; None where no step counts."""
     counted = counted_steps(steps, rule)
     computed, waited = int(compute_ns(counted).sum()), int(wait_ns(counted).sum())
     return 100 * computed / (computed + waited) if computed + waited > 0 else None
 
 
-def counted_steps(steps: Rows, rule: Rule) -> Rows:
+def counted_steps(steps: Rows, rule: UtilizationWindow) -> Rows:
     """An epoch's steps without those at both ends: what strict figures and times are made of."""
     return steps[rule.exclude_start_steps : max(0, len(steps) - rule.exclude_end_steps)]
 
 
-def steps_of(blocks: Sequence[Block]) -> Rows:
+def steps_of(blocks: Sequence[StepBlock]) -> Rows:
     """The steps of one rank's blocks, in order."""
     return np.concatenate([block.steps for block in blocks])

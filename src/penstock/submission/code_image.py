@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.errors import DataDamaged
-from penstock.results.durable import write_json, write_text
+from penstock.results.published_files import write_json, write_text
 from penstock.storage.files.system_calls import translate_os_errors
 
 POOL: Final = "code-images"

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any, Self
-
-if TYPE_CHECKING:
-    from multiprocessing.context import ForkServerContext, ForkServerProcess
-    from types import TracebackType
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import TracebackType
+from typing import Any, Self
 
 PRELOADED = (
     "penstock.checkpoint.manager",
@@ -38,7 +36,7 @@ LIMIT_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class FunctionRef:
     """A function by where it stands, so that a child can load it from a module that has no known name."""
 
     module: str
@@ -83,7 +81,7 @@ def ending(children: Sequence[ForkServerProcess]) -> Iterator[None]:
 
 def exit_code_of(function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> int | None:
     """How a child that calls `function` ends: 0, or minus the signal that killed it; None where it hung."""
-    child = clean_context().Process(target=_run, args=(Located.of(function), arguments))
+    child = clean_context().Process(target=_run, args=(FunctionRef.of(function), arguments))
     child.start()
     with ending([child]):
         child.join(limit_s)
@@ -98,7 +96,7 @@ def run_children(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], li
     context = clean_context()
     pairs = [context.Pipe(duplex=False) for _ in calls]
     children = [
-        context.Process(target=_call, args=(theirs, Located.of(function), arguments))
+        context.Process(target=_call, args=(theirs, FunctionRef.of(function), arguments))
         for (_, theirs), (function, arguments) in zip(pairs, calls, strict=True)
     ]
     for child in children:
@@ -128,11 +126,11 @@ def _answers(readers: Sequence[Connection], limit_s: float) -> list[tuple[bool, 
     return answers
 
 
-def _run(function: Located, arguments: tuple[Any, ...]) -> None:
+def _run(function: FunctionRef, arguments: tuple[Any, ...]) -> None:
     function.load()(*arguments)
 
 
-def _call(answer: Connection, function: Located, arguments: tuple[Any, ...]) -> None:
+def _call(answer: Connection, function: FunctionRef, arguments: tuple[Any, ...]) -> None:
     with _Telling(answer):
         answer.send((True, function.load()(*arguments)))
 

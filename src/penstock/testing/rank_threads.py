@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
-class Board:
+class ThreadBoard:
     """Where the threads of one job leave what they carry: a row for each collective call, and messages."""
 
     size: int
@@ -47,7 +47,7 @@ class Board:
 class ThreadComm(BaseComm):
     """One thread's view of a job of threads."""
 
-    def __init__(self, board: Board, rank: int, host: str = "") -> None:
+    def __init__(self, board: ThreadBoard, rank: int, host: str = "") -> None:
         super().__init__(rank, board.size, host or f"thread-{rank}")
         self.board = board
         self.closed = False
@@ -75,7 +75,7 @@ class ThreadComm(BaseComm):
 class ThreadTransfer:
     """Messages over a board."""
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board: ThreadBoard, rank: int) -> None:
         self.rank = rank
         self.size = board.size
         self._board = board
@@ -125,7 +125,7 @@ def on_ranks(
 
     `hosts[rank]` names where a rank pretends to run; without them each rank has a host of its own.
     """
-    board = Board(size)
+    board = ThreadBoard(size)
     names = list(hosts) or [""] * size
     with ThreadPoolExecutor(size) as threads:
         futures = [threads.submit(program, ThreadComm(board, rank, names[rank])) for rank in range(size)]

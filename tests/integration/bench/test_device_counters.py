@@ -24,9 +24,9 @@ from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.progress import Silent
-from penstock.results.counters import read_counters
-from penstock.results.delivery import Delivery, DeliveryVerdict
-from penstock.results.record import read_record
+from penstock.results.counter_files import read_counters
+from penstock.results.io_reconciliation import IoReconciliation, ReconciliationVerdict
+from penstock.results.run_record import read_record
 from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 from penstock.workload.choices import DataFormat
@@ -56,7 +56,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _train(uri: str, results: Path) -> tuple[Path, Delivery]:
+def _train(uri: str, results: Path) -> tuple[Path, IoReconciliation]:
     request = TrainingRequest(workload=WORKLOAD, results=results, seed=1, loader=NativeOptions(threads=2))
     result = train(request, open_storage(uri, {}), comm=SoloComm(), progress=Silent())
     folder = Path(result.results_dir)
@@ -84,7 +84,7 @@ def test_past_the_page_cache_devices_move_every_byte(
     assert delivery.application_bytes >= 64 * MIB
     assert delivery.delivered_bytes is not None
     assert delivery.delivered_bytes >= delivery.application_bytes
-    assert delivery.verdict is DeliveryVerdict.PASS
+    assert delivery.verdict is ReconciliationVerdict.PASS
     hosts, table = read_counters(folder)
     assert [each.rank for each in hosts] == [0]
     assert any(name.endswith(".read_bytes") for name in table["counter"].to_pylist())
@@ -98,9 +98,9 @@ def test_a_run_out_of_the_page_cache_is_flagged(
     with _kept_in_memory(data):
         for _ in range(ATTEMPTS):
             folder, delivery = _train(f"file://{data}", tmp_path / "runs")
-            if delivery.verdict is DeliveryVerdict.FAIL:
+            if delivery.verdict is ReconciliationVerdict.FAIL:
                 break
-    assert delivery.verdict is DeliveryVerdict.FAIL
+    assert delivery.verdict is ReconciliationVerdict.FAIL
     assert "served from the page cache" in delivery.why
     assert json.loads((folder / "run.json").read_text())["deliveries"][0]["verdict"] == "fail"
     assert main(["results", "show", str(folder), "--json"]) == 0
@@ -109,7 +109,7 @@ def test_a_run_out_of_the_page_cache_is_flagged(
     assert "FLAGGED" in capsys.readouterr().out
 
 
-def _observed(comm: ThreadComm, folder: Path, roots: list[Path]) -> Delivery:
+def _observed(comm: ThreadComm, folder: Path, roots: list[Path]) -> IoReconciliation:
     """Each host's only drive reads 8 MiB while its ranks read 1 MiB each."""
     root = roots[int(comm.host)]
     with DeviceObserver(comm, folder, "s3://bucket", root=root) as observer:
@@ -131,7 +131,7 @@ def test_one_rank_a_host_samples_and_all_hosts_are_added_up(tmp_path: Path) -> N
     assert all(other == first for other in others)
     assert first.application_bytes == 4 * MIB
     assert first.by == {"0 eth0": 8 * MIB, "1 eth0": 8 * MIB}
-    assert first.verdict is DeliveryVerdict.PASS
+    assert first.verdict is ReconciliationVerdict.PASS
     assert sorted(path.name for path in (tmp_path / "run/counters").iterdir()) == [
         "000000.jsonl",
         "000002.jsonl",
@@ -142,7 +142,7 @@ def test_a_host_that_cannot_count_leaves_its_run_alone_and_the_account_unchecked
     roots = [host(tmp_path / "a"), host(tmp_path / "b")]
     (roots[1] / "proc/stat").unlink()
     found = on_ranks(2, lambda comm: _observed(comm, tmp_path / "run", roots), hosts=["0", "1"])
-    assert found[0].verdict is DeliveryVerdict.NOT_CHECKED
+    assert found[0].verdict is ReconciliationVerdict.NOT_CHECKED
     assert "1: FileNotFoundError" in found[0].why
 
 
@@ -150,11 +150,11 @@ def test_a_direction_without_a_block_moved_nothing(tmp_path: Path) -> None:
     with DeviceObserver(SoloComm(), tmp_path / "run", "s3://bucket", root=host(tmp_path / "a")) as observer:
         pass
     delivery = observer.deliver("write", 2 * MIB)
-    assert replace(delivery, why="") == Delivery(
+    assert replace(delivery, why="") == IoReconciliation(
         direction="write",
         application_bytes=2 * MIB,
         delivered_bytes=0,
         by={},
-        verdict=DeliveryVerdict.WARNING,
+        verdict=ReconciliationVerdict.WARNING,
         why="",
     )

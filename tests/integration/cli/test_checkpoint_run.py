@@ -15,7 +15,7 @@ import pytest
 from tests.support.s3.server import BUCKET
 
 from penstock.cli import main
-from penstock.results.layout import run_folders
+from penstock.results.run_folder import run_folders
 
 if TYPE_CHECKING:
     from tests.support.s3.server import S3Server

@@ -14,8 +14,8 @@ import yaml
 from tests.support.s3.server import ACCESS_KEY, BUCKET, SECRET_KEY
 
 from penstock.cli.dlio import main
-from penstock.results.dlio.reading import read_dlio_result
-from penstock.results.record import Outcome, read_record
+from penstock.results.dlio.dlio_result import read_dlio_result
+from penstock.results.run_record import RunOutcome, read_record
 from penstock.workload.loading import shipped
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def test_every_shipped_workload_leaves_dlios_files(
         assert sum(line.startswith(start) for line in shown.out.splitlines()) == 1
     assert (here / "out" / "dlio.log").read_text() == shown.out
     assert "Generation done" in shown.out
-    assert read_record(here / "out").outcome is Outcome.FINISHED
+    assert read_record(here / "out").outcome is RunOutcome.FINISHED
 
 
 def test_two_ranks_under_mpiexec_leave_files_of_both(here: Path) -> None:

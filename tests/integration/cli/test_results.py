@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from tests.support.command_line import CommandResult, run_command
+from tests.support.run_events import RankScript
 
-from penstock.results.figures import phase_figures
-from penstock.results.host import read_host
-from penstock.results.record import OpenRun, RunRequest
-from penstock.testing.events import RankScript
+from penstock.results.active_run import ActiveRun
+from penstock.results.host_facts import read_host
+from penstock.results.phase_figures import phase_figures
+from penstock.results.run_record import RunRequest
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
 
@@ -37,7 +38,7 @@ def finished_run(parent: Path, *settings: str, wait: float = 0.5) -> str:
     request = RunRequest(
         workload=workload, ranks=1, hosts=[read_host("n")], command=["x"], remarks=["A remark."]
     )
-    with OpenRun.start(parent, request) as run:
+    with ActiveRun.start(parent, request) as run:
         run.finish(train=phase_figures([script.events()], workload))
     return run.folder.name
 
@@ -46,18 +47,19 @@ KILLED_RUN = """
 import sys, time
 from pathlib import Path
 from penstock.bench.step_recorder import StepRecorder, read_clocks
-from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
-from penstock.results.record import OpenRun, RunRequest
-from penstock.results.spool import SpoolWriter, spool_path
+from penstock.results.step_events import StepPhase, SpanEvent, SpanKind, StepEvent
+from penstock.results.active_run import ActiveRun
+from penstock.results.run_record import RunRequest
+from penstock.results.event_files import SpoolWriter, spool_path
 from penstock.workload.loading import load
 
 workload = load("unet3d_h100").workload
-run = OpenRun.start(Path(sys.argv[1]), RunRequest(workload=workload, ranks=1, hosts=[], command=["x"]))
+run = ActiveRun.start(Path(sys.argv[1]), RunRequest(workload=workload, ranks=1, hosts=[], command=["x"]))
 with StepRecorder(SpoolWriter(spool_path(run.folder, 0), read_clocks(0, "n"))) as recorder:
     for number in (1, 2, 3):
         now = time.monotonic_ns()
         recorder.add_step(StepEvent(0, 1, 1, number, now, now + 100, now + 400, now + 410, 7, 99, 7, 90, 5))
-    recorder.add_span(SpanEvent(SpanKind.BLOCK, Phase.TRAIN, 1, 1, 3, now - 1000, now + 500, 0))
+    recorder.add_span(SpanEvent(SpanKind.BLOCK, StepPhase.TRAIN, 1, 1, 3, now - 1000, now + 500, 0))
     print(run.folder.name, flush=True)
     time.sleep(120)
 """
@@ -120,7 +122,7 @@ def test_a_killed_run_is_interrupted_and_shows_what_it_kept(tmp_path: Path) -> N
 
 def test_a_run_without_events_is_shown_without_figures(tmp_path: Path) -> None:
     request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["x"])
-    with OpenRun.start(tmp_path, request) as run:
+    with ActiveRun.start(tmp_path, request) as run:
         pass
     result = penstock("show", str(run.folder))
     assert result.returncode == 0

@@ -13,20 +13,21 @@ import pytest
 
 from penstock.cli.app import main
 from penstock.cli.mlpstorage import main as by_mlpstorages_words
-from penstock.results.record import OpenRun, RunRequest
+from penstock.results.active_run import ActiveRun
+from penstock.results.run_record import RunRequest
 from penstock.workload.loading import load
 
 
 def finished(parent: Path, *command: str, workload: str = "unet3d_h100") -> str:
     request = RunRequest(workload=load(workload).workload, ranks=1, hosts=[], command=command)
-    with OpenRun.start(parent, request) as run:
+    with ActiveRun.start(parent, request) as run:
         run.finish()
     return run.folder.name
 
 
 def failed(parent: Path) -> str:
     request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock"])
-    with OpenRun.start(parent, request) as run:
+    with ActiveRun.start(parent, request) as run:
         pass
     return run.folder.name
 

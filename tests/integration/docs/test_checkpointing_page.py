@@ -11,7 +11,7 @@ import pytest
 from penstock.bench.cache_eviction import WARM_SHARE
 from penstock.bench.checkpoint.checkpoint_folder import KEY
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.results.layout import CHECKPOINTS_FILE
+from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.workload.checkpoint_model import load_model
 from penstock.workload.shipped_catalog import cards
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from penstock.cli import main
 from penstock.units import format_bytes
-from penstock.workflows.study.configurations import configurations
-from penstock.workflows.study.findings import RULES
-from penstock.workflows.study.request import DEFAULT_TOTAL_BYTES
+from penstock.workflows.levels_study.study_findings import RULES
+from penstock.workflows.levels_study.study_plan import DEFAULT_TOTAL_BYTES, list_rows
 
 if TYPE_CHECKING:
     import pytest
@@ -31,7 +30,7 @@ def test_every_option_of_the_section_is_one_of_the_command(capsys: pytest.Captur
 
 
 def test_the_section_names_every_row_and_every_finding() -> None:
-    for row in configurations(4, parity_every=3):
+    for row in list_rows(4, parity_every=3):
         assert f"`{row.name}`" in SECTION
     codes = re.findall(r"^\| (S\d) \|", SECTION, re.MULTILINE)
     assert codes == [f"S{number}" for number in range(1, len(RULES) + 1)]

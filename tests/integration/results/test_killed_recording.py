@@ -11,20 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from penstock.results.record import Outcome, read_record
-from penstock.results.spool import read_spool, spool_path
+from penstock.results.event_files import read_spool, spool_path
+from penstock.results.run_record import RunOutcome, read_record
 
 RECORDER = """
 import sys, time
 from pathlib import Path
 from penstock.bench.step_recorder import StepRecorder, read_clocks
-from penstock.results.events import StepEvent
-from penstock.results.record import OpenRun, RunRequest
-from penstock.results.spool import SpoolWriter, spool_path
+from penstock.results.step_events import StepEvent
+from penstock.results.active_run import ActiveRun
+from penstock.results.run_record import RunRequest
+from penstock.results.event_files import SpoolWriter, spool_path
 from penstock.workload.loading import load
 
 request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["x"])
-run = OpenRun.start(Path(sys.argv[1]), request)
+run = ActiveRun.start(Path(sys.argv[1]), request)
 print(run.folder, flush=True)
 spool = SpoolWriter(spool_path(run.folder, 0), read_clocks(0, "n"))
 recorder = StepRecorder(spool, capacity=64, on_flush=run.sign_of_life)
@@ -55,7 +56,7 @@ def test_a_killed_recorder_leaves_a_prefix_of_its_steps(tmp_path: Path, seed: in
     assert steps == list(range(1, len(steps) + 1))
     assert events.steps["read_bytes"].tolist() == steps
     record = read_record(folder)
-    assert (record.outcome, record.why) == (Outcome.INTERRUPTED, "Its process is gone.")
+    assert (record.outcome, record.why) == (RunOutcome.INTERRUPTED, "Its process is gone.")
 
 
 def _await_bytes(path: Path, size_bytes: int) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ObjectNotFound
-from penstock.results.dlio.folder import HydraFacts, write_dlio_files
-from penstock.results.dlio.reading import read_dlio_result
-from penstock.results.dlio.run import DlioRun
-from penstock.results.figures import PhaseFigures, phase_figures
-from penstock.results.host import read_host
-from penstock.results.record import OpenRun, Outcome, RunRequest, read_record
-from penstock.results.review import review
-from penstock.results.tables import gather, read_events
+from penstock.results.active_run import ActiveRun
+from penstock.results.dlio.dlio_result import read_dlio_result
+from penstock.results.dlio.metrics_summary import DlioOutputs
+from penstock.results.dlio.output_files import HydraFacts, write_dlio_files
+from penstock.results.event_files import gather_events, read_events, recompute_figures
+from penstock.results.host_facts import read_host
+from penstock.results.phase_figures import PhaseFigures, phase_figures
+from penstock.results.run_record import RunOutcome, RunRequest, read_record
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
 
@@ -27,12 +27,12 @@ import sys, time
 from pathlib import Path
 from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
 from penstock.bench.step_recorder import StepRecorder, read_clocks
-from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
-from penstock.results.spool import SpoolWriter, spool_path
+from penstock.results.step_events import StepPhase, SpanEvent, SpanKind, StepEvent
+from penstock.results.event_files import SpoolWriter, spool_path
 from penstock.workload.duration import Duration
 
 folder, rank, clock = Path(sys.argv[1]), int(sys.argv[2]), SystemClock()
-times = ComputeTimes(duration=Duration.fixed(0.004), seed=1, phase=Phase.TRAIN, rank=rank)
+times = ComputeTimes(duration=Duration.fixed(0.004), seed=1, phase=StepPhase.TRAIN, rank=rank)
 with StepRecorder(SpoolWriter(spool_path(folder, rank), read_clocks(rank, "n"))) as recorder:
     for epoch in (1, 2):
         begun = clock.now_ns()
@@ -42,10 +42,12 @@ with StepRecorder(SpoolWriter(spool_path(folder, rank), read_clocks(rank, "n")))
             loaded = clock.now_ns()
             computed = compute_until(loaded + compute_ns, clock)
             recorder.add_step(
-                StepEvent(Phase.TRAIN, epoch, 1, step, start, loaded, computed, computed, 7, 100, 7, 900, 5)
+                StepEvent(
+                    StepPhase.TRAIN, epoch, 1, step, start, loaded, computed, computed, 7, 100, 7, 900, 5
+                )
             )
-        recorder.add_span(SpanEvent(SpanKind.BLOCK, Phase.TRAIN, epoch, 1, 5, begun, clock.now_ns(), 0))
-        recorder.add_span(SpanEvent(SpanKind.EPOCH, Phase.TRAIN, epoch, 1, 5, begun, clock.now_ns(), 0))
+        recorder.add_span(SpanEvent(SpanKind.BLOCK, StepPhase.TRAIN, epoch, 1, 5, begun, clock.now_ns(), 0))
+        recorder.add_span(SpanEvent(SpanKind.EPOCH, StepPhase.TRAIN, epoch, 1, 5, begun, clock.now_ns(), 0))
 """
 
 WORKLOAD = load("unet3d_h100", overrides=parse_settings(["dataset.num_files_train=105"])).workload
@@ -58,13 +60,13 @@ def record_ranks(folder: Path, num_ranks: int) -> None:
     assert [rank.wait(timeout=120) for rank in ranks] == [0] * num_ranks
 
 
-def close(run: OpenRun) -> PhaseFigures:
+def close(run: ActiveRun) -> PhaseFigures:
     """What rank 0 does behind the last barrier."""
-    gather(run.folder, run.record.ranks)
+    gather_events(run.folder, run.record.ranks)
     ranks = read_events(run.folder)
     train = phase_figures(ranks, WORKLOAD)
     assert train is not None
-    finished = DlioRun(
+    finished = DlioOutputs(
         workload=WORKLOAD,
         ranks=ranks,
         hosts=[read_host("n")],
@@ -86,7 +88,7 @@ def request(num_ranks: int) -> RunRequest:
 def test_a_run_of_three_processes_leaves_all_its_files_and_the_same_figures_everywhere(
     tmp_path: Path,
 ) -> None:
-    with OpenRun.start(tmp_path, request(3)) as run:
+    with ActiveRun.start(tmp_path, request(3)) as run:
         record_ranks(run.folder, 3)
         figures = close(run)
     names = {path.name for path in run.folder.iterdir()}
@@ -96,16 +98,16 @@ def test_a_run_of_three_processes_leaves_all_its_files_and_the_same_figures_ever
         *(f"{rank}_per_epoch_stats.json" for rank in range(3)),
     }  # fmt: skip
     record = read_record(run.folder)
-    assert record.outcome is Outcome.FINISHED
+    assert record.outcome is RunOutcome.FINISHED
     assert record.train is not None
-    assert review(run.folder, record) == figures
+    assert recompute_figures(run.folder, record) == figures
     assert record.train.au_compat_percent == figures.au_compat_percent
     assert read_dlio_result(run.folder).au_mean_percent == figures.au_compat_percent.mean
 
 
 def test_utilization_follows_from_one_ranks_own_output_file(tmp_path: Path) -> None:
     """DLIO's formula once more, from nothing but the lists and dates that DLIO's readers see."""
-    with OpenRun.start(tmp_path, request(1)) as run:
+    with ActiveRun.start(tmp_path, request(1)) as run:
         record_ranks(run.folder, 1)
         figures = close(run)
     output = json.loads((run.folder / "0_output.json").read_text())
@@ -126,7 +128,7 @@ def test_a_run_that_misses_a_ranks_events_has_failed_and_says_which(tmp_path: Pa
     folders = []
 
     def run_of_three() -> None:
-        with OpenRun.start(tmp_path, request(3)) as run:
+        with ActiveRun.start(tmp_path, request(3)) as run:
             folders.append(run.folder)
             record_ranks(run.folder, 2)
             close(run)
@@ -134,7 +136,7 @@ def test_a_run_that_misses_a_ranks_events_has_failed_and_says_which(tmp_path: Pa
     with pytest.raises(ObjectNotFound, match="first rank 2"):
         run_of_three()
     record = read_record(folders[0])
-    assert record.outcome is Outcome.FAILED
+    assert record.outcome is RunOutcome.FAILED
     assert "first rank 2" in record.why
     assert not (folders[0] / "summary.json").exists()
 

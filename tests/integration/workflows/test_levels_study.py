@@ -13,19 +13,18 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import PenstockError, Unavailable, UsageError
-from penstock.workflows.study.configurations import configurations
-from penstock.workflows.study.request import Saving, StudyRequest
-from penstock.workflows.study.run import require_memory, require_torch
+from penstock.workflows.levels_study.study import require_memory, require_torch
+from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, list_rows
 from penstock.workload.checkpoint_model import load_model
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.workflows.study.run import StudyResult
+    from penstock.workflows.levels_study.study import StudyResult
 
 NUM_RANKS = 2
 NUM_CHECKPOINTS = 2
 PARITY_EVERY = 2
-EIGHT_ROWS = [row.name for row in configurations(NUM_RANKS, parity_every=PARITY_EVERY)]
+EIGHT_ROWS = [row.name for row in list_rows(NUM_RANKS, parity_every=PARITY_EVERY)]
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,11 @@ def play(request: StudyRequest) -> Told | None:
 
     from penstock.cluster.torch_comm import TorchComm
     from penstock.progress import Silent
-    from penstock.workflows.study.run import study
+    from penstock.workflows.levels_study.study import run_study
 
     comm: Comm = TorchComm("here") if dist.is_initialized() else SoloComm("here")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    found = study(request, comm=comm, environment=environment, command=("test",), progress=Silent())
+    found = run_study(request, comm=comm, environment=environment, command=("test",), progress=Silent())
     return None if found is None else told_of(found)
 
 
@@ -180,7 +179,7 @@ def test_rows_that_are_done_are_kept_and_an_interrupted_one_is_played_again(tmp_
         tmp_path,
         layout=layout_for(1),
         names=("direct_slow", "direct_fast"),
-        saving=Saving.BACKGROUND,
+        saving=SaveMode.BACKGROUND,
     )
     first = play(alone)
     assert first is not None

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.compute import SPIN_NS, ComputeTimes, SystemClock, compute_until
-from penstock.results.events import Phase
+from penstock.results.step_events import StepPhase
 from penstock.workload.duration import Distribution, Duration
 
 
@@ -82,7 +82,11 @@ def test_the_machines_clock_keeps_to_the_contract() -> None:
 
 
 def times(
-    law: Distribution = Distribution.NORMAL, *, seed: int = 1, rank: int = 0, phase: Phase = Phase.TRAIN
+    law: Distribution = Distribution.NORMAL,
+    *,
+    seed: int = 1,
+    rank: int = 0,
+    phase: StepPhase = StepPhase.TRAIN,
 ) -> ComputeTimes:
     duration = {
         Distribution.FIXED: Duration.fixed(0.323),
@@ -116,7 +120,7 @@ def test_whatever_names_a_step_changes_its_time() -> None:
     others = [
         times(seed=2).of_epoch(1, 20),
         times(rank=1).of_epoch(1, 20),
-        times(phase=Phase.EVAL).of_epoch(1, 20),
+        times(phase=StepPhase.EVAL).of_epoch(1, 20),
         times().of_epoch(2, 20),
     ]
     for other in others:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from penstock.bench.step_recorder import FLUSH_INTERVAL_NS, StepRecorder, read_clocks
-from penstock.results.events import Phase, RankClock, SpanEvent, SpanKind, StepEvent
-from penstock.results.spool import SpoolWriter, read_spool
+from penstock.results.event_files import SpoolWriter, read_spool
+from penstock.results.step_events import RankClock, SpanEvent, SpanKind, StepEvent, StepPhase
 
 CLOCK = RankClock(rank=3, host="node1", wall_ns=10, monotonic_ns=5)
 
@@ -19,7 +19,7 @@ CLOCK = RankClock(rank=3, host="node1", wall_ns=10, monotonic_ns=5)
 def step(number: int, *, at_ns: int | None = None) -> StepEvent:
     now = time.monotonic_ns() if at_ns is None else at_ns
     return StepEvent(
-        phase=Phase.TRAIN, epoch=1, block=1, step=number,
+        phase=StepPhase.TRAIN, epoch=1, block=1, step=number,
         start_ns=now - 30, loaded_ns=now - 20, computed_ns=now - 10, barrier_ns=now,
         samples=7, read_bytes=4096, reads=7, read_ns=15, decode_ns=2,
     )  # fmt: skip
@@ -27,7 +27,7 @@ def step(number: int, *, at_ns: int | None = None) -> StepEvent:
 
 def block(number: int) -> SpanEvent:
     return SpanEvent(
-        kind=SpanKind.BLOCK, phase=Phase.TRAIN, epoch=1, block=number, step=9,
+        kind=SpanKind.BLOCK, phase=StepPhase.TRAIN, epoch=1, block=number, step=9,
         start_ns=1, end_ns=2, size_bytes=0,
     )  # fmt: skip
 

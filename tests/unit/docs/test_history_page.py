@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from penstock.cli.app import RESULTS
-from penstock.results.history.file import FILE, FOLDER, TRASH
-from penstock.results.history.selection import INCOMPLETE, outcomes_of
+from penstock.results.history.history_file import FILE, FOLDER, TRASH
+from penstock.results.history.run_selection import INCOMPLETE, parse_outcomes
 from penstock.submission.reports.findings_export import FINDING_COLUMNS
 from penstock.submission.reports.result_figures import (
     CONFIDENCE,
@@ -27,7 +27,7 @@ def test_files_and_outcomes_are_named_as_they_are() -> None:
     assert f"`{FOLDER}/{FILE}`" in HISTORY
     assert f"`{FOLDER}/{TRASH}/BATCH/`" in HISTORY
     assert f"`{INCOMPLETE}`" in HISTORY
-    assert all(f"`{outcome}`" in HISTORY for outcome in outcomes_of(INCOMPLETE))
+    assert all(f"`{outcome}`" in HISTORY for outcome in parse_outcomes(INCOMPLETE))
 
 
 def test_every_verb_and_option_of_the_section_is_there() -> None:

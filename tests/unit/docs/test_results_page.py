@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.bench.step_recorder import CAPACITY, FLUSH_INTERVAL_NS
-from penstock.results import layout, tables
-from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
-from penstock.results.record import LONGEST_SILENCE_S, Outcome
-from penstock.results.times import MEASURES, Shares
-from penstock.results.verdict import STRAGGLER, Bottleneck
+from penstock.results import event_files, run_folder
+from penstock.results.bottleneck import MEASURES, STRAGGLER, Bottleneck, TimeShares
+from penstock.results.run_record import LONGEST_SILENCE_S, RunOutcome
+from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 
 PAGE = (Path(__file__).parents[3] / "docs" / "results.md").read_text(encoding="utf-8")
 QUOTED = set(re.findall(r"`([^`]+)`", PAGE))
@@ -25,12 +24,12 @@ QUOTED = set(re.findall(r"`([^`]+)`", PAGE))
         StepEvent._fields,
         SpanEvent._fields,
         MEASURES,
-        [share.name for share in fields(Shares)],
+        [share.name for share in fields(TimeShares)],
         [bottleneck.value for bottleneck in Bottleneck],
-        [outcome.value for outcome in Outcome],
+        [outcome.value for outcome in RunOutcome],
         [kind.name.lower() for kind in SpanKind],
-        [phase.name.lower() for phase in Phase],
-        [layout.RUN_FILE, layout.SUMMARY_FILE, tables.STEPS_FILE, tables.SPANS_FILE],
+        [phase.name.lower() for phase in StepPhase],
+        [run_folder.RUN_FILE, run_folder.SUMMARY_FILE, event_files.STEPS_FILE, event_files.SPANS_FILE],
     ],
 )
 def test_every_name_is_on_the_page(names: list[str]) -> None:

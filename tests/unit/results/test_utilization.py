@@ -7,23 +7,25 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.run_events import RankScript, even_run
 
-from penstock.results.events import Phase, RankEvents, SpanKind
-from penstock.results.figures import mean_of, phase_figures
+from penstock.results.phase_figures import mean_of, phase_figures
+from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.results.utilization import (
-    Rule,
+    UtilizationWindow,
+    choose_window,
     compat_block_rate,
     compat_rate,
     epoch_rates,
-    rule_for,
     strict_au_percent,
 )
-from penstock.testing.events import RankScript, even_run
 from penstock.workload.spec import Dataset, Evaluation, Metric, ReaderSection, Train, Workflow, Workload
 
 
-def rule(num_steps: int, *, start: int = 1, end: int = 0, batch: int = 2) -> Rule:
-    return Rule(num_steps=num_steps, exclude_start_steps=start, exclude_end_steps=end, batch_size=batch)
+def rule(num_steps: int, *, start: int = 1, end: int = 0, batch: int = 2) -> UtilizationWindow:
+    return UtilizationWindow(
+        num_steps=num_steps, exclude_start_steps=start, exclude_end_steps=end, batch_size=batch
+    )
 
 
 def one_block(*steps: tuple[float, float, float], harness: float = 0.0) -> RankEvents:
@@ -37,7 +39,9 @@ def one_block(*steps: tuple[float, float, float], harness: float = 0.0) -> RankE
     return script.events()
 
 
-def only_block_rate(events: RankEvents, given_rule: Rule, phase: Phase = Phase.TRAIN) -> tuple[float, float]:
+def only_block_rate(
+    events: RankEvents, given_rule: UtilizationWindow, phase: StepPhase = StepPhase.TRAIN
+) -> tuple[float, float]:
     (block,) = events.blocks(phase, 1)
     rate = compat_block_rate(block, given_rule, phase)
     return rate.au_percent, rate.samples_per_s
@@ -90,10 +94,10 @@ def test_dlio_drops_the_first_step_of_every_block_and_we_once_an_epoch() -> None
     script.end_block()
     script.end_epoch()
     events = script.events()
-    blocks = events.blocks(Phase.TRAIN, 1)
-    rates = [compat_block_rate(block, rule(5), Phase.TRAIN) for block in blocks]
+    blocks = events.blocks(StepPhase.TRAIN, 1)
+    rates = [compat_block_rate(block, rule(5), StepPhase.TRAIN) for block in blocks]
     assert [rate.au_percent for rate in rates] == pytest.approx([50.0, 100.0])
-    assert compat_rate(blocks, rule(5), Phase.TRAIN).au_percent == pytest.approx((50 * 3 + 100 * 2) / 5)
+    assert compat_rate(blocks, rule(5), StepPhase.TRAIN).au_percent == pytest.approx((50 * 3 + 100 * 2) / 5)
     assert strict_au_percent(events.steps, rule(5)) == pytest.approx(100 * 4 / (4 + 5))
 
 
@@ -104,11 +108,11 @@ def test_a_block_whose_every_step_is_excluded_has_no_utilization_in_dlio() -> No
 
 
 def test_an_empty_epoch_has_no_figures() -> None:
-    assert compat_rate([], rule(3), Phase.TRAIN).num_steps == 0
+    assert compat_rate([], rule(3), StepPhase.TRAIN).num_steps == 0
     script = RankScript()
     script.epoch()
     script.end_block()
-    (rate,) = epoch_rates([script.events()], rule(3), Phase.TRAIN)
+    (rate,) = epoch_rates([script.events()], rule(3), StepPhase.TRAIN)
     assert (rate.au_compat_percent, rate.au_strict_percent, rate.samples_per_s_strict) == (0.0, None, 0.0)
     assert rate.read_bytes_per_s == 0.0
 
@@ -123,7 +127,7 @@ def test_dlios_evaluation_counts_all_steps_over_all_time_in_its_throughput() -> 
     script.step(1, 1, 0)
     script.end_block()
     script.end_epoch()
-    au, rate = only_block_rate(script.events(), rule(3), Phase.EVAL)
+    au, rate = only_block_rate(script.events(), rule(3), StepPhase.EVAL)
     assert au == pytest.approx(50.0)
     assert rate == pytest.approx(3 * 2 / 10)
 
@@ -136,7 +140,7 @@ def test_ranks_are_averaged_in_utilization_and_added_in_throughput() -> None:
             script.step(wait, 1, 0, samples=2, read_bytes=100)
         script.end_block()
         script.end_epoch()
-    (rate,) = epoch_rates([fast.events(), slow.events()], rule(3), Phase.TRAIN)
+    (rate,) = epoch_rates([fast.events(), slow.events()], rule(3), StepPhase.TRAIN)
     assert rate.au_compat_percent == pytest.approx((100 + 50) / 2)
     assert rate.au_strict_percent == pytest.approx((100 + 50) / 2)
     assert rate.samples_per_s_compat == pytest.approx(2 * 2 / 2 + 2 * 2 / 4)
@@ -155,21 +159,23 @@ def test_an_epoch_that_some_rank_did_not_complete_is_left_out() -> None:
     cut.end_epoch()
     cut.epoch()
     cut.step(1, 1)
-    rates = epoch_rates([complete, cut.events()], rule(4), Phase.TRAIN)
+    rates = epoch_rates([complete, cut.events()], rule(4), StepPhase.TRAIN)
     assert [rate.epoch for rate in rates] == [1]
-    assert epoch_rates([], rule(4), Phase.TRAIN) == []
+    assert epoch_rates([], rule(4), StepPhase.TRAIN) == []
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "total_steps", "phase", "wanted"),
     [
-        (1, None, Phase.TRAIN, 42 * 3 // 4),
-        (4, None, Phase.TRAIN, 42 * 3 // 16),
-        (4, 9, Phase.TRAIN, 9),
-        (2, 9, Phase.EVAL, 10 * 3 // 4),
+        (1, None, StepPhase.TRAIN, 42 * 3 // 4),
+        (4, None, StepPhase.TRAIN, 42 * 3 // 16),
+        (4, 9, StepPhase.TRAIN, 9),
+        (2, 9, StepPhase.EVAL, 10 * 3 // 4),
     ],
 )
-def test_dlios_number_of_steps(num_ranks: int, total_steps: int | None, phase: Phase, wanted: int) -> None:
+def test_dlios_number_of_steps(
+    num_ranks: int, total_steps: int | None, phase: StepPhase, wanted: int
+) -> None:
     workload = Workload(
         name="x",
         dataset=Dataset(num_files_train=42, num_files_eval=10, num_samples_per_file=3),
@@ -177,9 +183,11 @@ def test_dlios_number_of_steps(num_ranks: int, total_steps: int | None, phase: P
         train=Train(total_training_steps=total_steps),
         metric=Metric(exclude_start_steps=2, exclude_end_steps=3),
     )
-    found = rule_for(workload, num_ranks=num_ranks, phase=phase)
-    batch = 4 if phase is Phase.TRAIN else 2
-    assert found == Rule(num_steps=wanted, exclude_start_steps=2, exclude_end_steps=3, batch_size=batch)
+    found = choose_window(workload, num_ranks=num_ranks, phase=phase)
+    batch = 4 if phase is StepPhase.TRAIN else 2
+    assert found == UtilizationWindow(
+        num_steps=wanted, exclude_start_steps=2, exclude_end_steps=3, batch_size=batch
+    )
 
 
 seconds = st.floats(0, 10).map(lambda value: round(value, 6))
@@ -255,7 +263,7 @@ def test_the_threshold_is_met_from_its_very_value_on() -> None:
 def test_a_run_without_a_completed_block_has_no_figures() -> None:
     assert phase_figures([], WORKLOAD) is None
     assert phase_figures([RankScript().events()], WORKLOAD) is None
-    assert phase_figures(even_run(), WORKLOAD, phase=Phase.EVAL) is None
+    assert phase_figures(even_run(), WORKLOAD, phase=StepPhase.EVAL) is None
 
 
 def test_a_run_of_excluded_steps_alone_has_neither_times_nor_verdict() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.bench.checkpoint.checkpoint_folder import CheckpointShape
-from penstock.results.dlio.folder import HYDRA_FOLDER
-from penstock.results.host import read_host
+from penstock.results.dlio.output_files import HYDRA_FOLDER
+from penstock.results.host_facts import read_host
 from penstock.workload.choices import CheckpointMode
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.saving.pipeline import PipeSettings
     from penstock.cluster.gates.preflight import PreflightResult
     from penstock.environment import Environment
-    from penstock.results.host import FactsOf
+    from penstock.results.host_facts import ReadHostFacts
     from penstock.storage import Storage
     from penstock.workload.checkpoint_model import CheckpointModel
 
@@ -54,7 +54,7 @@ class CheckpointRequest:
     run_folder: Path | None = None
     hydra_subfolder: str = HYDRA_FOLDER
     log_before: Sequence[str] = ()
-    facts_of: FactsOf = read_host
+    facts_of: ReadHostFacts = read_host
     inspection: PreflightResult | None = None
 
     @property

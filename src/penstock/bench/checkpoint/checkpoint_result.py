@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.results.checkpoints import FORMAT_VERSION
-from penstock.results.figures import mean_of
+from penstock.results.checkpoint_figures import FORMAT_VERSION
+from penstock.results.phase_figures import mean_of
 
 if TYPE_CHECKING:
     from penstock.bench.cache_eviction import ObjectEviction
     from penstock.bench.checkpoint.round_plan import CheckpointRound, Direction
     from penstock.checkpoint.saving.measurement import StreamRecord, WrongByte
     from penstock.checkpoint.saving.phase_figures import PhaseFigures
-    from penstock.results.delivery import Delivery
+    from penstock.results.io_reconciliation import IoReconciliation
     from penstock.storage.protocol import OptionValue
 
 
@@ -247,7 +247,7 @@ class CheckpointResult:
     shift: int
     storage_options: Mapping[str, OptionValue]
     peak_rss_bytes: tuple[int, ...]
-    deliveries: tuple[Delivery, ...] = ()
+    deliveries: tuple[IoReconciliation, ...] = ()
 
     @property
     def write(self) -> DirectionFigures | None:

@@ -42,17 +42,17 @@ from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.dataset.content import CONTENT_VERSION, Content
-from penstock.results.counters import gather_counters
-from penstock.results.dlio.folder import HydraFacts, write_dlio_files
-from penstock.results.dlio.run import DlioRun
-from penstock.results.durable import write_json
-from penstock.results.events import Phase, SpanEvent, SpanKind
-from penstock.results.host import one_per_host
-from penstock.results.layout import CHECKPOINTS_FILE
+from penstock.results.active_run import ActiveRun
+from penstock.results.counter_files import gather_counters
+from penstock.results.dlio.metrics_summary import DlioOutputs
+from penstock.results.dlio.output_files import HydraFacts, write_dlio_files
+from penstock.results.event_files import SpoolWriter, gather_events, read_events, spool_path
+from penstock.results.host_facts import one_per_host
 from penstock.results.provenance import redacted
-from penstock.results.record import OpenRun, RunRequest
-from penstock.results.spool import SpoolWriter, spool_path
-from penstock.results.tables import gather, read_events
+from penstock.results.published_files import write_json
+from penstock.results.run_folder import CHECKPOINTS_FILE
+from penstock.results.run_record import RunRequest
+from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Counters
 
 if TYPE_CHECKING:
@@ -61,20 +61,20 @@ if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import RoundFigures
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
-    from penstock.results.delivery import Delivery
-    from penstock.results.host import HostFacts
+    from penstock.results.host_facts import HostFacts
+    from penstock.results.io_reconciliation import IoReconciliation
 
 
 def _write_results(
-    run: OpenRun, result: CheckpointResult, *, request: CheckpointRequest, hosts: Sequence[HostFacts]
+    run: ActiveRun, result: CheckpointResult, *, request: CheckpointRequest, hosts: Sequence[HostFacts]
 ) -> None:
     """Close the run, whose ranks have all written their last span."""
-    gather(run.folder, run.record.ranks)
+    gather_events(run.folder, run.record.ranks)
     gather_counters(run.folder)
     write_json(run.folder, CHECKPOINTS_FILE, result.document())
     write_dlio_files(
         run.folder,
-        DlioRun(
+        DlioOutputs(
             workload=request.model.workload,
             ranks=read_events(run.folder),
             hosts=hosts,
@@ -166,10 +166,10 @@ def _hint_at_resuming(tell: Tell) -> Iterator[None]:
         raise
 
 
-def _open_run(request: CheckpointRequest, asked: RunRequest) -> OpenRun:
+def _open_run(request: CheckpointRequest, asked: RunRequest) -> ActiveRun:
     if request.run_folder is not None:
-        return OpenRun.start_in(request.run_folder, asked, results=request.results)
-    return OpenRun.start(request.results, asked)
+        return ActiveRun.start_in(request.run_folder, asked, results=request.results)
+    return ActiveRun.start(request.results, asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +276,7 @@ class _Session:
 
 def _delivered(
     observer: DeviceObserver, work: RoundRunner, rounds: Sequence[RoundFigures]
-) -> Iterator[Delivery]:
+) -> Iterator[IoReconciliation]:
     """What devices moved beside what this rank's storages did, for each direction there was. Collective."""
     counted = sum((storage.counters.snapshot() for storage in work.storages), Counters())
     directions = {each.round.direction for each in rounds}
@@ -295,7 +295,7 @@ def _epoch_span(began_ns: int) -> SpanEvent:
     """DLIO's single epoch of a run without training."""
     return SpanEvent(
         kind=SpanKind.EPOCH,
-        phase=Phase.TRAIN,
+        phase=StepPhase.TRAIN,
         epoch=EPOCH,
         block=0,
         step=0,

@@ -23,7 +23,7 @@ from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError
-from penstock.results.events import Phase, SpanEvent, SpanKind
+from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.progress_board import RoundProgress
@@ -153,7 +153,7 @@ class RoundRunner:
         self.recorder.add_span(
             SpanEvent(
                 kind=_KINDS[each.direction],
-                phase=Phase.TRAIN,
+                phase=StepPhase.TRAIN,
                 epoch=each.epoch,
                 block=each.number,
                 step=each.step,

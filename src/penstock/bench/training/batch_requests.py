@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.sample_sharding import RankEpoch
     from penstock.bench.training.training_files import TrainingFiles
     from penstock.dataset.formats.format_protocol import FilePlan, FileSurvey
-    from penstock.results.events import Phase
+    from penstock.results.step_events import StepPhase
     from penstock.storage import Storage
 
 TRANSFER_BYTES: Final = 256 << 10
@@ -61,7 +61,7 @@ class BatchPlanner:
         self,
         files: TrainingFiles,
         storage: Storage,
-        phase: Phase,
+        phase: StepPhase,
         *,
         transfer_bytes: int | None = None,
         known_files: int = KNOWN_FILES,

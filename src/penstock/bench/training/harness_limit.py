@@ -19,8 +19,8 @@ from penstock.bench.training.sample_sharding import RankEpoch
 from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
 from penstock.bench.training.training_result import HarnessLimit
 from penstock.errors import ObjectNotFound
-from penstock.results.events import SPAN_TYPE, STEP_TYPE, Phase, RankEvents, SpanEvent, StepEvent
-from penstock.results.figures import phase_figures
+from penstock.results.phase_figures import phase_figures
+from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankEvents, SpanEvent, StepEvent, StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.wrapping import WrappedStorage
 
@@ -58,7 +58,7 @@ def measure_harness_limit(
     plan = prepared.plan
     num_steps = count_limit_steps(workload.train.computation_time.expected_s, plan.epochs[0].num_steps)
     work = make_phase_works(workload, prepared, storage, rank=comm.rank, known_files=_KNOWN_FILES)[
-        Phase.TRAIN
+        StepPhase.TRAIN
     ]
     order = RankEpoch(plan.sharding, rank=comm.rank, epoch=1)
     sizes = object_sizes(work.batches.of_epoch(order, num_steps), storage)

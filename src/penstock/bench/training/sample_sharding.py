@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.bench.epoch_order import AssignedItems, EpochOrder, Remainder, Shard
 from penstock.errors import UsageError
-from penstock.results.events import Phase
+from penstock.results.step_events import StepPhase
 from penstock.workload.choices import FileAccess, Shuffle
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def shard_training(
     shuffles = Shuffle.SEED if _is_on(reader.file_shuffle) or _is_on(reader.sample_shuffle) else Shuffle.OFF
     return _shard_phase(
         workload,
-        phase=Phase.TRAIN,
+        phase=StepPhase.TRAIN,
         num_files=dataset.num_files_train,
         block_samples=block_samples,
         num_ranks=num_ranks,
@@ -96,7 +96,7 @@ def shard_evaluation(workload: Workload, *, block_samples: int, num_ranks: int, 
     """The deal of the evaluation files: in turn; the end that fills no batch is left out."""
     return _shard_phase(
         workload,
-        phase=Phase.EVAL,
+        phase=StepPhase.EVAL,
         num_files=workload.dataset.num_files_eval,
         block_samples=block_samples,
         num_ranks=num_ranks,
@@ -109,7 +109,7 @@ def shard_evaluation(workload: Workload, *, block_samples: int, num_ranks: int, 
 def _shard_phase(
     workload: Workload,
     *,
-    phase: Phase,
+    phase: StepPhase,
     num_files: int,
     block_samples: int,
     num_ranks: int,
@@ -118,7 +118,7 @@ def _shard_phase(
     shuffle: Shuffle,
 ) -> Sharding:
     reader, samples_per_file = workload.reader, workload.dataset.num_samples_per_file
-    is_training = phase is Phase.TRAIN
+    is_training = phase is StepPhase.TRAIN
     mixes_samples = is_training and _is_on(reader.sample_shuffle)
     # Samples that stay in turn are read file by file, unless ranks shall share files or there are too few.
     is_shared = reader.file_access is not FileAccess.MULTI

@@ -21,7 +21,7 @@ from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.format_base import ComputedLayout
 from penstock.errors import ObjectNotFound, UsageError
-from penstock.results.events import Phase
+from penstock.results.step_events import StepPhase
 from penstock.workload.choices import DataFormat
 
 if TYPE_CHECKING:
@@ -97,9 +97,11 @@ class TrainingFiles:
         """Whether a file is read front to back while its samples are used, rather than block by block."""
         return self.dataset.format.is_stream
 
-    def plan(self, phase: Phase, number: int) -> FilePlan:
+    def plan(self, phase: StepPhase, number: int) -> FilePlan:
         """File `number` of a phase, counting from 0."""
-        return self.data_files.plan(number if phase is Phase.TRAIN else len(self.data_files.train) + number)
+        return self.data_files.plan(
+            number if phase is StepPhase.TRAIN else len(self.data_files.train) + number
+        )
 
     def block_samples(self) -> int:
         """How many samples are read together; 1 where the data set has no file."""
@@ -113,7 +115,11 @@ class TrainingFiles:
     def keys_at(self, place: int) -> Iterator[str]:
         """The keys of one file: training files are at the first places, then those of evaluation."""
         is_training = place < self.num_train
-        plan = self.plan(Phase.TRAIN, place) if is_training else self.plan(Phase.EVAL, place - self.num_train)
+        plan = (
+            self.plan(StepPhase.TRAIN, place)
+            if is_training
+            else self.plan(StepPhase.EVAL, place - self.num_train)
+        )
         for part in plan.parts:
             yield part.key(plan.name)
 

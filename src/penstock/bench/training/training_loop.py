@@ -16,7 +16,7 @@ from penstock.bench.compute import ComputeTimes, PreprocessTimes, SystemClock, c
 from penstock.bench.loader.loader_protocol import Batch
 from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, SampleHandling, plan_ahead
 from penstock.bench.training.sample_sharding import RankEpoch, Sharding
-from penstock.results.events import Phase, SpanEvent, SpanKind, StepEvent
+from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
 from penstock.workload.choices import ReadType
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class EventRecorder(Protocol):
 class PhaseWork:
     """What one rank needs to run a phase: how samples are dealt out, requested, and computed on."""
 
-    phase: Phase
+    phase: StepPhase
     sharding: Sharding
     batches: BatchPlanner
     compute: ComputeTimes
@@ -68,15 +68,15 @@ def make_phase_works(
     rank: int,
     known_files: int = KNOWN_FILES,
     handling: SampleHandling | None = None,
-) -> dict[Phase, PhaseWork]:
+) -> dict[StepPhase, PhaseWork]:
     """The work of training, and of evaluation where the plan has one."""
     plan, seed = prepared.plan, workload.train.seed
-    deals = {Phase.TRAIN: plan.sharding}
+    deals = {StepPhase.TRAIN: plan.sharding}
     if plan.evaluation is not None:
-        deals[Phase.EVAL] = plan.evaluation
+        deals[StepPhase.EVAL] = plan.evaluation
     durations = {
-        Phase.TRAIN: workload.train.computation_time,
-        Phase.EVAL: workload.evaluation.eval_time,
+        StepPhase.TRAIN: workload.train.computation_time,
+        StepPhase.EVAL: workload.evaluation.eval_time,
     }
     return {
         phase: PhaseWork(
@@ -131,7 +131,7 @@ class TrainingLoop:
 
     def note_epoch(self, epoch: int, began_ns: int) -> None:
         """Record that an epoch, its evaluation included, is over."""
-        self._note(SpanKind.EPOCH, Phase.TRAIN, epoch, began_ns)
+        self._note(SpanKind.EPOCH, StepPhase.TRAIN, epoch, began_ns)
 
     def _run(
         self, work: PhaseWork, epoch: int, num_steps: int, meet: Callable[[int], None]
@@ -160,7 +160,7 @@ class TrainingLoop:
         began_ns: int,
     ) -> None:
         clock = SystemClock()
-        saver = self.saver if work.phase is Phase.TRAIN else None
+        saver = self.saver if work.phase is StepPhase.TRAIN else None
         block, num_steps = 1, len(durations_ns)
         for step, duration_ns in enumerate(durations_ns, start=1):
             start_ns = time.monotonic_ns()
@@ -207,7 +207,7 @@ class TrainingLoop:
         self.comm.barrier(awaiting=f"all ranks to finish step {step}")
 
     def _note(
-        self, kind: SpanKind, phase: Phase, epoch: int, began_ns: int, *, step: int = 0, block: int = 1
+        self, kind: SpanKind, phase: StepPhase, epoch: int, began_ns: int, *, step: int = 0, block: int = 1
     ) -> None:
         self.recorder.add_span(
             SpanEvent(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions
     from penstock.bench.training.training_files import Validation
     from penstock.bench.training.training_loop import Preload
-    from penstock.results.delivery import Delivery
-    from penstock.results.figures import PhaseFigures
+    from penstock.results.io_reconciliation import IoReconciliation
+    from penstock.results.phase_figures import PhaseFigures
     from penstock.results.utilization import EpochRate
     from penstock.storage import Counters
     from penstock.storage.protocol import OptionValue
@@ -98,7 +98,7 @@ class Stages:
     storage_uri: str
     storage_options: Mapping[str, OptionValue]
     counters: Counters
-    deliveries: tuple[Delivery, ...] = ()
+    deliveries: tuple[IoReconciliation, ...] = ()
 
     def document(self) -> dict[str, Any]:
         """What `stages.json` holds. `survey_bytes` found out where samples lie; no step counts them."""

@@ -34,17 +34,17 @@ from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.external import list_external_files
 from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError
-from penstock.results.counters import gather_counters
-from penstock.results.dlio.folder import HydraFacts, write_dlio_files
-from penstock.results.dlio.run import DlioRun
-from penstock.results.durable import write_json
-from penstock.results.events import Phase
-from penstock.results.figures import phase_figures
-from penstock.results.host import one_per_host
+from penstock.results.active_run import ActiveRun
+from penstock.results.counter_files import gather_counters
+from penstock.results.dlio.metrics_summary import DlioOutputs
+from penstock.results.dlio.output_files import HydraFacts, write_dlio_files
+from penstock.results.event_files import SpoolWriter, gather_events, read_events, spool_path
+from penstock.results.host_facts import one_per_host
+from penstock.results.phase_figures import phase_figures
 from penstock.results.provenance import redacted
-from penstock.results.record import OpenRun, RunRequest
-from penstock.results.spool import SpoolWriter, spool_path
-from penstock.results.tables import gather, read_events
+from penstock.results.published_files import write_json
+from penstock.results.run_record import RunRequest
+from penstock.results.step_events import StepPhase
 from penstock.storage import Counters
 from penstock.workload.choices import DataFormat
 
@@ -56,18 +56,18 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_result import HarnessLimit
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
-    from penstock.results.host import HostFacts
+    from penstock.results.host_facts import HostFacts
     from penstock.storage import Storage
     from penstock.workload.spec import Workload
 
 
 def _write_results(
-    run: OpenRun, stages: Stages, *, request: TrainingRequest, hosts: Sequence[HostFacts]
+    run: ActiveRun, stages: Stages, *, request: TrainingRequest, hosts: Sequence[HostFacts]
 ) -> TrainingResult:
     """Close the run, whose ranks have all written their last event."""
     workload = request.workload
     num_ranks = run.record.ranks
-    gather(run.folder, num_ranks)
+    gather_events(run.folder, num_ranks)
     gather_counters(run.folder)
     events = read_events(run.folder)
     # Without computation every ceiling is near 0, and says nothing about this client.
@@ -76,11 +76,11 @@ def _write_results(
     train = phase_figures(events, workload, ceiling=share)
     if train is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
-    evaluation = phase_figures(events, workload, phase=Phase.EVAL)
+    evaluation = phase_figures(events, workload, phase=StepPhase.EVAL)
     write_json(run.folder, STAGES_FILE, stages.document())
     write_dlio_files(
         run.folder,
-        DlioRun(
+        DlioOutputs(
             workload=workload,
             ranks=events,
             hosts=hosts,
@@ -201,10 +201,10 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
 
-def _open_run(request: TrainingRequest, asked: RunRequest) -> OpenRun:
+def _open_run(request: TrainingRequest, asked: RunRequest) -> ActiveRun:
     if request.run_folder is not None:
-        return OpenRun.start_in(request.run_folder, asked, results=request.results)
-    return OpenRun.start(request.results, asked)
+        return ActiveRun.start_in(request.run_folder, asked, results=request.results)
+    return ActiveRun.start(request.results, asked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class _Session:
     progress: Progress
     prepared: PreparedTraining
 
-    def run(self, folder: Path, run: OpenRun | None) -> Stages:
+    def run(self, folder: Path, run: ActiveRun | None) -> Stages:
         """Ceiling, then all epochs; their steps lie in the folder's spools afterwards."""
         workload = self.request.workload
         handling, decoder = choose_handling(self.request, self.prepared.files, uri=self.storage.uri)
@@ -291,7 +291,7 @@ class _Session:
             progress=self.progress,
         )
 
-    def _epochs(self, loop: TrainingLoop, works: Mapping[Phase, PhaseWork]) -> Iterator[EpochStage]:
+    def _epochs(self, loop: TrainingLoop, works: Mapping[StepPhase, PhaseWork]) -> Iterator[EpochStage]:
         """Run every epoch; what came before each of them, as its epoch is over."""
         plan = self.prepared.plan
         ended_s = time.monotonic()
@@ -303,10 +303,10 @@ class _Session:
             self.progress.begin(f"epoch {epoch.epoch} of {len(plan.epochs)}, steps", epoch.num_steps)
             began_ns = time.monotonic_ns()
             change_s = began_ns / 1e9 - ended_s - (cache.elapsed_s if cache else 0.0)
-            preload = loop.train(works[Phase.TRAIN], epoch.epoch, epoch.num_steps)
+            preload = loop.train(works[StepPhase.TRAIN], epoch.epoch, epoch.num_steps)
             if epoch.epoch in plan.eval_epochs:
                 self.progress.begin(f"evaluation after epoch {epoch.epoch}, steps", plan.eval_steps)
-                loop.evaluate(works[Phase.EVAL], epoch.epoch, plan.eval_steps)
+                loop.evaluate(works[StepPhase.EVAL], epoch.epoch, plan.eval_steps)
             loop.note_epoch(epoch.epoch, began_ns)
             ended_s = time.monotonic()
             yield EpochStage(epoch=epoch.epoch, cache=cache, change_s=change_s, preload=self._sum(preload))

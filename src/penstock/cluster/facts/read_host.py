@@ -20,7 +20,7 @@ from penstock import __version__
 from penstock.cluster.doctor import clock_is_synchronised
 from penstock.cluster.facts.host_facts import Clock, Cpu, Drive, HostReport, Mount, Nic, NumaNode
 from penstock.cluster.facts.redaction import SYSCTLS, redact_environment, redact_mount_option, redact_value
-from penstock.results.host import memory_bytes, read_meminfo
+from penstock.results.host_facts import memory_bytes, read_meminfo
 
 if TYPE_CHECKING:
     from typing import Literal

@@ -1,5 +1,5 @@
-"""The history of a results folder: every run that began there, how it ended, and where it is now.
+"""The history of a results folder: every run that began there, how it ended, and where its folder is now.
 
-`entries` are its lines, `file` reads and appends them, `kept` joins them with what is on disk, `selection`
-decides what a removal takes, `trash` moves, `replay` plans a run once more.
+`history_file` has the lines, `run_entry` writes those of one run, `run_catalog` joins them with the folders
+on disk, `run_selection` chooses runs, `trash` removes and restores them, `rerun` repeats one.
 """

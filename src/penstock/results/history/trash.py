@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
-from penstock.results.history.entries import Moved
-from penstock.results.history.file import HistoryFile
-from penstock.results.history.kept import subfolders
+from penstock.results.history.history_file import FolderMoved, HistoryFile
+from penstock.results.history.run_catalog import subfolders
 from penstock.storage.files.durable import rename_durably
 from penstock.storage.files.system_calls import translate_os_errors
 
 if TYPE_CHECKING:
-    from penstock.results.history.kept import KeptRun
+    from penstock.results.history.run_catalog import CatalogedRun
 
 
-def remove(parent: Path, runs: Sequence[KeptRun], now: datetime) -> str:
+def move_to_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> str:
     """Move the folders of `runs` into a new batch of the trash; the batch's name."""
     for run in runs:
         if run.outcome == "running":
@@ -40,11 +39,13 @@ def remove(parent: Path, runs: Sequence[KeptRun], now: datetime) -> str:
         place.mkdir(parents=True)
         for run in runs:
             _move(run, place / run.folder)
-            history.append(Moved(event="removed", run=run.id, at=_text(now), folder=run.folder, batch=batch))
+            history.append(
+                FolderMoved(event="removed", run=run.id, at=_text(now), folder=run.folder, batch=batch)
+            )
     return batch
 
 
-def restore(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
+def restore_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> None:
     """Bring folders back from the trash; nothing moves where one of their names is taken."""
     for run in runs:
         if (parent / run.folder).exists():
@@ -58,12 +59,12 @@ def restore(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
         for run in runs:
             _move(run, parent / run.folder)
             history.append(
-                Moved(event="restored", run=run.id, at=_text(now), folder=run.folder, batch=run.batch)
+                FolderMoved(event="restored", run=run.id, at=_text(now), folder=run.folder, batch=run.batch)
             )
         _drop_empty_batches(history)
 
 
-def delete(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
+def delete_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> None:
     """Delete folders in the trash for good; a kill on the way leaves the rest there."""
     history = HistoryFile(parent)
     with translate_os_errors("Emptying the trash", str(history.trash)):
@@ -71,12 +72,12 @@ def delete(parent: Path, runs: Sequence[KeptRun], now: datetime) -> None:
             assert run.path is not None
             shutil.rmtree(run.path)
             history.append(
-                Moved(event="deleted", run=run.id, at=_text(now), folder=run.folder, batch=run.batch)
+                FolderMoved(event="deleted", run=run.id, at=_text(now), folder=run.folder, batch=run.batch)
             )
         _drop_empty_batches(history)
 
 
-def _move(run: KeptRun, target: Path) -> None:
+def _move(run: CatalogedRun, target: Path) -> None:
     assert run.path is not None
     rename_durably(run.path, target)
 

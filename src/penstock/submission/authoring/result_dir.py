@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
-from penstock.results.history.file import HistoryFile
+from penstock.results.history.history_file import HistoryFile
 from penstock.storage.files.durable import rename_durably, sync_folder
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.submission.authoring.ownership import OwnedTree, require_plain_name

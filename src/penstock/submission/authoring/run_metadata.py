@@ -16,14 +16,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.results.provenance import package_versions, redacted
-from penstock.results.spec import spec_values
+from penstock.results.run_record import workload_values
 from penstock.submission.code_image import UNKNOWN, Program, pointer_text
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, PROVENANCE, Benchmark, SubmissionPhase
 from penstock.workload.choices import StorageKind
 from penstock.workload.layered_settings import dotted, flatten
 
 if TYPE_CHECKING:
-    from penstock.results.host import HostFacts
+    from penstock.results.host_facts import HostFacts
     from penstock.submission.authoring.result_dir import ResultDirAddress
     from penstock.workload.spec import Workload
 
@@ -74,7 +74,7 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
         "accelerator": facts.accelerator,
         "result_dir": str(address.folder),
         "verification": series.division.value.upper(),
-        "parameters": spec_values(facts.workload),
+        "parameters": workload_values(facts.workload),
         "override_parameters": {key: str(value) for key, value in facts.changed.items()},
         "args": _args(facts),
         "system_info": {
@@ -203,7 +203,7 @@ def build_provenance(
 ) -> dict[str, Any]:
     """The content of the file."""
     keys = CORE_KEYS[benchmark]
-    values = keys.of(spec_values(workload))
+    values = keys.of(workload_values(workload))
     library = _storage_library(workload)
     return {
         "schema": SCHEMA,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import StorageError
-from penstock.results.layout import RUN_FILE
-from penstock.results.record import read_record
+from penstock.results.run_folder import RUN_FILE
+from penstock.results.run_record import read_record
 from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, list_drafts
 from penstock.submission.authoring.run_sequence import RequestedResult, select_runs
 from penstock.submission.parsed_file import read_description

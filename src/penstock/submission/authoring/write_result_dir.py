@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from penstock.errors import StorageError
-from penstock.results.dlio.folder import HydraFacts, write_configuration
-from penstock.results.durable import write_json, write_text
+from penstock.results.dlio.output_files import HydraFacts, write_configuration
 from penstock.results.provenance import redacted
+from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import FILE_SCHEMES, parse_uri
 from penstock.submission.authoring.result_dir import publish
 from penstock.submission.authoring.run_metadata import (

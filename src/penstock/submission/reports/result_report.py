@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.results.durable import write_text
+from penstock.results.published_files import write_text
 from penstock.submission.check import check_result, read_tree
 from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict

@@ -21,8 +21,8 @@ from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.progress import Silent
-from penstock.results.layout import run_folders
-from penstock.results.record import Outcome, read_record
+from penstock.results.run_folder import run_folders
+from penstock.results.run_record import RunOutcome, read_record
 from penstock.storage import open_storage
 from penstock.workload.checkpoint_model import load_model
 
@@ -86,7 +86,7 @@ def test_a_lost_part_fails_the_run_by_the_name_of_its_object(
     with pytest.raises(RankFailed, match=r"global_epoch1_step1/.*optim_states\.pt"):
         run(server, client, tmp_path)
     (folder,) = run_folders(tmp_path)
-    assert read_record(folder).outcome is Outcome.FAILED
+    assert read_record(folder).outcome is RunOutcome.FAILED
 
 
 def test_a_service_that_refuses_for_good_ends_the_run(faulty: StartFaulty, tmp_path: Path) -> None:

@@ -24,10 +24,10 @@ from penstock.cluster.base_comm import SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
 from penstock.progress import Silent
-from penstock.results.events import SpanKind
-from penstock.results.layout import run_folders
-from penstock.results.record import Outcome, read_record
-from penstock.results.tables import read_events
+from penstock.results.event_files import read_events
+from penstock.results.run_folder import run_folders
+from penstock.results.run_record import RunOutcome, read_record
+from penstock.results.step_events import SpanKind
 from penstock.storage import open_storage
 from penstock.storage.files.access import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
@@ -154,7 +154,7 @@ def test_the_folder_has_dlios_files_with_its_checkpoint_keys(ground: Ground) -> 
     result = ground.run(writes=3)
     folder = only_run(ground)
     record = read_record(folder)
-    assert record.outcome is Outcome.FINISHED
+    assert record.outcome is RunOutcome.FINISHED
     assert record.plan["total_bytes"] == result.total_bytes
     assert record.seeds == {"content": result.seed}
     assert record.workload["checkpoint"]["num_checkpoints_write"] == 3
@@ -277,7 +277,7 @@ def test_a_lost_part_fails_the_run_and_leaves_no_checkpoint(tmp_path: Path) -> N
         ground.run(writes=2, reads=2)
     assert ground.stored() == set()
     record = read_record(only_run(ground))
-    assert record.outcome is Outcome.FAILED
+    assert record.outcome is RunOutcome.FAILED
     assert "optim_states" in record.why
 
 
@@ -376,7 +376,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     ground = Ground(lambda: storage, tmp_path / "runs")
     with pytest.raises(KeyboardInterrupt):
         ground.run(writes=3, reads=3)
-    assert read_record(only_run(ground)).outcome is Outcome.INTERRUPTED
+    assert read_record(only_run(ground)).outcome is RunOutcome.INTERRUPTED
     assert "--resume goes on" in ground.said[-1]
     assert {key.partition("/")[0] for key in ground.stored()} == {"global_epoch1_step1", KEY}
     storage.at = ""
@@ -418,7 +418,7 @@ def test_a_failure_of_one_rank_fails_all_and_cleans_up_after_all(tmp_path: Path)
     assert len(set(said)) == 1
     assert said[0].startswith("Rank 1 on thread-1 failed")
     assert list(memory.list()) == []
-    assert read_record(run_folders(tmp_path / "runs")[0]).outcome is Outcome.FAILED
+    assert read_record(run_folders(tmp_path / "runs")[0]).outcome is RunOutcome.FAILED
 
 
 def test_ranks_write_their_own_files_and_figures_are_of_all(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from penstock.dataset.formats.npz import NpzFormat
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent
-from penstock.results.record import read_record
-from penstock.results.tables import read_events
+from penstock.results.event_files import read_events
+from penstock.results.run_record import read_record
 from penstock.storage import open_storage
 from penstock.workload.choices import DataFormat, ProcessStart, ReadType, Shuffle
 from penstock.workload.duration import Duration

@@ -26,10 +26,10 @@ from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
-from penstock.results.events import Phase, RankEvents, SpanKind
-from penstock.results.layout import run_folders
-from penstock.results.record import Outcome, read_record
-from penstock.results.tables import read_events
+from penstock.results.event_files import read_events
+from penstock.results.run_folder import run_folders
+from penstock.results.run_record import RunOutcome, read_record
+from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.storage import open_storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
@@ -107,7 +107,9 @@ def test_au_and_throughput_follow_from_the_step_events_alone(ground: Ground) -> 
     for epoch in (1, 2):
         steps = events.steps[events.steps["epoch"] == epoch]
         (span,) = [
-            one for one in events.spans_of(SpanKind.BLOCK) if one.epoch == epoch and one.phase == Phase.TRAIN
+            one
+            for one in events.spans_of(SpanKind.BLOCK)
+            if one.epoch == epoch and one.phase == StepPhase.TRAIN
         ]
         computed = steps["computed_ns"] - steps["loaded_ns"]
         excluded = int(steps["computed_ns"][0] - steps["start_ns"][0])
@@ -159,7 +161,7 @@ def test_the_run_leaves_its_record_and_what_readers_of_dlio_know(ground: Ground)
         "summary.json", "dlio.log", "0_output.json", "0_per_epoch_stats.json", ".hydra",
     }  # fmt: skip
     record = read_record(folder)
-    assert record.outcome is Outcome.FINISHED
+    assert record.outcome is RunOutcome.FINISHED
     assert record.seeds == {"order": 5}
     assert record.remarks == ("said",)
     assert "AWS_REGION" in (folder / "run.json").read_text()
@@ -276,7 +278,7 @@ def test_evaluation_follows_the_epochs_it_was_asked_for(ground: Ground) -> None:
     )
     result = ground.make(dataset).run(asked)
     steps = only_rank(result).steps
-    of_eval = steps[steps["phase"] == Phase.EVAL]
+    of_eval = steps[steps["phase"] == StepPhase.EVAL]
     assert sorted(set(of_eval["epoch"].tolist())) == [2, 3]
     assert len(of_eval) == 2 * 3
     assert (of_eval["barrier_ns"] - of_eval["computed_ns"] < 1_000_000_000).all()
@@ -353,7 +355,7 @@ def test_a_short_file_fails_the_run_by_name_and_the_record_says_why(ground: Grou
         ground.run()
     (folder,) = run_folders(ground.results)
     record = read_record(folder)
-    assert record.outcome is Outcome.FAILED
+    assert record.outcome is RunOutcome.FAILED
     assert "img_09_of_24" in record.why
 
 
@@ -380,7 +382,7 @@ def test_ctrl_c_leaves_a_run_that_is_marked_so(ground: Ground) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(request, ground.storage, comm=COMM, progress=Impatient())
     (folder,) = run_folders(ground.results)
-    assert read_record(folder).outcome is Outcome.INTERRUPTED
+    assert read_record(folder).outcome is RunOutcome.INTERRUPTED
     (events,) = read_events(folder)
     assert len(events.steps) == 7
 

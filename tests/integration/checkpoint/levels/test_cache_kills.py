@@ -15,7 +15,7 @@ from tests.support.known_steps import files_below
 
 from penstock.checkpoint.levels.options import Xor
 from penstock.checkpoint.manager.manager import Manager
-from penstock.testing.child_processes import Located
+from penstock.testing.child_processes import FunctionRef
 from penstock.testing.crash import Program, sweep
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def save_two(rank: int, calls: FileCalls, root: Path, size: int) -> None:
 
 
 def save_as_rank(calls: FileCalls, *, root: Path, rank: int, size: int) -> None:
-    as_rank(rank, size, f"{root}.meeting", Located.of(save_two), (calls, root, size))
+    as_rank(rank, size, f"{root}.meeting", FunctionRef.of(save_two), (calls, root, size))
 
 
 def ranks_below(folder: Path, size: int, number: int) -> Sequence[Program]:
@@ -77,7 +77,7 @@ def restore_through(rank: int, calls: FileCalls, root: Path, size: int) -> None:
 
 
 def restore_as_rank(calls: FileCalls, *, root: Path, rank: int, size: int) -> None:
-    as_rank(rank, size, f"{root}.meeting", Located.of(restore_through), (calls, root, size))
+    as_rank(rank, size, f"{root}.meeting", FunctionRef.of(restore_through), (calls, root, size))
 
 
 def save_one(rank: int, root: Path, size: int) -> None:

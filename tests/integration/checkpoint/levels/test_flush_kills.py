@@ -22,7 +22,7 @@ from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.checkpoint.levels.options import Flush, Partner
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
-from penstock.testing.child_processes import Located, clean_context, ending
+from penstock.testing.child_processes import FunctionRef, clean_context, ending
 
 HOSTS = 2
 NUM_ITEMS = 200_000
@@ -93,7 +93,7 @@ def run_and_kill(root: Path, first: int, victims: str, chance: random.Random) ->
         ranks = [
             context.Process(
                 target=as_rank,
-                args=(rank, HOSTS, f"{folder}/ranks", Located.of(train_for_ever), (root, first)),
+                args=(rank, HOSTS, f"{folder}/ranks", FunctionRef.of(train_for_ever), (root, first)),
             )
             for rank in range(HOSTS)
         ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.integration.workflows.submission.small import SmallResult
+from tests.integration.workflows.submission.small_result import SmallResult
 
 
 @pytest.fixture(scope="session")

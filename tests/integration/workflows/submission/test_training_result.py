@@ -1,172 +1,92 @@
-"""A whole training result of our own: judged by our rules; how making it goes on after a break."""
+"""Leaves that our own runs leave in a submission's tree."""
 
 from __future__ import annotations
 
-from datetime import timedelta
+import json
 from pathlib import Path
 
 import pytest
 import yaml
-from tests.integration.workflows.submission.small import SCALE, SmallResult
+from tests.integration.workflows.submission.small_result import NUM_FILES, SmallResult
 
-from penstock.errors import UsageError
-from penstock.progress import Silent
+from penstock.errors import PenstockError
+from penstock.results.run_record import RunOutcome, read_record
 from penstock.submission.authoring.series_state import read_series_state
-from penstock.submission.check import check
-from penstock.submission.edition import Edition, load_edition
-from penstock.submission.finding import Validity, Verdict
-from penstock.submission.tree_layout import MANIFEST, SubmissionPhase
-from penstock.testing.rank_threads import on_ranks
-
-SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}
-
-
-def scaled_edition() -> Edition:
-    """v3.0 as it would be for so small a workload: what scale changes is free, and four steps are enough."""
-    edition = load_edition("v3.0")
-    scaled = {text.partition("=")[0] for text in SCALE}
-    changed = {key.replace("_bytes", "") for key in scaled}
-    parameters = edition.parameters.model_copy(
-        update={
-            "closed": edition.parameters.closed | scaled | changed,
-            "compared": tuple(key for key in edition.parameters.compared if key not in changed),
-        }
-    )
-    return edition.model_copy(
-        update={
-            "parameters": parameters,
-            "sizing": edition.sizing.model_copy(update={"min_steps": 4}),
-            # How busy emulated accelerators are is this machine's affair; that it is judged is not.
-            "min_utilization_percent": {"unet3d": 10.5},
-        }
-    )
-
-
-def findings(root: Path, edition: Edition) -> list[tuple[str, Verdict, str]]:
-    (judged,) = check(root, edition)
-    bad = {Verdict.FAIL, Verdict.NOT_CHECKED}
-    return [(each.rule, each.verdict, each.proof) for each in judged.findings if each.verdict in bad]
-
-
-def one_file_system(made: SmallResult) -> set[str]:
-    """The rule that this machine cannot keep, where everything is on one file system."""
-    is_one = made.root.stat().st_dev == made.data.stat().st_dev
-    return {"paths.filesystems"} if is_one else set()
-
-
-def test_a_tree_of_our_own_runs_is_valid_but_for_its_scale(made: SmallResult) -> None:
-    found = findings(made.root, load_edition("v3.0"))
-    of_machine = one_file_system(made) | {"utilization.minimum"}
-    assert {rule for rule, _, _ in found} - of_machine == SCALE_BREAKS, found
-    assert {verdict for _, verdict, _ in found} == {Verdict.FAIL}
-
-
-def test_a_tree_of_our_own_runs_is_valid_by_rules_of_its_scale(made: SmallResult) -> None:
-    (judged,) = check(made.root, scaled_edition())
-    found = findings(made.root, scaled_edition())
-    assert {rule for rule, _, _ in found} == one_file_system(made), found
-    assert judged.verdict is (Validity.INVALID if one_file_system(made) else Validity.VALID)
-    assert judged.metrics["train_throughput_mean_samples_per_second"] > 0
-
-
-def test_the_manifest_lists_all_leaves(made: SmallResult) -> None:
-    home = made.root / "closed" / "acme"
-    manifest = yaml.safe_load((home / MANIFEST).read_text())
-    leaves = {str(path.parent.relative_to(home)) for path in home.glob("results/**/*_metadata.json")}
-    assert {run["leaf"] for run in manifest["runs"]} == leaves
-    assert len(leaves) == 8
-    assert {run["core_config"] for run in manifest["runs"] if run["command"] == "run"} != {"unknown"}
-
-
-def test_a_whole_result_is_left_as_it_is(made: SmallResult) -> None:
-    before = read_series_state(made.session.series)
-    cadence, said = made.whole()
-    assert cadence.is_complete
-    assert said == []
-    assert read_series_state(made.session.series) == before
+from penstock.submission.code_image import POINTER, POOL, image_name, parse_pointer, tree_digest
 
 
 @pytest.fixture
-def begun(tmp_path: Path) -> SmallResult:
-    """A result of which two runs are there."""
-    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+def small(tmp_path: Path) -> SmallResult:
+    return SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+
+
+def test_a_run_becomes_a_leaf_with_all_its_files(small: SmallResult) -> None:
     small.datasize()
     small.datagen()
-    list(small.runs(2))
-    return small
+    leaf = next(small.runs(1))
+    assert (
+        leaf.relative_to(small.root)
+        .as_posix()
+        .startswith("closed/acme/results/fast/training/unet3d/run/2026")
+    )
+    stamp = leaf.name
+    expected = {
+        "training_run.stdout.log", "training_run.stderr.log", "0_output.json", "0_per_epoch_stats.json",
+        "summary.json", "dlio.log", "dlio_config", "fs_separation.json", "datagen-manifest.json",
+        "provenance.json", f"training_{stamp}_metadata.json", ".mlps-code-image", "run.json",
+    }  # fmt: skip
+    assert expected <= {path.name for path in leaf.iterdir()}
+    assert {path.name for path in (leaf / "dlio_config").iterdir()} == {
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    }
+    metadata = json.loads((leaf / f"training_{stamp}_metadata.json").read_text())
+    assert metadata["verification"] == "CLOSED"
+    assert metadata["parameters"]["dataset"]["num_files_train"] == NUM_FILES
+    assert metadata["args"]["data_dir"] == str(small.data)
+    assert metadata["result_dir"] == str(leaf)
+    assert metadata["system_info"]["total_memory_bytes"] == 16 * 1024
+    assert "workload=unet3d_b200" in yaml.safe_load((leaf / "dlio_config/overrides.yaml").read_text())
+    assert (leaf / "training_run.stdout.log").read_text() == f"{leaf}\n"
+    assert read_record(leaf).outcome is RunOutcome.FINISHED
 
 
-def test_an_interrupted_result_goes_on_where_it_was(begun: SmallResult) -> None:
-    before = [leaf.folder for leaf in read_series_state(begun.session.series).runs]
-    _, said = begun.whole()
-    assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
-    standing = read_series_state(begun.session.series)
-    assert [leaf.folder for leaf in standing.runs][:2] == before
-    assert (len(standing.datasizes), len(standing.datagens)) == (1, 1)
+def test_a_leaf_points_to_the_program_that_made_it(small: SmallResult) -> None:
+    small.datagen()
+    leaf = next(small.runs(1))
+    digest = parse_pointer((leaf / POINTER).read_text(), where="leaf")
+    assert tree_digest(small.root / POOL / image_name(digest)) == digest
+    stamp = json.loads((leaf / "provenance.json").read_text())
+    assert stamp["tool"]["code_image"] == f"md5-tree-v2:{digest}"
+    assert None not in stamp.values()
 
 
-def test_runs_that_nothing_may_follow_any_more_are_set_aside_not_deleted(begun: SmallResult) -> None:
-    before = [leaf.folder.name for leaf in read_series_state(begun.session.series).runs]
-    begun.clock.now += timedelta(hours=1)
-    _, said = begun.whole()
-    assert [text.split(" was set aside")[0] for text in said[:2]] == before
-    after = [leaf.folder.name for leaf in read_series_state(begun.session.series).runs]
-    assert len(after) == 6
-    assert not set(after) & set(before)
-    kept = {path.parent.name for path in (begun.root / ".mlps/trash").glob("**/summary.json")}
-    assert kept == set(before)
+def test_a_series_says_how_far_it_is(small: SmallResult) -> None:
+    small.datasize()
+    small.datagen()
+    leaves = list(small.runs(2))
+    standing = read_series_state(small.session.series)
+    assert [leaf.folder for leaf in standing.runs] == leaves
+    assert [len(standing.datasizes), len(standing.datagens)] == [1, 1]
+    assert standing.attempts == ()
+    assert standing.unread == ()
 
 
-def test_another_result_in_the_same_place_is_refused(begun: SmallResult) -> None:
-    begun.data = begun.data.with_name("elsewhere")
-    other = SmallResult(root=begun.root, data=begun.data)
-    with pytest.raises(UsageError, match="Another result is under way here: its data"):
-        other.whole()
+def test_a_run_that_fails_leaves_no_leaf_but_an_attempt_that_says_why(small: SmallResult) -> None:
+    small.datagen()
+    victim = next((small.data / "train").iterdir())
+    victim.write_bytes(victim.read_bytes()[:100])
+    with pytest.raises(PenstockError):
+        small.run()
+    standing = read_series_state(small.session.series)
+    assert standing.runs == ()
+    assert [attempt.outcome for attempt in standing.attempts] == ["failed"]
+    assert not (small.root / "closed/acme/results/fast/training/unet3d/run").exists()
 
 
-def test_parts_are_made_one_by_one_and_none_twice(tmp_path: Path) -> None:
-    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
-    cadence, said = small.part(SubmissionPhase.DATAGEN)
-    assert said == ["datagen: 28 files"]
-    assert cadence.phases == (SubmissionPhase.DATASIZE, *[SubmissionPhase.RUN] * 6)
-    cadence, said = small.part(SubmissionPhase.RUN)
-    assert said == ["run: 28 files"]
-    assert cadence.phases == (SubmissionPhase.RUN,) * 5
-    _, said = small.part(SubmissionPhase.DATAGEN)
-    assert said == ["datagen: is there already"]
-
-
-class StoppedIn(Silent):
-    """Somebody presses Ctrl-C when this phase begins."""
-
-    def __init__(self, phase: str) -> None:
-        self.phase = phase
-
-    def begin(self, phase: str, total: float) -> None:
-        if phase.startswith(self.phase):
-            raise KeyboardInterrupt
-
-
-def test_ctrl_c_leaves_the_tree_as_it_was_and_the_same_command_goes_on(begun: SmallResult) -> None:
-    before = read_series_state(begun.session.series).runs
-    usual, begun.clock.run = begun.clock.run, timedelta(seconds=9)
-    with pytest.raises(KeyboardInterrupt):
-        begun.whole(StoppedIn("epoch 2"))
-    begun.clock.run = usual
-    standing = read_series_state(begun.session.series)
-    assert standing.runs == before
-    assert [attempt.outcome for attempt in standing.attempts] == ["interrupted"]
-    _, said = begun.whole()
-    assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
-
-
-def test_several_ranks_make_one_result_and_see_it_alike(tmp_path: Path) -> None:
-    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
-    small.clock.run = timedelta(seconds=30)  # each of the two ranks tells of its host
-    outcomes = on_ranks(2, lambda comm: small.whole(comm=comm), hosts=["here"] * 2, timeout_s=250)
-    kept = [[leaf.folder for leaf in cadence.kept] for cadence, _ in outcomes]
-    assert kept[0] == kept[1]
-    runs = read_series_state(small.session.series).runs
-    assert [leaf.folder for leaf in runs] == kept[0]
-    assert {leaf.num_processes for leaf in runs} == {2}
-    assert len(list(runs[0].folder.glob("*_output.json"))) == 2
+def test_the_next_run_takes_no_name_that_is_taken(small: SmallResult) -> None:
+    small.datagen()
+    small.clock.step *= 0
+    first, second = small.runs(2)
+    assert first.name < second.name

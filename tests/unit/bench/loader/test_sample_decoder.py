@@ -26,7 +26,7 @@ from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import StorageError
 from penstock.progress import Silent
-from penstock.results.events import Phase
+from penstock.results.step_events import StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat, Shuffle
@@ -69,7 +69,7 @@ class Stage:
         order = RankEpoch(sharding, rank=0, epoch=1)
         transfer_bytes = asked.transfer_bytes
         batches = BatchPlanner(
-            files, self.storage, Phase.TRAIN, transfer_bytes=transfer_bytes, handling=handling
+            files, self.storage, StepPhase.TRAIN, transfer_bytes=transfer_bytes, handling=handling
         )
         return list(batches.of_epoch(order, order.count_samples() // 3))
 
@@ -187,7 +187,7 @@ def test_the_memory_of_a_block_serves_the_next_one() -> None:
 
 def test_preprocessing_is_drawn_for_each_sample_the_same_in_every_run() -> None:
     times = PreprocessTimes(
-        duration=Duration(law=Distribution.EXPONENTIAL, scale_s=0.001), seed=1, phase=Phase.TRAIN, rank=0
+        duration=Duration(law=Distribution.EXPONENTIAL, scale_s=0.001), seed=1, phase=StepPhase.TRAIN, rank=0
     )
     one = times.of_batch(1, 2, 5)
     assert one == times.of_batch(1, 2, 5)

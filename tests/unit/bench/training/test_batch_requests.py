@@ -25,7 +25,7 @@ from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
-from penstock.results.events import Phase
+from penstock.results.step_events import StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import write_object
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
@@ -105,7 +105,7 @@ class Stage:
     def requests(self, epoch: int = 1, rank: int = 0) -> list[BatchRequest]:
         order = self.order(epoch, rank)
         batches = BatchPlanner(
-            self.files(), self.storage, Phase.TRAIN, transfer_bytes=self.reader.transfer_bytes
+            self.files(), self.storage, StepPhase.TRAIN, transfer_bytes=self.reader.transfer_bytes
         )
         return list(batches.of_epoch(order, order.count_samples() // order.sharding.batch_size))
 
@@ -261,7 +261,7 @@ def test_hdf5_samples_are_read_where_they_lie() -> None:
 
 def test_what_surveys_read_is_counted() -> None:
     stage = Stage(dataset(DataFormat.HDF5, num_samples_per_file=8, num_files_train=3))
-    order, batches = stage.order(), BatchPlanner(stage.files(), stage.storage, Phase.TRAIN)
+    order, batches = stage.order(), BatchPlanner(stage.files(), stage.storage, StepPhase.TRAIN)
     stage.storage.seen.clear()
     for _ in batches.of_epoch(order, 6):
         pass
@@ -271,8 +271,8 @@ def test_what_surveys_read_is_counted() -> None:
 def test_few_files_are_remembered() -> None:
     stage = Stage(dataset(DataFormat.HDF5, num_samples_per_file=8, num_files_train=3))
     order = stage.order()
-    forgetful = BatchPlanner(stage.files(), stage.storage, Phase.TRAIN, known_files=1)
-    mindful = BatchPlanner(stage.files(), stage.storage, Phase.TRAIN, known_files=3)
+    forgetful = BatchPlanner(stage.files(), stage.storage, StepPhase.TRAIN, known_files=1)
+    mindful = BatchPlanner(stage.files(), stage.storage, StepPhase.TRAIN, known_files=3)
     for batches in (forgetful, mindful):
         list(batches.of_epoch(order, 6))
         list(batches.of_epoch(order, 6))
@@ -345,8 +345,8 @@ def test_a_data_set_that_was_made_otherwise_is_refused() -> None:
 def test_evaluation_files_come_after_those_of_training() -> None:
     stage = Stage(dataset(DataFormat.NPZ, num_files_train=2, num_files_eval=3))
     files = stage.files()
-    assert files.plan(Phase.EVAL, 0).name == "valid/img_0_of_3.npz"
-    assert files.plan(Phase.EVAL, 0).index == 2
+    assert files.plan(StepPhase.EVAL, 0).name == "valid/img_0_of_3.npz"
+    assert files.plan(StepPhase.EVAL, 0).index == 2
     assert [key for place in range(5) for key in files.keys_at(place)] == sorted(stage.sizes)
 
 

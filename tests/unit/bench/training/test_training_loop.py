@@ -21,7 +21,7 @@ from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
 from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
-from penstock.results.events import Phase, RankEvents, SpanKind
+from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import DataFormat
 from penstock.workload.duration import Distribution, Duration
@@ -84,7 +84,7 @@ class Scene:
             progress=self.progress,
         )
 
-    def run(self, phase: Phase, num_steps: int) -> RankEvents:
+    def run(self, phase: StepPhase, num_steps: int) -> RankEvents:
         with closing(NativeLoader(self.storage, NativeOptions(threads=2))) as loader:
             loop = TrainingLoop(
                 comm=self.comm,
@@ -95,14 +95,14 @@ class Scene:
             )
             began_ns = time.monotonic_ns()
             work: PhaseWork = self.works[phase]
-            (loop.train if phase is Phase.TRAIN else loop.evaluate)(work, 1, num_steps)
+            (loop.train if phase is StepPhase.TRAIN else loop.evaluate)(work, 1, num_steps)
             loop.note_epoch(1, began_ns)
         return self.recorder.events(rank=0, host="here")
 
 
 def test_every_step_of_training_meets_all_ranks() -> None:
     scene = Scene()
-    events = scene.run(Phase.TRAIN, 4)
+    events = scene.run(StepPhase.TRAIN, 4)
     assert scene.comm.awaited == [f"all ranks to finish step {step}" for step in (1, 2, 3, 4)]
     assert events.steps["step"].tolist() == [1, 2, 3, 4]
     assert scene.progress.advanced == 4
@@ -110,16 +110,16 @@ def test_every_step_of_training_meets_all_ranks() -> None:
 
 def test_evaluation_meets_nobody_and_takes_its_own_time() -> None:
     scene = Scene()
-    events = scene.run(Phase.EVAL, 2)
+    events = scene.run(StepPhase.EVAL, 2)
     assert scene.comm.awaited == []
-    assert set(events.steps["phase"].tolist()) == {Phase.EVAL}
+    assert set(events.steps["phase"].tolist()) == {StepPhase.EVAL}
     computed = events.steps["computed_ns"] - events.steps["loaded_ns"]
     assert (computed >= 1_000_000).all()
     assert events.steps["samples"].tolist() == [2, 2]
 
 
 def test_a_block_holds_all_steps_and_an_epoch_its_block() -> None:
-    events = Scene().run(Phase.TRAIN, 4)
+    events = Scene().run(StepPhase.TRAIN, 4)
     (block,) = events.spans_of(SpanKind.BLOCK)
     (epoch,) = events.spans_of(SpanKind.EPOCH)
     assert epoch.start_ns <= block.start_ns <= int(events.steps["start_ns"][0])
@@ -129,7 +129,7 @@ def test_a_block_holds_all_steps_and_an_epoch_its_block() -> None:
 
 def test_steps_say_what_was_read_for_them() -> None:
     scene = Scene()
-    events = scene.run(Phase.TRAIN, 4)
+    events = scene.run(StepPhase.TRAIN, 4)
     stored = sum(info.size_bytes for info in scene.storage.list("train"))
     assert int(events.steps["read_bytes"].sum()) == stored
     assert events.steps["reads"].tolist() == [3, 3, 3, 3]
@@ -139,7 +139,7 @@ def test_steps_say_what_was_read_for_them() -> None:
 def test_computation_is_drawn_anew_each_step_where_it_has_a_law() -> None:
     law = Duration(law=Distribution.UNIFORM, min_s=0.001, max_s=0.01)
     scene = Scene(replace(WORKLOAD, train=replace(WORKLOAD.train, computation_time=law)))
-    events = scene.run(Phase.TRAIN, 4)
+    events = scene.run(StepPhase.TRAIN, 4)
     computed = (events.steps["computed_ns"] - events.steps["loaded_ns"]).tolist()
     assert len({round(each / 1e5) for each in computed}) > 1
     assert all(each >= 1_000_000 for each in computed)
@@ -149,7 +149,7 @@ def test_a_read_that_fails_comes_out_of_the_loop_and_leaves_no_thread() -> None:
     scene = Scene()
     scene.storage.delete("train/img_07_of_12.npy")
     with pytest.raises(ObjectNotFound, match="img_07_of_12"):
-        scene.run(Phase.TRAIN, 4)
+        scene.run(StepPhase.TRAIN, 4)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-")]
 
 
@@ -172,7 +172,7 @@ def test_a_ceiling_run_reads_nothing_and_takes_the_same_steps() -> None:
 
 def test_two_runs_after_one_another_do_not_disturb_each_other() -> None:
     scene = Scene()
-    first = scene.run(Phase.TRAIN, 4).steps.copy()
-    second = scene.run(Phase.TRAIN, 4).steps[4:]
+    first = scene.run(StepPhase.TRAIN, 4).steps.copy()
+    second = scene.run(StepPhase.TRAIN, 4).steps[4:]
     assert first["read_bytes"].sum() == second["read_bytes"].sum()
     assert second["step"].tolist() == [1, 2, 3, 4]

@@ -14,17 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import StorageError
-from penstock.results.history import file as file_module
-from penstock.results.history.entries import Began, Ended, Entry, Moved, format_entry, parse_entry
-from penstock.results.history.file import HistoryFile, parse_lines
+from penstock.results.history import history_file as file_module
+from penstock.results.history.history_file import (
+    FolderMoved,
+    HistoryEntry,
+    HistoryFile,
+    RunBegan,
+    RunEnded,
+    format_entry,
+    parse_entry,
+    parse_lines,
+)
 from penstock.results.provenance import ProcessMark
 
 MARK = ProcessMark(boot_id="b", pid_namespace=1, pid=2, start_ticks=3)
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
-def began(run: str = "1a2b3c", folder: str = "unet3d-1") -> Began:
-    return Began(
+def began(run: str = "1a2b3c", folder: str = "unet3d-1") -> RunBegan:
+    return RunBegan(
         run=run,
         at="2026-01-02T03:04:05.000000+00:00",
         folder=folder,
@@ -38,20 +46,20 @@ def began(run: str = "1a2b3c", folder: str = "unet3d-1") -> Began:
     )
 
 
-def ended(run: str = "1a2b3c") -> Ended:
-    return Ended(run=run, at="2026-01-02T03:05:05.000000+00:00", outcome="finished", why="")
+def ended(run: str = "1a2b3c") -> RunEnded:
+    return RunEnded(run=run, at="2026-01-02T03:05:05.000000+00:00", outcome="finished", why="")
 
 
-ENTRIES: st.SearchStrategy[Entry] = st.one_of(
+ENTRIES: st.SearchStrategy[HistoryEntry] = st.one_of(
     st.builds(
-        Began,
+        RunBegan,
         run=WORDS, at=WORDS, folder=WORDS, is_named=st.booleans(), workload=WORDS,
         ranks=st.integers(0, 1 << 20), command=st.lists(WORDS, max_size=3).map(tuple),
         working_folder=WORDS, settings=st.dictionaries(WORDS, WORDS, max_size=2), process=st.just(MARK),
     ),
-    st.builds(Ended, run=WORDS, at=WORDS, outcome=WORDS, why=WORDS),
+    st.builds(RunEnded, run=WORDS, at=WORDS, outcome=WORDS, why=WORDS),
     st.builds(
-        Moved,
+        FolderMoved,
         event=st.sampled_from(["removed", "restored", "deleted"]), run=WORDS, at=WORDS, folder=WORDS,
         batch=WORDS,
     ),
@@ -60,10 +68,10 @@ ENTRIES: st.SearchStrategy[Entry] = st.one_of(
 
 @given(entries=st.lists(ENTRIES, max_size=4))
 @settings(max_examples=30)
-def test_entries_come_back_as_they_were_written(entries: list[Entry]) -> None:
+def test_entries_come_back_as_they_were_written(entries: list[HistoryEntry]) -> None:
     content = b"".join(map(format_entry, entries))
     assert content.count(b"\n") == len(entries)
-    assert parse_lines(content, "history") == file_module.Lines(entries=tuple(entries), complaints=())
+    assert parse_lines(content, "history") == file_module.HistoryLines(entries=tuple(entries), complaints=())
 
 
 @given(cut=st.integers(0, 400))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.results.host import HostFacts
+from penstock.results.host_facts import HostFacts
 from penstock.submission.authoring.data_location import locate_checkpoints, locate_data
 from penstock.submission.authoring.ownership import OwnedTree
 from penstock.submission.authoring.result_dir import ResultDirAddress, Series

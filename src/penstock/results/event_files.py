@@ -1,0 +1,283 @@
+"""The step events of a run on disk: a spool file per rank while it lasts, two Parquet tables afterwards.
+
+A spool survives the death of its writer. It is a JSON line (format, clock), then frames: a header with kind,
+count and checksum, then that many rows. Everything before the first torn frame is read, nothing after it.
+
+Rank 0 gathers all spools into `steps.parquet` and `spans.parquet`, one row group per rank, with one rank at a
+time in memory: two files even for 1,000 ranks. Spools are removed only once both tables are published.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.errors import ObjectNotFound, StorageError
+from penstock.results.phase_figures import phase_figures
+from penstock.results.published_files import publishing
+from penstock.results.run_folder import RUN_FILE
+from penstock.results.run_record import read_recorded_workload
+from penstock.results.step_events import (
+    FORMAT_VERSION,
+    SPAN_TYPE,
+    STEP_TYPE,
+    RankClock,
+    RankEvents,
+    SpanKind,
+    StepPhase,
+)
+from penstock.storage.files.durable import sync_open_file
+
+if TYPE_CHECKING:
+    from penstock.results.phase_figures import PhaseFigures
+    from penstock.results.run_record import RunRecord
+    from penstock.results.step_events import Rows
+
+
+logger = logging.getLogger(__name__)
+
+FOLDER: Final = "spool"
+_SUFFIX: Final = ".events"
+_FRAME: Final = struct.Struct("<4sIII")
+_MAGIC: Final = b"PSF1"
+_STEPS, _SPANS = 1, 2
+_TYPES: Final = {_STEPS: STEP_TYPE, _SPANS: SPAN_TYPE}
+
+
+def spool_path(run_folder: Path, rank: int) -> Path:
+    """Where a rank's events are while the run lasts: one file per rank, removed by `gather_events`."""
+    return run_folder / FOLDER / f"{rank:06d}{_SUFFIX}"
+
+
+def spool_paths(run_folder: Path) -> list[Path]:
+    """The spools that are there, in rank order."""
+    return sorted((run_folder / FOLDER).glob(f"*{_SUFFIX}"))
+
+
+class SpoolWriter:
+    """Appends rows. What `append_*` has returned from survives a kill, though not a power cut."""
+
+    def __init__(self, path: Path, clock: RankClock) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("xb", buffering=0)
+        self._write(json.dumps({"format": FORMAT_VERSION, **asdict(clock)}).encode() + b"\n")
+
+    def append_steps(self, rows: Rows) -> None:
+        """Append steps, in one frame."""
+        self._append(_STEPS, rows)
+
+    def append_spans(self, rows: Rows) -> None:
+        """Append spans, in one frame."""
+        self._append(_SPANS, rows)
+
+    def close(self) -> None:
+        """Make everything durable. Safe twice."""
+        if not self._file.closed:
+            sync_open_file(self._file)
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, kind: int, rows: Rows) -> None:
+        if len(rows):
+            content = rows.tobytes()
+            self._write(_FRAME.pack(_MAGIC, kind, len(rows), zlib.crc32(content)) + content)
+
+    def _write(self, content: bytes) -> None:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+
+def read_clock(path: Path) -> RankClock:
+    """Read whose spool this is, without its rows."""
+    with path.open("rb") as file:
+        return _parse_clock(file.readline(), path)
+
+
+def read_spool(path: Path) -> RankEvents:
+    """Read all complete frames of a spool; a torn tail is logged and left out."""
+    line, _, content = path.read_bytes().partition(b"\n")
+    frames: dict[int, list[Rows]] = {_STEPS: [], _SPANS: []}
+    position = 0
+    while (frame := _frame_at(content, position)) is not None:
+        kind, rows, position = frame
+        frames[kind].append(rows)
+    if position < len(content):
+        logger.warning("%s: the last %d bytes are torn and left out", path, len(content) - position)
+    return RankEvents(
+        clock=_parse_clock(line, path),
+        steps=np.concatenate([np.empty(0, STEP_TYPE), *frames[_STEPS]]),
+        spans=np.concatenate([np.empty(0, SPAN_TYPE), *frames[_SPANS]]),
+    )
+
+
+def _frame_at(content: bytes, position: int) -> tuple[int, Rows, int] | None:
+    if len(content) - position < _FRAME.size:
+        return None
+    magic, kind, num_rows, checksum = _FRAME.unpack_from(content, position)
+    if magic != _MAGIC or kind not in _TYPES:
+        return None
+    begin = position + _FRAME.size
+    end = begin + num_rows * _TYPES[kind].itemsize
+    if end > len(content) or zlib.crc32(content[begin:end]) != checksum:
+        return None
+    return kind, np.frombuffer(content, _TYPES[kind], num_rows, begin), end
+
+
+def _parse_clock(line: bytes, path: Path) -> RankClock:
+    try:
+        header = json.loads(line)
+        if header.pop("format") == FORMAT_VERSION:
+            return RankClock(**header)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StorageError("Not a spool of step events", uri=str(path), fix="Remove it.") from error
+    raise StorageError(
+        "This spool has another format", uri=str(path), fix="Read it with the version that wrote it."
+    )
+
+
+STEPS_FILE: Final = "steps.parquet"
+SPANS_FILE: Final = "spans.parquet"
+_METADATA: Final = b"penstock"
+_WORDS: Final[dict[str, type[IntEnum]]] = {"phase": StepPhase, "kind": SpanKind}
+"""Columns stored as words instead of numbers, so that any Parquet reader understands them."""
+
+
+def gather_events(run_folder: Path, num_ranks: int) -> None:
+    """Turn the spools of all ranks into the two tables, and remove them. For one rank, after a barrier."""
+    paths = [spool_path(run_folder, rank) for rank in range(num_ranks)]
+    missing = [rank for rank, path in enumerate(paths) if not path.exists()]
+    if missing:
+        raise ObjectNotFound(
+            f"The step events of {len(missing)} of {num_ranks} ranks are not here, first rank {missing[0]}",
+            uri=str(run_folder),
+            fix="Put --results on a file system that all hosts share.",
+        )
+    write_tables(run_folder, [read_clock(path) for path in paths], map(read_spool, paths))
+    for path in paths:
+        path.unlink()
+    (run_folder / FOLDER).rmdir()
+
+
+def write_tables(run_folder: Path, clocks: Sequence[RankClock], events: Iterator[RankEvents]) -> None:
+    """Write both tables from the ranks' events, which come in the order of `clocks`."""
+    header = {"format": FORMAT_VERSION, "ranks": [asdict(clock) for clock in clocks]}
+    metadata = {_METADATA: json.dumps(header).encode()}
+    with ExitStack() as files:
+        steps = _writer(files, run_folder, STEPS_FILE, _schema(STEP_TYPE, metadata))
+        spans = _writer(files, run_folder, SPANS_FILE, _schema(SPAN_TYPE, metadata))
+        for each in events:
+            steps.write_batch(
+                _event_batch(each.clock.rank, each.steps, steps.schema), max(1, len(each.steps))
+            )
+            spans.write_batch(
+                _event_batch(each.clock.rank, each.spans, spans.schema), max(1, len(each.spans))
+            )
+
+
+def read_events(run_folder: Path) -> list[RankEvents]:
+    """All ranks' events: from the tables, or from the spools of a run that goes on or was cut short."""
+    if not (run_folder / STEPS_FILE).exists():
+        paths = spool_paths(run_folder)
+        if not paths:
+            raise ObjectNotFound("This run has no step events", uri=str(run_folder))
+        return [read_spool(path) for path in paths]
+    clocks, steps = _read_table(run_folder / STEPS_FILE, STEP_TYPE)
+    _, spans = _read_table(run_folder / SPANS_FILE, SPAN_TYPE)
+    return [RankEvents(clock=clock, steps=steps[clock.rank], spans=spans[clock.rank]) for clock in clocks]
+
+
+def _writer(files: ExitStack, folder: Path, name: str, schema: pa.Schema) -> pq.ParquetWriter:
+    file = files.enter_context(publishing(folder, name))
+    return files.enter_context(pq.ParquetWriter(file, schema, compression="zstd"))
+
+
+def _schema(row_type: np.dtype[np.void], metadata: dict[bytes, bytes]) -> pa.Schema:
+    assert row_type.names is not None
+    columns = [("rank", pa.int32())]
+    columns += [(name, _words() if name in _WORDS else pa.int64()) for name in row_type.names]
+    return pa.schema(columns, metadata=metadata)
+
+
+def _words() -> pa.DataType:
+    return pa.dictionary(pa.int32(), pa.string())
+
+
+def _event_batch(rank: int, rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
+    columns: list[Any] = [pa.array(np.full(len(rows), rank, np.int32))]
+    columns += [_column(name, rows[name]) for name in schema.names[1:]]
+    return pa.record_batch(columns, schema=schema)
+
+
+def _column(name: str, values: Any) -> Any:
+    if name not in _WORDS:
+        return pa.array(np.ascontiguousarray(values))
+    words = [member.name.lower() for member in _WORDS[name]]
+    return pa.DictionaryArray.from_arrays(pa.array(values.astype(np.int32)), pa.array(words))
+
+
+def _read_table(path: Path, row_type: np.dtype[np.void]) -> tuple[list[RankClock], dict[int, Rows]]:
+    try:
+        file = pq.ParquetFile(path)
+        header = json.loads((file.schema_arrow.metadata or {}).get(_METADATA, b"{}"))
+        if header.get("format") != FORMAT_VERSION:
+            raise StorageError(
+                f"The events have format {header.get('format')}, not {FORMAT_VERSION}",
+                uri=str(path),
+                fix="Read them with the version that wrote them.",
+            )
+        clocks = [RankClock(**clock) for clock in header["ranks"]]
+        groups = [_rows(file.read_row_group(index), row_type) for index in range(file.num_row_groups)]
+    except (pa.ArrowException, FileNotFoundError) as error:
+        raise StorageError(f"Cannot read the events: {error}", uri=str(path)) from error
+    by_rank = {clock.rank: np.empty(0, row_type) for clock in clocks}
+    by_rank.update({int(ranks[0]): rows for ranks, rows in groups if len(rows)})
+    return clocks, by_rank
+
+
+def _rows(group: pa.Table, row_type: np.dtype[np.void]) -> tuple[Any, Rows]:
+    assert row_type.names is not None
+    rows = np.empty(group.num_rows, row_type)
+    for name in row_type.names:
+        rows[name] = _values(name, group.column(name))
+    return group.column("rank").to_numpy(), rows
+
+
+def _values(name: str, column: Any) -> Any:
+    if name not in _WORDS:
+        return column.to_numpy()
+    numbers = {member.name.lower(): member.value for member in _WORDS[name]}
+    return np.array([numbers[word] for word in column.to_pylist()], np.int64)
+
+
+def recompute_figures(
+    folder: Path, record: RunRecord, phase: StepPhase = StepPhase.TRAIN
+) -> PhaseFigures | None:
+    """Compute a phase's figures from its events alone, also for a run that has not finished.
+
+    Includes times by rank. None if no epoch has a block that all ranks completed.
+    """
+    workload = read_recorded_workload(
+        record.workload,
+        name=record.name,
+        accelerator=record.accelerator,
+        where=str(folder / RUN_FILE),
+    )
+    return phase_figures(read_events(folder), workload, phase=phase)

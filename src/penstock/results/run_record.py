@@ -1,0 +1,195 @@
+"""`run.json`: everything needed to understand or repeat a run, and how it ended.
+
+This module has the record, its format and its reader; `active_run` writes it. A run whose process has died is
+never read as running. The recorded workload is kept under DLIO's keys, without secrets and unset values;
+`read_recorded_workload` reads back what `workload_values` wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from penstock.cluster.gates.gate_model import Preflight  # noqa: TC001 - pydantic reads the annotations
+from penstock.errors import StorageError
+from penstock.results.host_facts import HostFacts  # noqa: TC001 - likewise
+from penstock.results.io_reconciliation import IoReconciliation  # noqa: TC001 - likewise
+from penstock.results.phase_figures import PhaseFigures  # noqa: TC001 - pydantic reads the annotations
+from penstock.results.provenance import (
+    GitState,
+    ProcessMark,
+    is_alive,
+)
+from penstock.results.run_folder import RUN_FILE
+from penstock.units import format_seconds
+from penstock.workload.layered_settings import dotted
+from penstock.workload.workload_schema import read_workload, write_workload
+
+if TYPE_CHECKING:
+    from penstock.cluster.facts.host_facts import ClusterFacts
+    from penstock.environment import Environment
+    from penstock.workload.spec import Workload
+
+
+def workload_values(workload: Workload) -> dict[str, Any]:
+    """All values that are set, by default or by somebody."""
+    return _set_values(write_workload(workload))
+
+
+def read_recorded_workload(values: Mapping[str, Any], *, name: str, accelerator: str, where: str) -> Workload:
+    """The workload that a record holds; `where` names the record if this version cannot read it."""
+    workload, problems = read_workload(values, name=name, accelerator=accelerator)
+    if workload is None:
+        first = problems[0]
+        raise StorageError(
+            f"The recorded workload is not understood: {dotted(first.path)} {first.text}".rstrip(), uri=where
+        )
+    return workload
+
+
+def _set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _set_values(value) if isinstance(value, Mapping) else value
+        for key, value in tree.items()
+        if value is not None
+    }
+
+
+FORMAT_VERSION: Final = 3
+"""Raised whenever a key is added, renamed or means something else."""
+_OLDER: Final = (2,)
+"""Formats that lack keys of this one, and are whole without them."""
+
+LONGEST_SILENCE_S: Final = 900.0
+"""A run elsewhere that gave no sign of life for this long is taken for dead."""
+
+
+class RunOutcome(StrEnum):
+    """How a run ended, or that it has not."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest:
+    """What is known before a run starts.
+
+    `plan` is what was derived from the workload, as plain values with units in their keys; of `environment`
+    the user's own settings are kept, without secrets. `cluster` goes into a file of its own.
+    """
+
+    workload: Workload
+    ranks: int
+    hosts: Sequence[HostFacts]
+    command: Sequence[str]
+    environment: Environment = field(default_factory=dict)
+    seeds: Mapping[str, int] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+    preflight: Preflight | None = None
+    cluster: ClusterFacts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """`run.json`. Dates are ISO 8601 in UTC; `why` says in a sentence why a run did not finish.
+
+    `workload` is the spec as asked, under DLIO's keys; nobody's secrets, and no keys that nobody set.
+    `preflight` is None where no gates were looked at; `deliveries` set devices' bytes beside ours.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    format: int
+    id: str
+    name: str
+    accelerator: str
+    outcome: RunOutcome
+    why: str
+    started_at: str
+    ended_at: str | None
+    ranks: int
+    command: tuple[str, ...]
+    settings: Mapping[str, str]
+    penstock_version: str
+    python_version: str
+    package_versions: Mapping[str, str]
+    git: GitState | None
+    process: ProcessMark
+    hosts: tuple[HostFacts, ...]
+    seeds: Mapping[str, int]
+    remarks: tuple[str, ...]
+    workload: Mapping[str, Any]
+    plan: Mapping[str, Any]
+    preflight: Preflight | None = None
+    train: PhaseFigures | None = None
+    evaluation: PhaseFigures | None = None
+    deliveries: tuple[IoReconciliation, ...] = ()
+
+
+def format_record(record: RunRecord) -> bytes:
+    """The record as the text of `run.json`."""
+    return _adapter().dump_json(record, indent=2) + b"\n"
+
+
+def read_record(folder: Path) -> RunRecord:
+    """The record in a run's folder, its outcome as it is now: a dead run counts as interrupted."""
+    path = folder / RUN_FILE
+    try:
+        content = path.read_bytes()
+        silence_s = time.time() - path.stat().st_mtime
+        found = json.loads(content)
+        _check_format(found, path)
+        record = _adapter().validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise StorageError(
+            f"run.json is not as Penstock writes it: {place} {first['msg']}", uri=str(path)
+        ) from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"Cannot read this run: {error}", uri=str(path)) from error
+    return as_of_now(record, silence_s)
+
+
+def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
+    """The record of a run that said it was running `silence_s` ago, seen from here and now."""
+    if record.outcome is not RunOutcome.RUNNING:
+        return record
+    alive = is_alive(record.process)
+    if alive or (alive is None and silence_s < LONGEST_SILENCE_S):
+        return record
+    why = (
+        "Its process is gone."
+        if alive is False
+        else f"No sign of life from its host for {format_seconds(silence_s)}."
+    )
+    return replace(record, outcome=RunOutcome.INTERRUPTED, why=why)
+
+
+def _check_format(found: Any, path: Path) -> None:
+    version = found.get("format") if isinstance(found, dict) else None
+    if version != FORMAT_VERSION and version not in _OLDER:
+        raise StorageError(
+            f"This run has format {version}, not {FORMAT_VERSION}",
+            uri=str(path),
+            fix="Read it with the version of Penstock that wrote it.",
+        )
+
+
+@cache
+def _adapter() -> TypeAdapter[RunRecord]:
+    return TypeAdapter(RunRecord)

@@ -1,0 +1,165 @@
+"""What happened in a run, as rows: one a step, one a span (epoch, block, checkpoint), rank by rank.
+
+The waist between those who record (`bench.steps`), keep (`spool`, `tables`) and judge (`utilization`). Times
+are nanoseconds of CLOCK_MONOTONIC, so they compare within a host only; `RankClock` turns them into dates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.void]
+"""Steps or spans as rows of `STEP_TYPE` or `SPAN_TYPE`."""
+Nanoseconds = NDArray[np.int64]
+
+FORMAT_VERSION: Final = 1
+"""Raised whenever a column is added, renamed or means something else."""
+
+
+class StepPhase(IntEnum):
+    """What a step was for."""
+
+    TRAIN = 0
+    EVAL = 1
+
+
+class SpanKind(IntEnum):
+    """What lasted from one moment to another."""
+
+    EPOCH = 0
+    BLOCK = 1
+    SAVE = 2
+    LOAD = 3
+
+
+class StepEvent(NamedTuple):
+    """One step of one rank. Epochs, blocks and steps count from 1; a step's number is its epoch's.
+
+    The four moments: waiting begins, the batch is here, computation is over, all ranks have passed the
+    barrier. `read_ns` and `decode_ns` sum over threads, so they may exceed the time that passed.
+    """
+
+    phase: int
+    epoch: int
+    block: int
+    step: int
+    start_ns: int
+    loaded_ns: int
+    computed_ns: int
+    barrier_ns: int
+    samples: int
+    read_bytes: int
+    reads: int
+    read_ns: int
+    decode_ns: int
+
+
+class SpanEvent(NamedTuple):
+    """Something longer than a step. A checkpoint ends its block; `size_bytes` is this rank's part of it."""
+
+    kind: int
+    phase: int
+    epoch: int
+    block: int
+    step: int
+    start_ns: int
+    end_ns: int
+    size_bytes: int
+
+
+STEP_TYPE: Final = np.dtype([(name, "<i8") for name in StepEvent._fields])
+SPAN_TYPE: Final = np.dtype([(name, "<i8") for name in SpanEvent._fields])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankClock:
+    """A rank, its host, and one moment on both of its clocks."""
+
+    rank: int
+    host: str
+    wall_ns: int
+    monotonic_ns: int
+
+    def date(self, moment_ns: int) -> datetime:
+        """A moment of this rank's events as a date, in UTC."""
+        wall_ns = self.wall_ns + moment_ns - self.monotonic_ns
+        seconds, rest_ns = divmod(wall_ns, 10**9)
+        return datetime.fromtimestamp(seconds, UTC).replace(microsecond=rest_ns // 1000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBlock:
+    """The steps of one rank between checkpoints, and when the block began and ended."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+    steps: Rows
+
+    @property
+    def elapsed_ns(self) -> int:
+        """Everything in it: waits, computation, barriers and the harness."""
+        return self.end_ns - self.start_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvents:
+    """All that one rank recorded, in the order in which it happened."""
+
+    clock: RankClock
+    steps: Rows
+    spans: Rows
+
+    def epochs(self, phase: StepPhase) -> list[int]:
+        """The epochs in which this rank completed a block of `phase`."""
+        blocks = self._spans(SpanKind.BLOCK)
+        return sorted({int(epoch) for epoch in blocks["epoch"][blocks["phase"] == phase]})
+
+    def blocks(self, phase: StepPhase, epoch: int) -> list[StepBlock]:
+        """The completed blocks of an epoch; steps of one that was cut short are in none."""
+        own = self.steps[(self.steps["phase"] == phase) & (self.steps["epoch"] == epoch)]
+        return [
+            StepBlock(
+                number=int(span["block"]),
+                start_ns=int(span["start_ns"]),
+                end_ns=int(span["end_ns"]),
+                steps=own[own["block"] == span["block"]],
+            )
+            for span in self._spans(SpanKind.BLOCK)
+            if span["phase"] == phase and span["epoch"] == epoch
+        ]
+
+    def spans_of(self, *kinds: SpanKind) -> Iterator[SpanEvent]:
+        """The spans of these kinds, as records."""
+        for span in self.spans[np.isin(self.spans["kind"], kinds)]:
+            yield SpanEvent(*span.item())
+
+    def _spans(self, kind: SpanKind) -> Any:
+        return self.spans[self.spans["kind"] == kind]
+
+
+def wait_ns(steps: Rows) -> Nanoseconds:
+    """How long each step waited for its batch."""
+    return _difference(steps, "loaded_ns", "start_ns")
+
+
+def compute_ns(steps: Rows) -> Nanoseconds:
+    """How long each step computed, as measured: an overlong computation counts as computation."""
+    return _difference(steps, "computed_ns", "loaded_ns")
+
+
+def barrier_ns(steps: Rows) -> Nanoseconds:
+    """How long each step waited for other ranks."""
+    return _difference(steps, "barrier_ns", "computed_ns")
+
+
+def _difference(steps: Rows, later: str, earlier: str) -> Nanoseconds:
+    difference: Nanoseconds = steps[later] - steps[earlier]
+    return difference

@@ -1,0 +1,1 @@
+"""The levels study: the same checkpoints by several configurations, each traced, and their comparison."""

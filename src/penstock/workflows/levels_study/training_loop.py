@@ -1,0 +1,201 @@
+"""The training that a study emulates on each rank: a state, steps that take time, and savers of checkpoints.
+
+A step computes for the same time in every row, so what it takes longer beside a flush is the flush's cost.
+What `save` wrote is durable on the row's level when it returns, unless the row saves in the background.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from penstock.bench.compute import SystemClock, compute_until
+from penstock.checkpoint import Flush, Manager
+from penstock.storage.capabilities import prefer_direct_access
+from penstock.workflows.levels_study.study_plan import NUM_KEPT, SaveMode, StudyLevel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from penstock.bench.model_state import StateLayout
+    from penstock.cluster.comm import Comm
+    from penstock.storage import Storage
+    from penstock.workflows.levels_study.study_plan import StudyRow
+
+
+_WORK_BYTES: Final = 8 << 20
+"""What a step touches of memory: a host's work for an accelerator, some milliseconds of one core."""
+_PIECE_BYTES: Final = 16 << 20
+
+
+class EmulatedTrainer:
+    """One rank's state and steps."""
+
+    def __init__(self, layout: StateLayout, rank: int, *, step_s: float) -> None:
+        self.rank = rank
+        random = np.random.Generator(np.random.SFC64(rank))
+        # Names carry the rank: the engine writes what ranks hold in common only once.
+        self.state: Mapping[str, torch.Tensor] = {
+            f"rank_{rank}/{file.name}": torch.from_numpy(_random_bytes(random, file.size_bytes))
+            for file in layout.files_of(rank)
+        }
+        self._step_ns = round(step_s * 1e9)
+        self._work = np.ones(_WORK_BYTES // 8, dtype=np.int64)
+        self._clock = SystemClock()
+
+    def files(self) -> Iterator[tuple[str, memoryview]]:
+        """The state as plain files."""
+        for name, tensor in self.state.items():
+            yield name, tensor.numpy().data
+
+    def step(self) -> None:
+        """Wait as for an accelerator, then work as a host does."""
+        compute_until(time.monotonic_ns() + self._step_ns, self._clock)
+        self._work += 1
+
+
+def _random_bytes(random: np.random.Generator, size_bytes: int) -> NDArray[np.uint8]:
+    """Bytes that no storage can shrink, drawn by pieces: a state may be half of a host's memory."""
+    drawn = np.empty(size_bytes, dtype=np.uint8)
+    for start in range(0, size_bytes, _PIECE_BYTES):
+        piece = drawn[start : start + _PIECE_BYTES]
+        piece[:] = np.frombuffer(random.bytes(piece.nbytes), dtype=np.uint8)
+    return drawn
+
+
+@contextmanager
+def process_group(comm: Comm, meeting: Path) -> Iterator[None]:
+    """The ranks of `comm` as torch's default group, over gloo; one that stands is used. Collective.
+
+    They meet at `meeting`, a file that all of them see and that is gone afterwards.
+    """
+    if comm.size == 1 or dist.is_initialized():
+        yield
+        return
+    torch.set_num_threads(1)
+    if comm.rank == 0:
+        meeting.unlink(missing_ok=True)
+    comm.barrier(awaiting="rank 0 to clear the meeting place")
+    store = dist.FileStore(str(meeting), comm.size)  # type: ignore[attr-defined] # not in torch's stubs
+    limit = timedelta(seconds=comm.timeout_s)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+    comm.barrier(awaiting="all ranks to leave the process group")
+    if comm.rank == 0:
+        meeting.unlink(missing_ok=True)
+
+
+CHUNK_BYTES: Final = 16 << 20
+WRITERS: Final = 2
+"""Files that a rank writes at a time: as many as a manager's."""
+
+OpenLevel = Callable[[StudyLevel, str], "Storage"]
+"""Opens a folder on a level, traced and as slow as it is to be."""
+
+
+class StudySaver(Protocol):
+    """Saves one rank's part of each checkpoint; all ranks call alike."""
+
+    def save(self, number: int) -> None:
+        """Save checkpoint `number`; returns when training may go on."""
+
+    def close(self) -> None:
+        """Finish what is under way."""
+
+
+class FileSaver:
+    """Each rank writes its files, durable, into a folder a checkpoint; nobody commits them."""
+
+    def __init__(self, storage: Storage, root: Path, trainer: EmulatedTrainer) -> None:
+        self._storage = prefer_direct_access(storage)
+        self._root = root
+        self._trainer = trainer
+        self._crew = ThreadPoolExecutor(WRITERS, thread_name_prefix="study-files")
+
+    def save(self, number: int) -> None:
+        """Write, then let go of what is too old."""
+        writing = [
+            self._crew.submit(self._write, f"{_own_folder(number, self._trainer.rank)}/{name}", content)
+            for name, content in self._trainer.files()
+        ]
+        for each in writing:
+            each.result()
+        if number > NUM_KEPT:
+            shutil.rmtree(self._root / _own_folder(number - NUM_KEPT, self._trainer.rank), ignore_errors=True)
+
+    def close(self) -> None:
+        """Let the threads go."""
+        self._crew.shutdown()
+
+    def _write(self, key: str, content: memoryview) -> None:
+        with ExitStack() as undo:
+            sink = self._storage.create(key, content.nbytes)
+            undo.callback(sink.abort)
+            for start in range(0, content.nbytes, CHUNK_BYTES):
+                sink.submit(content[start : start + CHUNK_BYTES])
+            sink.finish()
+            undo.pop_all()
+
+
+def _own_folder(number: int, rank: int) -> str:
+    return f"step-{number}/rank-{rank}"
+
+
+class ManagedSaver:
+    """The engine, as a training loop uses it."""
+
+    def __init__(self, manager: Manager, trainer: EmulatedTrainer, saving: SaveMode) -> None:
+        self._manager = manager
+        self._trainer = trainer
+        self._saving = saving
+
+    def save(self, number: int) -> None:
+        """Save the state."""
+        if self._saving is SaveMode.BACKGROUND:
+            self._manager.save_async(number, self._trainer.state)
+        else:
+            self._manager.save(number, self._trainer.state)
+
+    def close(self) -> None:
+        """Wait for saves and flushes."""
+        self._manager.close()
+
+
+def make_saver(
+    row: StudyRow,
+    trainer: EmulatedTrainer,
+    open_level: OpenLevel,
+    *,
+    root: Path,
+    domain: str,
+    saving: SaveMode,
+) -> StudySaver:
+    """The saver of a row; collective. `root` is the folder of bare files on the row's level."""
+    if row.is_bare:
+        return FileSaver(open_level(row.level, ""), root, trainer)
+    if row.caching is None:
+        return ManagedSaver(Manager(open_level(row.level, ""), keep=NUM_KEPT), trainer, saving)
+    manager = Manager(
+        open_level(StudyLevel.SLOW, ""),
+        keep=NUM_KEPT,
+        cache=open_level(StudyLevel.FAST, domain),
+        redundancy=row.caching.schemes,
+        # A daemon would not be in this process's trace.
+        flush=Flush(by="trainer") if row.caching.is_flushed else None,
+        keep_cached=NUM_KEPT,
+        failure_domain=domain,
+    )
+    return ManagedSaver(manager, trainer, saving)

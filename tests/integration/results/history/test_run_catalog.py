@@ -1,0 +1,301 @@
+"""Histories on disk: killed runs, runs at once, damage, removals; nothing is dropped silently."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import StorageError, UsageError
+from penstock.results.active_run import ActiveRun
+from penstock.results.history.history_file import HistoryFile
+from penstock.results.history.run_catalog import (
+    CatalogedRun,
+    FolderPlace,
+    RunCatalog,
+    find_run_folder,
+    read_catalog,
+)
+from penstock.results.history.trash import delete_from_trash, move_to_trash, restore_from_trash
+from penstock.results.run_record import RunRequest
+from penstock.workload.loading import load
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+RUN = """
+import os, signal, sys
+from pathlib import Path
+from penstock.results.history import run_entry
+from penstock.results.active_run import ActiveRun
+from penstock.results.run_record import RunRequest
+from penstock.workload.loading import load
+
+parent, moment = Path(sys.argv[1]), sys.argv[2]
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if moment == "after its entry":
+    run_entry.RunEntry.starting = die
+request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock", "x"])
+if moment == "before its record":
+    ActiveRun._write = die
+for _ in range(int(sys.argv[3])):
+    with ActiveRun.start(parent, request) as run:
+        if moment == "while it runs":
+            die()
+        if moment == "before its end is entered":
+            run._entry.end = die
+        run.finish()
+"""
+
+
+def started(parent: Path, moment: str, *, times: int = 1) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", RUN, str(parent), moment, str(times)])
+
+
+def request() -> RunRequest:
+    return RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock", "x"])
+
+
+def finished(parent: Path) -> Path:
+    with ActiveRun.start(parent, request()) as run:
+        run.finish()
+    return run.folder
+
+
+def foreign(parent: Path, name: str) -> Path:
+    (parent / name).mkdir(parents=True)
+    (parent / name / "summary.json").write_text('{"start": "2024-01-01T00:00:00", "metric": {}}')
+    return parent / name
+
+
+def only(kept: RunCatalog) -> CatalogedRun:
+    (run,) = kept.runs
+    return run
+
+
+@pytest.mark.parametrize(
+    ("moment", "outcome", "where"),
+    [
+        ("after its entry", "interrupted", FolderPlace.GONE),
+        ("before its record", "interrupted", FolderPlace.HERE),
+        ("while it runs", "interrupted", FolderPlace.HERE),
+        ("before its end is entered", "finished", FolderPlace.HERE),
+    ],
+)
+def test_a_run_that_is_killed_at_any_moment_is_told_as_what_it_is(
+    tmp_path: Path, moment: str, outcome: str, where: FolderPlace
+) -> None:
+    assert started(tmp_path, moment).wait(timeout=120) == -signal.SIGKILL
+    run = only(read_catalog(tmp_path))
+    assert (run.outcome, run.where) == (outcome, where)
+    assert run.began is not None
+    assert run.began.command == ("penstock", "x")
+    assert run.folder.endswith(run.id)
+
+
+def test_runs_that_begin_and_end_at_once_all_have_their_entries(tmp_path: Path) -> None:
+    programs = [started(tmp_path, "", times=8) for _ in range(3)]
+    assert [program.wait(timeout=240) for program in programs] == [0, 0, 0]
+    kept = read_catalog(tmp_path)
+    assert len({run.id for run in kept.runs}) == 24
+    assert {(run.outcome, run.where) for run in kept.runs} == {("finished", FolderPlace.HERE)}
+    assert kept.complaints == ()
+    assert len(HistoryFile(tmp_path).read().entries) == 48
+
+
+def test_folders_without_entries_and_entries_without_folders_are_both_told(tmp_path: Path) -> None:
+    alien, lost = foreign(tmp_path, "run1"), finished(tmp_path)
+    for path in lost.iterdir():
+        path.unlink()
+    lost.rmdir()
+    by_name = {run.folder: run for run in read_catalog(tmp_path).runs}
+    assert (by_name["run1"].began, by_name["run1"].where) == (None, FolderPlace.HERE)
+    assert by_name["run1"].path == alien
+    assert (by_name[lost.name].where, by_name[lost.name].why) == (FolderPlace.GONE, "Its folder is gone.")
+
+
+def test_a_damaged_history_hides_no_run(tmp_path: Path) -> None:
+    first, second = finished(tmp_path), finished(tmp_path)
+    path = HistoryFile(tmp_path).path
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"\0\0\0\n" + b"".join(lines[1:]) + b'{"format":1,"ev')
+    kept = read_catalog(tmp_path)
+    assert {run.folder: run.began is None for run in kept.runs} == {first.name: True, second.name: False}
+    assert len(kept.complaints) == 2
+
+
+def test_a_later_run_in_the_same_named_folder_owns_it(tmp_path: Path) -> None:
+    finished(tmp_path)
+    for _ in range(2):
+        with ActiveRun.start_in(tmp_path / "mine", request()) as run:
+            run.finish()
+    earlier, later = sorted(
+        (run for run in read_catalog(tmp_path).runs if run.folder == "mine"), key=lambda run: run.where
+    )
+    assert (earlier.where, earlier.why) == (FolderPlace.GONE, f"Its folder is run {later.id}'s now.")
+    assert later.path == tmp_path / "mine"
+    assert find_run_folder(later.id, tmp_path) == tmp_path / "mine"
+
+
+def test_a_named_folder_elsewhere_gets_no_neighbours(tmp_path: Path) -> None:
+    with ActiveRun.start_in(tmp_path / "mine", request()) as run:
+        run.finish()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_run_whose_folder_cannot_be_made_is_entered_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Path) -> None:
+        raise StorageError("The disk is full", uri="x")
+
+    monkeypatch.setattr("penstock.results.active_run.make_run_folder", full)
+    with pytest.raises(StorageError):
+        ActiveRun.start(tmp_path, request())
+    run = only(read_catalog(tmp_path))
+    assert (run.outcome, run.where) == ("failed", FolderPlace.GONE)
+    assert "The disk is full" in run.why
+
+
+def test_an_end_that_cannot_be_entered_costs_the_run_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ActiveRun.start(tmp_path, request()) as run:
+        history = HistoryFile(tmp_path)
+        history.path.rename(history.path.with_suffix(".old"))
+        history.path.mkdir()
+        run.finish()
+    assert "could not be entered" in caplog.text
+    history.path.rmdir()
+    history.path.with_suffix(".old").rename(history.path)
+    assert only(read_catalog(tmp_path)).outcome == "finished"
+
+
+def test_what_was_removed_comes_back_as_it_was(tmp_path: Path) -> None:
+    mine, alien = finished(tmp_path), foreign(tmp_path, "run1")
+    before = {run.folder: (run.id, run.outcome, run.where) for run in read_catalog(tmp_path).runs}
+    content = (mine / "run.json").read_bytes()
+    batch = move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
+    assert not mine.exists()
+    assert not alien.exists()
+    removed = read_catalog(tmp_path).at(FolderPlace.TRASH)
+    assert {run.batch for run in removed} == {batch}
+    assert {run.id for run in removed} == {each[0] for each in before.values()}
+    restore_from_trash(tmp_path, removed, NOW)
+    assert {run.folder: (run.id, run.outcome, run.where) for run in read_catalog(tmp_path).runs} == before
+    assert (mine / "run.json").read_bytes() == content
+    assert list(HistoryFile(tmp_path).trash.iterdir()) == []
+
+
+def test_nothing_comes_back_over_another_run(tmp_path: Path) -> None:
+    names = ("run1", "run2")
+    for name in names:
+        foreign(tmp_path, name)
+    move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
+    foreign(tmp_path, "run2")
+    with pytest.raises(UsageError, match="a folder run2 already"):
+        restore_from_trash(tmp_path, read_catalog(tmp_path).at(FolderPlace.TRASH), NOW)
+    assert not (tmp_path / "run1").exists()
+
+
+def test_a_removal_killed_before_its_entry_is_seen_in_the_trash(tmp_path: Path) -> None:
+    folder = finished(tmp_path)
+    place = HistoryFile(tmp_path).trash / "20260102-030405-abcd"
+    place.mkdir(parents=True)
+    folder.rename(place / folder.name)
+    run = only(read_catalog(tmp_path))
+    assert (run.where, run.batch, run.outcome) == (FolderPlace.TRASH, place.name, "finished")
+    assert run.began is not None
+
+
+def test_what_was_deleted_is_still_known(tmp_path: Path) -> None:
+    folder = finished(tmp_path)
+    move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
+    delete_from_trash(tmp_path, read_catalog(tmp_path).at(FolderPlace.TRASH), NOW)
+    run = only(read_catalog(tmp_path))
+    assert (run.where, run.outcome, run.folder, run.path) == (
+        FolderPlace.DELETED,
+        "finished",
+        folder.name,
+        None,
+    )
+    assert list(HistoryFile(tmp_path).trash.iterdir()) == []
+
+
+def test_a_run_that_goes_on_is_never_removed(tmp_path: Path) -> None:
+    with ActiveRun.start(tmp_path, request()) as run:
+        with pytest.raises(UsageError, match="goes on"):
+            move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
+        assert run.folder.is_dir()
+        run.finish()
+    assert not os.path.lexists(HistoryFile(tmp_path).trash)
+
+
+def test_a_run_is_not_removed_into_itself(tmp_path: Path) -> None:
+    folder = foreign(tmp_path, "run1")
+    with pytest.raises(UsageError, match="Name its parent"):
+        move_to_trash(folder, read_catalog(folder).runs, NOW)
+    assert [path.name for path in folder.iterdir()] == ["summary.json"]
+
+
+def test_what_cannot_be_read_is_kept_as_unreadable_and_can_be_removed(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{")
+    odd = foreign(tmp_path, "odd")
+    (odd / "summary.json").write_text('{"start": "yesterday", "metric": {}}')
+    by_name = {run.folder: run for run in read_catalog(tmp_path).runs}
+    assert (by_name["broken"].outcome, by_name["broken"].view) == ("unreadable", None)
+    assert "run.json" in by_name["broken"].why
+    assert by_name["odd"].started is None
+    move_to_trash(tmp_path, [by_name["broken"]], NOW)
+    assert [run.folder for run in read_catalog(tmp_path).at(FolderPlace.TRASH)] == ["broken"]
+
+
+def test_a_folder_that_is_named_exactly_needs_no_history(tmp_path: Path) -> None:
+    folder = foreign(tmp_path, "run1")
+    assert find_run_folder(str(folder), Path("nowhere")) == folder
+    assert find_run_folder("run1", tmp_path) == folder
+
+
+def test_words_that_are_no_text_are_recorded_as_far_as_they_are(tmp_path: Path) -> None:
+    odd = replace(request(), command=["penstock", os.fsdecode(b"caf\xe9")], environment={"AWS_X": "\udcff"})
+    with ActiveRun.start(tmp_path, odd) as run:
+        run.finish()
+    found = only(read_catalog(tmp_path))
+    assert found.outcome == "finished"
+    assert found.began is not None
+    assert found.began.command == ("penstock", "caf\ufffd")
+    assert found.began.settings == {"AWS_X": "\ufffd"}
+
+
+def test_a_run_made_elsewhere_below_its_results_is_followed_to_its_last_name(tmp_path: Path) -> None:
+    draft, leaf = tmp_path / ".mlps" / "draft", tmp_path / "closed" / "acme" / "20260701_100000"
+    with ActiveRun.start_in(draft, request(), results=tmp_path) as run:
+        run.finish()
+    assert only(read_catalog(tmp_path)).folder == ".mlps/draft"
+    leaf.parent.mkdir(parents=True)
+    draft.rename(leaf)
+    assert only(read_catalog(tmp_path)).where is FolderPlace.GONE
+    HistoryFile(tmp_path).publish(draft, leaf)
+    found = only(read_catalog(tmp_path))
+    assert (found.folder, found.path) == ("closed/acme/20260701_100000", leaf)
+    assert (found.outcome, found.where) == ("finished", FolderPlace.HERE)
+    assert find_run_folder(found.id, tmp_path) == leaf
+    with pytest.raises(UsageError, match="Name its parent"):
+        move_to_trash(tmp_path, [found], NOW)
+
+
+def test_publishing_what_nobody_entered_changes_nothing(tmp_path: Path) -> None:
+    HistoryFile(tmp_path).publish(tmp_path / "a", tmp_path / "b")
+    assert not HistoryFile(tmp_path).exists()
+    finished(tmp_path)
+    HistoryFile(tmp_path).publish(tmp_path / "a", tmp_path / "b")
+    assert len(HistoryFile(tmp_path).read().entries) == 2

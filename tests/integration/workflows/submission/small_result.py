@@ -1,0 +1,246 @@
+"""A small result of our own: a shipped workload, scaled down, on simulated hosts of a few MiB of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+
+from penstock.bench.epoch_order import Remainder
+from penstock.bench.loader.native_loader import NativeOptions
+from penstock.bench.training.training_request import TrainingRequest
+from penstock.cluster.base_comm import SoloComm
+from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import DatasetRecipe
+from penstock.environment import process_environment
+from penstock.progress import Silent
+from penstock.results.host_facts import HostFacts
+from penstock.storage import open_storage
+from penstock.submission.authoring.data_location import locate_data
+from penstock.submission.authoring.ownership import claim_tree
+from penstock.submission.authoring.result_dir import Series
+from penstock.submission.authoring.write_result_dir import ProgramImage
+from penstock.submission.code_image import Program, capture
+from penstock.submission.edition import load_edition
+from penstock.submission.tree_layout import Benchmark, SubmissionPhase
+from penstock.workflows.submission.result_draft import ResultWriter, RunLogs
+from penstock.workflows.submission.training_result import DataSetPlan, add_datagen, add_datasize, add_run
+from penstock.workflows.submission.training_sequence import (
+    TrainingObserver,
+    TrainingResultPlan,
+    make_part,
+    make_training,
+)
+from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.loading import load
+from penstock.workload.overrides import parse_settings
+
+if TYPE_CHECKING:
+    from penstock.bench.training.training_result import TrainingResult
+    from penstock.cluster.comm import Comm
+    from penstock.storage import Storage
+    from penstock.submission.authoring.run_sequence import RunSequence
+    from penstock.workload.spec import Workload
+
+COMM = SoloComm()
+BEGAN = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
+NUM_FILES = 28
+SCALE = (
+    f"dataset.num_files_train={NUM_FILES}",
+    "dataset.record_length_bytes=4096",
+    "dataset.record_length_bytes_stdev=0",
+    "dataset.record_length_bytes_resize=0",
+    "train.computation_time=0.02",
+    "train.epochs=2",
+    "metric.au=0.01",
+)
+
+
+DESCRIBED = {
+    "system_under_test": {
+        "solution": {
+            "submission_name": "fast",
+            "friendly_description": "A disk",
+            "architecture": {
+                "storage_location": "local",
+                "benchmark_API": "file",
+                "product_API": "file",
+                "client_footprint": "open_source",
+                "client_installation": "in_box",
+            },
+            "capabilities": {
+                "multi_host": False,
+                "simultaneous_write": False,
+                "simultaneous_read": False,
+                "remap_time_in_seconds": 0,
+            },
+        },
+        "deployment": "onprem",
+        "clients": [
+            {
+                "friendly_description": "A small machine",
+                "quantity": 1,
+                "chassis": {
+                    "model_name": "Box",
+                    "cpu_model": "Processor",
+                    "cpu_qty": 1,
+                    "cpu_cores": 4,
+                    "memory_capacity": 16 / 2**20,
+                },
+            }
+        ],
+    }
+}
+
+
+@dataclass
+class TickingClock:
+    """A second passes between any two looks at it, and a minute with every run."""
+
+    now: datetime = BEGAN
+    step: timedelta = timedelta(seconds=1)
+    run: timedelta = timedelta(minutes=1)
+
+    def __call__(self) -> datetime:
+        """The time, later each time."""
+        self.now += self.step
+        return self.now
+
+    def host_during_run(self, host: str) -> HostFacts:
+        """Every run asks once what its host is."""
+        self.now += self.run
+        return small_host(host)
+
+
+def small_host(host: str) -> HostFacts:
+    """A machine with 16 KiB of memory, five times of which is less than any data set."""
+    return HostFacts(
+        host=host,
+        kernel="Linux 6.1",
+        machine="x86_64",
+        num_cores=4,
+        memory_bytes=16 * 1024,
+        cpuinfo={},
+        meminfo={"MemTotal": "16 kB"},
+    )
+
+
+@dataclass
+class SmallResult:
+    """Everything that makes leaves of one small training result, in the closed division."""
+
+    root: Path
+    data: Path
+    clock: TickingClock = field(default_factory=TickingClock)
+
+    def __post_init__(self) -> None:
+        self.program = Program(folder=self._program(), version="1.0")
+        self.claim = claim_tree(self.root, "acme", now=BEGAN, by="tests")
+        loaded = load("unet3d_b200", overrides=parse_settings(SCALE)).workload
+        located = locate_data(loaded, str(self.data))
+        self.workload: Workload = located.workload
+        scaled = dict(text.split("=") for text in SCALE)
+        self.session = ResultWriter(
+            series=Series(
+                claim=self.claim,
+                division=SubmissionDivision.CLOSED,
+                system="fast",
+                benchmark=Benchmark.TRAINING,
+                model="unet3d",
+            ),
+            image=ProgramImage(program=self.program, digest=capture(self.program, self.root, now=BEGAN)),
+            place=located.place,
+            changed={**scaled, **located.changes},
+            command=("penstock", "submission", "run", "training", "unet3d"),
+            clock=self.clock,
+        )
+        self.storage: Storage = open_storage(str(self.data), process_environment())
+
+    def _program(self) -> Path:
+        folder = self.root.parent / "program"
+        folder.mkdir(exist_ok=True)
+        (folder / "main.py").write_text("print()")
+        return folder
+
+    def request(self) -> TrainingRequest:
+        """One run."""
+        return TrainingRequest(
+            workload=self.workload,
+            results=self.root,
+            seed=self.workload.train.seed,
+            division=Remainder.DROP,
+            loader=NativeOptions(threads=2),
+            command=self.session.command,
+            facts_of=self.clock.host_during_run,
+        )
+
+    def datasize(self) -> Path:
+        """Its leaf."""
+        hosts = [small_host("here")]
+        return add_datasize(self.session, self.workload, hosts=hosts, num_accelerators=1, comm=COMM)
+
+    def datagen(self) -> Path:
+        """Its leaf."""
+        recipe = DatasetRecipe(
+            dataset=self.workload.dataset, seed=self.workload.train.seed, reduction=IRREDUCIBLE
+        )
+        data_set = DataSetPlan(workload=self.workload, recipe=recipe, threads=2, hosts=[small_host("here")])
+        return add_datagen(self.session, data_set, self.storage, comm=COMM, progress=Silent())
+
+    def run(self) -> TrainingResult:
+        """One run and its leaf."""
+        return add_run(
+            self.session, self.request(), self.storage, comm=COMM, progress=Silent(), format_logs=told
+        )
+
+    def describe(self) -> None:
+        """What a human adds: the system's description and its picture."""
+        systems = self.root / "closed" / "acme" / "systems"
+        systems.mkdir(parents=True)
+        (systems / "fast.pdf").write_text("%PDF-1.4")
+        (systems / "fast.yaml").write_text(yaml.safe_dump(DESCRIBED))
+
+    def whole(self, progress: Silent | None = None, *, comm: Comm = COMM) -> tuple[RunSequence, list[str]]:
+        """The whole cadence, and what was said of it."""
+        said: list[str] = []
+        plan = TrainingResultPlan(
+            request=self.request(),
+            edition=load_edition("v3.0"),
+            num_accelerators=comm.size,
+            hosts=[small_host("here")],
+        )
+        observer = TrainingObserver(progress=progress or Silent(), note=said.append, format_logs=told)
+        cadence = make_training(self.session, plan, self.storage, comm=comm, observer=observer)
+        return cadence, said
+
+    def part(self, phase: SubmissionPhase) -> tuple[RunSequence, list[str]]:
+        """One leaf of the cadence, and what was said."""
+        said: list[str] = []
+        plan = TrainingResultPlan(
+            request=self.request(),
+            edition=load_edition("v3.0"),
+            num_accelerators=1,
+            hosts=[small_host("here")],
+        )
+        observer = TrainingObserver(progress=Silent(), note=said.append, format_logs=told)
+        cadence = make_part(self.session, plan, self.storage, phase=phase, comm=COMM, observer=observer)
+        return cadence, said
+
+    def runs(self, num_runs: int) -> Iterator[Path]:
+        """Several leaves, one after the other."""
+        for _ in range(num_runs):
+            yield Path(self.run().results_dir)
+
+    def with_changed(self, **changes: object) -> SmallResult:
+        """The same with other words in its session."""
+        self.session = replace(self.session, changed={**self.session.changed, **changes})
+        return self
+
+
+def told(result: TrainingResult) -> RunLogs:
+    """What a command would have printed."""
+    return RunLogs(stdout=f"{result.results_dir}\n", stderr="a remark\n")

@@ -1,0 +1,172 @@
+"""A whole training result of our own: judged by our rules; how making it goes on after a break."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.integration.workflows.submission.small_result import SCALE, SmallResult
+
+from penstock.errors import UsageError
+from penstock.progress import Silent
+from penstock.submission.authoring.series_state import read_series_state
+from penstock.submission.check import check
+from penstock.submission.edition import Edition, load_edition
+from penstock.submission.finding import Validity, Verdict
+from penstock.submission.tree_layout import MANIFEST, SubmissionPhase
+from penstock.testing.rank_threads import on_ranks
+
+SCALE_BREAKS = {"sizing.steps", "parameters.allowed", "parameters.configuration"}
+
+
+def scaled_edition() -> Edition:
+    """v3.0 as it would be for so small a workload: what scale changes is free, and four steps are enough."""
+    edition = load_edition("v3.0")
+    scaled = {text.partition("=")[0] for text in SCALE}
+    changed = {key.replace("_bytes", "") for key in scaled}
+    parameters = edition.parameters.model_copy(
+        update={
+            "closed": edition.parameters.closed | scaled | changed,
+            "compared": tuple(key for key in edition.parameters.compared if key not in changed),
+        }
+    )
+    return edition.model_copy(
+        update={
+            "parameters": parameters,
+            "sizing": edition.sizing.model_copy(update={"min_steps": 4}),
+            # How busy emulated accelerators are is this machine's affair; that it is judged is not.
+            "min_utilization_percent": {"unet3d": 10.5},
+        }
+    )
+
+
+def findings(root: Path, edition: Edition) -> list[tuple[str, Verdict, str]]:
+    (judged,) = check(root, edition)
+    bad = {Verdict.FAIL, Verdict.NOT_CHECKED}
+    return [(each.rule, each.verdict, each.proof) for each in judged.findings if each.verdict in bad]
+
+
+def one_file_system(made: SmallResult) -> set[str]:
+    """The rule that this machine cannot keep, where everything is on one file system."""
+    is_one = made.root.stat().st_dev == made.data.stat().st_dev
+    return {"paths.filesystems"} if is_one else set()
+
+
+def test_a_tree_of_our_own_runs_is_valid_but_for_its_scale(made: SmallResult) -> None:
+    found = findings(made.root, load_edition("v3.0"))
+    of_machine = one_file_system(made) | {"utilization.minimum"}
+    assert {rule for rule, _, _ in found} - of_machine == SCALE_BREAKS, found
+    assert {verdict for _, verdict, _ in found} == {Verdict.FAIL}
+
+
+def test_a_tree_of_our_own_runs_is_valid_by_rules_of_its_scale(made: SmallResult) -> None:
+    (judged,) = check(made.root, scaled_edition())
+    found = findings(made.root, scaled_edition())
+    assert {rule for rule, _, _ in found} == one_file_system(made), found
+    assert judged.verdict is (Validity.INVALID if one_file_system(made) else Validity.VALID)
+    assert judged.metrics["train_throughput_mean_samples_per_second"] > 0
+
+
+def test_the_manifest_lists_all_leaves(made: SmallResult) -> None:
+    home = made.root / "closed" / "acme"
+    manifest = yaml.safe_load((home / MANIFEST).read_text())
+    leaves = {str(path.parent.relative_to(home)) for path in home.glob("results/**/*_metadata.json")}
+    assert {run["leaf"] for run in manifest["runs"]} == leaves
+    assert len(leaves) == 8
+    assert {run["core_config"] for run in manifest["runs"] if run["command"] == "run"} != {"unknown"}
+
+
+def test_a_whole_result_is_left_as_it_is(made: SmallResult) -> None:
+    before = read_series_state(made.session.series)
+    cadence, said = made.whole()
+    assert cadence.is_complete
+    assert said == []
+    assert read_series_state(made.session.series) == before
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> SmallResult:
+    """A result of which two runs are there."""
+    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+    small.datasize()
+    small.datagen()
+    list(small.runs(2))
+    return small
+
+
+def test_an_interrupted_result_goes_on_where_it_was(begun: SmallResult) -> None:
+    before = [leaf.folder for leaf in read_series_state(begun.session.series).runs]
+    _, said = begun.whole()
+    assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
+    standing = read_series_state(begun.session.series)
+    assert [leaf.folder for leaf in standing.runs][:2] == before
+    assert (len(standing.datasizes), len(standing.datagens)) == (1, 1)
+
+
+def test_runs_that_nothing_may_follow_any_more_are_set_aside_not_deleted(begun: SmallResult) -> None:
+    before = [leaf.folder.name for leaf in read_series_state(begun.session.series).runs]
+    begun.clock.now += timedelta(hours=1)
+    _, said = begun.whole()
+    assert [text.split(" was set aside")[0] for text in said[:2]] == before
+    after = [leaf.folder.name for leaf in read_series_state(begun.session.series).runs]
+    assert len(after) == 6
+    assert not set(after) & set(before)
+    kept = {path.parent.name for path in (begun.root / ".mlps/trash").glob("**/summary.json")}
+    assert kept == set(before)
+
+
+def test_another_result_in_the_same_place_is_refused(begun: SmallResult) -> None:
+    begun.data = begun.data.with_name("elsewhere")
+    other = SmallResult(root=begun.root, data=begun.data)
+    with pytest.raises(UsageError, match="Another result is under way here: its data"):
+        other.whole()
+
+
+def test_parts_are_made_one_by_one_and_none_twice(tmp_path: Path) -> None:
+    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+    cadence, said = small.part(SubmissionPhase.DATAGEN)
+    assert said == ["datagen: 28 files"]
+    assert cadence.phases == (SubmissionPhase.DATASIZE, *[SubmissionPhase.RUN] * 6)
+    cadence, said = small.part(SubmissionPhase.RUN)
+    assert said == ["run: 28 files"]
+    assert cadence.phases == (SubmissionPhase.RUN,) * 5
+    _, said = small.part(SubmissionPhase.DATAGEN)
+    assert said == ["datagen: is there already"]
+
+
+class StoppedIn(Silent):
+    """Somebody presses Ctrl-C when this phase begins."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    def begin(self, phase: str, total: float) -> None:
+        if phase.startswith(self.phase):
+            raise KeyboardInterrupt
+
+
+def test_ctrl_c_leaves_the_tree_as_it_was_and_the_same_command_goes_on(begun: SmallResult) -> None:
+    before = read_series_state(begun.session.series).runs
+    usual, begun.clock.run = begun.clock.run, timedelta(seconds=9)
+    with pytest.raises(KeyboardInterrupt):
+        begun.whole(StoppedIn("epoch 2"))
+    begun.clock.run = usual
+    standing = read_series_state(begun.session.series)
+    assert standing.runs == before
+    assert [attempt.outcome for attempt in standing.attempts] == ["interrupted"]
+    _, said = begun.whole()
+    assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
+
+
+def test_several_ranks_make_one_result_and_see_it_alike(tmp_path: Path) -> None:
+    small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
+    small.clock.run = timedelta(seconds=30)  # each of the two ranks tells of its host
+    outcomes = on_ranks(2, lambda comm: small.whole(comm=comm), hosts=["here"] * 2, timeout_s=250)
+    kept = [[leaf.folder for leaf in cadence.kept] for cadence, _ in outcomes]
+    assert kept[0] == kept[1]
+    runs = read_series_state(small.session.series).runs
+    assert [leaf.folder for leaf in runs] == kept[0]
+    assert {leaf.num_processes for leaf in runs} == {2}
+    assert len(list(runs[0].folder.glob("*_output.json"))) == 2

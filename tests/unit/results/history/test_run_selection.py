@@ -1,0 +1,127 @@
+"""Which runs are meant: by outcome, workload, age and number; a removal never takes one that goes on."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import UsageError
+from penstock.results.history.run_catalog import CatalogedRun, FolderPlace, find_run
+from penstock.results.history.run_selection import (
+    OUTCOMES,
+    RunCriteria,
+    fits,
+    parse_age,
+    parse_criteria,
+    parse_outcomes,
+    plan_removal,
+)
+
+NOW = datetime(2026, 2, 1, 12, tzinfo=UTC)
+
+
+def a_run(
+    number: int = 1, *, outcome: str = "finished", age_days: float | None = 1.0, workload: str = "unet3d_h100"
+) -> CatalogedRun:
+    return CatalogedRun(
+        id=f"{number:06x}",
+        folder=f"{workload}-{number:06x}",
+        path=Path(f"/results/{workload}-{number:06x}"),
+        where=FolderPlace.HERE,
+        batch="",
+        outcome=outcome,
+        why="",
+        workload=workload,
+        started=None if age_days is None else NOW - timedelta(days=age_days),
+        began=None,
+        view=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("2w", NOW - timedelta(days=14)),
+        ("7d", NOW - timedelta(days=7)),
+        ("12h", NOW - timedelta(hours=12)),
+        ("90min", NOW - timedelta(minutes=90)),
+        ("2026-01-31", datetime(2026, 1, 31, tzinfo=UTC)),
+        ("2026-01-31T08:00:00+02:00", datetime(2026, 1, 31, 6, tzinfo=UTC)),
+    ],
+)
+def test_an_age_or_a_date_is_a_moment(text: str, moment: datetime) -> None:
+    assert parse_age(text, NOW) == moment
+
+
+@pytest.mark.parametrize("text", ["2", "old", "1e30w", "2026-13-01", "-2w"])
+def test_what_is_no_age_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="no age and no date"):
+        parse_age(text, NOW)
+
+
+def test_incomplete_means_every_run_whose_end_nobody_saw() -> None:
+    assert parse_outcomes("incomplete") == {"interrupted", "running", "unknown"}
+    assert parse_outcomes("failed,finished") == {"failed", "finished"}
+    with pytest.raises(UsageError, match="'done' is no outcome"):
+        parse_outcomes("done")
+
+
+def test_criteria_fit_together() -> None:
+    wanted = parse_criteria(status="failed", workload="UNET", older_than="2d", now=NOW)
+    assert fits(a_run(outcome="failed", age_days=3), wanted)
+    assert not fits(a_run(outcome="finished", age_days=3), wanted)
+    assert not fits(a_run(outcome="failed", age_days=1), wanted)
+    assert not fits(a_run(outcome="failed", age_days=3, workload="resnet50_h100"), wanted)
+    assert not fits(a_run(outcome="failed", age_days=None), wanted)
+    assert not RunCriteria().ask_something
+    assert wanted.ask_something
+
+
+RUNS = st.lists(
+    st.builds(
+        a_run,
+        st.integers(0, 99),
+        outcome=st.sampled_from(OUTCOMES),
+        age_days=st.none() | st.floats(0, 30),
+        workload=st.sampled_from(["unet3d_h100", "resnet50_a100"]),
+    ),
+    max_size=12,
+)
+
+
+@given(
+    runs=RUNS,
+    outcomes=st.frozensets(st.sampled_from(OUTCOMES), max_size=3),
+    age_days=st.none() | st.integers(0, 30),
+    keep_last=st.integers(0, 5),
+)
+@settings(max_examples=50)
+def test_every_run_that_fits_is_taken_or_spared_with_a_reason(
+    runs: list[CatalogedRun], outcomes: frozenset[str], age_days: int | None, keep_last: int
+) -> None:
+    before = None if age_days is None else NOW - timedelta(days=age_days)
+    wanted = RunCriteria(outcomes=outcomes, begun_before=before)
+    found = plan_removal(runs, wanted, keep_last=keep_last)
+    fitting = [run for run in runs if fits(run, wanted)]
+    assert len(found.taken) + len(found.spared) == len(fitting)
+    assert all(run.outcome != "running" for run in found.taken)
+    assert all(reason for _, reason in found.spared)
+    assert [run for run, _ in found.spared][: min(keep_last, len(fitting))] == fitting[:keep_last]
+
+
+def test_a_run_is_named_by_id_folder_or_part() -> None:
+    runs = (a_run(1), a_run(2), a_run(3, workload="resnet50_a100"))
+    assert find_run("000002", runs, where="x") is runs[1]
+    assert find_run("unet3d_h100-000001", runs, where="x") is runs[0]
+    assert find_run("resnet", runs, where="x") is runs[2]
+    assert find_run("/results/unet3d_h100-000001/", runs, where="x") is runs[0]
+    with pytest.raises(UsageError, match="'unet3d' names 2 runs"):
+        find_run("unet3d", runs, where="x")
+    with pytest.raises(UsageError, match="No run is called 'bert'"):
+        find_run("bert", runs, where="x")
+    with pytest.raises(UsageError, match="No run is called ''"):
+        find_run("", runs, where="x")

@@ -1,0 +1,105 @@
+"""Counters are cut at the edges of phases, evenly between samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.cluster.host_counters import CounterSample
+from penstock.results.counter_files import CounterSpool, SampledHost, read_counters
+from penstock.results.host_activity import PhaseActivity, summarize_activity
+from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankClock, RankEvents, SpanEvent, SpanKind
+
+S = 10**9
+
+
+def _events(rank: int, *spans: tuple[SpanKind, int, float, float]) -> RankEvents:
+    rows = [
+        SpanEvent(
+            kind=kind,
+            phase=0,
+            epoch=number,
+            block=1,
+            step=number,
+            start_ns=round(start * S),
+            end_ns=round(end * S),
+            size_bytes=0,
+        )
+        for kind, number, start, end in spans
+    ]
+    return RankEvents(
+        clock=RankClock(rank=rank, host=f"node{rank}", wall_ns=0, monotonic_ns=0),
+        steps=np.empty(0, STEP_TYPE),
+        spans=np.array(rows, SPAN_TYPE),
+    )
+
+
+def _found(folder: Path, *events: RankEvents, boot_id: str = "") -> tuple[PhaseActivity, ...]:
+    """Of hosts that read 100 bytes and send 10 from second 2 to 3, busy half of that time, and rest else."""
+    for each in events:
+        host = SampledHost(
+            host=each.clock.host,
+            rank=each.clock.rank,
+            boot_id=boot_id,
+            drives=("vda",),
+            interval_s=1.0,
+            wall_ns=0,
+            monotonic_ns=0,
+        )
+        with CounterSpool(folder, host) as spool:
+            for second in range(6):
+                done = 1000 if second >= 3 else 0
+                spool.append(
+                    CounterSample(
+                        monotonic_ns=second * S,
+                        values={
+                            "disk.vda.read_bytes": 7 + done // 10,
+                            "disk.vda1.read_bytes": 7 + done // 10,
+                            "net.eth0.sent_bytes": 7 + done // 100,
+                            "net.lo.sent_bytes": 7 + done,
+                            "ib.mlx5_0/1.received_bytes": 5,
+                            "cpu.user_ms": done // 2,
+                            "cpu.idle_ms": second * 1000 - done // 2,
+                        },
+                    )
+                )
+    return summarize_activity(*read_counters(folder), events)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "part"),
+    [(0.0, 2.0, 0.0), (2.0, 3.0, 1.0), (1.0, 2.5, 0.5), (2.25, 2.75, 0.5), (3.0, 9.0, 0.0)],
+)
+def test_a_phase_has_its_part_of_what_lies_between_samples(
+    tmp_path: Path, start: float, end: float, part: float
+) -> None:
+    (found,) = _found(tmp_path, _events(0, (SpanKind.EPOCH, 1, start, end)))
+    assert found.phase == "epoch 1"
+    assert found.drives_read_bytes == round(100 * part)
+    assert found.networks_sent_bytes == round(10 * part)
+    assert (found.drives_written_bytes, found.networks_received_bytes) == (0, 0)
+    assert found.elapsed_s == pytest.approx(end - start)
+
+
+def test_hosts_are_added_up_and_their_processors_averaged(tmp_path: Path) -> None:
+    spans = ((SpanKind.EPOCH, 1, 0.0, 2.0), (SpanKind.EPOCH, 2, 2.0, 3.0))
+    first, second = _found(tmp_path, _events(0, *spans), _events(4, *spans))
+    assert (first.phase, first.hosts) == ("epoch 1", 2)
+    assert first.cpu_busy_share == pytest.approx(0.0)
+    assert (second.drives_read_bytes, second.networks_sent_bytes) == (200, 20)
+    assert second.cpu_busy_share == pytest.approx(0.5)
+
+
+def test_drives_of_one_machine_under_two_names_count_once(tmp_path: Path) -> None:
+    span = (SpanKind.EPOCH, 1, 2.0, 3.0)
+    (found,) = _found(tmp_path, _events(0, span), _events(4, span), boot_id="x")
+    assert (found.hosts, found.drives_read_bytes, found.networks_sent_bytes) == (2, 100, 20)
+
+
+def test_checkpoints_stand_for_the_epoch_around_them(tmp_path: Path) -> None:
+    spans = ((SpanKind.SAVE, 1, 2.0, 3.0), (SpanKind.LOAD, 1, 4.0, 5.0), (SpanKind.EPOCH, 1, 0.0, 5.0))
+    found = _found(tmp_path, _events(0, *spans))
+    assert [each.phase for each in found] == ["save 1", "load 1"]
+    assert found[0].drives_read_bytes == 100

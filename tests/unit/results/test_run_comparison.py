@@ -1,0 +1,211 @@
+"""Runs side by side: found whatever lies beside them, and never compared silently where not alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.run_events import RankScript, even_run
+
+from penstock.errors import StorageError
+from penstock.results.active_run import ActiveRun
+from penstock.results.event_files import SpoolWriter, recompute_figures, spool_path
+from penstock.results.host_facts import HostFacts
+from penstock.results.phase_figures import phase_figures
+from penstock.results.run_comparison import (
+    VARIABLE_SETTINGS,
+    RunSummary,
+    compare_runs,
+    find_runs,
+    may_vary,
+    summarize_run,
+)
+from penstock.results.run_record import RunRequest, read_record
+from penstock.workload.layered_settings import dotted
+from penstock.workload.loading import load
+from penstock.workload.overrides import parse_settings
+from penstock.workload.workload_schema import known_paths
+
+if TYPE_CHECKING:
+    from penstock.workload.spec import Workload
+
+HOST = HostFacts(
+    host="node1", kernel="Linux 6.1", machine="x86_64", num_cores=4, memory_bytes=2**30,
+    cpuinfo={}, meminfo={},
+)  # fmt: skip
+
+
+def finished_run(parent: Path, *settings: str, num_ranks: int = 2, num_steps: int = 4) -> Path:
+    workload = load("unet3d_h100", overrides=parse_settings(settings)).workload
+    with ActiveRun.start(parent, a_request(workload, num_ranks)) as run:
+        run.finish(train=phase_figures(even_run(num_ranks=num_ranks, num_steps=num_steps), workload))
+    return run.folder
+
+
+def a_request(workload: Workload, num_ranks: int) -> RunRequest:
+    return RunRequest(workload=workload, ranks=num_ranks, hosts=[HOST], command=["x"], remarks=["So it is."])
+
+
+def dlio_run(folder: Path, **changes: object) -> Path:
+    folder.mkdir()
+    metric = {"train_au_mean_percentage": 91.5, "train_throughput_mean_samples_per_second": 20.0}
+    document = {"start": "2024-01-01T00:00:00", "end": "2024-01-01T00:10:00", "num_accelerators": 2}
+    (folder / "summary.json").write_text(json.dumps({**document, "metric": metric, **changes}))
+    return folder
+
+
+def test_runs_are_found_newest_first_with_dlios_among_them(tmp_path: Path) -> None:
+    old = dlio_run(tmp_path / "run1")
+    first, second = finished_run(tmp_path), finished_run(tmp_path)
+    found, complaints = find_runs(tmp_path)
+    assert [view.id for view in found] == [second.name, first.name, old.name]
+    assert complaints == []
+    assert [view.kind for view in found] == ["penstock", "penstock", "DLIO"]
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+    good = finished_run(tmp_path)
+    for name, text in (("half", '{"format": 1, "id"'), ("newer", '{"format": 9}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    dlio_run(tmp_path / "odd").joinpath("summary.json").write_text("[]")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "file").write_text("")
+    found, complaints = find_runs(tmp_path)
+    assert [view.id for view in found] == [good.name]
+    assert [name for name in ("half", "newer", "odd") for text in complaints if name in text] == [
+        "half",
+        "newer",
+        "odd",
+    ]
+
+
+def test_a_runs_own_folder_lists_itself(tmp_path: Path) -> None:
+    folder = finished_run(tmp_path)
+    assert [view.id for view in find_runs(folder)[0]] == [folder.name]
+
+
+def test_a_view_shows_the_recorded_figures(tmp_path: Path) -> None:
+    view = summarize_run(finished_run(tmp_path))
+    assert (view.workload, view.ranks, view.outcome) == ("unet3d_h100", 2, "finished")
+    assert view.notes == ("So it is.",)
+    assert view.au_compat_percent is not None
+    assert view.samples_per_s_strict == pytest.approx(2 * 2 * 4 / 4.9)
+    assert view.read_bytes == 2 * 2 * 4 * 4096
+    assert view.bottleneck == "none"
+    assert view.settings["reader.batch_size"] == 7
+
+
+def test_a_run_without_figures_has_none_in_its_view(tmp_path: Path) -> None:
+    with ActiveRun.start(tmp_path, a_request(load("unet3d_h100").workload, 2)) as run:
+        view = summarize_run(run.folder)
+        assert (view.outcome, view.au_compat_percent, view.bottleneck) == ("running", None, None)
+        run.finish(train=phase_figures(even_run(num_steps=1), load("unet3d_h100").workload))
+    view = summarize_run(run.folder)
+    assert (view.au_compat_percent, view.au_strict_percent, view.bottleneck) == (0.0, None, None)
+
+
+def test_dlios_runs_show_what_they_tell(tmp_path: Path) -> None:
+    view = summarize_run(dlio_run(tmp_path / "run1"))
+    assert (view.au_compat_percent, view.samples_per_s_compat, view.ranks) == (91.5, 20.0, 2)
+    assert (view.au_strict_percent, view.read_bytes, view.outcome) == (None, None, "finished")
+    cut = summarize_run(dlio_run(tmp_path / "run2", end=None))
+    assert (cut.outcome, cut.why) == ("unknown", "Its summary has no end.")
+
+
+def test_the_same_request_is_comparable_and_differs_by_parts_of_the_first(tmp_path: Path) -> None:
+    runs = [summarize_run(finished_run(tmp_path)), summarize_run(finished_run(tmp_path, num_steps=8))]
+    found = compare_runs(runs)
+    assert found.is_comparable
+    assert not found.varied
+    deltas = {delta.figure: delta for delta in found.deltas}
+    assert list(deltas["read_bytes"].values) == [65536, 131072]
+    assert list(deltas["read_bytes"].changes) == [0.0, 1.0]
+
+
+def test_settings_that_one_varies_do_not_make_runs_incomparable(tmp_path: Path) -> None:
+    settings = "reader.read_threads=8"
+    found = compare_runs(
+        [summarize_run(finished_run(tmp_path)), summarize_run(finished_run(tmp_path, settings))]
+    )
+    assert found.is_comparable
+    assert [(each.key, each.values) for each in found.varied] == [("reader.read_threads", (4, 8))]
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("reader.batch_size=9", "reader.batch_size"),
+        ("dataset.num_files_train=99", "dataset.num_files_train"),
+        ("train.computation_time=1", "train.computation_time"),
+    ],
+)
+def test_another_request_is_named_as_an_obstacle(tmp_path: Path, setting: str, key: str) -> None:
+    found = compare_runs(
+        [summarize_run(finished_run(tmp_path)), summarize_run(finished_run(tmp_path, setting))]
+    )
+    assert not found.is_comparable
+    assert [each.key for each in found.obstacles] == [key]
+
+
+def test_other_ranks_workloads_and_endings_are_obstacles(tmp_path: Path) -> None:
+    view = summarize_run(finished_run(tmp_path))
+    other = replace(view, ranks=3, workload="bert", outcome="failed")
+    assert [each.key for each in compare_runs([view, other]).obstacles] == ["workload", "ranks", "outcome"]
+    assert [each.key for each in compare_runs([other, other]).obstacles] == ["outcome"]
+
+
+def test_keys_that_a_run_does_not_tell_are_not_held_against_it(tmp_path: Path) -> None:
+    ours = replace(summarize_run(finished_run(tmp_path)), workload="unknown")
+    found = compare_runs([ours, summarize_run(dlio_run(tmp_path / "run1"))])
+    assert found.is_comparable
+    changes = {delta.figure: delta.changes for delta in found.deltas}
+    assert changes["au_strict_percent"] == (0.0, None)
+
+
+def test_nothing_is_divided_by_nothing(tmp_path: Path) -> None:
+    view = summarize_run(finished_run(tmp_path))
+    without: RunSummary = replace(view, au_compat_percent=0.0, read_bytes=None)
+    changes = {delta.figure: delta.changes for delta in compare_runs([without, view]).deltas}
+    assert changes["au_compat_percent"] == (None, None)
+    assert changes["read_bytes"] == (None, None)
+
+
+def test_every_free_key_is_a_key() -> None:
+    known = {dotted(path) for path in known_paths()}
+    assert set(VARIABLE_SETTINGS) <= known
+    assert may_vary("storage.storage_options.region")
+    assert not may_vary("dataset.format")
+
+
+def test_the_figures_of_a_run_that_was_cut_short_are_those_of_its_complete_epochs(tmp_path: Path) -> None:
+    workload = load("unet3d_h100").workload
+    script = RankScript()
+    script.epoch()
+    script.step(1, 1)
+    script.step(1, 1, samples=7)
+    script.end_block()
+    script.end_epoch()
+    script.epoch()
+    script.step(9, 1)
+    events = script.events()
+    with ActiveRun.start(tmp_path, a_request(workload, 1)) as run:
+        with SpoolWriter(spool_path(run.folder, 0), events.clock) as spool:
+            spool.append_steps(events.steps)
+            spool.append_spans(events.spans)
+        figures = recompute_figures(run.folder, read_record(run.folder))
+        run.finish()
+    assert figures is not None
+    assert [epoch.epoch for epoch in figures.epochs] == [1]
+    assert figures.au_strict_percent is not None
+    assert figures.au_strict_percent.mean == 50.0
+    assert figures.times is not None
+    assert set(figures.times.by_rank) == {0}
+
+
+def test_a_parent_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="Listing the runs"):
+        find_runs(tmp_path / "absent")

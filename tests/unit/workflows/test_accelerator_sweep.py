@@ -1,0 +1,70 @@
+"""The search for the largest number that passes: right, and sparing with what it asks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import UsageError
+from penstock.workflows.accelerator_sweep import (
+    SweepResult,
+    SweepRun,
+    find_most_accelerators,
+    largest_passing,
+)
+
+
+def _try(accelerators: int, *, fed: int) -> SweepRun:
+    return SweepRun(
+        accelerators=accelerators,
+        meets_threshold=accelerators <= fed,
+        au_compat=95.0 if accelerators <= fed else 60.0,
+        samples_per_s=10.0 * accelerators,
+        bottleneck=None,
+        results_dir=f"runs/{accelerators}",
+    )
+
+
+def _sweep(fed: int, most: int) -> SweepResult:
+    return find_most_accelerators(lambda accelerators: _try(accelerators, fed=fed), most=most)
+
+
+@given(st.integers(0, 5000), st.integers(1, 5000))
+def test_the_largest_number_that_passes_is_found(fed: int, most: int) -> None:
+    asked: list[int] = []
+
+    def passes(number: int) -> bool:
+        asked.append(number)
+        return number <= fed
+
+    assert largest_passing(passes, most=most) == min(fed, most)
+    assert len(set(asked)) == len(asked)
+    assert max(asked) <= most
+    assert len(asked) <= 2 * math.log2(most) + 2
+
+
+def test_a_sweep_keeps_its_tries_in_their_order() -> None:
+    found = _sweep(fed=5, most=100)
+    assert found.accelerators == 5
+    assert found.is_most is False
+    assert [seen.accelerators for seen in found.tries] == [1, 2, 4, 8, 6, 5]
+
+
+def test_a_sweep_says_that_it_never_saw_a_limit() -> None:
+    assert _sweep(fed=99, most=6) == SweepResult(
+        accelerators=6, is_most=True, tries=tuple(_try(number, fed=99) for number in (1, 2, 4, 6))
+    )
+
+
+def test_storage_that_feeds_nobody_is_found_out_by_one_run() -> None:
+    found = _sweep(fed=0, most=100)
+    assert found.accelerators == 0
+    assert len(found.tries) == 1
+
+
+def test_a_sweep_up_to_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="--most"):
+        _sweep(fed=1, most=0)
