@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from penstock.cluster.collectives import all_gather_results
@@ -26,22 +26,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_EVICTION_S: Final = 24 * 3600.0
-"""Dropping writes back first: what was written without fsync takes as long as it takes."""
+"""Eviction writes back first, and what was written without fsync takes as long as it takes."""
 
 WARM_SHARE: Final = 0.01
-"""A read of which more than this share lies in memory is no measurement of storage."""
+"""A read of which more than this share is in memory does not measure storage."""
 
 Path = Literal["page cache dropped", "past the page cache", "no page cache", "not known"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectEviction:
-    """How a read came to its bytes. `resident_bytes` of `total_bytes` were in memory, over all nodes.
+class CacheEviction:
+    """How much of what is about to be read was in memory before and after, over all nodes."""
 
-    Where a kernel does not tell, the path is "not known", and all bytes count as resident: nothing is proven.
-    """
-
-    path: Path
     before_bytes: int = 0
     resident_bytes: int = 0
     total_bytes: int = 0
@@ -49,24 +45,43 @@ class ObjectEviction:
 
     @property
     def resident_share(self) -> float:
-        """The part that the read may have taken from memory."""
+        """The part that may be read from memory instead of storage; 0 is a cold start."""
         return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self) | {"resident_share": self.resident_share}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectEviction(CacheEviction):
+    """The eviction of a checkpoint's objects, and the path that its read takes.
+
+    Where the kernel gives no counts, the path is "not known" and all bytes count as resident.
+    """
+
+    path: Path
 
     @property
     def is_cold(self) -> bool:
-        """Whether the read's figures are storage's."""
+        """Whether the read measures storage."""
         return self.resident_share <= WARM_SHARE
 
 
-def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm) -> ObjectEviction:
-    """Get what this rank is about to read out of its node's memory. Collective; the same on all ranks.
+def uses_page_cache(storage: Storage) -> bool:
+    """Whether reads of this storage may come from this node's memory: only files that are read buffered."""
+    return storage.uri.startswith("file://") and isinstance(storage, SupportsLocalPaths)
 
-    Whoever wrote a file on this node may be another rank: each drops what it reads itself, on the node on
-    which it will read it, and that is what counts.
+
+def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm) -> ObjectEviction:
+    """Evict what this rank is about to read from its node's memory. Collective; the same on all ranks.
+
+    Another rank may have written a file on this node. Each rank evicts what it reads itself, on the node on
+    which it will read it, because only that cache matters.
     """
     if storage.uri.startswith("direct://"):
         return ObjectEviction(path="past the page cache")
-    if not (storage.uri.startswith("file://") and isinstance(storage, SupportsLocalPaths)):
+    if not (uses_page_cache(storage) and isinstance(storage, SupportsLocalPaths)):
         return ObjectEviction(path="no page cache")
     began_s = time.monotonic()
     paths = [storage.local_path(each.key) for each in planned]
@@ -87,56 +102,8 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
     )
 
 
-def _evict_or_assume_cached(paths: Sequence[str], size_bytes: int) -> tuple[bool, int, int, int]:
-    try:
-        return (True, *_drop_objects(paths))
-    except Unavailable as error:
-        logger.warning("Reads cannot be proven to be cold: %s", error)
-        return False, size_bytes, size_bytes, size_bytes
-
-
-def _drop_objects(paths: Sequence[str]) -> tuple[int, int, int]:
-    before = resident = total = 0
-    for path in paths:
-        drop = evict_file(path)
-        before += drop.before.resident_bytes
-        resident += drop.after.resident_bytes
-        total += drop.after.total_bytes
-    return before, resident, total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheEviction:
-    """Over all nodes: how much of the data set was in memory before and after, of how much."""
-
-    before_bytes: int
-    resident_bytes: int
-    total_bytes: int
-    elapsed_s: float
-
-    @property
-    def resident_share(self) -> float:
-        """The part that an epoch may read from memory instead of storage; 0 is a cold start."""
-        return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
-
-    def document(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "before_bytes": self.before_bytes,
-            "resident_bytes": self.resident_bytes,
-            "total_bytes": self.total_bytes,
-            "resident_share": self.resident_share,
-            "elapsed_s": self.elapsed_s,
-        }
-
-
-def uses_page_cache(storage: Storage) -> bool:
-    """Whether reads of this storage may come out of this node's memory: only files that are read buffered."""
-    return storage.uri.startswith("file://") and isinstance(storage, SupportsLocalPaths)
-
-
 def evict_data_set(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheEviction:
-    """Drop the files' pages on every node; the ranks of a node share its files. Collective."""
+    """Evict the data set on every node; the ranks of a node share its files. Collective."""
     assert isinstance(storage, SupportsLocalPaths)
     began_s = time.monotonic()
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
@@ -144,7 +111,7 @@ def evict_data_set(files: TrainingFiles, storage: Storage, *, comm: Comm) -> Cac
     first, step = neighbours.index(comm.rank), len(neighbours)
     counts = all_gather_results(
         comm,
-        lambda: _drop_own(files, storage, first=first, step=step),
+        lambda: _evict(storage.local_path(key) for key in files.keys(first=first, step=step)),
         awaiting="all nodes to drop the data set from memory",
     )
     before, resident, total = (sum(column) for column in zip(*counts, strict=True))
@@ -156,12 +123,19 @@ def evict_data_set(files: TrainingFiles, storage: Storage, *, comm: Comm) -> Cac
     )
 
 
-def _drop_own(
-    files: TrainingFiles, storage: SupportsLocalPaths, *, first: int, step: int
-) -> tuple[int, int, int]:
+def _evict_or_assume_cached(paths: Sequence[str], size_bytes: int) -> tuple[bool, int, int, int]:
+    try:
+        return (True, *_evict(paths))
+    except Unavailable as error:
+        logger.warning("Reads cannot be proven to be cold: %s", error)
+        return False, size_bytes, size_bytes, size_bytes
+
+
+def _evict(paths: Iterable[str]) -> tuple[int, int, int]:
+    """Bytes in memory before, after, and in total."""
     before = resident = total = 0
-    for key in files.keys(first=first, step=step):
-        drop = evict_file(storage.local_path(key))
+    for path in paths:
+        drop = evict_file(path)
         before += drop.before.resident_bytes
         resident += drop.after.resident_bytes
         total += drop.after.total_bytes

@@ -39,7 +39,7 @@ class EpochOrder:
     """The order of all items of one epoch: `num_items` in turn, or a permutation of them by (seed, epoch).
 
     Runs of `run_items` neighbours are permuted as a whole, their items stay in turn; a last run that is
-    shorter stays last. `Shuffle.SEED` and `RANDOM` are alike here: whoever draws a random seed gives it, and
+    shorter stays last. `Shuffle.SEED` and `RANDOM` are the same here: the caller draws a random seed, and
     records it.
     """
 
@@ -150,7 +150,7 @@ class Shard:
         return -self.num_items % self.num_ranks if self.division is Remainder.PAD else 0
 
     def left_out(self, epoch: int) -> tuple[range, ...]:
-        """The items that nobody reads in this epoch, ascending: at most two runs.
+        """The items that no rank reads in this epoch, ascending: at most two runs.
 
         With `rotate` they move on by their number each epoch. There are less than half of all, so what one
         epoch leaves out is in the next; and after about num_items / num_left_out epochs each was out once.

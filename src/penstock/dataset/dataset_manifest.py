@@ -85,11 +85,11 @@ def claim_folder(storage: Storage, recipe: DatasetRecipe) -> bool:
 
 
 def require_same(storage: Storage, recipe: DatasetRecipe) -> None:
-    """`UsageError` unless a data set of this recipe lies here, whole or not."""
+    """`UsageError` unless a data set of this recipe is here, complete or not."""
     held = read_manifest(storage)
     if held is None:
         raise UsageError(
-            "No generated data set lies here",
+            "There is no generated data set here",
             where=f"{storage.uri}/{KEY}",
             fix="Check --data, or make one with `penstock training generate`.",
         )
@@ -100,7 +100,7 @@ def _refuse_other(storage: Storage, recipe: DatasetRecipe, held: Mapping[str, An
     differing = _differences(recipe.document(), held["recipe"])
     if differing:
         raise UsageError(
-            f"Another data set lies here: it differs in {', '.join(differing)}",
+            f"There is another data set here: it differs in {', '.join(differing)}",
             where=f"{storage.uri}/{KEY}",
             fix="Give the same workload, settings and seed, or an empty place as --data for a new one.",
         )
@@ -129,7 +129,7 @@ def write_manifest(storage: Storage, recipe: DatasetRecipe, *, complete: bool) -
 
 
 def read_manifest(storage: Storage) -> dict[str, Any] | None:
-    """The manifest that lies there, or None. One that cannot be understood is an error, never ignored."""
+    """The manifest at `storage`, or None. One that cannot be parsed is an error, never ignored."""
     try:
         text = read_object(storage, KEY)
     except ObjectNotFound:

@@ -46,7 +46,7 @@ class ExternalFiles:
 def list_external_files(
     dataset: Dataset, storage: Storage, *, evaluates: bool, comm: Comm, progress: Progress
 ) -> ExternalFiles:
-    """List the files of `dataset`; `UsageError` where fewer lie there than it asks for. Collective."""
+    """List the files of `dataset`; `UsageError` where there are fewer than it asks for. Collective."""
     began_s = time.monotonic()
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     first_here = hosts.index(comm.host)
@@ -110,13 +110,13 @@ def _require_enough(num_found: int, num_asked: int, where: str, *, key: str) -> 
     ways = "Check --data, or make the data set with `penstock training generate`"
     if not num_found:
         raise ObjectNotFound(
-            f"No files of this format lie here; dataset.{key} asks for {num_asked:,}",
+            f"There are no files of this format here; dataset.{key} asks for {num_asked:,}",
             uri=where,
             fix=f"{ways}.",
         )
     if num_found < num_asked:
         raise UsageError(
-            f"{num_found:,} files lie here where dataset.{key} asks for {num_asked:,}",
+            f"{num_found:,} files were found where dataset.{key} asks for {num_asked:,}",
             where=where,
             fix=f"{ways}; or set dataset.{key}={num_found}.",
         )

@@ -148,7 +148,9 @@ class Listing:
         found = os.pread(descriptor, HEAD.size, 0)
         if len(found) < HEAD.size or found[: len(MAGIC)] != MAGIC:
             raise StorageError(
-                "This is no listing of a data set", uri=str(self.path), fix="Check the path that was given."
+                "This is not a listing of a data set",
+                uri=str(self.path),
+                fix="Check the path that was given.",
             )
         _, version, _, num_files, names_bytes = HEAD.unpack(found)
         if version != VERSION:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.storage import Storage
 
 MAX_REPORTED: Final = 100
-"""So many wrong files are told one by one; all are counted."""
+"""Wrong files that are reported one by one; all are counted."""
 
 
 @dataclass(frozen=True, slots=True)

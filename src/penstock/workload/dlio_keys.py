@@ -93,7 +93,7 @@ EXPLAINED: Final = {
     _path("dataset.parquet.use_s3dlio_gen"): "there is one generator, at memory speed",
     _path("dataset.parquet.read_mode"): "Parquet is always read by row group",
     _path("reader.dont_use_mmap"): "files are never mapped, only read",
-    _path("checkpoint.randomize_tensor"): "content is always unique, and nobody could deduplicate it",
+    _path("checkpoint.randomize_tensor"): "content is always unique and cannot be deduplicated",
     _path("checkpoint.ksm"): "content is unique, so the kernel has no equal pages to merge",
     _path("storage.storage_options.use_full_object_uri"): "keys are always relative to the storage's root",
     _path("storage.storage_options.coalesce_rgs"): _S3DLIO,

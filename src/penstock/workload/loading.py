@@ -114,7 +114,7 @@ def load(
 def load_sections(
     sections: Mapping[str, Any], *, name: str, source: str, overrides: Sequence[Override] = ()
 ) -> LoadedWorkload:
-    """The workload of these sections, which somebody read from `source`."""
+    """The workload of these sections, which were read from `source`."""
     origin = _Origin(name=name, accelerator="", source=source, layers=(sections,), is_ours=False)
     return _finish(origin, overrides)
 
@@ -303,5 +303,5 @@ def _sentence(problem: SettingProblem, stack: LayeredSettings, source: str) -> s
     asked = stack.source_of(problem.path)
     where = f" ({asked})" if asked not in ("", source) else ""
     if problem.kind == "unknown":
-        return f"{dotted(problem.path)} is no key{where}; {suggest_key(problem.path)}"
+        return f"{dotted(problem.path)} is not a key{where}; {suggest_key(problem.path)}"
     return f"{dotted(problem.path)} {problem.text}{where}"

@@ -106,7 +106,7 @@ def _override(text: str, *, source: str) -> Override:
     if not equals:
         raise UsageError(f"{source!r} sets nothing", fix="Write SECTION.KEY=VALUE.")
     if not _KEY.fullmatch(key.strip()):
-        raise UsageError(f"{key!r} is no key", where=source, fix="Write SECTION.KEY=VALUE.")
+        raise UsageError(f"{key!r} is not a key", where=source, fix="Write SECTION.KEY=VALUE.")
     path = tuple(key.strip().split("."))
     if path[-1] in SECRET_NAMES:
         return _secret(path, value, source=f"{source.removesuffix(value)}...")
@@ -236,7 +236,7 @@ class _Scanner:
         return "".join(said)
 
     def _next(self) -> str:
-        """The next character that is no space, or "" at the end."""
+        """The next character that is not a space, or "" at the end."""
         while self._at < len(self._text) and self._text[self._at].isspace():
             self._at += 1
         return self._text[self._at : self._at + 1]

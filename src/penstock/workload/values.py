@@ -23,7 +23,7 @@ _LAW_FIELDS: Final = {
     Distribution.EXPONENTIAL: {"scale": "scale_s"},
     Distribution.POISSON: {"lam": "expected_events"},
 }
-"""What each law is told in DLIO's words, and our fields."""
+"""The parameters of each distribution, in DLIO's words, and our fields."""
 
 
 def read_bytes(value: Any) -> Any:
@@ -63,7 +63,9 @@ def read_element_type(name: str) -> str:
     try:
         np.dtype(name)
     except TypeError as error:
-        raise UsageError(f"{name!r} is no element type", fix="Use numpy's names, such as float32.") from error
+        raise UsageError(
+            f"{name!r} is not an element type", fix="Use numpy's names, such as float32."
+        ) from error
     return name
 
 
@@ -105,7 +107,7 @@ def _law_of(value: Mapping[str, Any]) -> Distribution:
         return Distribution(named)
     except ValueError as error:
         raise UsageError(
-            f"{named!r} is no distribution",
+            f"{named!r} is not a distribution",
             fix=f"Choose one of {', '.join(law.value for law in Distribution)}.",
         ) from error
 
@@ -124,5 +126,5 @@ def _compare_keys(law: Distribution, *, known: set[str], given: set[str]) -> Non
 def _non_negative(key: str, value: Any) -> float:
     seconds = read_seconds(value)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
-        raise UsageError(f"{key} is {value!r}, which is no duration", fix="Write seconds, or 250ms.")
+        raise UsageError(f"{key} is {value!r}, which is not a duration", fix="Write seconds, or 250ms.")
     return float(seconds)

@@ -56,7 +56,7 @@ _OUTER_NAMES: Final = {
 
 
 class _Section(BaseModel):
-    """Strict: a number in quotes is no number, and `true` is no 1."""
+    """Strict: a quoted number is not a number, and `true` is not 1."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_by_alias=True, validate_by_name=False)
     spec: ClassVar[type] = object
@@ -109,7 +109,7 @@ def _outer_name(kind: type, name: str) -> str:
 
 
 def _outer_type(hint: Any) -> Any:
-    """How a value of the type `hint` is read; an unset one never gets here, so None is no value."""
+    """How a value of the type `hint` is read; an unset one never gets here, so None is not accepted."""
     if isinstance(hint, types.UnionType) or type(None) in get_args(hint):
         hint = next(option for option in get_args(hint) if option is not types.NoneType)
     if get_origin(hint) is Annotated:

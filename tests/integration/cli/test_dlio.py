@@ -274,7 +274,7 @@ def test_synthetic_samples_are_not_generated(here: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("skip", "said"), [("True", "train/img_0_of_2.npz"), ("False", "No files of this format lie here")]
+    ("skip", "said"), [("True", "train/img_0_of_2.npz"), ("False", "There are no files of this format here")]
 )
 def test_missing_data_ends_the_run_and_leaves_what_was_asked(
     here: Path, capsys: pytest.CaptureFixture[str], skip: str, said: str

@@ -152,7 +152,7 @@ def test_a_manifest_that_cannot_be_understood_is_an_error_that_names_it(
 
 
 def test_verification_needs_a_data_set(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No generated data set"):
+    with pytest.raises(UsageError, match="There is no generated data set"):
         require_same(_at(tmp_path), RECIPE)
 
 

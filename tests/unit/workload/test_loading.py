@@ -201,7 +201,7 @@ def test_columns_count_where_a_record_length_says_otherwise() -> None:
 def test_an_unknown_key_is_answered_with_the_nearest_one(setting: str, said: str) -> None:
     answer = complaint("unet3d_h100", setting)
     assert said in answer
-    assert "is no key" in answer
+    assert "is not a key" in answer
     assert f"--set {setting}" in answer
 
 
@@ -214,7 +214,7 @@ def test_all_that_is_wrong_is_said_at_once_with_file_and_path(tmp_path: Path) ->
     lines = complaint(path, "train.epochs=0").split("\n")
     assert lines[0] == f"{path}: 5 values are not understood:"
     said = "\n".join(lines[1:])
-    assert "dataset.num_fils_train is no key; did you mean dataset.num_files_train?" in said
+    assert "dataset.num_fils_train is not a key; did you mean dataset.num_files_train?" in said
     assert "dataset.format is 'npq': it should be 'tfrecord'" in said
     assert "reader.batch_size is 'many'" in said
     assert "reader.reader_classname is 'my.Reader': classes are not loaded by name" in said

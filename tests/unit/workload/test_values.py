@@ -70,7 +70,7 @@ def test_element_types_are_numpys_and_parquets(name: str, size: int) -> None:
 
 
 def test_an_unknown_element_type_is_refused() -> None:
-    with pytest.raises(UsageError, match="no element type"):
+    with pytest.raises(UsageError, match="not an element type"):
         read_element_type("float12")
 
 
@@ -103,17 +103,17 @@ def test_every_way_to_write_a_time_is_read(written: Any, read: Duration) -> None
 @pytest.mark.parametrize(
     ("written", "said"),
     [
-        ({"type": "zipf", "a": 1}, "'zipf' is no distribution"),
+        ({"type": "zipf", "a": 1}, "'zipf' is not a distribution"),
         ({"type": "gamma", "mean": 1}, "scale is missing, shape is missing, mean is not one of its values"),
         ({"type": "normal", "mean": 1}, "stdev is missing"),
         ({"type": "uniform", "min": 2, "max": 1}, "min 2 is above max 1"),
-        ({"mean": -1}, "mean is -1, which is no duration"),
+        ({"mean": -1}, "mean is -1, which is not a duration"),
         ({"mean": "soon"}, "'soon'"),
-        (-0.1, "it is -0.1, which is no duration"),
-        (True, "it is True, which is no duration"),
-        (None, "it is None, which is no duration"),
-        ([0.1], "which is no duration"),
-        (float("inf"), "no duration"),
+        (-0.1, "it is -0.1, which is not a duration"),
+        (True, "it is True, which is not a duration"),
+        (None, "it is None, which is not a duration"),
+        ([0.1], "which is not a duration"),
+        (float("inf"), "not a duration"),
     ],
 )
 def test_a_wrong_time_says_what_is_wrong_with_it(written: Any, said: str) -> None:

@@ -88,7 +88,7 @@ class CheckpointMarker:
 
 
 def read_marker(storage: Storage) -> CheckpointMarker | None:
-    """The marker of this place; None if no checkpoints of ours lie there."""
+    """The marker at `storage`; None if no checkpoints of this benchmark are there."""
     try:
         text = bytes(read_object(storage, KEY))
     except ObjectNotFound:
@@ -101,7 +101,7 @@ def read_marker(storage: Storage) -> CheckpointMarker | None:
         raise StorageError(
             f"This is not as Penstock writes it: {place}: {first['msg']}",
             uri=f"{storage.uri}/{KEY}",
-            fix="Name another place with --to, or remove what lies here.",
+            fix="Choose another folder with --to, or remove this one's contents.",
         ) from error
 
 
@@ -116,7 +116,7 @@ def require_same_shape(found: CheckpointMarker, wanted: CheckpointShape, *, uri:
     differences = [f"{name} {seen[name]}, not {asked[name]}" for name in asked if seen[name] != asked[name]]
     if differences:
         raise UsageError(
-            f"The checkpoints here were written otherwise: {'; '.join(differences)}",
+            f"The checkpoints here were written with other settings: {'; '.join(differences)}",
             where=uri,
             fix="Ask for the same model, ranks and scale, or write them anew with --writes.",
         )
@@ -137,7 +137,7 @@ class PreparedRounds:
 def prepare_folder(
     request: CheckpointRequest, storage: Storage, *, comm: Comm, tell: Callable[[str], None]
 ) -> PreparedRounds:
-    """Look at what lies there, remove what is to be replaced, and plan the rounds; the same on all ranks."""
+    """Read the marker, remove what is to be replaced, and plan the rounds; the same on all ranks."""
     found = all_gather_results(
         comm, lambda: read_marker(storage) if comm.rank == 0 else None, awaiting="what lies at the target"
     )[0]
@@ -159,7 +159,7 @@ def prepare_folder(
         return PreparedRounds(rounds=rounds, seed=seed, earlier=None)
     if found is None:
         raise UsageError(
-            "No checkpoints of this benchmark lie here",
+            "There are no checkpoints of this benchmark here",
             where=storage.uri,
             fix="Write some first: --writes 10, with --reads 0 if they are to be read later.",
         )
@@ -170,7 +170,7 @@ def prepare_folder(
 
 
 def update_marker(storage: Storage, marker: CheckpointMarker, *, comm: Comm) -> None:
-    """Have the marker say so, before any rank goes on."""
+    """Rewrite the marker before any rank continues."""
     all_gather_results(
         comm,
         lambda: write_marker(storage, marker) if comm.rank == 0 else None,
@@ -195,7 +195,7 @@ def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
     )
     if comm.rank == 0 and isinstance(storage, SupportsLocalPaths):
         for step in steps:
-            # What somebody else put there keeps the folder.
+            # A folder with files of other programs stays.
             with suppress(OSError):
                 Path(storage.local_path(f"{checkpoint_folder(EPOCH, step)}/any")).parent.rmdir()
 

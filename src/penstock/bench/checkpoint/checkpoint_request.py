@@ -34,9 +34,9 @@ class CheckpointRequest:
     """One run. `model.workload.checkpoint` says how many writes and reads, and how.
 
     `results` is the folder in which the run's own is made, unless `run_folder` names that itself. A `seed` of
-    None is drawn anew for writing, and taken from what lies there for reading. With `resumes`, checkpoints
+    None is drawn anew for writing, and taken from the marker for reading. With `resumes`, checkpoints
     that an interrupted run left whole are kept; with `removes`, all are deleted at the end. `facts_of` reads
-    what a rank's machine is; `inspection` is what gates found beforehand, None if nobody looked.
+    what a rank's machine is; `inspection` is the result of the preflight gates, None if none ran.
     """
 
     model: CheckpointModel

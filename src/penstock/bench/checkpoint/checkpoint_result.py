@@ -56,7 +56,7 @@ class RoundFigures:
             "began_at_s": self.began_at_s,
             "ended_at_s": self.ended_at_s,
             "from_memory": self.is_from_memory,
-            "cold": asdict(cold) | {"resident_share": cold.resident_share} if cold else None,
+            "cold": cold.document() if cold else None,
             "wrong": [asdict(place) for place in self.wrong],
             **self.phase.record(),
         }
@@ -125,40 +125,57 @@ def direction_figures(rounds: Sequence[RoundFigures]) -> DirectionFigures | None
     """Everything of one direction; None where there was no round of it."""
     if not rounds:
         return None
+    every = [each.phase for each in rounds]
     counted = [each.phase for each in rounds if not each.is_from_memory]
     warm = [each.phase for each in rounds if each.is_from_memory]
-    every = [each.phase for each in rounds]
-    rate = mean_of([phase.gib_per_s for phase in counted]) if counted else None
-    slow = counted or every
-    content = _overall(every, "content_busy_s")
-    store = _overall(counted, "storage_busy_s")
     return DirectionFigures(
         checkpoints=len(rounds),
-        num_bytes=sum(phase.moved_bytes for phase in every),
-        verified_bytes=sum(phase.verified_bytes for phase in every),
-        wrong_chunks=sum(phase.wrong_bytes for phase in every),
-        duration_s=math.fsum(phase.duration_s for phase in every),
-        gib_per_s=_overall(counted, "duration_s"),
-        mean_gib_per_s=rate.mean if rate else None,
-        stdev_gib_per_s=rate.stdev if rate else None,
-        min_gib_per_s=min((phase.min_gib_per_s for phase in counted), default=None),
-        max_duration_s=max(phase.duration_s for phase in slow),
-        content_gib_per_s=content,
-        store_gib_per_s=store,
-        content_to_store=content / store if content and store else None,
-        overhead_percent=math.fsum(phase.overhead_percent for phase in slow) / len(slow),
-        p50_ms=sorted(phase.p50_ms for phase in slow)[len(slow) // 2],
-        p99_ms=max(phase.p99_ms for phase in slow),
-        max_ms=max(phase.max_ms for phase in slow),
         bottleneck=_most_of_the_time(rounds),
         memory_checkpoints=len(warm),
         memory_gib_per_s=_overall(warm, "duration_s"),
         streams=tuple(merged_streams(every)),
-        **{name: math.fsum(getattr(phase, name) for phase in every) for name in _SUMMED},
+        **_sums(every),
+        **_rates(counted, every),
+        **_latencies(counted or every),
     )
 
 
+def _sums(every: Sequence[PhaseFigures]) -> dict[str, Any]:
+    return {
+        "num_bytes": sum(phase.moved_bytes for phase in every),
+        "verified_bytes": sum(phase.verified_bytes for phase in every),
+        "wrong_chunks": sum(phase.wrong_bytes for phase in every),
+        **{name: math.fsum(getattr(phase, name) for phase in every) for name in _SUMMED},
+    }
+
+
+def _rates(counted: Sequence[PhaseFigures], every: Sequence[PhaseFigures]) -> dict[str, Any]:
+    """Rates of storage over the rounds that count; that of content over all, as memory does not serve it."""
+    rate = mean_of([phase.gib_per_s for phase in counted]) if counted else None
+    content, store = _overall(every, "content_busy_s"), _overall(counted, "storage_busy_s")
+    return {
+        "gib_per_s": _overall(counted, "duration_s"),
+        "mean_gib_per_s": rate.mean if rate else None,
+        "stdev_gib_per_s": rate.stdev if rate else None,
+        "min_gib_per_s": min((phase.min_gib_per_s for phase in counted), default=None),
+        "content_gib_per_s": content,
+        "store_gib_per_s": store,
+        "content_to_store": content / store if content and store else None,
+    }
+
+
+def _latencies(phases: Sequence[PhaseFigures]) -> dict[str, Any]:
+    return {
+        "max_duration_s": max(phase.duration_s for phase in phases),
+        "overhead_percent": math.fsum(phase.overhead_percent for phase in phases) / len(phases),
+        "p50_ms": sorted(phase.p50_ms for phase in phases)[len(phases) // 2],
+        "p99_ms": max(phase.p99_ms for phase in phases),
+        "max_ms": max(phase.max_ms for phase in phases),
+    }
+
+
 _SUMMED: Final = (
+    "duration_s",
     "setup_s",
     "pipeline_s",
     "drain_s",

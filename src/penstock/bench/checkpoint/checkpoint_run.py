@@ -162,7 +162,7 @@ def _hint_at_resuming(tell: Tell) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        tell("Whole checkpoints stay; the same command with --resume goes on from there.")
+        tell("Complete checkpoints are kept; run the same command with --resume to continue.")
         raise
 
 

@@ -69,7 +69,7 @@ class ProgressBoard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressOutputs:
-    """Who is told on rank 0: a bar, the run's record (a sign of life), and people, a line a minute."""
+    """Where rank 0 reports progress: a bar, the run's record (a sign of life), and a line a minute."""
 
     progress: Progress
     sign_of_life: Callable[[], None]

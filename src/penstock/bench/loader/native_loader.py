@@ -190,7 +190,7 @@ class _Task:
     work: Callable[[RangeReader], ReadTotals]
 
     def run(self, reader: RangeReader) -> None:
-        """Work and note, whatever happens: a batch that nobody completes would be waited for for ever."""
+        """Work, and always report the end: a batch that is never completed would be awaited forever."""
         served = ReadTotals()
         with suppress(PenstockError):  # it comes out where the batch is awaited
             try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.dataset.formats.format_protocol import Extent, FileFormat, Sample
 
 SAMPLED: Final = 16
-"""Of so many blocks one is checked, where not all are."""
+"""One in this many blocks is checked by `ContentCheck.SAMPLE`."""
 
 
 class ContentCheck(StrEnum):

@@ -49,7 +49,7 @@ _OPTIMIZER: Final = "zero_pp_rank_{dp}_mp_rank_{mp}_optim_states.pt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRequest:
-    """A model on so many processes (None: as many as it is laid out for), with `scale` of its bytes."""
+    """A model on `num_processes` (None: the number it is laid out for), with `scale` of its bytes."""
 
     model: CheckpointModel
     num_processes: int | None = None
@@ -129,7 +129,7 @@ def _places(request: LayoutRequest) -> tuple[Mesh, int, int]:
 
 
 def _follows_ranks(request: LayoutRequest) -> bool:
-    """Whether more or fewer replicas leave the total as it is, or nobody said how many there should be."""
+    """Whether more or fewer replicas leave the total as it is, or the model names no number of them."""
     spec = request.model.workload.model
     return spec.transformer is not None or request.model.num_ranks is None
 

@@ -159,7 +159,7 @@ def _operation(step: ProbeStep, place: ProbeFolder) -> Callable[[StreamTask], St
 
 
 def _run_stream(operation: Callable[[StreamTask], StreamTimes], task: StreamTask) -> StreamTimes:
-    """Run one stream; if it fails, nobody waits for it and the others stop."""
+    """Run one stream; if it fails, the others stop and none waits for it."""
     with ExitStack() as undo:
         undo.callback(task.stop.set)
         undo.callback(task.gate.abort)

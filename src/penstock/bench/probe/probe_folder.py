@@ -81,9 +81,9 @@ class ProbeFolder:
         self._keys.clear()
 
     def _remove_everything(self) -> None:
-        """After a failure: also what ranks left that were killed. Every survivor tries, whoever is first.
+        """After a failure: also remove what killed ranks left. Every surviving rank tries.
 
-        A failure to remove is told, but never hides the failure that led here.
+        A failure to remove is logged, but never hides the failure that led here.
         """
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -97,7 +97,7 @@ class ProbeFolder:
 
     def _remove_folders(self) -> None:
         for folder in self._missing_folders:
-            with suppress(OSError):  # somebody else's files are in it, or another rank was faster
+            with suppress(OSError):  # it holds files of other programs, or another rank was faster
                 folder.rmdir()
 
     def check_free_space(self, size_bytes: int) -> None:

@@ -29,7 +29,7 @@ _SMALLEST_SIZE_BYTES: Final = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """All measurements of one probe; how each mode's storage was told to work, and what it counted meanwhile.
+    """All measurements of one probe; each mode's storage options, and what the storages counted.
 
     `size_bytes` is what was asked for; a measurement says what it moved, `notes` say why if that is less.
     """

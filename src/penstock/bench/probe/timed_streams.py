@@ -100,7 +100,7 @@ def _watch(task: StreamTask) -> _Watch:
 
 
 def write(task: StreamTask) -> StreamTimes:
-    """One object, front to back, durable at the end; a block is taken again once the storage let go of it."""
+    """One object, front to back, durable at the end; a block is reused once the storage has released it."""
     step, blocks = task.step, task.blocks
     free: SimpleQueue[int] = SimpleQueue()
     for index in range(len(blocks)):

@@ -89,7 +89,7 @@ def measure_harness_limit(
 
 
 class ZeroCostStorage(WrappedStorage):
-    """Objects of the sizes told, whose bytes are there at once; buffers stay as they are."""
+    """Objects of the given sizes, read in no time; buffers are left unchanged."""
 
     def __init__(self, inside: Storage, sizes: Mapping[str, int]) -> None:
         super().__init__(inside, cost="none")
@@ -98,7 +98,7 @@ class ZeroCostStorage(WrappedStorage):
     def open(self, key: str) -> Source:
         """An object that is read in no time."""
         if key not in self._sizes:
-            raise ObjectNotFound("No size was told for this object", uri=f"{self.uri}/{key}")
+            raise ObjectNotFound("The size of this object is not known", uri=f"{self.uri}/{key}")
         return _ZeroCostSource(self._sizes[key])
 
 

@@ -43,7 +43,7 @@ class CheckpointsRequest:
 
 
 def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bool:
-    """Whether a checkpoint follows a step: each so many steps of an epoch, or at the end of chosen epochs."""
+    """Whether a checkpoint follows a step: every n steps of an epoch, or at the end of chosen epochs."""
     if when.steps_between_checkpoints:
         return step % when.steps_between_checkpoints == 0
     late = epoch - when.checkpoint_after_epoch

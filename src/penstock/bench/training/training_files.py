@@ -39,7 +39,7 @@ OpenFormat = Callable[["Dataset", int], "FileFormat"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingFiles:
-    """The files that a run reads: the first `num_train` and `num_eval` of those that lie there."""
+    """The files that a run reads: the first `num_train` and `num_eval` of the existing ones."""
 
     dataset: Dataset
     data_files: DataFiles
@@ -62,7 +62,7 @@ class TrainingFiles:
         num_used = self.num_train + self.num_eval
         if self.num_found is None or self.num_found <= num_used:
             return ()
-        return (f"{self.num_found:,} files lie there, and the first {num_used:,} of them are read",)
+        return (f"{self.num_found:,} files were found, and the first {num_used:,} of them are read",)
 
     def listed(self, found: ExternalFiles) -> TrainingFiles:
         """The same by the names that were found."""
@@ -132,7 +132,7 @@ def open_files(
     evaluates: bool,
     reader: OpenFormat = open_format,
 ) -> TrainingFiles:
-    """The files at `storage` for a run of `dataset`; `UsageError` where fewer or other ones lie there.
+    """The files at `storage` for a run of `dataset`; `UsageError` where there are fewer or others.
 
     Reads the manifest that generation left, if there is one. `seed` draws sizes where there is none.
     """
@@ -153,7 +153,7 @@ def open_files(
 
 
 def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> DatasetRecipe:
-    """The recipe with the numbers of files that lie there, which their names contain."""
+    """The recipe with the real numbers of files, which their names contain."""
     recipe = held["recipe"]
     there = recipe["dataset"]
     asked = {"num_files_train": dataset.num_files_train, "num_files_eval": dataset.num_files_eval}

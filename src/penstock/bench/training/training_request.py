@@ -31,7 +31,7 @@ class TrainingRequest:
     loaders whose processes open the storage themselves. `checkpoints` are what is saved on the way, and
     where. `decodes` makes samples of what is read; `check` holds them against their generator, which takes
     decoding. `reader` knows files of a format of its own. `facts_of` reads what a rank's machine is;
-    `inspection` is what gates found beforehand, None if nobody looked.
+    `inspection` is the result of the preflight gates, None if none ran.
     """
 
     workload: Workload

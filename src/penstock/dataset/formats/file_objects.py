@@ -6,6 +6,7 @@ Reading a byte that was never fetched is an error, not a zero: what decodes was 
 from __future__ import annotations
 
 import io
+from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -65,8 +66,9 @@ class _SeekableFile(io.RawIOBase):
         self._position += wanted
         return wanted
 
+    @abstractmethod
     def _fetch(self, offset: int, target: memoryview) -> None:
-        raise NotImplementedError
+        """Fill `target` with the bytes at `offset`, all of which are inside the file."""
 
 
 class RecordingFile(_SeekableFile):

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES: Final = 8 << 20
 _LARGEST_CHUNK: Final = 1 << 30
-"""HDF5 ends below 4 GiB; whoever reads a chunk holds it in memory."""
+"""HDF5 allows less than 4 GiB, and a reader holds a whole chunk in memory."""
 _UNREADABLE: Final = (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError)
 """What h5py raises for damaged files."""
 

@@ -106,7 +106,7 @@ def _stamp_rows(stream: memoryview, grid: PngGrid) -> None:
 
 
 def _close_chunk(image: memoryview, start: int, kind: bytes, body: bytes | int) -> int:
-    """Write length, kind and sum around a body, given or of so many bytes in place; where the chunk ends."""
+    """Write length, kind and checksum around a body, given or already in place; where the chunk ends."""
     length = body if isinstance(body, int) else len(body)
     image[start : start + 8] = struct.pack(">I4s", length, kind)
     if not isinstance(body, int):

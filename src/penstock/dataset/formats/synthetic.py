@@ -61,7 +61,7 @@ class SyntheticFormat(ComputedLayout):
         return iter(())
 
     def decode(self, plan: FilePlan, _found: FileSurvey, _pieces: Sequence[Extent], samples: range) -> Sample:
-        """Zeros, which take no memory before somebody writes to them."""
+        """Zeros, which take no memory until they are written to."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)
 
     def expected(self, plan: FilePlan, _content: ContentSource, samples: range) -> Sample:

@@ -153,7 +153,7 @@ def test_a_data_set_of_others_is_listed_and_more_files_than_asked_for_are_said(t
     ground.dataset = replace(FILES, num_files_train=9)
     result = ground.run()
     assert result.stages.files_found == 12
-    assert result.stages.remarks == ("12 files lie there, and the first 9 of them are read",)
+    assert result.stages.remarks == ("12 files were found, and the first 9 of them are read",)
     assert read_record(Path(result.results_dir)).remarks[-1] == result.stages.remarks[0]
     assert sum(rate.samples for rate in result.train.epochs) == 18
     assert result.stages.validation.num_files == 0
