@@ -16,11 +16,11 @@ from penstock.trace.yaml_documents import YamlDocument, load_document, parse_doc
 
 Count = Annotated[int, Field(ge=0)]
 Ranks = Literal["all", "others"] | tuple[Count, ...]
-"""Which ranks: named ones, all, or those of the run that no earlier entry of the same list named."""
+"""Which ranks: listed ones, all, or those of the run that no earlier entry of the same list has."""
 
 
 class Call(YamlDocument):
-    """Calls of one operation: one for each of `sizes`, or as many as `total_bytes` has chunks, or `count`."""
+    """Calls of one operation: one for each of `sizes`, or for each chunk of `total_bytes`, or `count`."""
 
     op: str
     cat: str = "POSIX"
@@ -33,7 +33,7 @@ class Call(YamlDocument):
     is_stamped: bool = False
 
     def num_bytes_each(self) -> list[int | None]:
-        """The size of each call, None for calls that move nothing."""
+        """The size of each call, None for calls that move no bytes."""
         if self.sizes:
             return [*self.sizes]
         if self.chunk_bytes:
@@ -43,22 +43,22 @@ class Call(YamlDocument):
 
 
 class Pattern(YamlDocument):
-    """What is done with one file. In its path stand {copy}, {step}, {epoch}, {rank}, {host} and places."""
+    """The calls on one file. Its path may contain {copy}, {step}, {epoch}, {rank}, {host} and places."""
 
     path: str = ""
     copies: Annotated[int, Field(gt=0)] = 1
     calls: tuple[Call, ...]
 
 
-class Lane(YamlDocument):
-    """Where calls happen: so long after a checkpoint began; on the main thread or on fresh threads."""
+class ThreadLane(YamlDocument):
+    """When and where calls happen: after a checkpoint begins, on the main thread or on new threads."""
 
     after_us: Count = 0
     threads: Count = 0
 
 
 class PatternUse(YamlDocument):
-    """A pattern done by ranks, in every checkpoint or once; `fixed_us`: times by file name and operation."""
+    """A pattern that ranks do in each checkpoint or once; `fixed_us`: times by file name and operation."""
 
     pattern: str
     ranks: Ranks = "all"
@@ -71,8 +71,8 @@ class PatternUse(YamlDocument):
 class TimeBudget(YamlDocument):
     """How long calls take over the whole run, to the microsecond: by rank, and for each of the `others`.
 
-    A call belongs to the first budget that speaks of its pattern and operation; there is no budget a call
-    must have: without one it takes a microsecond.
+    A call belongs to the first budget that names its pattern and operation; without one it takes a
+    microsecond.
     """
 
     patterns: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class TimeBudget(YamlDocument):
 
 
 class CheckpointTimes(YamlDocument):
-    """When checkpoints begin."""
+    """The steps and start times of checkpoints."""
 
     steps: tuple[Count, ...] = (0,)
     epoch: Count = 1
@@ -109,7 +109,7 @@ class FileDamage(YamlDocument):
 
 
 class Run(YamlDocument):
-    """One job: its ranks on its hosts (dealt in blocks), and what they do."""
+    """One job: its ranks, in blocks on its hosts, and what they do."""
 
     ranks: Annotated[int, Field(gt=0)] = 1
     world: int | None = None
@@ -122,7 +122,7 @@ class Run(YamlDocument):
     damage: tuple[FileDamage, ...] = ()
 
     def host_of(self, rank: int) -> str:
-        """Blocks of ranks by host, as `srun` deals them."""
+        """The host of a rank: blocks of ranks by host, as `srun` distributes them."""
         each = -(-(self.world or self.ranks) // len(self.hosts))
         return self.hosts[min(rank // each, len(self.hosts) - 1)]
 
@@ -132,7 +132,7 @@ class SynthesisSpec(YamlDocument):
 
     generation: Literal[1, 2, 3] = 3
     patterns: dict[str, Pattern]
-    lanes: dict[str, Lane] = Field(default_factory=dict)
+    lanes: dict[str, ThreadLane] = Field(default_factory=dict)
     runs: dict[str, Run]
     compare: dict[str, Any] = Field(default_factory=dict)
 
@@ -144,31 +144,31 @@ class SynthesisSpec(YamlDocument):
             for doing in run.does:
                 if doing.pattern not in self.patterns:
                     known = ", ".join(self.patterns)
-                    raise ValueError(f"run {name} does {doing.pattern!r}; there are the patterns {known}")
+                    raise ValueError(
+                        f"run {name} has the unknown pattern {doing.pattern!r}; choose from: {known}"
+                    )
         lanes = {"main", *self.lanes}
         for pattern_name, pattern in self.patterns.items():
             for call in pattern.calls:
                 if call.lane not in lanes:
-                    raise ValueError(
-                        f"pattern {pattern_name} uses no lane of this description: {call.lane!r}"
-                    )
+                    raise ValueError(f"pattern {pattern_name} has the unknown lane {call.lane!r}")
         return self
 
 
 def shipped_names() -> list[str]:
-    """Descriptions that come with the package."""
+    """Names of the descriptions that come with the package."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _shipped().iterdir())
 
 
 def read_description(name_or_path: str) -> SynthesisSpec:
-    """A shipped description by its name, or the one in a file."""
+    """Read a shipped description by its name, or one from a file."""
     if name_or_path in shipped_names():
         text = _shipped().joinpath(f"{name_or_path}.yaml").read_text(encoding="utf-8")
         return parse_document(SynthesisSpec, text, source=name_or_path)
     path = Path(name_or_path)
     if not path.exists():
         raise UsageError(
-            f"There is no description {name_or_path!r}",
+            f"Neither a file nor a shipped description: {name_or_path!r}",
             fix=f"Name a YAML file, or one of the shipped: {', '.join(shipped_names())}.",
         )
     return load_document(SynthesisSpec, path)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from penstock.errors import UsageError
 from penstock.trace.synthesize.description import (
     Call,
-    Lane,
     Pattern,
     PatternUse,
     Run,
     SynthesisSpec,
+    ThreadLane,
     TimeBudget,
 )
 
@@ -168,14 +168,14 @@ def _spend_budgets(drafts: Sequence[_Draft], budgets: Sequence[TimeBudget], rank
             draft.dur_us = dur_us
 
 
-def _lay_out(drafts: Sequence[_Draft], lanes: Mapping[str, Lane], run: Run) -> Iterator[PlannedCall]:
+def _lay_out(drafts: Sequence[_Draft], lanes: Mapping[str, ThreadLane], run: Run) -> Iterator[PlannedCall]:
     """Calls of a thread follow one another; the threads of a lane are dealt calls in turn."""
     cursors: dict[tuple[int | None, str, int], int] = {}
     dealt: dict[tuple[int | None, str], int] = defaultdict(int)
     names = list(lanes)
     most = max((lane.threads for lane in lanes.values()), default=0)
     for draft in drafts:
-        lane = lanes.get(draft.call.lane, Lane())
+        lane = lanes.get(draft.call.lane, ThreadLane())
         spot, thread = 0, 0
         if lane.threads:
             spot = dealt[draft.checkpoint, draft.call.lane] % lane.threads

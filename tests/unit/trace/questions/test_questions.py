@@ -147,7 +147,9 @@ def test_a_timeline_shares_long_events_out_to_their_buckets(events: EventsView) 
 
 
 def test_a_timeline_of_too_many_buckets_is_refused(events: EventsView) -> None:
-    events.connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 10**9}]))
+    events.connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 100_000}]))
+    assert len(timeline(events, bucket_us=1).rows) == 2
+    events.connection.register("events", events_table([{"ts_us": 0}, {"ts_us": 100_001}]))
     with pytest.raises(UsageError, match="larger"):
         timeline(events, bucket_us=1)
 

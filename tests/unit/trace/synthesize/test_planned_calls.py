@@ -91,7 +91,7 @@ def test_others_are_the_ranks_that_no_earlier_entry_named() -> None:
     ("old", "new", "said"),
     [
         ("ranks: 2", "rank: 2", "unknown key runs.a.rank: did you mean ranks?"),
-        ("{pattern: drain}", "{pattern: drian}", "there are the patterns file, drain"),
+        ("{pattern: drain}", "{pattern: drian}", "choose from: file, drain"),
         ("lane: flush}", "lane: fluhs}", "'fluhs'"),
         ("places: {root: /d}", "places: {}", "{root}"),
         ("us: {0: 1000}", "us: {0: 10}", "exceed their budget by 32 us"),
