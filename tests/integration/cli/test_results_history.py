@@ -59,7 +59,7 @@ def test_a_removal_is_listed_restored_and_at_last_deleted(
     listed = told(capsys, "ls", str(tmp_path))
     assert (listed["removed"], [run["name"] for run in listed["deleted"]]) == ([], [second])
     assert main(["results", "ls", str(tmp_path)]) == 0
-    assert "1 more were deleted for good: --all lists them" in capsys.readouterr().out
+    assert "1 more were deleted permanently: --all lists them" in capsys.readouterr().out
     assert main(["results", "ls", str(tmp_path), "--all"]) == 0
     assert second in capsys.readouterr().out
 

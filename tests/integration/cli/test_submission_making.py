@@ -50,7 +50,7 @@ def test_a_tree_is_claimed_once(tree: str, penstock: Penstock) -> None:
     assert json.loads(again.stdout) == {"root": tree, "organisation": "acme", "is_new": False}
     other = penstock("submission", "init", "umbrella", tree)
     assert other.returncode == 2
-    assert "This tree is acme's" in other.stderr
+    assert "already belongs to" in other.stderr
 
 
 def test_an_open_run_becomes_a_leaf_and_the_status_shows_it(
