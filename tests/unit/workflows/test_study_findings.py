@@ -16,8 +16,7 @@ from penstock.workflows.levels_study.study_findings import (
 from penstock.workflows.levels_study.study_plan import SAVE_EVENT, STEP_EVENT
 
 if TYPE_CHECKING:
-    from penstock.submission.rules.rule import Rule
-    from penstock.trace.compare.trace_study import TraceFinding
+    from penstock.trace.compare.trace_study import FindingRule, TraceFinding
 
 RUNS = ("direct_slow", "cached_flushed", "cached", "single", "single_flushed")
 
@@ -32,7 +31,7 @@ def write(run: str, ts_us: int, dur_us: int, size_bytes: int) -> dict[str, Any]:
     return {"run": run, **call, "rank": 0, "ts_us": ts_us, "dur_us": dur_us, "size_bytes": size_bytes}
 
 
-def found_by(rule: Rule, rows: list[dict[str, Any]], **asked: Any) -> list[TraceFinding]:
+def found_by(rule: FindingRule, rows: list[dict[str, Any]], **asked: Any) -> list[TraceFinding]:
     runs = [run for run in RUNS if run in {row["run"] for row in rows}]
     with small_study(rows, runs=runs, **asked) as study:
         return rule(study)

@@ -291,15 +291,15 @@ def _compare_on_rank0(
 def compare_rows(request: StudyRequest, progress: Progress) -> tuple[ComparisonResult, Sequence[Path]]:
     """Compare the traces of all rows, and write the report; returns its files too."""
     # These load DuckDB, which only rank 0 needs.
-    from penstock.trace.compare.comparison import compare  # noqa: PLC0415
+    from penstock.trace.compare.comparison import compare_runs  # noqa: PLC0415
     from penstock.trace.compare.report import write_report  # noqa: PLC0415
     from penstock.trace.compare.trace_study import ComparisonSpec, open_study  # noqa: PLC0415
-    from penstock.trace.yaml_documents import read_document  # noqa: PLC0415
+    from penstock.trace.yaml_documents import load_document  # noqa: PLC0415
     from penstock.workflows.levels_study.study_findings import RULES  # noqa: PLC0415
 
     path = write_runs(request.out, describe_comparison(request))
-    with open_study(read_document(ComparisonSpec, path), request.out, progress=progress) as opened:
-        compared = compare(opened, progress=progress)
+    with open_study(load_document(ComparisonSpec, path), request.out, progress=progress) as opened:
+        compared = compare_runs(opened, progress=progress)
         own = [finding for rule in RULES for finding in rule(opened)]
     compared = replace(compared, findings=[*own, *compared.findings])
     return compared, write_report(compared, request.out)

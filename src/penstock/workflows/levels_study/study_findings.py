@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Final
 from penstock.trace.compare.trace_study import TraceFinding, Weight
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import union_sql
-from penstock.trace.questions.answer import Answer, Column, Unit, Value
+from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_WRITE
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.workflows.levels_study.study_plan import SAVE_EVENT, STEP_EVENT
 
 if TYPE_CHECKING:
-    from penstock.submission.rules.rule import Rule
-    from penstock.trace.compare.trace_study import Study
+    from penstock.trace.compare.trace_study import FindingRule, Study
 
 _CACHED: Final = ("cached_flushed", "cached", "single", "single_flushed", "interval_flushed")
 _FLUSHED_AND_NOT: Final = (("cached_flushed", "cached"), ("single_flushed", "single"))
@@ -43,10 +42,7 @@ def cache_pays_off(study: Study) -> list[TraceFinding]:
         f"{'paid off' if waited[name][1] < waited[base][1] else 'did not pay off'}."
         for name in rows
     ]
-    columns = [
-        Column("run"), Column("num_saves", Unit.COUNT), Column("waited_us", Unit.MICROSECONDS),
-        Column(f"of_{base}", Unit.SHARE),
-    ]  # fmt: skip
+    columns = make_columns("run", "num_saves", "waited_us", Column(f"of_{base}", Unit.SHARE))
     losing = [name for name in rows if waited[name][1] >= waited[base][1]]
     title = (
         f"{', '.join(losing)}: caching cost more than it saved"
@@ -57,21 +53,18 @@ def cache_pays_off(study: Study) -> list[TraceFinding]:
         name="s1", title="What training waited for saves, on the slowest rank", columns=columns, rows=table
     )
     weight = Weight.COST if losing else Weight.NOTE
-    return [
-        TraceFinding(code="S1", weight=weight, title=title, runs=[base, *rows], says=says, evidence=evidence)
-    ]
+    runs = [base, *rows]
+    return [TraceFinding(code="S1", weight=weight, title=title, runs=runs, says=says, evidence=evidence)]
 
 
 def flush_costs_training(study: Study) -> list[TraceFinding]:
     """S2: how much longer steps and saves took beside a flush."""
     steps, waited = _steps(study), _waited(study)
     pairs = [(a, b) for a, b in _FLUSHED_AND_NOT if a in steps and b in steps]
-    columns = [
-        Column("run"), Column("without_flush"), Column("num_steps", Unit.COUNT),
-        Column("mean_step_us", Unit.MICROSECONDS), Column("without_us", Unit.MICROSECONDS),
-        Column("longest_step_us", Unit.MICROSECONDS), Column("stall_us", Unit.MICROSECONDS),
-        Column("longer_saves_us", Unit.MICROSECONDS),
-    ]  # fmt: skip
+    columns = make_columns(
+        "run", "without_flush", "num_steps", "mean_step_us", "without_us", "longest_step_us", "stall_us",
+        "longer_saves_us",
+    )  # fmt: skip
     findings = []
     for run, without in pairs:
         (num_steps, mean, longest), (_, quiet, _) = steps[run], steps[without]
@@ -105,10 +98,7 @@ def redundancy_costs(study: Study) -> list[TraceFinding]:
     if not {"cached", "single"} <= waited.keys():
         return []
     protected, single = waited["cached"][1], waited["single"][1]
-    columns = [
-        Column("run"), Column("num_saves", Unit.COUNT), Column("waited_us", Unit.MICROSECONDS),
-        Column("of_single", Unit.SHARE),
-    ]  # fmt: skip
+    columns = make_columns("run", "num_saves", "waited_us", Column("of_single", Unit.SHARE))
     rows = [(name, *waited[name], waited[name][1] / single) for name in ("single", "cached")]
     said = (
         f"Protected saves waited {format_seconds(protected / 1e6)}, single copies "
@@ -128,7 +118,7 @@ def redundancy_costs(study: Study) -> list[TraceFinding]:
 
 def flush_rates(study: Study) -> list[TraceFinding]:
     """S4: how fast what was cached became durable, beside what the slow level takes."""
-    limit = study.asked.device_rates_bytes_per_s().get("slow")
+    limit = study.spec.device_rates_bytes_per_s().get("slow")
     flushed = [name for name in study.runs if name.endswith("_flushed")]
     source = union_sql(
         "{events}",
@@ -140,10 +130,7 @@ def flush_rates(study: Study) -> list[TraceFinding]:
         row[0]: row[1:]
         for row in study.events.ask(f"WITH busy AS ({source}) SELECT run, written, union_us FROM busy")
     }
-    columns = [
-        Column("run"), Column("written_bytes", Unit.BYTES), Column("union_us", Unit.MICROSECONDS),
-        Column("busy_rate", Unit.RATE),
-    ]  # fmt: skip
+    columns = make_columns("run", "written_bytes", "union_us", "busy_rate")
     findings = []
     for run in [name for name in flushed if name in found]:
         written, busy_us = found[run]
@@ -169,7 +156,7 @@ def flush_rates(study: Study) -> list[TraceFinding]:
     return findings
 
 
-RULES: Final[Sequence[Rule]] = (cache_pays_off, flush_costs_training, redundancy_costs, flush_rates)
+RULES: Final[Sequence[FindingRule]] = (cache_pays_off, flush_costs_training, redundancy_costs, flush_rates)
 
 
 def _waited(study: Study) -> dict[str, tuple[int, int]]:

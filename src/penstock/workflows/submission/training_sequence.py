@@ -143,8 +143,8 @@ def _plan_next(
     if comm.rank == 0:
         sequence = plan_run_sequence(read_series_state(writer.series), requested, now=writer.clock())
         for surplus in sequence.surplus:
-            target = set_aside(writer.series.claim, surplus.leaf.folder)
-            observer.note(f"{surplus.leaf.folder.name} was set aside: {surplus.why}. It is in {target}")
+            target = set_aside(writer.series.claim, surplus.run_dir.folder)
+            observer.note(f"{surplus.run_dir.folder.name} was set aside: {surplus.why}. It is in {target}")
         if sequence.surplus:
             _write_manifest(writer)
     planned = comm.broadcast(sequence, awaiting="rank 0 to plan what is left to do")
