@@ -18,6 +18,8 @@ from penstock.submission.finding import Finding, Verdict
 from penstock.submission.rules import RULES
 
 if TYPE_CHECKING:
+    from tests.support.submission.rule_trees import RuleTree
+
     from penstock.submission.rules.rule import Rule
 
 WORST_FIRST = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)
@@ -44,6 +46,7 @@ class TreeStore:
         self._folder = folder
         self._files: dict[tuple[str, bytes], str] = {}
         self._numbers = itertools.count()
+        self._judged: dict[tuple[str, RuleTree[Any]], list[Finding]] = {}
 
     def write(self, tree: Tree) -> Path:
         """The root of the tree."""
@@ -73,6 +76,13 @@ class TreeStore:
     def findings(self, tree: Tree, rule: Rule) -> list[Finding]:
         """What one rule finds in the tree."""
         return [finding for result in self.check(tree, rules=[rule]) for finding in result.findings]
+
+    def judge(self, case: RuleTree[Any], rule: Rule) -> list[Finding]:
+        """What one rule finds in one of its own trees, judged once."""
+        key = (rule.id, case)
+        if key not in self._judged:
+            self._judged[key] = self.findings(case.tree(case.editions[-1]), rule)
+        return self._judged[key]
 
     def verdict(self, tree: Tree, rule: Rule) -> Verdict:
         """The worst verdict of one rule."""

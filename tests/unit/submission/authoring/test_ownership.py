@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import DataDamaged, UsageError
-from penstock.submission.authoring.ownership import OwnedTree, claim_tree, require_owned_tree
+from penstock.submission.authoring.ownership import (
+    OwnedTree,
+    claim_tree,
+    require_owned_tree,
+    require_plain_name,
+)
 from penstock.submission.tree_layout import SENTINEL
 from penstock.workload.strict_yaml import parse_yaml
 
@@ -95,3 +100,11 @@ def test_a_tree_of_another_layout_is_refused(tmp_path: Path) -> None:
     (tmp_path / SENTINEL).write_text(text)
     with pytest.raises(DataDamaged, match="layout 9, not 2"):
         require_owned_tree(tmp_path)
+
+
+def test_a_plain_name_comes_back() -> None:
+    assert require_plain_name("fast-1.0_b", what="system's name") == "fast-1.0_b"
+    with pytest.raises(UsageError, match=r"'a b' cannot be an organisation's name"):
+        require_plain_name("a b", what="organisation's name")
+    with pytest.raises(UsageError, match=r"'\.\.' cannot be a system's name"):
+        require_plain_name("..", what="system's name")

@@ -81,7 +81,7 @@ def test_every_tree_is_of_a_rule() -> None:
 def test_a_rule_gives_its_verdict_with_a_fix_where_it_is_broken(
     rule: Rule, tree: RuleTree[Any], store: TreeStore
 ) -> None:
-    findings = store.findings(tree.tree(tree.editions[-1]), rule)
+    findings = store.judge(tree, rule)
     assert worst(findings) is tree.verdict
     assert all(finding.proof for finding in findings)
     assert all(

@@ -1,0 +1,64 @@
+"""Every finding of every rule tree, word for word: verdict, value, limit, proof and fix.
+
+With PENSTOCK_WRITE_GOLDEN=1 in the environment the files are written anew; read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.support.submission.numbered_rule_trees import NUMBERED_TREES
+from tests.support.submission.numbered_tree import valid_submission
+from tests.support.submission.timed_rule_trees import TIMED_TREES
+from tests.support.submission.timed_tree import valid_checkpointing, valid_training
+
+from penstock.submission.finding import Verdict
+from penstock.submission.rules import RULES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from tests.support.submission.rule_trees import RuleTree
+    from tests.support.submission.tree_store import TreeStore
+
+    from penstock.submission.finding import Finding
+    from penstock.submission.rules.rule import Rule
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "submission"
+
+
+def findings_of(rule: Rule, family: str, store: TreeStore) -> Iterator[tuple[str, list[Finding]]]:
+    if family == "numbered" and "v1.0" in rule.editions:
+        yield "valid", store.findings(valid_submission(), rule)
+    elif family == "timed" and "v3.0" in rule.editions:
+        yield "valid training", store.findings(valid_training(num_runs=2), rule)
+        yield "valid checkpointing", store.findings(valid_checkpointing(), rule)
+    cases: Mapping[str, tuple[RuleTree[Any], ...]] = NUMBERED_TREES if family == "numbered" else TIMED_TREES
+    for case in cases.get(rule.id, ()):
+        yield case.name, store.judge(case, rule)
+
+
+def lines(store: TreeStore, family: str) -> Iterator[str]:
+    for rule in RULES:
+        for name, findings in findings_of(rule, family, store):
+            shown = [finding for finding in findings if finding.verdict is not Verdict.PASS] or findings
+            if shown:
+                yield f"{rule.id}: {name}"
+            yield from dict.fromkeys(
+                f"    {finding.verdict.value} [{finding.value}] [{finding.limit}] {finding.proof} | "
+                f"{finding.fix}".rstrip(" |")
+                for finding in shown
+            )
+
+
+@pytest.mark.parametrize("family", ["numbered", "timed"])
+def test_findings_are_worded_as_written_down(family: str, store: TreeStore) -> None:
+    path = GOLDEN / f"findings_{family}.txt"
+    text = "\n".join(lines(store, family)) + "\n"
+    if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text.splitlines() == path.read_text(encoding="utf-8").splitlines()
