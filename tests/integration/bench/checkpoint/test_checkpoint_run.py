@@ -205,7 +205,7 @@ def test_where_the_kernel_does_not_tell_a_read_is_not_called_cold(
     def silent(_: str) -> None:
         raise Unavailable("This kernel does not tell which pages are resident")
 
-    monkeypatch.setattr(cache_eviction, "drop_file", silent)
+    monkeypatch.setattr(cache_eviction, "evict_file", silent)
     result = ground.run(writes=1, reads=1)
     assert result.is_right
     assert result.is_from_memory

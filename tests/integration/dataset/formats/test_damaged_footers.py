@@ -15,12 +15,12 @@ from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import read_object, write_object
-from penstock.workload.choices import Format
+from penstock.workload.choices import DataFormat
 from penstock.workload.spec import ParquetColumn, Dataset, Parquet
 
 columns = (ParquetColumn(name="a", dtype="int8", size=7), ParquetColumn(name="b", dtype="int32"))
 dataset = Dataset(
-    format=Format.PARQUET,
+    format=DataFormat.PARQUET,
     num_samples_per_file=6,
     record_length_bytes=Fraction(11),
     parquet=Parquet(columns=columns, row_group_size=3),
