@@ -29,7 +29,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 import penstock.trace
 from harness import Ratio, ratio_of
 from penstock.checkpoint import Flush, Manager, Single, Xor
-from penstock.checkpoint.commit.catalog import Steps
+from penstock.checkpoint.commit.catalog import StepCatalog
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
 from penstock.storage.registry import open_here
 
@@ -234,7 +234,7 @@ def least(tries: list[tuple[float, float]]) -> tuple[float, float]:
 
 def await_durable(folder: Path, wanted: Iterable[int]) -> None:
     """Wait until all ranks see these steps on the durable level."""
-    steps, missing = Steps(open_here(folder / "durable")), set(wanted)
+    steps, missing = StepCatalog(open_here(folder / "durable")), set(wanted)
     end_s = time.monotonic() + 120
     while missing := missing - set(steps.committed()):
         assert time.monotonic() < end_s, f"steps {missing} were never flushed"

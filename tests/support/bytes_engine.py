@@ -22,7 +22,7 @@ from penstock.progress import Progress, Silent
 from penstock.storage.object_io import read_object, write_object
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.commit.catalog import Stored
+    from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.engine import LoadChoice, SaveChoice, State, Urgency
     from penstock.checkpoint.state.process_group import Members
     from penstock.storage import Storage
@@ -56,7 +56,7 @@ class BytesEngine:
     def load(
         self,
         state: State,
-        stored: Stored,
+        stored: CheckpointRef,
         members: Members,
         _choice: LoadChoice,
         _progress: Progress | None,

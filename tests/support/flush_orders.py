@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.levels.flush.daemon import Daemon
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, Order, OrderedFile
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, OrderedFile
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def order(root: Path, step: int, *caches: str, node: int = 0, **fields: Any) -> 
         "given_s": time.time(),
         **fields,
     }
-    folder.orders.put(Order.model_validate(given))
+    folder.orders.put(FlushOrder.model_validate(given))
     return folder
 
 

@@ -10,9 +10,9 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.catalog import open_shelf
+from penstock.checkpoint.commit.catalog import open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Seal
-from penstock.checkpoint.commit.transaction import begin
+from penstock.checkpoint.commit.transaction import begin_save
 from penstock.cluster.base_comm import SoloComm
 from penstock.cluster.collectives import all_gather_results
 from penstock.storage.files.access import BufferedAccess
@@ -38,12 +38,12 @@ def known_bytes(name: str, generation: int, file_name: str) -> bytes:
 
 def save_known(storage: Storage, name: str, generation: int, comm: Comm) -> Committed:
     """Save the checkpoint `name` of this generation; collective."""
-    place = begin(storage, name, comm)
+    place = begin_save(storage, name, comm)
     names = [f"__{comm.rank}_{number}.distcp" for number in range(NUM_FILES)]
 
     def write() -> dict[str, int]:
         for file_name in names:
-            write_object(place.for_data, place.key(file_name), [known_bytes(name, generation, file_name)])
+            write_object(place.data_storage, place.key(file_name), [known_bytes(name, generation, file_name)])
         return {file_name: len(known_bytes(name, generation, file_name)) for file_name in names}
 
     shares = all_gather_results(comm, write, awaiting="all ranks to write their files")
@@ -68,7 +68,7 @@ def files_below(root: Path, calls: FileCalls) -> FileStorage:
 
 def assert_known(storage: Storage, num_ranks: int = 1) -> dict[str, int]:
     """The generation of each committed checkpoint; AssertionError where one is not whole, or mixed."""
-    shelf = open_shelf(storage)
+    shelf = open_catalog(storage)
     return {name: _generation_of(storage, shelf.find(name), num_ranks) for name in shelf.names()}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.api import Explanation, explain, load, save
     from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
     from penstock.checkpoint.loading.loader import LoadReport
-    from penstock.checkpoint.manager.graceful_stop import Halt
+    from penstock.checkpoint.manager.graceful_stop import StopConditions
     from penstock.checkpoint.manager.inflight import SaveHandle, SaveReport
     from penstock.checkpoint.manager.manager import Manager
     from penstock.checkpoint.manager.save_policy import Daly, EverySeconds, EverySteps, Overhead
@@ -33,7 +33,6 @@ __all__ = [
     "EverySteps",
     "Explanation",
     "Flush",
-    "Halt",
     "LoadPlanner",
     "LoadReport",
     "Manager",
@@ -44,6 +43,7 @@ __all__ = [
     "SavePlanner",
     "SaveReport",
     "Single",
+    "StopConditions",
     "Writer",
     "Xor",
     "explain",
@@ -59,7 +59,6 @@ _PLACES: Final = MappingProxyType(
         "EverySteps": "manager.save_policy",
         "Explanation": "api",
         "Flush": "levels.options",
-        "Halt": "manager.graceful_stop",
         "LoadPlanner": "torch_dcp.planners",
         "LoadReport": "loading.loader",
         "Manager": "manager.manager",
@@ -70,6 +69,7 @@ _PLACES: Final = MappingProxyType(
         "SavePlanner": "torch_dcp.planners",
         "SaveReport": "manager.inflight",
         "Single": "levels.options",
+        "StopConditions": "manager.graceful_stop",
         "Writer": "torch_dcp.writer",
         "Xor": "levels.options",
         "explain": "api",

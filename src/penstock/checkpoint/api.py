@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import open_around
-from penstock.checkpoint.commit.transaction import Target, complete
+from penstock.checkpoint.commit.catalog import open_parent
+from penstock.checkpoint.commit.transaction import SaveTarget, write_and_commit
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import open_path_together
 from penstock.checkpoint.loading.loader import Loader, LoadReport
@@ -28,7 +28,7 @@ from penstock.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.checkpoint.commit.catalog import AnyPath, Stored
+    from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef
     from penstock.checkpoint.engine import Names, ShareStats, State
     from penstock.checkpoint.plan.save_plan import Held, Merged, SharedSavePlan
     from penstock.checkpoint.saving.saver import Prepared
@@ -101,10 +101,10 @@ def save(  # noqa: PLR0913 - a save has as many choices
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
     saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms)
     with meeting(process_group) as members, closing(saver):
-        storage, name = open_around(path, rank=members.comm.rank)
+        storage, name = open_parent(path, rank=members.comm.rank)
         prepared = saver.prepare(state, members, SaveChoice(only=only, dtype=dtype))
-        target = Target(storage=storage, name=name, facts={})
-        _, stats = complete(
+        target = SaveTarget(storage=storage, name=name, facts={})
+        _, stats = write_and_commit(
             prepared,
             prepared.stage("commit"),
             target,
@@ -129,7 +129,12 @@ class TorchEngine:
         return self._saver.prepare(state, members, choice)
 
     def load(
-        self, state: State, stored: Stored, members: Members, choice: LoadChoice, progress: Progress | None
+        self,
+        state: State,
+        stored: CheckpointRef,
+        members: Members,
+        choice: LoadChoice,
+        progress: Progress | None,
     ) -> LoadReport:
         """Fill `state` in place; collective."""
         return self._loader.load(state, stored, members, choice, progress)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.commit.catalog import Stored
+    from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Seal
     from penstock.checkpoint.state.process_group import Members
     from penstock.checkpoint.state.regions import Ints
@@ -58,7 +58,12 @@ class Engine(Protocol):
         """Let all ranks agree who writes what; collective."""
 
     def load(
-        self, state: State, stored: Stored, members: Members, choice: LoadChoice, progress: Progress | None
+        self,
+        state: State,
+        stored: CheckpointRef,
+        members: Members,
+        choice: LoadChoice,
+        progress: Progress | None,
     ) -> Any:
         """Fill `state` in place from a checkpoint; collective. What came of it, for the caller to look at.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from penstock.checkpoint.levels.cache_tools import CachedStep, CacheFlush, Droppable, Overview
+    from penstock.checkpoint.levels.cache_tools import CachedStep, CacheFlush, DroppableStep, LevelsOverview
     from penstock.checkpoint.levels.flush.flusher import FlushState
 
 POLL_S = 0.5
@@ -47,10 +47,10 @@ def status(options: _StatusOptions, terminal: Terminal) -> int:
     """
     from penstock.checkpoint.levels import cache_tools
 
-    levels = cache_tools.look(options.run, options.caches)
+    levels = cache_tools.inspect_levels(options.run, options.caches)
     if options.watches:
         _watch(options.caches, terminal)
-        levels = cache_tools.look(options.run, options.caches)
+        levels = cache_tools.inspect_levels(options.run, options.caches)
     for flush_ in levels.flushes:
         terminal.note(_describe_flush(flush_))
     rows = [_step_row(levels, step) for step in levels.steps]
@@ -68,14 +68,14 @@ def status(options: _StatusOptions, terminal: Terminal) -> int:
 
 def _watch(caches: Sequence[str], terminal: Terminal) -> None:
     """Draw how much is left to copy until nothing is, or until only failing flushes are left."""
-    from penstock.checkpoint.levels.cache_tools import cache_folder, look_at_flush
+    from penstock.checkpoint.levels.cache_tools import inspect_flush, require_cache_folder
 
-    folders = [cache_folder(path) for path in caches]
+    folders = [require_cache_folder(path) for path in caches]
     with terminal.progress() as progress:
         copied_bytes = 0
-        progress.begin("flush", sum(_total_bytes(look_at_flush(folder)) for folder in folders))
+        progress.begin("flush", sum(_total_bytes(inspect_flush(folder)) for folder in folders))
         while True:
-            flushes = [look_at_flush(folder) for folder in folders]
+            flushes = [inspect_flush(folder) for folder in folders]
             now_bytes = sum(_copied_bytes(flush_) for flush_ in flushes)
             progress.advance(now_bytes - copied_bytes)
             copied_bytes = now_bytes
@@ -109,7 +109,7 @@ def _describe_flush(flush_: CacheFlush) -> str:
     return f"{flush_.cache}: daemon {flush_.daemon} {pace}; {work}"
 
 
-def _step_row(levels: Overview, step: int) -> dict[str, str]:
+def _step_row(levels: LevelsOverview, step: int) -> dict[str, str]:
     from penstock.units import format_bytes
 
     cached = next((entry for entry in levels.cached if entry.step == step), None)
@@ -157,9 +157,9 @@ def flush(options: _FlushOptions, terminal: Terminal) -> int:
 
       srun --ntasks-per-node=1 penstock checkpoint flush /local/ssd/run --timeout 2h
     """
-    from penstock.checkpoint.levels.cache_tools import cache_folder, drain_caches
+    from penstock.checkpoint.levels.cache_tools import drain_caches, require_cache_folder
 
-    folders = [cache_folder(path) for path in options.caches]
+    folders = [require_cache_folder(path) for path in options.caches]
     with terminal.progress() as progress:
         states_of_caches = drain_caches(folders, progress, timeout_s=options.timeout_s)
     entries = [
@@ -215,12 +215,14 @@ def drop(options: _DropOptions, terminal: Terminal) -> None:
       srun --ntasks-per-node=1 penstock checkpoint drop /local/ssd/run --all --force
     """
     from penstock.checkpoint.levels import cache_tools
-    from penstock.checkpoint.levels.cache_tools import cache_folder
+    from penstock.checkpoint.levels.cache_tools import require_cache_folder
 
     if bool(options.steps) == options.drops_all:
         raise UsageError("The steps to drop are not clear", fix="Give either --step N or --all.")
-    caches = [cache_folder(path) for path in options.caches]
-    steps = cache_tools.droppable(caches, None if options.drops_all else list(options.steps), options.durable)
+    caches = [require_cache_folder(path) for path in options.caches]
+    steps = cache_tools.find_droppable(
+        caches, None if options.drops_all else list(options.steps), options.durable
+    )
     if not options.force and not options.is_dry:
         cache_tools.require_durable(steps)
     if not options.is_dry:
@@ -230,7 +232,7 @@ def drop(options: _DropOptions, terminal: Terminal) -> None:
     terminal.result(document, table(title, [_drop_row(entry) for entry in steps]))
 
 
-def _drop_row(entry: Droppable) -> dict[str, str]:
+def _drop_row(entry: DroppableStep) -> dict[str, str]:
     from penstock.units import format_bytes
 
     return {

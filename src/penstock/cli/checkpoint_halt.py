@@ -10,7 +10,7 @@ from penstock.cli.parsers import TEXT, URI
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.manager.graceful_stop import HaltOrder
+    from penstock.checkpoint.manager.graceful_stop import StopRequest
     from penstock.cli.terminal import Terminal
 
 
@@ -48,30 +48,30 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
         )
     storage = open_here(run)
     if options.cancels:
-        was_requested = graceful_stop.cancel_halt(storage)
+        was_requested = graceful_stop.cancel_stop_request(storage)
         text = "withdrawn" if was_requested else "no stop was requested"
         terminal.result({"cancelled": was_requested}, lambda console: console.print(f"halt {run}: {text}"))
         return
-    order = graceful_stop.find_halt(storage) if options.shows_status else _make_order(options.reason)
+    order = graceful_stop.find_stop_request(storage) if options.shows_status else _make_order(options.reason)
     if order is not None and not options.shows_status:
-        graceful_stop.order_halt(storage, order)
+        graceful_stop.request_stop(storage, order)
     terminal.result(
         {"asked": order is not None, "order": None if order is None else order.model_dump()},
         lambda console: console.print(f"halt {run}: {_describe(order)}"),
     )
 
 
-def _make_order(reason: str) -> HaltOrder:
+def _make_order(reason: str) -> StopRequest:
     import getpass
     import time
     from socket import gethostname
 
-    from penstock.checkpoint.manager.graceful_stop import HaltOrder
+    from penstock.checkpoint.manager.graceful_stop import StopRequest
 
-    return HaltOrder(asked_by=f"{getpass.getuser()}@{gethostname()}", asked_at_s=time.time(), reason=reason)
+    return StopRequest(asked_by=f"{getpass.getuser()}@{gethostname()}", asked_at_s=time.time(), reason=reason)
 
 
-def _describe(order: HaltOrder | None) -> str:
+def _describe(order: StopRequest | None) -> str:
     from datetime import datetime
 
     if order is None:

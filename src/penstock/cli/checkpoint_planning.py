@@ -13,7 +13,7 @@ from penstock.cli.terminal import Terminal, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.checkpoint.levels.efficiency_model import Machine, Outlook, Protection
+    from penstock.checkpoint.levels.efficiency_model import Machine, Prediction, Protection
 
 _RATE = above_zero(RATE)
 _TIME = above_zero(TIME)
@@ -73,7 +73,11 @@ class _PlanOptions:
         from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 
         members = min(self.group, self.nodes)
-        grouped = {"partner": Partner, "xor": Xor, "double-parity": DoubleParity}
+        grouped: dict[str, type[Partner | Xor | DoubleParity]] = {
+            "partner": Partner,
+            "xor": Xor,
+            "double-parity": DoubleParity,
+        }
         scheme: Scheme = Single() if self.scheme == "single" else grouped[self.scheme](group=members)
         return Protection(
             name=scheme.name, losses=scheme.losses, kept_share=scheme.kept_share(members), group=members
@@ -95,37 +99,37 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
     """
     import numpy as np
 
-    from penstock.checkpoint.levels.efficiency_model import at_best, ways
+    from penstock.checkpoint.levels.efficiency_model import build_strategies, predict_all
 
-    strategies = ways(options.machine(), options.protection(), flush_every=options.flush_every)
-    predictions = at_best(
+    strategies = build_strategies(options.machine(), options.protection(), flush_every=options.flush_every)
+    predictions = predict_all(
         strategies, interval_s=options.interval_s, random=np.random.default_rng(options.seed)
     )
     terminal.result(_document(predictions), table("What is left for training", _rows(predictions)))
     for prediction in predictions:
-        for warning in prediction.way.warnings:
-            terminal.note(f"{prediction.way.name}: {warning}")
+        for warning in prediction.strategy.warnings:
+            terminal.note(f"{prediction.strategy.name}: {warning}")
         if not prediction.agrees:
             terminal.note(
-                f"{prediction.way.name}: the simulation says {prediction.simulated:.1%}, because failures "
+                f"{prediction.strategy.name}: the simulation says {prediction.simulated:.1%}, as failures "
                 "come faster than the formula assumes; trust the simulation"
             )
 
 
-def _document(predictions: Sequence[Outlook]) -> dict[str, Any]:
+def _document(predictions: Sequence[Prediction]) -> dict[str, Any]:
     best = max(predictions, key=lambda prediction: prediction.efficiency)
     return {
-        "best": best.way.name,
+        "best": best.strategy.name,
         "ways": [
             {
-                "name": prediction.way.name,
-                "blocked_s": prediction.way.blocked_s,
+                "name": prediction.strategy.name,
+                "blocked_s": prediction.strategy.blocked_s,
                 "interval_s": prediction.interval_s,
                 "efficiency": prediction.efficiency,
                 "simulated_efficiency": prediction.simulated,
                 "simulated_failures": prediction.num_failures,
                 "agrees": prediction.agrees,
-                "warnings": list(prediction.way.warnings),
+                "warnings": list(prediction.strategy.warnings),
                 "failures": [
                     {
                         "kind": failure.name,
@@ -135,7 +139,7 @@ def _document(predictions: Sequence[Outlook]) -> dict[str, Any]:
                         "recovery_s": failure.recovery_s,
                         "restored_from": failure.restored_from,
                     }
-                    for failure in prediction.way.failures
+                    for failure in prediction.strategy.failures
                 ],
             }
             for prediction in predictions
@@ -143,13 +147,13 @@ def _document(predictions: Sequence[Outlook]) -> dict[str, Any]:
     }
 
 
-def _rows(predictions: Sequence[Outlook]) -> list[dict[str, str]]:
+def _rows(predictions: Sequence[Prediction]) -> list[dict[str, str]]:
     from penstock.units import format_seconds
 
     return [
         {
-            "way": prediction.way.name,
-            "blocked": format_seconds(prediction.way.blocked_s),
+            "way": prediction.strategy.name,
+            "blocked": format_seconds(prediction.strategy.blocked_s),
             "every": format_seconds(prediction.interval_s),
             "left for training": f"{prediction.efficiency:.2%}",
             "simulated": f"{prediction.simulated:.2%}",

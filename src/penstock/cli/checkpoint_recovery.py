@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from penstock.checkpoint.levels.cache import CacheLevel
-    from penstock.checkpoint.levels.recovery import Mended
+    from penstock.checkpoint.levels.recovery import StepRepair
     from penstock.cluster.comm import Comm
 
 NOT_RECOVERED = 1
@@ -84,14 +84,14 @@ def rebuild(options: _RebuildOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock checkpoint rebuild /mnt/a/run /mnt/b/run /mnt/c/run --ranks 3 --step 100 --json
     """
-    from penstock.checkpoint.levels.recovery import cached_steps, mend
+    from penstock.checkpoint.levels.recovery import list_cached_steps, repair_step
 
     reports = []
     with options.caches.open(comm) as level, terminal.progress() as progress:
-        steps = options.caches.select(cached_steps(level, comm))
+        steps = options.caches.select(list_cached_steps(level, comm))
         progress.begin("steps", len(steps))
         for step in steps:
-            reports.append(mend(level, comm, step, verified=not options.no_verify))
+            reports.append(repair_step(level, comm, step, verified=not options.no_verify))
             progress.advance(1)
     terminal.result({"steps": _documents(reports)}, table("caches", [_row(report) for report in reports]))
     _note_reasons(reports, terminal)
@@ -117,13 +117,13 @@ def scavenge(options: _ScavengeOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock checkpoint scavenge /mnt/a/run /mnt/b/run --ranks 2 --to /pfs/run --step 100
     """
-    from penstock.checkpoint.commit.catalog import Steps
+    from penstock.checkpoint.commit.catalog import StepCatalog
     from penstock.checkpoint.levels import recovery
     from penstock.storage.registry import open_here
 
     with options.caches.open(comm) as level, terminal.progress():
-        steps = options.caches.select(recovery.cached_steps(level, comm))
-        durable = Steps(open_here(options.durable, rank=comm.rank))
+        steps = options.caches.select(recovery.list_cached_steps(level, comm))
+        durable = StepCatalog(open_here(options.durable, rank=comm.rank))
         scavenged = recovery.scavenge(level, comm, durable, steps)
     step = scavenged.step
     text = "nothing to scavenge" if step is None else f"step {step} is durable: {scavenged.uri}"
@@ -133,11 +133,11 @@ def scavenge(options: _ScavengeOptions, comm: Comm, terminal: Terminal) -> int:
     return NOT_RECOVERED if step is None else 0
 
 
-def _documents(reports: Sequence[Mended]) -> list[dict[str, Any]]:
+def _documents(reports: Sequence[StepRepair]) -> list[dict[str, Any]]:
     return [{**asdict(report), "outcome": report.outcome} for report in reports]
 
 
-def _row(report: Mended) -> dict[str, str]:
+def _row(report: StepRepair) -> dict[str, str]:
     return {
         "step": str(report.step),
         "outcome": report.outcome,
@@ -146,7 +146,7 @@ def _row(report: Mended) -> dict[str, str]:
     }
 
 
-def _note_reasons(reports: Sequence[Mended], terminal: Terminal) -> None:
+def _note_reasons(reports: Sequence[StepRepair], terminal: Terminal) -> None:
     for report in reports:
         if report.reason:
             terminal.note(f"step {report.step}: {report.reason}")

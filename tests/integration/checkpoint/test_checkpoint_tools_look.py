@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +15,9 @@ torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402 - torch may be missing
 
 from penstock.checkpoint.api import save  # noqa: E402 - needs torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

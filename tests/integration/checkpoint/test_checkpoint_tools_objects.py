@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +15,8 @@ from penstock.storage import open_storage
 from penstock.storage.object_io import read_object, write_object
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.s3.server import S3Server
 
 torch = pytest.importorskip("torch")

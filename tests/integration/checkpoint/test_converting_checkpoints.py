@@ -6,8 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -25,6 +24,9 @@ library = pytest.importorskip("safetensors.torch")
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402 - torch may be missing
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.checkpoint.torch_dcp.writer import Writer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 

@@ -8,9 +8,9 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.known_states import (
@@ -25,13 +25,16 @@ from tests.support.known_states import (
 )
 from tests.support.known_steps import files_below
 
-from penstock.checkpoint.commit.catalog import Steps
+from penstock.checkpoint.commit.catalog import StepCatalog
 from penstock.checkpoint.formats.manifest import ManifestFile, read_manifest
 from penstock.checkpoint.manager.manager import Manager
 from penstock.errors import PenstockError
 from penstock.testing.crash import Program, count_calls, killed_at, sweep
 from penstock.testing.file_faults import CallLog, FailFileCall, NoSync, faulty_calls
 from penstock.testing.power_cut import Choice, Disk, OperationLog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 UNSYNCED = faulty_calls(NoSync())
 FRESH, OVER = 2, 1
@@ -92,7 +95,7 @@ def check_several(root: Path, number: int) -> None:
     place = root / str(number)
     newest = restored(place)
     assert newest in {(1, 0), *((step, 1) for step in LATER)}
-    for step in Steps(files_below(place, UNSYNCED)).committed():
+    for step in StepCatalog(files_below(place, UNSYNCED)).committed():
         state = blank_state(0)
         with Manager(place) as manager:
             manager.restore(state, step=step)
@@ -105,7 +108,7 @@ def test_killed_amid_background_saves_and_removals_every_step_that_is_left_is_wh
 ) -> None:
     prepare(tmp_path / "counted")
     most = count_calls(partial(save_several_alone, root=tmp_path / "counted", steps=LATER))
-    assert Steps(files_below(tmp_path / "counted", UNSYNCED)).committed() == [3, 4]
+    assert StepCatalog(files_below(tmp_path / "counted", UNSYNCED)).committed() == [3, 4]
     numbers = range(most - 5, 0, -every)
     num_killed = sweep(partial(several_programs, tmp_path), partial(check_several, tmp_path), numbers)
     assert num_killed >= len(numbers) - 3

@@ -5,10 +5,13 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tests.support.known_states import restored, save_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SAVE = """
 import sys

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +16,9 @@ from penstock.checkpoint.api import load, save
 from penstock.checkpoint.loading.heartbeat import INTERRUPTED
 from penstock.errors import PenstockError
 from penstock.progress import Silent
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Told = dict[str, list[Any]]
 NUM_TENSORS = 12

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import penstock.checkpoint as pc
 from penstock.checkpoint.api import load, save
-from penstock.checkpoint.commit.catalog import find_stored
+from penstock.checkpoint.commit.catalog import find_checkpoint
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.loading.loader import Loader
 from penstock.checkpoint.state.process_group import meeting, own_members
@@ -294,7 +294,7 @@ def node_local_files(rank: int, root: Path) -> str:
     found = {f"w{number}": torch.zeros(64, 1024) for number in range(4)}
     here = tuple(path.name for path in own.glob("*.distcp"))
     with closing(Loader()) as loader, meeting() as members:
-        stored = replace(find_stored(own), readable=here)
+        stored = replace(find_checkpoint(own), readable=here)
         report = loader.load(found, stored, members, LoadChoice())
         for number, each in enumerate(expected):
             assert found[f"w{number}"].equal(each)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,6 +15,9 @@ from penstock.storage.files.access import BufferedAccess, DirectAccess
 from penstock.storage.files.file_storage import FileAccess, FileOptions, FileStorage
 from penstock.storage.uri import Location
 from penstock.testing.file_faults import CallFault, FailFileCall, ShortTransfers, faulty_calls
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 CHUNK = 64 * 1024
 SETTINGS = PipeSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=5 * CHUNK)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.checkpoint.commit.catalog import Steps
+from penstock.checkpoint.commit.catalog import StepCatalog
 from penstock.storage.registry import open_here
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 PROGRAM = """
 import sys, torch
@@ -31,11 +34,11 @@ def _run(folder: Path, rest: str = "") -> subprocess.CompletedProcess[str]:
 def test_saves_that_nobody_waits_for_are_committed_before_the_program_ends(tmp_path: Path) -> None:
     ended = _run(tmp_path / "run")
     assert ended.returncode == 0, ended.stderr
-    assert Steps(open_here(tmp_path / "run")).committed() == [1, 2]
+    assert StepCatalog(open_here(tmp_path / "run")).committed() == [1, 2]
 
 
 @pytest.mark.slow
 def test_so_are_they_when_the_program_ends_with_an_error(tmp_path: Path) -> None:
     ended = _run(tmp_path / "run", "raise ValueError('of the trainer')")
     assert "of the trainer" in ended.stderr
-    assert Steps(open_here(tmp_path / "run")).committed() == [1, 2]
+    assert StepCatalog(open_here(tmp_path / "run")).committed() == [1, 2]

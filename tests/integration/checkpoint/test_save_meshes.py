@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +18,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from penstock.checkpoint.api import save
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 DTYPES = (
     *(torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float64),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +18,9 @@ from penstock.checkpoint.api import save
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import RankFailed
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WAYS = ("save", "Writer")
 WEIGHT_BYTES = 4 * 1000 * 300

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -21,6 +19,10 @@ from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.checkpoint.torch_dcp.writer import Writer
 from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

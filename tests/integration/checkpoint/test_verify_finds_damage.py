@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -26,6 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save  # 
 from penstock.checkpoint.api import save  # noqa: E402 - needs torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from penstock.checkpoint.tools.file_scan import Damage
     from penstock.progress import Progress
 

@@ -94,4 +94,4 @@ def test_a_cache_that_is_not_there_is_named(tmp_path: Path, words: tuple[str, ..
     assert "no-cache" in str(ended.exception)
     ended = CliRunner().invoke(app, ["checkpoint", *words, "s3://bucket/cache"])
     assert isinstance(ended.exception, UsageError)
-    assert "is no folder" in str(ended.exception)
+    assert "is not a local folder" in str(ended.exception)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,9 @@ from penstock.progress import Silent
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.object_io import write_object
 from penstock.testing.faults import FailAtCall
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def key_of(file: str) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, require_whole
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, require_complete
 from penstock.checkpoint.engine import RankShare
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saving.payloads import payload_of_bytes, payload_of_tensor
@@ -61,7 +61,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Preload:
+class HostCopy:
     """Brings tensors of devices into this host's memory. Called by the process that is going to write."""
 
     work: Work
@@ -156,14 +156,14 @@ class AsyncWriter:
         os.close(descriptor)
         Path(self._report).unlink()
 
-    def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, Preload | None, list[Any]]:
+    def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
         """All ranks: what to call, in any process; what to put for its second argument; its arguments.
 
         Nothing on a rank that has nothing to write.
         """
         if self._work is None:
             return None, None, []
-        return write, Preload(self._work), [self._work.rank, self._work, self._report]
+        return write, HostCopy(self._work), [self._work.rank, self._work, self._report]
 
     def retrieve_write_results(self) -> list[WriteResult] | Any:
         """All ranks, after the writing: what came of it; a failure as torch passes them to other ranks."""
@@ -185,7 +185,7 @@ class AsyncWriter:
         seal = seal_of(metadata, results, self.storage_meta(), save_id="")
         storage = open_here(self.checkpoint_id)
         found = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
-        require_whole(found, seal.sizes, storage.uri)
+        require_complete(found, seal.sizes, storage.uri)
         write_object(storage, MANIFEST_NAME, [seal.manifest])
         write_object(storage, METADATA_NAME, [seal.metadata])
 

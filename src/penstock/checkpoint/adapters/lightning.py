@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.checkpoint.adapters.tree import load_tree, save_tree, save_tree_in
-from penstock.checkpoint.commit.catalog import open_around, open_shelf
+from penstock.checkpoint.commit.catalog import open_catalog, open_parent
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES, Saver
 from penstock.errors import ObjectNotFound, Unavailable, UsageError
@@ -68,8 +68,8 @@ class PenstockIO(CheckpointIO):
         if _is_file(path):
             Path(path).unlink()
             return
-        storage, name = open_around(path)
-        shelf = open_shelf(storage)
+        storage, name = open_parent(path)
+        shelf = open_catalog(storage)
         try:
             shelf.remove(shelf.find(name))
         except ObjectNotFound:

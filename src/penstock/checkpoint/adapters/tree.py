@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from penstock.checkpoint.commit.catalog import open_around
-from penstock.checkpoint.commit.transaction import Target, complete
+from penstock.checkpoint.commit.catalog import open_parent
+from penstock.checkpoint.commit.transaction import SaveTarget, write_and_commit
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loading.loader import Loader
@@ -83,14 +83,14 @@ def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> F
 
     The state may change when this returns.
     """
-    storage, name = open_around(path)
+    storage, name = open_parent(path)
     members = alone()
     prepared = saver.prepare(_as_saved(state), members, SaveChoice())
     staged = prepared.stage("copy")
-    target = Target(storage=storage, name=name, facts={})
+    target = SaveTarget(storage=storage, name=name, facts={})
 
     def finish() -> None:
-        complete(prepared, staged, target, members.comm, timeout_s=TIMEOUT_S)
+        write_and_commit(prepared, staged, target, members.comm, timeout_s=TIMEOUT_S)
 
     # A state larger than the memory for copies is staged only while it is being written.
     future = worker.submit(finish)
@@ -100,11 +100,11 @@ def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> F
 
 def save_tree(state: Any, path: AnyPath, saver: Saver) -> None:
     """Save a state as one checkpoint, from this process alone; committed when this returns."""
-    storage, name = open_around(path)
+    storage, name = open_parent(path)
     members = alone()
     prepared = saver.prepare(_as_saved(state), members, SaveChoice())
-    target = Target(storage=storage, name=name, facts={})
-    complete(prepared, prepared.stage("commit"), target, members.comm, timeout_s=TIMEOUT_S)
+    target = SaveTarget(storage=storage, name=name, facts={})
+    write_and_commit(prepared, prepared.stage("commit"), target, members.comm, timeout_s=TIMEOUT_S)
 
 
 def load_tree(path: AnyPath, *, device: Any = "cpu", trust: bool = False) -> Any:

@@ -1,1 +1,1 @@
-"""How a save becomes a checkpoint: a draft that nobody sees, made durable, then visible in one step."""
+"""How a save becomes a checkpoint: a draft that no reader sees, made durable, then visible in one step."""

@@ -1,6 +1,8 @@
-"""Where checkpoints lie: a path or URI becomes a storage and a name in it, a name becomes what is committed.
+"""Which checkpoints are committed: from a path or URI to a checkpoint, from a run's folder to its steps.
 
-The one way from a user's words to `commit`. Invariant: a `Stored` checkpoint was committed when it was found.
+The one way from what a user names to `commit`. Deciding which steps to remove is pure (`choose_surplus`).
+Invariant: a `CheckpointRef` was committed when it was made; steps are what the storage lists as committed,
+and the pointer `latest` is for people and other programs: nothing here ever reads it.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.folder_commit import FolderShelf
-from penstock.checkpoint.commit.protocol import Shelf
-from penstock.checkpoint.commit.record_commit import RecordShelf
+from penstock.checkpoint.commit.folder_commit import FolderCatalog
+from penstock.checkpoint.commit.protocol import Catalog
+from penstock.checkpoint.commit.record_commit import RecordCatalog
 
 if TYPE_CHECKING:
     from penstock.storage import Storage
@@ -51,17 +53,17 @@ AnyPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
-    """A committed checkpoint and the storage that holds it."""
+class CheckpointRef:
+    """A committed checkpoint and the storage that has it."""
 
     storage: Storage
     committed: Committed
     readable: tuple[str, ...] | None = None
-    """The files that this rank can open, where not every rank can open all; on all ranks, or on none."""
+    """The files that this rank can open, if not every rank can open all. Set on all ranks or on none."""
 
     @property
     def uri(self) -> str:
-        """How messages name it."""
+        """Its name in messages."""
         return f"{self.storage.uri.rstrip('/')}/{self.committed.name}"
 
     def key(self, file_name: str) -> str:
@@ -69,16 +71,16 @@ class Stored:
         return self.committed.key(file_name)
 
     def is_whole(self) -> bool:
-        """Whether manifest, metadata and all files are there in their sizes; sums of payloads are not read.
+        """Whether manifest, metadata and all files are there with their sizes; payloads are not read.
 
-        A checkpoint without a manifest cannot be checked, and counts as not whole.
+        A checkpoint without a manifest cannot be checked, and counts as incomplete.
         """
         try:
             manifest = read_manifest(read_object(self.storage, self.key(MANIFEST_NAME)), self.uri)
             metadata = read_object(self.storage, self.key(METADATA_NAME))
             sizes = {info.key: info.size_bytes for info in self.storage.list(self.committed.folder)}
         except (StorageError, Unavailable) as error:
-            logger.info("%s is not whole: %s", self.uri, error)
+            logger.info("%s is incomplete: %s", self.uri, error)
             return False
         return sum_of(metadata) == manifest.metadata_sum and all(
             sizes.get(self.key(file.name)) == file.size_bytes for file in manifest.files
@@ -86,29 +88,29 @@ class Stored:
 
 
 def split_path(path: AnyPath) -> tuple[str, str]:
-    """The URI of the folder above a checkpoint, options and all, and the checkpoint's name."""
+    """The URI of a checkpoint's parent folder, with its options, and the checkpoint's name."""
     text = os.fspath(path)
     location = parse_uri(text)
     above, _, name = location.root.rstrip("/").rpartition("/")
     if not name or not (above or location.scheme in FILE_SCHEMES):
         raise UsageError(
-            f"{text!r} is the root of a storage, and not a checkpoint in it",
-            fix="Add a name for the checkpoint, as in /data/run/step-100 or s3://bucket/run/step-100.",
+            f"{text!r} is the root of a storage, not a checkpoint",
+            fix="Add the name of the checkpoint, as in /data/run/step-100 or s3://bucket/run/step-100.",
         )
     query = "&".join(f"{option}={value}" for option, value in location.options.items())
     return f"{location.scheme}://{above or '/'}{'?' + query if query else ''}", name
 
 
-def open_around(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
-    """The storage above a checkpoint's path, and its name there: for saving, and for finding."""
+def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
+    """The storage of a checkpoint's parent folder, and the checkpoint's name in it."""
     above, name = split_path(path)
     return open_here(above, rank=rank), name
 
 
-def find_stored(path: AnyPath, *, rank: int = 0) -> Stored:
-    """The committed checkpoint at this path; `ObjectNotFound` where there is none."""
-    storage, name = open_around(path, rank=rank)
-    return Stored(storage, open_shelf(storage).find(name))
+def find_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointRef:
+    """The committed checkpoint at this path; `ObjectNotFound` if there is none."""
+    storage, name = open_parent(path, rank=rank)
+    return CheckpointRef(storage, open_catalog(storage).find(name))
 
 
 POINTER_NAME: Final = "latest"
@@ -116,14 +118,14 @@ _STEP_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def step_dirname(step: int) -> str:
-    """What the checkpoint of a step is called."""
+    """The name of the folder of a step."""
     if isinstance(step, bool) or step < 0:
-        raise UsageError(f"{step} is no step", fix="Count steps from 0.")
+        raise UsageError(f"Invalid step {step!r}", fix="Count steps from 0.")
     return f"step-{step}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step that a checkpoint's name means; None for other names."""
+    """The step that a folder is named after; None for other names."""
     found = _STEP_NAME.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -131,8 +133,8 @@ def parse_step(name: str) -> int | None:
 def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
     """The steps to remove so that the newest `keep` remain, oldest first; None keeps all.
 
-    If none of those is whole, the newest whole one before them stays, too. `is_whole` is asked for the newest
-    first and no more often than needed.
+    If none of those is complete, the newest complete one before them stays, too: a run never loses its last
+    usable checkpoint. `is_whole` is called for the newest first and no more often than needed.
     """
     ordered = sorted(steps)
     if keep is None or len(ordered) <= keep:
@@ -144,47 +146,47 @@ def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[i
     return [step for step in removed if step != saved]
 
 
-class Steps:
-    """The committed steps below one root. Any rank may ask; only rank 0 changes anything."""
+class StepCatalog:
+    """The committed steps of one run. Any rank may read; only rank 0 may change anything."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._shelf = open_shelf(storage)
+        self._shelf = open_catalog(storage)
 
     def committed(self) -> list[int]:
         """All committed steps, ascending."""
         steps = (parse_step(name) for name in self._shelf.names())
         return sorted(step for step in steps if step is not None)
 
-    def find(self, step: int) -> Stored:
-        """Where a step lies; `ObjectNotFound` where it is not committed."""
-        return Stored(self.storage, self._shelf.find(step_dirname(step)))
+    def find(self, step: int) -> CheckpointRef:
+        """The checkpoint of a step; `ObjectNotFound` if it is not committed."""
+        return CheckpointRef(self.storage, self._shelf.find(step_dirname(step)))
 
     def surplus(self, keep: int | None) -> list[int]:
-        """The steps to remove so that the newest `keep` remain, as `choose_surplus` decides."""
+        """The steps to remove so that the newest `keep` remain; see `choose_surplus`."""
         return choose_surplus(self.committed(), keep, lambda step: self.find(step).is_whole())
 
     def remove(self, step: int) -> None:
         """Remove a step."""
         self._shelf.remove(self._shelf.find(step_dirname(step)))
 
-    def point_to(self, step: int) -> None:
-        """Write the pointer."""
+    def set_latest(self, step: int) -> None:
+        """Point `latest` at a step."""
         write_object(self.storage, POINTER_NAME, [f"{step_dirname(step)}\n".encode()])
 
 
-def open_shelf(storage: Storage) -> Shelf:
-    """What is committed in this storage."""
+def open_catalog(storage: Storage) -> Catalog:
+    """The committed checkpoints of this storage."""
     tree = find_folder_tree(storage)
-    return FolderShelf(storage, tree) if tree is not None else RecordShelf(storage)
+    return FolderCatalog(storage, tree) if tree is not None else RecordCatalog(storage)
 
 
 def local_path(storage: Storage, key: str) -> Path:
-    """Where an object lies on this machine; `Unavailable` for a storage that is no file system."""
+    """The local path of an object; `Unavailable` for a storage that is not a file system."""
     if find_folder_tree(storage) is None:
         raise Unavailable(
-            "Files of one's own need paths, and this storage has none",
+            "manager.output() needs file paths, and this storage is not a file system",
             where=storage.uri,
-            fix="Give a cache=, a folder on each node: files are written there and flushed.",
+            fix="Pass cache=, a folder on each node: files are written there and then flushed.",
         )
     return Path(parse_uri(unwrap(storage).uri).root) / key

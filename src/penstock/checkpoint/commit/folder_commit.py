@@ -1,12 +1,12 @@
-"""Commit on file systems: a hidden folder beside the final one, which takes its name when all of it is safe.
+"""Commit on file systems: a hidden folder takes the checkpoint's name when everything in it is durable.
 
     .penstock-save-ID-NAME         the draft: data files, then penstock.json, then .metadata
-    .penstock-save-ID-NAME.lease   whose it is; there before the draft, gone after it
-    .penstock-old-ID-NAME          the older checkpoint, where it must step aside: nothing can exchange them
-    .penstock-gone-ID              a checkpoint or a draft on its way out
+    .penstock-save-ID-NAME.lease   the process it belongs to; exists before the draft and until after it
+    .penstock-old-ID-NAME          the older checkpoint, where folders cannot be exchanged in one step
+    .penstock-gone-ID              a checkpoint or a draft that is being removed
 
-publish: all files there and of their sizes -> manifest -> metadata -> rename (or exchange with an older one)
--> the parent's fsync. Invariant: what is called NAME is whole at every moment, and so is what it replaces.
+publish: check all files -> manifest -> metadata -> rename (or exchange with the older one) -> fsync of the
+parent. Invariant: the folder called NAME is complete at every moment, and so is the one it replaces.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from penstock.checkpoint.commit.protocol import (
     Committed,
     Draft,
     Seal,
-    is_dead,
+    is_lease_expired,
     lease_text,
-    require_whole,
+    require_complete,
 )
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError, Unavailable, UsageError
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from penstock.storage.capabilities import FolderEntry, FolderTree
 
 HIDDEN_PREFIX: Final = ".penstock-"
-"""How all names begin that are no checkpoints."""
+"""The beginning of all names that are not checkpoints."""
 LEASE_ENDING: Final = ".lease"
 _DRAFT: Final = re.compile(r"\.penstock-save-[0-9a-f]{16}-.+")
 _OLD: Final = re.compile(r"\.penstock-old-[0-9a-f]{16}-(?P<name>.+)")
@@ -52,12 +52,12 @@ _PART: Final = re.compile(
     r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata|safetensors|index\.json)"
     r"|parity-\d+\.bin|redundancy-\d+\.json"
 )
-"""The files that a checkpoint consists of, ours or stock: a folder of these alone may be replaced."""
+"""The files of a checkpoint, ours or torch's: a folder with only these may be replaced."""
 
 logger = logging.getLogger(__name__)
 
 
-class FolderDrafts:
+class FolderDraftStore:
     """`Drafts` in folders. `owner` is asked at each use, because a forked child is another process."""
 
     def __init__(
@@ -76,6 +76,7 @@ class FolderDrafts:
 
     def start(self, name: str, save_id: str) -> Draft:
         """Write the lease, then make the draft's folder."""
+        # In this order: a draft without a lease would look dead to another process that sweeps.
         require_replaceable(self._storage, self._tree, name)
         draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
         self.renew(draft)
@@ -83,14 +84,15 @@ class FolderDrafts:
         return draft
 
     def renew(self, draft: Draft) -> None:
-        """Write the lease, anew."""
+        """Write the lease again: its age is what others look at."""
         write_object(self._storage, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
 
     def publish(self, draft: Draft, seal: Seal) -> Committed:
-        """See the module."""
+        """Check, seal and rename the draft, as the module describes."""
         found = {entry.name: entry.size_bytes for entry in self._tree.entries(draft.folder)}
-        require_whole(found, seal.sizes, f"{self._storage.uri}/{draft.folder}")
-        # Without its metadata nothing takes the folder for a checkpoint, ours or stock: it comes last.
+        require_complete(found, seal.sizes, f"{self._storage.uri}/{draft.folder}")
+        # `.metadata` comes last: without it, neither Penstock nor torch takes the folder for a checkpoint, so
+        # a save killed at any earlier line leaves nothing that could be loaded.
         write_object(self._storage, draft.key(MANIFEST_NAME), [seal.manifest])
         write_object(self._storage, draft.key(METADATA_NAME), [seal.metadata])
         left_behind = self._give_name(draft)
@@ -100,13 +102,13 @@ class FolderDrafts:
         return Committed(name=draft.name, folder=draft.name)
 
     def drop(self, draft: Draft) -> None:
-        """Remove the draft, unless it has its name: what lies there then is the older checkpoint."""
+        """Remove the draft, unless it was published: then its folder holds the older checkpoint by now."""
         if draft.save_id not in self._published:
             remove_folder(self._tree, draft.folder)
         self._end_lease(draft)
 
     def sweep(self) -> list[str]:
-        """Remove the drafts of dead saves and what was on its way out, as far as this user may."""
+        """Remove drafts of dead saves and interrupted removals, as far as this user has the rights."""
         swept = []
         entries = {entry.name: entry for entry in self._tree.entries(prefix=HIDDEN_PREFIX)}
         for entry in entries.values():
@@ -114,7 +116,7 @@ class FolderDrafts:
                 if self._sweep_one(entry, has_draft=entry.name.removesuffix(LEASE_ENDING) in entries):
                     swept.append(entry.name)
             except StorageError as error:
-                logger.debug("Left %s where it is: %s", entry.name, error)
+                logger.debug("Could not sweep %s: %s", entry.name, error)
         return swept
 
     def _sweep_one(self, entry: FolderEntry, *, has_draft: bool) -> bool:
@@ -125,7 +127,7 @@ class FolderDrafts:
             return False
         draft = name.removesuffix(LEASE_ENDING)
         is_lease_alone = draft != name and _DRAFT.fullmatch(draft) is not None and not has_draft
-        if (is_lease_alone and self._is_dead(draft, age_s)) or (is_unfinished(name) and age_s > LEASE_S):
+        if (is_lease_alone and self._is_expired(draft, age_s)) or (is_unfinished(name) and age_s > LEASE_S):
             self._tree.remove(name)
             return True
         return False
@@ -137,7 +139,7 @@ class FolderDrafts:
             self._settle_old(name, old["name"])
         elif marks := _MARKS.fullmatch(name):
             return self._sweep_marks(name, f"{HIDDEN_PREFIX}save-{marks['draft']}", age_s)
-        elif _DRAFT.fullmatch(name) and self._is_dead(name, age_s):
+        elif _DRAFT.fullmatch(name) and self._is_expired(name, age_s):
             remove_folder(self._tree, name)
             with suppress(ObjectNotFound):
                 self._storage.delete(name + LEASE_ENDING)
@@ -146,23 +148,23 @@ class FolderDrafts:
         return True
 
     def _sweep_marks(self, name: str, draft_folder: str, age_s: float) -> bool:
-        """Of a shared draft: what its processes told each other goes once the draft is gone."""
+        """Remove the marks of a shared draft once the draft is gone."""
         is_over = age_s > LEASE_S and not exists(self._storage, draft_folder + LEASE_ENDING)
         if is_over:
             self._tree.remove(name)
         return is_over
 
-    def _is_dead(self, draft_folder: str, age_s: float) -> bool:
+    def _is_expired(self, draft_folder: str, age_s: float) -> bool:
         key = draft_folder + LEASE_ENDING
         try:
             renewed_s = self._storage.stat(key).modified_s
             text = read_object(self._storage, key)
         except ObjectNotFound:
             return age_s > LEASE_S
-        return is_dead(text, age_s=self._clock() - renewed_s, observer=self._owner())
+        return is_lease_expired(text, age_s=self._clock() - renewed_s, observer=self._owner())
 
     def _settle_old(self, folder: str, name: str) -> None:
-        """Finish or take back a replacement that was killed where nothing could exchange the folders."""
+        """Finish or roll back an interrupted replacement on a file system without exchange."""
         if exists(self._storage, f"{name}/{METADATA_NAME}"):
             remove_folder(self._tree, folder)
         else:
@@ -170,7 +172,7 @@ class FolderDrafts:
             self._tree.sync()
 
     def _give_name(self, draft: Draft) -> str:
-        """Make the draft visible under its name; the folder where what it replaced lies now, if anything."""
+        """Make the draft visible under its name; the folder that has what it replaced, if anything."""
         try:
             self._tree.move(draft.folder, draft.name)
         except AlreadyThere:
@@ -180,7 +182,7 @@ class FolderDrafts:
         try:
             self._tree.exchange(draft.folder, draft.name)
         except Unavailable as error:
-            logger.info("%s The older checkpoint steps aside instead.", error)
+            logger.info("%s The older checkpoint is renamed first instead.", error)
         else:
             return draft.folder
         aside = f"{HIDDEN_PREFIX}old-{draft.save_id}-{draft.name}"
@@ -189,11 +191,11 @@ class FolderDrafts:
         return aside
 
     def _clear_up(self, left_behind: str, draft: Draft) -> None:
-        """What fails here is swept later: the checkpoint is committed, and that is what counts."""
+        """Remove the older checkpoint and the lease. The save is committed: failures are left to a sweep."""
         try:
             remove_folder(self._tree, left_behind)
         except StorageError as error:
-            logger.warning("Could not remove what the checkpoint %s replaced: %s", draft.name, error)
+            logger.warning("Could not remove the older checkpoint that %s replaced: %s", draft.name, error)
         self._end_lease(draft)
 
     def _end_lease(self, draft: Draft) -> None:
@@ -205,7 +207,7 @@ class FolderDrafts:
             logger.warning("Could not remove the lease of %s: %s", draft.folder, error)
 
 
-class FolderShelf:
+class FolderCatalog:
     """`Shelf` of folders: whatever holds a `.metadata` is a checkpoint, also one of stock DCP."""
 
     def __init__(self, storage: Storage, tree: FolderTree) -> None:
@@ -213,7 +215,7 @@ class FolderShelf:
         self._tree = tree
 
     def names(self) -> list[str]:
-        """The folders that hold metadata, and those that a killed replacement left aside."""
+        """The folders with metadata, and older ones that an interrupted replacement left renamed."""
         names = set()
         for entry in self._tree.entries():
             old = _OLD.fullmatch(entry.name)
@@ -226,7 +228,7 @@ class FolderShelf:
         return list(names)
 
     def find(self, name: str) -> Committed:
-        """The folder of this name, or the one that a killed replacement left aside."""
+        """The folder of this name, or the older one that an interrupted replacement left renamed."""
         if self._holds(name):
             return Committed(name=name, folder=name)
         for entry in self._tree.entries(prefix=f"{HIDDEN_PREFIX}old-"):
@@ -236,11 +238,11 @@ class FolderShelf:
         raise ObjectNotFound(
             f"No checkpoint is called {name}",
             uri=f"{self._storage.uri}/{name}",
-            fix="`penstock checkpoint ls` lists what is there.",
+            fix="`penstock checkpoint ls` lists the committed ones.",
         )
 
     def remove(self, committed: Committed) -> None:
-        """Rename it to something that is no checkpoint, durably, then remove its files."""
+        """Rename it durably to a name that is no checkpoint's, then remove its files."""
         remove_folder(self._tree, committed.folder)
 
     def _holds(self, folder: str) -> bool:
@@ -248,16 +250,16 @@ class FolderShelf:
 
 
 def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> None:
-    """`UsageError` where something lies under that name that is no checkpoint, and would be lost."""
+    """`UsageError` if that name belongs to something other than a checkpoint, which would be lost."""
     strange = [
         entry.name
         for entry in tree.entries(name)
         if not entry.is_plain or not (_PART.fullmatch(entry.name) or is_unfinished(entry.name))
     ]
-    # Files that a program wrote itself have names of its own, which the manifest tells.
+    # Files of manager.output() have names of the user's choice: the manifest lists them.
     if strange and not set(strange) <= _names_in_manifest(storage, name):
         raise UsageError(
-            f"{name} is no checkpoint: {strange[0]} lies in it, and would be lost",
+            f"{name} is not a checkpoint: it contains {strange[0]}, which would be lost",
             where=storage.uri,
             fix="Save to a new name, or to that of a checkpoint.",
         )
@@ -267,13 +269,13 @@ def _names_in_manifest(storage: Storage, folder: str) -> set[str]:
     try:
         manifest = read_manifest(read_object(storage, f"{folder}/{MANIFEST_NAME}"), f"{storage.uri}/{folder}")
     except (StorageError, Unavailable) as error:
-        logger.debug("No manifest tells what lies in %s: %s", folder, error)
+        logger.debug("%s has no readable manifest: %s", folder, error)
         return set()
     return {file.name for file in manifest.files}
 
 
 def remove_folder(tree: FolderTree, folder: str) -> None:
-    """Take a folder's name away, durably, then its files: a kill leaves nothing that looks whole."""
+    """Take a folder's name away durably, then remove its files: a kill leaves nothing that looks complete."""
     gone = f"{HIDDEN_PREFIX}gone-{secrets.token_hex(8)}"
     try:
         tree.move(folder, gone)

@@ -1,11 +1,12 @@
 """Commit on object services: every save writes keys of its own, and a record says which save a name means.
 
-    NAME/ID/...                the save's files, never written by another one
-    NAME/ID.lease              whose it is, as long as it is no checkpoint
-    NAME/penstock-commit.json  the record: written last, on the condition that nobody changed it meanwhile
+    NAME/ID/...                the files of one save, which no other save writes
+    NAME/ID.lease              the process it belongs to, until it is committed
+    NAME/penstock-commit.json  the record: written last, on condition that no other save has changed it
 
-Invariant: the record is replaced in one conditional write, so of two saves of one name one wins whole and the
-other fails; neither can write over the other's data.
+Object services have no rename: a checkpoint cannot be moved into place, but a small object can be replaced in
+one conditional write. Invariant: of two saves of one name one wins as a whole and the other fails; neither
+can overwrite the other's data.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from penstock.checkpoint.commit.protocol import (
     Committed,
     Draft,
     Seal,
-    is_dead,
+    is_lease_expired,
     lease_text,
-    require_whole,
+    require_complete,
 )
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage.object_io import read_object, write_object
@@ -48,7 +49,7 @@ _VERSION: Final = 1
 logger = logging.getLogger(__name__)
 
 
-class RecordDrafts:
+class RecordDraftStore:
     """`Drafts` below keys of their own."""
 
     def __init__(
@@ -61,7 +62,7 @@ class RecordDrafts:
     ) -> None:
         self._storage = storage
         self._conditional = conditional
-        self._shelf = RecordShelf(storage)
+        self._shelf = RecordCatalog(storage)
         self._owner = owner
         self._clock = clock
         self._published: set[str] = set()
@@ -73,14 +74,14 @@ class RecordDrafts:
         return draft
 
     def renew(self, draft: Draft) -> None:
-        """Write the lease, anew."""
+        """Write the lease again: its age is what others look at."""
         write_object(self._storage, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
 
     def publish(self, draft: Draft, seal: Seal) -> Committed:
         """Check the files, write manifest and metadata, then the record."""
         prefix = f"{draft.folder}/"
         found = {info.key.removeprefix(prefix): info.size_bytes for info in self._storage.list(draft.folder)}
-        require_whole(found, seal.sizes, f"{self._storage.uri}/{draft.folder}")
+        require_complete(found, seal.sizes, f"{self._storage.uri}/{draft.folder}")
         write_object(self._storage, draft.key(MANIFEST_NAME), [seal.manifest])
         write_object(self._storage, draft.key(METADATA_NAME), [seal.metadata])
         older = self._shelf.find_if_any(draft.name)
@@ -96,7 +97,7 @@ class RecordDrafts:
             self._end_lease(draft)
 
     def sweep(self) -> list[str]:
-        """Delete the objects of saves that no record names and whose lease is over."""
+        """Delete the objects of saves that no record names and whose lease has expired."""
         saves: dict[str, list[ObjectInfo]] = {}
         for info in self._storage.list():
             if found := _SAVE.fullmatch(info.key):
@@ -107,12 +108,12 @@ class RecordDrafts:
                 if self._sweep_one(folder, objects):
                     swept.append(folder)
             except StorageError as error:
-                logger.debug("Left %s where it is: %s", folder, error)
+                logger.debug("Could not sweep %s: %s", folder, error)
         return swept
 
     def _sweep_one(self, folder: str, objects: Sequence[ObjectInfo]) -> bool:
-        # First whether it is dead: a save that commits meanwhile has a record by the time that we look.
-        if not self._is_dead(folder, objects):
+        # The lease before the record: a save that commits between the two has its record by then.
+        if not self._is_expired(folder, objects):
             return False
         committed = self._shelf.find_if_any(folder.rpartition("/")[0])
         if committed is not None and committed.folder == folder:
@@ -120,7 +121,7 @@ class RecordDrafts:
         delete_all(self._storage, objects)
         return bool(objects)
 
-    def _is_dead(self, folder: str, objects: Sequence[ObjectInfo]) -> bool:
+    def _is_expired(self, folder: str, objects: Sequence[ObjectInfo]) -> bool:
         times = {info.key: info.modified_s for info in objects}
         key = folder + LEASE_ENDING
         if key not in times:
@@ -129,7 +130,7 @@ class RecordDrafts:
             text = read_object(self._storage, key)
         except ObjectNotFound:
             return False
-        return is_dead(text, age_s=self._clock() - times[key], observer=self._owner())
+        return is_lease_expired(text, age_s=self._clock() - times[key], observer=self._owner())
 
     def _write_record(self, draft: Draft, older: Committed | None) -> Committed:
         record = _Record(save_id=draft.save_id, folder=draft.folder)
@@ -138,45 +139,45 @@ class RecordDrafts:
                 f"{draft.name}/{RECORD_NAME}", record.text(), replaces=older.version if older else None
             )
         except AlreadyThere as error:
-            # A service that did write, but whose answer was lost, refuses the second attempt.
+            # If the first attempt wrote the record and its answer was lost, the retry is refused.
             now = self._shelf.find_if_any(draft.name)
             if now is not None and now.folder == draft.folder:
                 return now
             raise AlreadyThere(
-                f"Another save committed {draft.name} meanwhile; this one is given up",
+                f"Another save committed {draft.name} first; this one was given up",
                 uri=f"{self._storage.uri}/{draft.name}",
-                fix="Let one job at a time save to a place, or give each a place of its own.",
+                fix="Let one job at a time save to this folder, or give each job its own.",
             ) from error
         return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
 
     def _clear_up(self, draft: Draft, older: Committed | None) -> None:
-        """What fails here is swept later: the checkpoint is committed, and that is what counts."""
+        """Remove the older checkpoint and the lease. The save is committed: failures are left to a sweep."""
         try:
             if older is not None and older.folder != draft.folder:
                 delete_all(self._storage, self._storage.list(older.folder))
             self._end_lease(draft)
         except StorageError as error:
-            logger.warning("Could not remove what the checkpoint %s replaced: %s", draft.name, error)
+            logger.warning("Could not remove the older checkpoint that %s replaced: %s", draft.name, error)
 
     def _end_lease(self, draft: Draft) -> None:
         with suppress(ObjectNotFound):
             self._storage.delete(draft.folder + LEASE_ENDING)
 
 
-class RecordShelf:
+class RecordCatalog:
     """`Shelf` of records, and of checkpoints that somebody else put there: a `.metadata` below a name."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
 
     def names(self) -> list[str]:
-        """All that have a record, or metadata of their own."""
+        """All names with a record, or with metadata right below them."""
         ends = (RECORD_NAME, METADATA_NAME)
         found = (info.key.rpartition("/") for info in self._storage.list())
         return sorted({name for name, _, last in found if name and "/" not in name and last in ends})
 
     def find(self, name: str) -> Committed:
-        """What the record of this name says."""
+        """The save that the record of this name means."""
         committed = self.find_if_any(name)
         if committed is not None:
             return committed
@@ -185,7 +186,7 @@ class RecordShelf:
         return plain
 
     def find_if_any(self, name: str) -> Committed | None:
-        """What the record of this name says, if there is one."""
+        """The save that the record of this name means; None if there is no record."""
         key = f"{name}/{RECORD_NAME}"
         try:
             version = self._storage.stat(key).checksum
@@ -224,22 +225,22 @@ class _Record:
             record = cls(**document)
         except (ValueError, TypeError) as error:
             raise StorageError(
-                f"The record of this checkpoint cannot be understood: {error}",
+                f"The commit record of this checkpoint cannot be parsed: {error}",
                 uri=uri,
-                fix="Save the step again; older ones are not touched by this.",
+                fix="Save the step again; other steps are not affected.",
             ) from error
         if record.record_version != _VERSION:
             raise StorageError(
-                f"The record of this checkpoint has version {record.record_version}, "
-                f"of which this penstock knows {_VERSION}",
+                f"The commit record of this checkpoint has version {record.record_version}; "
+                f"this Penstock reads version {_VERSION}",
                 uri=uri,
-                fix="Use the penstock that made it, or a newer one.",
+                fix="Use the Penstock that wrote it, or a newer one.",
             )
         return record
 
 
 def delete_all(storage: Storage, objects: Iterable[ObjectInfo]) -> None:
-    """Delete these objects, whoever else is deleting them, too."""
+    """Delete these objects; another process may be deleting them at the same time."""
     for info in list(objects):
         try:
             storage.delete(info.key)

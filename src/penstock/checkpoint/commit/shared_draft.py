@@ -1,12 +1,12 @@
-"""A draft in a folder that several processes write, none of which need live on: each may end it for all.
+"""A draft that several processes write, none of which needs to survive: each may finish it for all.
 
-    .penstock-save-ID-NAME           the draft, as any save's
-    .penstock-save-ID-NAME.lease     renewed by all of them; only its age tells that none is left
-    .penstock-flush-ID-NAME/node-N   how far process N is: its files are copied, or durable
+    .penstock-save-ID-NAME           the draft, as for any save
+    .penstock-save-ID-NAME.lease     renewed by all of them; only its age says that none is left
+    .penstock-flush-ID-NAME/node-N   the progress of process N: copying its files, or done
 
-publish: manifest and metadata -> all files there -> its name -> the parent's fsync. Any of them may do it,
-and several at once: what they write is the same, a rename happens once, who comes late finds it done.
-Invariant: nothing takes the name but a folder that holds every file of the seal.
+publish: manifest and metadata -> check all files -> rename -> fsync of the parent. Any process may do it, and
+several at once: they write the same bytes, the rename happens once, and latecomers find it done. Invariant:
+only a folder with every file of the seal gets the name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.checkpoint.commit.protocol import (
     Draft,
     Seal,
     lease_text,
-    require_whole,
+    require_complete,
 )
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage.files.file_sink import is_unfinished
@@ -45,27 +45,27 @@ if TYPE_CHECKING:
     from penstock.storage.capabilities import FolderTree
 
 IDENTITY_BYTES: Final = 80
-"""A manifest begins with its own sum: so much of it tells it from any other."""
+"""A manifest begins with its own checksum: this many bytes tell it from any other."""
 
-Progress = Literal["copying", "done"]
+MarkProgress = Literal["copying", "done"]
 
 logger = logging.getLogger(__name__)
 
 
-class Mark(BaseModel):
-    """How far one of the processes is, as the others see it."""
+class NodeMark(BaseModel):
+    """The progress of one process, for the others to read."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     format: Literal[1] = 1
     node: int
-    progress: Progress
+    progress: MarkProgress
     host: str
     pid: int
 
 
 class SharedDraft:
-    """One process's view of a draft that it shares: process `node` of as many as there are."""
+    """One process's view of a draft that it shares with those of other nodes."""
 
     def __init__(
         self,
@@ -85,40 +85,40 @@ class SharedDraft:
         self._owner = owner
 
     def join(self) -> None:
-        """Make the draft, or find it made by another."""
+        """Make the draft, unless another process has."""
         self.renew()
         try:
             self._tree.make(self.draft.folder)
         except AlreadyThere:
-            logger.debug("%s was begun before", self.draft.folder)
+            logger.debug("%s exists already", self.draft.folder)
 
     def renew(self) -> None:
-        """Show that somebody still wants the draft."""
-        # No one's death may end what others go on with: the lease names no process that can be asked for.
-        nobody = replace(self._owner(), kernel="", numbering="")
-        write_object(self._storage, self.draft.folder + LEASE_ENDING, [lease_text(nobody)])
+        """Renew the lease, for all processes."""
+        # The lease names no process that can be looked up: the death of one must not end the work of others.
+        anonymous = replace(self._owner(), kernel="", numbering="")
+        write_object(self._storage, self.draft.folder + LEASE_ENDING, [lease_text(anonymous)])
 
-    def mark(self, progress: Progress) -> None:
-        """Tell the others how far this process is."""
+    def mark(self, progress: MarkProgress) -> None:
+        """Record the progress of this process for the others."""
         owner = self._owner()
-        mark = Mark(node=self._node, progress=progress, host=owner.host, pid=owner.pid)
+        mark = NodeMark(node=self._node, progress=progress, host=owner.host, pid=owner.pid)
         write_object(self._storage, f"{self._marks}/node-{self._node}", [mark.model_dump_json().encode()])
 
-    def marks(self) -> dict[int, tuple[Mark, float]]:
-        """What all have told, and when by the storage's clock, by node."""
+    def marks(self) -> dict[int, tuple[NodeMark, float]]:
+        """All marks by node, each with its time by the storage's clock."""
         found = {}
         for entry in self._tree.entries(self._marks, prefix="node-"):
             try:
                 text = read_object(self._storage, f"{self._marks}/{entry.name}")
-                mark = Mark.model_validate_json(bytes(text))
+                mark = NodeMark.model_validate_json(bytes(text))
             except (ValidationError, ObjectNotFound) as error:
                 logger.debug("The mark %s cannot be read: %s", entry.name, error)
                 continue
             found[mark.node] = mark, entry.modified_s
         return found
 
-    def withdraw(self, nodes: list[int]) -> None:
-        """Take back marks that turned out to be wrong, so that these processes copy again."""
+    def retract_marks(self, nodes: list[int]) -> None:
+        """Remove marks that turned out to be wrong, so that these processes copy again."""
         for node in nodes:
             self._tree.remove(f"{self._marks}/node-{node}")
 
@@ -127,14 +127,14 @@ class SharedDraft:
         return self._begins_with(f"{self.draft.name}/{MANIFEST_NAME}", manifest[:IDENTITY_BYTES])
 
     def missing(self, seal: Seal) -> list[str]:
-        """The files of the seal that do not lie in the draft with their sizes."""
+        """The files of the seal that are not in the draft with their sizes."""
         found = self._found()
         return [name for name, size_bytes in seal.sizes.items() if found.get(name) != size_bytes]
 
     def publish(self, seal: Seal) -> Committed:
-        """Make the draft the checkpoint of its name. When this returns, it survives a power cut.
+        """Commit the draft. On return, the checkpoint survives a power cut.
 
-        `StorageError` where files are missing: the draft is as it was, and may be published later.
+        Raises `StorageError` if files are missing; the draft is unchanged and may be published later.
         """
         if not self.is_committed(seal.manifest):
             try:
@@ -148,7 +148,7 @@ class SharedDraft:
         return Committed(name=self.draft.name, folder=self.draft.name)
 
     def clear_up(self) -> None:
-        """Remove what is left of the draft and beside it. What fails here is swept later."""
+        """Remove what is left of the draft, its marks and lease. Failures are left to a sweep."""
         for folder in (self.draft.folder, self._marks):
             try:
                 remove_folder(self._tree, folder)
@@ -162,32 +162,32 @@ class SharedDraft:
             logger.warning("Could not remove the lease of %s: %s", self.draft.folder, error)
 
     def _seal(self, seal: Seal) -> None:
-        """Write manifest and metadata, and require that all the rest is there, too."""
+        """Write manifest and metadata, and check that everything else is there."""
         for name in self._found():
             if is_unfinished(name):
-                # A process was killed while it wrote manifest or metadata.
+                # The process that was writing manifest or metadata was killed.
                 self._tree.remove(self.draft.key(name))
         write_object(self._storage, self.draft.key(MANIFEST_NAME), [seal.manifest])
         write_object(self._storage, self.draft.key(METADATA_NAME), [seal.metadata])
         own = {MANIFEST_NAME: len(seal.manifest), METADATA_NAME: len(seal.metadata)}
-        # Only now: where another process has just renamed the folder, the lines above made a new one.
-        require_whole(self._found(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}")
+        # Not before: if another process has just renamed the folder, the lines above made a new one.
+        require_complete(self._found(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}")
 
     def _give_name(self) -> None:
-        """Rename the draft; an older checkpoint of the name steps aside, where our readers still find it."""
+        """Rename the draft; an older checkpoint is renamed first, to a name where readers still find it."""
         try:
             self._tree.move(self.draft.folder, self.draft.name)
         except AlreadyThere:
             require_replaceable(self._storage, self._tree, self.draft.name)
         else:
             return
-        # No exchange: where another process had exchanged them before, a second one would undo it.
+        # Not an exchange: if another process did one just before, a second one would undo it.
         aside = f"{HIDDEN_PREFIX}old-{secrets.token_hex(8)}-{self.draft.name}"
         self._tree.move(self.draft.name, aside)
         try:
             self._tree.move(self.draft.folder, self.draft.name)
         except ObjectNotFound:
-            # What stepped aside was this very save, which another process had just given its name.
+            # What was renamed is this very save: another process had just given it its name.
             self._tree.move(aside, self.draft.name)
             return
         self._tree.sync()

@@ -1,7 +1,9 @@
-"""Where one save writes: the same draft on every rank, committed or abandoned by all together.
+"""One save from an empty draft to a committed checkpoint: begun, written and committed by all ranks.
+
+    begin_save -> every rank writes its files -> rank 0 gathers their checksums and seals -> commit
 
 Rank 0 alone changes what is visible; the others learn the outcome in the same call. Invariant: `commit`
-returns on every rank, with the checkpoint durable, or raises on every rank, with nothing committed harmed.
+returns on every rank with the checkpoint durable, or raises on every rank with older checkpoints unharmed.
 """
 
 from __future__ import annotations
@@ -15,16 +17,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.folder_commit import FolderDrafts
-from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, Drafts, Seal
-from penstock.checkpoint.commit.record_commit import RecordDrafts
+from penstock.checkpoint.commit.folder_commit import FolderDraftStore
+from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, DraftStore, Seal
+from penstock.checkpoint.commit.record_commit import RecordDraftStore
 from penstock.cluster.collectives import all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import PenstockError, StorageError
-from penstock.storage.capabilities import (
-    find_folder_tree,
-    prefer_direct_access,
-    require_conditional_writes,
-)
+from penstock.storage.capabilities import find_folder_tree, prefer_direct_access, require_conditional_writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -38,57 +36,62 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def begin(storage: Storage, name: str, comm: Comm, *, drafts: Drafts | None = None) -> Place:
-    """Make a place for a checkpoint that will be called `name`, a folder below the root. Collective.
+def begin_save(
+    storage: Storage, name: str, comm: Comm, *, drafts: DraftStore | None = None
+) -> SaveTransaction:
+    """Begin a save of a checkpoint that will be called `name`, a folder below the root. Collective.
 
-    What dead saves left there is swept first. All ranks must reach the same storage.
+    Sweeps what dead saves left there first. All ranks must reach the same storage.
     """
-    keeper = drafts or open_drafts(storage)
+    draft_store = drafts or open_draft_store(storage)
 
     def start() -> Draft:
-        for swept in keeper.sweep():
-            logger.info("Removed %s, which a save left that died, below %s", swept, storage.uri)
-        return keeper.start(name, secrets.token_hex(8))
+        for swept in draft_store.sweep():
+            logger.info("Removed %s, the remains of a dead save, below %s", swept, storage.uri)
+        return draft_store.start(name, secrets.token_hex(8))
 
     draft = run_on_rank0(comm, start, awaiting=f"rank 0 to make room for {name}")
-    return Place(storage, comm, keeper, draft)
+    return SaveTransaction(storage, comm, draft_store, draft)
 
 
-def open_drafts(storage: Storage) -> Drafts:
-    """The commit protocol that this storage takes: by renaming folders, or by records."""
+def open_draft_store(storage: Storage) -> DraftStore:
+    """The commit protocol for this storage: folders that are renamed, or records."""
     tree = find_folder_tree(storage)
     return (
-        FolderDrafts(storage, tree)
+        FolderDraftStore(storage, tree)
         if tree is not None
-        else RecordDrafts(storage, require_conditional_writes(storage))
+        else RecordDraftStore(storage, require_conditional_writes(storage))
     )
 
 
-class Place:
-    """One rank's view of a save under way. `abandon` it on every rank if anything fails before `commit`."""
+class SaveTransaction:
+    """One rank's view of a save in progress. `abandon` it on every rank if anything fails before `commit`."""
 
-    def __init__(self, storage: Storage, comm: Comm, drafts: Drafts, draft: Draft) -> None:
+    def __init__(self, storage: Storage, comm: Comm, drafts: DraftStore, draft: Draft) -> None:
         self.storage = storage
         self.draft = draft
         self._comm = comm
         self._drafts = drafts
         self._is_over = False
-        self._lease = _LeaseKeeper(drafts, draft) if comm.rank == 0 else None
+        self._lease = _LeaseRenewer(drafts, draft) if comm.rank == 0 else None
 
     def key(self, file_name: str) -> str:
-        """Where this checkpoint's file of that name is to be written, by whichever rank."""
+        """The key that this checkpoint's file of that name is written to, on whichever rank."""
         return self.draft.key(file_name)
 
     @cached_property
-    def for_data(self) -> Storage:
-        """The storage to write data files to: past the page cache where that can be, and in place."""
+    def data_storage(self) -> Storage:
+        """The storage for data files: bypasses the page cache where possible, and writes in place.
+
+        In place, because a draft is invisible anyway: a second name and rename for each file gain nothing.
+        """
         return prefer_direct_access(self.storage)
 
     def commit(self, make_seal: Callable[[], Seal]) -> Committed:
         """Make what all ranks have written one durable checkpoint; rank 0 makes the seal. Collective.
 
-        Every rank's files must be finished. Where this raises, the draft is gone and the older checkpoint of
-        this name, if there is one, stands as it was.
+        Every rank's files must be finished. If this raises, the draft is gone, and an older checkpoint of
+        this name is as it was.
         """
         with ExitStack() as undo:
             undo.callback(self.abandon)
@@ -101,9 +104,9 @@ class Place:
         return committed
 
     def abandon(self) -> None:
-        """Remove what this save has written. Safe twice, and after `commit`; raises nothing of the storage's.
+        """Remove what this save has written. Safe twice, and after `commit`; never raises `StorageError`.
 
-        Not collective: call it once no rank writes any more. What a rank still writes is swept later.
+        Not collective: call it when no rank writes any more. What a rank still writes is swept later.
         """
         if self._is_over:
             return
@@ -121,10 +124,10 @@ class Place:
             self._lease.stop()
 
 
-class _LeaseKeeper:
-    """Renews a draft's lease from a thread of its own, as long as this process lives and wants the draft."""
+class _LeaseRenewer:
+    """Renews a draft's lease on its own thread, until `stop` or the end of this process."""
 
-    def __init__(self, drafts: Drafts, draft: Draft, *, every_s: float = LEASE_S / 4) -> None:
+    def __init__(self, drafts: DraftStore, draft: Draft, *, every_s: float = LEASE_S / 4) -> None:
         self._drafts = drafts
         self._draft = draft
         self._every_s = every_s
@@ -133,7 +136,7 @@ class _LeaseKeeper:
         self._thread.start()
 
     def stop(self) -> None:
-        """Renew no more."""
+        """Stop renewing."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -145,31 +148,31 @@ class _LeaseKeeper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Where a save goes and what its manifest is to say of it."""
+class SaveTarget:
+    """Where a save goes, and the facts that its manifest records."""
 
     storage: Storage
     name: str
     facts: Mapping[str, object]
 
 
-def complete(
+def write_and_commit(
     prepared: PreparedSave,
     staged: StagedSave,
-    target: Target,
+    target: SaveTarget,
     comm: Comm,
     *,
     timeout_s: float,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Committed, tuple[ShareStats, ...]]:
-    """Write what is staged and commit it; what each rank spent, in rank order. Collective."""
+    """Write what is staged and commit it; the statistics of each rank, in rank order. Collective."""
     with ExitStack() as undo:
         undo.callback(staged.cancel)
-        place = begin(target.storage, target.name, comm)
+        transaction = begin_save(target.storage, target.name, comm)
         undo.pop_all()
-    return finish(
-        place,
+    return write_into(
+        transaction,
         prepared,
         staged,
         comm,
@@ -180,8 +183,8 @@ def complete(
     )
 
 
-def finish(
-    place: Place,
+def write_into(
+    transaction: SaveTransaction,
     prepared: PreparedSave,
     staged: StagedSave,
     comm: Comm,
@@ -191,41 +194,47 @@ def finish(
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Committed, tuple[ShareStats, ...]]:
-    """The same in a place that is there already; where this fails, the place is abandoned. Collective."""
+    """`write_and_commit` in a transaction that has begun; abandons it on failure. Collective."""
     with ExitStack() as undo:
         undo.callback(staged.cancel)
-        undo.callback(place.abandon)
-        written: list[RankShare] = []
+        undo.callback(transaction.abandon)
+        share: RankShare | None = None
 
         def write() -> ShareStats:
-            written.append(staged.write_to(place.for_data, place.key, progress))
-            return written[0].stats
+            nonlocal share
+            share = staged.write_to(transaction.data_storage, transaction.key, progress)
+            return share.stats
 
-        awaiting = f"all ranks to write their files of {place.draft.name}"
+        awaiting = f"all ranks to write their files of {transaction.draft.name}"
         # A process without other ranks raises its own error, and no `RankFailed`.
         stats = (
             [write()]
             if comm.size == 1
             else all_gather_results(comm, write, awaiting=awaiting, timeout_s=timeout_s)
         )
+        assert share is not None, "writing gave a share or raised"
         begun_s = clock()
-        # Places and sums of all items are for who seals; every rank needs what the others spent.
-        shares = comm.gather_on_lead(written[0], awaiting="where all ranks wrote what")
-        all_facts = {**facts, "save_id": place.draft.save_id}
-        committed = place.commit(lambda: prepared.seal(shares, all_facts))
+        # Offsets and checksums of a million items go to rank 0 alone, which seals; statistics go to all.
+        shares = comm.gather_on_lead(share, awaiting="the checksums of all ranks")
+        all_facts = {**facts, "save_id": transaction.draft.save_id}
+        committed = transaction.commit(lambda: prepared.seal(shares, all_facts))
         undo.pop_all()
     return committed, tuple(replace(each, commit_s=clock() - begun_s) for each in stats)
 
 
-def stage_together(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:
-    """Begin to copy on all ranks, or fail on all: what is begun elsewhere is then cancelled. Collective."""
-    begun: list[StagedSave] = []
+def stage_on_all_ranks(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:
+    """Begin to copy on all ranks, or cancel and fail on all. Collective."""
+    staged: StagedSave | None = None
+
+    def stage() -> StagedSave:
+        nonlocal staged
+        staged = prepared.stage(urgent)
+        return staged
+
     try:
-        run_on_all_ranks(
-            comm, lambda: begun.append(prepared.stage(urgent)), awaiting="all ranks to begin to copy"
-        )
+        return run_on_all_ranks(comm, stage, awaiting="all ranks to begin to copy")
     except PenstockError:
-        for staged in begun:
+        # Begun here, but not elsewhere: the failure of another rank arrives after this rank's copy began.
+        if staged is not None:
             staged.cancel()
         raise
-    return begun[0]

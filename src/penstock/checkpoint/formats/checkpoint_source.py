@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf
+from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.formats.checksums import sum_of
 from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes
@@ -183,7 +183,7 @@ class Opened:
 
 def open_checkpoint(path: AnyPath, *, rank: int = 0) -> Opened:
     """Open the checkpoint at a path or URI: a folder, or one file of `torch.save` or safetensors."""
-    storage, name = open_around(path, rank=rank)
+    storage, name = open_parent(path, rank=rank)
     uri = uri_of(storage, name)
     if _is_file(storage, name):
         return _open_file(storage, name, uri)
@@ -198,7 +198,7 @@ def uri_of(storage: Storage, name: str) -> str:
 def folder_of(storage: Storage, name: str) -> str:
     """Where the files of the checkpoint called `name` lie: a commit may have put them elsewhere."""
     try:
-        return open_shelf(storage).find(name).folder
+        return open_catalog(storage).find(name).folder
     except ObjectNotFound:
         return name
 

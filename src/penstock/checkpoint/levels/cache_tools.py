@@ -1,6 +1,8 @@
-"""What lies on the levels of a run, and how far its flushes are: for those who look from outside of the job.
+"""What operators do with caches from outside the job: status, dropping steps, flushing to the end.
 
-Reads the durable level and whichever caches can be reached from here. Invariant: looking changes nothing.
+Works on the caches that can be reached from here, without a process group. Invariant: status changes nothing;
+a dropped step goes from all named caches with its flush orders, or the refusal names it and nothing was
+removed.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.catalog import Steps, parse_step, step_dirname
-from penstock.checkpoint.levels.flush.daemon_flusher import Minder, states_of
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, Order
+from penstock.checkpoint.commit.catalog import StepCatalog, parse_step, step_dirname
+from penstock.checkpoint.levels.flush.daemon_flusher import DaemonWatchdog, read_flush_states
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder
 from penstock.checkpoint.levels.flush.journal import JournalReader
 from penstock.checkpoint.levels.node_cache import NodeCache
 from penstock.checkpoint.levels.redundancy.recoverability import assess
@@ -31,43 +33,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedStep:
-    """What the caches that were looked at hold of a step."""
+    """What the inspected caches have of a step."""
 
     step: int
     size_bytes: int
     num_shares: int
-    """Of ranks that saved it, whose shares are whole here."""
+    """How many of the ranks that saved it have a complete share here."""
     num_ranks: int
     scheme: str
     losses: int
-    """So many lost shares each group survives."""
+    """How many lost shares each group survives."""
     lost: tuple[int, ...]
     """The ranks whose shares are in none of these caches."""
     reason: str
-    """Why these caches alone cannot give it; empty where they can."""
+    """Why these caches alone cannot provide it; empty if they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFlush:
-    """One cache's daemon and what it was given."""
+    """The daemon of one cache and its flushes."""
 
     cache: str
     daemon: int | None
-    """Its process; None where none runs."""
+    """Its PID; None if none is running."""
     flushing: int | None
-    """The step whose bytes it is moving."""
+    """The step that it is copying."""
     bytes_per_s: float
     is_paused: bool
     states: Mapping[int, FlushState]
 
     @property
     def is_over(self) -> bool:
-        """Whether everything it was given is durable or superseded."""
+        """Whether all its steps are durable or superseded."""
         return all(state.is_over for state in self.states.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overview:
+class LevelsOverview:
     """All levels of one run."""
 
     durable: tuple[int, ...]
@@ -76,13 +78,13 @@ class Overview:
 
     @property
     def steps(self) -> list[int]:
-        """Of any level, and those on their way, ascending."""
+        """The steps of all levels and those being flushed, ascending."""
         given = {step for each in self.flushes for step, state in each.states.items() if not state.is_over}
         return sorted({*self.durable, *(each.step for each in self.cached), *given})
 
     @property
     def left_bytes(self) -> int:
-        """What is still to be copied."""
+        """The bytes still to be copied."""
         return sum(
             state.size_bytes - state.copied_bytes
             for each in self.flushes
@@ -91,33 +93,35 @@ class Overview:
         )
 
 
-def cache_folder(path: str) -> Path:
-    """The folder of a cache; `ObjectNotFound` where there is none."""
+def require_cache_folder(path: str) -> Path:
+    """The folder of a cache; `ObjectNotFound` if it does not exist."""
     location = parse_uri(path)
     if location.scheme not in FILE_SCHEMES:
-        raise UsageError(f"{path} is no folder", fix="A cache is a folder of a node, such as /local/ssd/run.")
+        raise UsageError(
+            f"{path} is not a local folder", fix="A cache is a folder of a node, such as /local/ssd/run."
+        )
     folder = Path(location.root)
     if not folder.is_dir():
         raise ObjectNotFound(
-            "There is no such cache",
+            "The cache does not exist",
             uri=path,
-            fix="Name the manager's cache= of this node; hosts have their own.",
+            fix="Use the path of the manager's cache= on this node; each host has its own.",
         )
     return folder
 
 
-def look(run: str, caches: Sequence[str]) -> Overview:
-    """What lies on the levels of the run whose durable steps are at `run`."""
-    folders = [cache_folder(path) for path in caches]
-    return Overview(
-        durable=tuple(Steps(open_here(run)).committed()),
+def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
+    """The levels of the run whose durable steps are at `run`."""
+    folders = [require_cache_folder(path) for path in caches]
+    return LevelsOverview(
+        durable=tuple(StepCatalog(open_here(run)).committed()),
         cached=tuple(_cached(folders)),
-        flushes=tuple(look_at_flush(folder) for folder in folders),
+        flushes=tuple(inspect_flush(folder) for folder in folders),
     )
 
 
-def look_at_flush(cache: Path) -> CacheFlush:
-    """How far one cache's daemon is."""
+def inspect_flush(cache: Path) -> CacheFlush:
+    """The progress of the daemon of one cache."""
     folder = FlushFolder(cache)
     daemon, speed = folder.daemon_pid(), folder.speed()
     now = speed if daemon is not None else None
@@ -127,7 +131,7 @@ def look_at_flush(cache: Path) -> CacheFlush:
         flushing=now.step if now else None,
         bytes_per_s=now.bytes_per_s if now else 0.0,
         is_paused=now.is_paused if now else False,
-        states=states_of(folder, JournalReader(folder.journal)),
+        states=read_flush_states(folder, JournalReader(folder.journal)),
     )
 
 
@@ -162,19 +166,21 @@ def _num_shares(found: Assessment) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Droppable:
-    """A step as it lies in some caches."""
+class DroppableStep:
+    """A step in the caches."""
 
     step: int
     size_bytes: int
     is_durable: bool | None
-    """None where no durable level was named."""
+    """None if no durable level was named."""
     is_ordered: bool
-    """Whether it still waits to be flushed."""
+    """Whether it is still to be flushed."""
 
 
-def droppable(caches: Sequence[Path], steps: Collection[int] | None, durable: str | None) -> list[Droppable]:
-    """What these caches hold of `steps`, or of all, ascending; `ObjectNotFound` where a step is in none."""
+def find_droppable(
+    caches: Sequence[Path], steps: Collection[int] | None, durable: str | None
+) -> list[DroppableStep]:
+    """What these caches have of `steps`, or of all steps, ascending; `ObjectNotFound` if one is in none."""
     nodes = [_open_node(cache) for cache in caches]
     held = {step for node in nodes for name in node.names() if (step := parse_step(name)) is not None}
     absent = sorted(set(steps or ()) - held)
@@ -183,10 +189,10 @@ def droppable(caches: Sequence[Path], steps: Collection[int] | None, durable: st
             f"Step {absent[0]} is in none of these caches",
             fix=f"They hold {', '.join(map(str, sorted(held))) or 'no step'}.",
         )
-    known = None if durable is None else set(Steps(open_here(durable)).committed())
+    known = None if durable is None else set(StepCatalog(open_here(durable)).committed())
     ordered = {step for cache in caches for step in FlushFolder(cache).orders.steps()}
     return [
-        Droppable(
+        DroppableStep(
             step=step,
             size_bytes=sum(sum(node.holding(step_dirname(step)).sizes.values()) for node in nodes),
             is_durable=None if known is None else step in known,
@@ -196,7 +202,7 @@ def droppable(caches: Sequence[Path], steps: Collection[int] | None, durable: st
     ]
 
 
-def require_durable(found: Sequence[Droppable]) -> None:
+def require_durable(found: Sequence[DroppableStep]) -> None:
     """`UsageError` where a step might exist nowhere else."""
     for each in found:
         if not each.is_durable:
@@ -214,7 +220,7 @@ def drop(caches: Sequence[Path], steps: Collection[int]) -> None:
         orders = book.all()
         for step in steps:
             order = orders.get(step)
-            if isinstance(order, Order):
+            if isinstance(order, FlushOrder):
                 book.remove(order)
         node = _open_node(cache)
         for step in steps:
@@ -233,25 +239,25 @@ States = dict[int, "FlushState"]
 
 
 class _CacheDrain:
-    """One cache that is flushed to the end."""
+    """One cache whose orders are flushed to the end."""
 
     def __init__(self, cache: Path) -> None:
         self._folder = FlushFolder(cache)
         self._journal = JournalReader(self._folder.journal)
-        self._minder = Minder(self._folder)
+        self._minder = DaemonWatchdog(self._folder)
         self.steps = frozenset(self._folder.orders.steps())
 
     def states(self) -> States:
-        found = states_of(self._folder, self._journal)
+        found = read_flush_states(self._folder, self._journal)
         return {step: state for step, state in found.items() if step in self.steps}
 
     def is_over(self) -> bool:
         return not self.steps & set(self._folder.orders.steps())
 
-    def mind(self) -> None:
-        """See to it that its daemon runs, as long as there is something to do."""
+    def ensure_running(self) -> None:
+        """Start its daemon if it is not running and orders are left."""
         if not self.is_over():
-            self._minder.mind()
+            self._minder.ensure_running()
 
 
 def drain_caches(
@@ -262,9 +268,10 @@ def drain_caches(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[Path, States]:
-    """Let the daemons of these caches do what they were given; by cache, what became of each step.
+    """Let the daemons of these caches finish all orders; the state of each step, by cache.
 
-    `timeout_s` is how long nothing may move: a slow flush is not ended, one that waits for other nodes is.
+    Returns early if nothing has moved for `timeout_s`: a slow flush continues, one that waits for other nodes
+    does not hold up the caller. What is not finished then continues without this process.
     """
     flushing = {cache: _CacheDrain(cache) for cache in caches}
     num_bytes = sum(state.size_bytes for each in flushing.values() for state in each.states().values())
@@ -272,8 +279,8 @@ def drain_caches(
     moved_bytes, left, moved_at_s = 0, -1, clock()
     while True:
         for each in flushing.values():
-            each.mind()
-        # Before the states: an order goes once its outcome is in the journal.
+            each.ensure_running()
+        # Orders before states: an order is removed only after its outcome is in the journal.
         now_left = sum(not each.is_over() for each in flushing.values())
         found = {cache: each.states() for cache, each in flushing.items()}
         now_bytes = sum(state.copied_bytes for states in found.values() for state in states.values())

@@ -1,9 +1,8 @@
-"""What a way of checkpointing is worth: the time left for training, by a formula and by a simulation.
+"""The efficiency of checkpointing strategies: the share of time left for training, computed and simulated.
 
-A way has one cost that training waits for, and for each kind of failure an age of what can be restored and a
-time to restore it. Pure: the simulation draws from the generator it is given. Invariant: formula and
-simulation read the same `Way`, so where they disagree, the formula's assumptions do not hold, and that is
-said.
+A strategy has one cost that training waits for, and for each kind of failure the age of what can be restored
+and the time to restore it. Pure: the simulation draws from the generator it is given. Invariant: formula and
+simulation read the same `Strategy`, so if they disagree, the assumptions of the formula do not hold.
 """
 
 from __future__ import annotations
@@ -20,48 +19,48 @@ if TYPE_CHECKING:
     import numpy as np
 
 TRUSTED_DIFFERENCE: Final = 0.02
-"""Formula and simulation agree when their shares of time differ by no more than this."""
+"""Formula and simulation agree if their shares of time differ by no more than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """One kind of failure under one way of checkpointing."""
+class FailureMode:
+    """One kind of failure under one strategy."""
 
     name: str
     mtbf_s: float
     """Mean time between failures of this kind, in the whole job."""
     every: int
-    """Every so manieth checkpoint survives it."""
+    """Every N-th checkpoint survives it."""
     latency_s: float
-    """How long after a checkpoint it survives it: redundancy and flush go on in the background."""
+    """How long after a checkpoint it begins to survive it: parity and flush run in the background."""
     recovery_s: float
-    """From the failure until training goes on."""
+    """From the failure until training continues."""
     restored_from: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way of checkpointing."""
+class Strategy:
+    """One strategy of checkpointing."""
 
     name: str
     blocked_s: float
-    """What training waits for at each checkpoint."""
-    failures: tuple[Failure, ...]
+    """The time that training waits at each checkpoint."""
+    failures: tuple[FailureMode, ...]
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
-    """What is to be expected of a way at one interval."""
+class Prediction:
+    """The expected efficiency of a strategy at one interval."""
 
-    way: Way
+    strategy: Strategy
     interval_s: float
     """Training between two checkpoints."""
     efficiency: float
     """By the formula: useful time over all time."""
     simulated: float
     num_failures: int
-    """Failures that the simulation drew."""
+    """How many failures the simulation drew."""
 
     @property
     def agrees(self) -> bool:
@@ -71,7 +70,7 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the job runs on. Bandwidths are bytes a second."""
+    """The machine and the job. Bandwidths are bytes per second."""
 
     state_bytes: int
     nodes: int
@@ -83,16 +82,16 @@ class Machine:
     """Of one node."""
     restart_s: float
     process_mtbf_s: float
-    """Of the whole job: processes that die and leave their hosts up."""
+    """Of the whole job: processes that die while their hosts stay up."""
     node_mtbf_s: float
     """Of one node."""
     system_mtbf_s: float
-    """Of whatever takes several nodes at once."""
+    """Of failures of several nodes at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protection:
-    """How a cache is protected, as `schemes` say."""
+    """How a cache is protected; see `options.Scheme`."""
 
     name: str
     losses: int
@@ -101,17 +100,17 @@ class Protection:
     group: int
 
 
-def ways(machine: Machine, protection: Protection, *, flush_every: int) -> tuple[Way, ...]:
-    """The ways to choose from: durable at once, a cache with a flush, a protected cache with a flush."""
+def build_strategies(machine: Machine, protection: Protection, *, flush_every: int) -> tuple[Strategy, ...]:
+    """The strategies to compare: durable at once, a cache with a flush, a protected cache with a flush."""
     cached = machine.state_bytes / machine.nodes / machine.fast_bytes_per_s
     durable = machine.state_bytes / machine.slow_bytes_per_s
-    direct = Way(
+    direct = Strategy(
         name="durable, each time",
         blocked_s=durable,
         failures=_failures(machine, {}, every=1, latency_s=0.0, durable_s=durable),
     )
     local = {"process": (0.0, cached, "cache")}
-    single = Way(
+    single = Strategy(
         name=f"cache, flushed every {flush_every}",
         blocked_s=cached,
         failures=_failures(machine, local, every=flush_every, latency_s=durable, durable_s=durable),
@@ -122,7 +121,7 @@ def ways(machine: Machine, protection: Protection, *, flush_every: int) -> tuple
     encoding_s = own_bytes / machine.fast_bytes_per_s + sent_bytes / machine.network_bytes_per_s
     rebuilding_s = cached + own_bytes * max(protection.group - 1, 1) / machine.network_bytes_per_s
     guarded = {**local, "node": (encoding_s, rebuilding_s, f"{protection.name}, rebuilt")}
-    protected = Way(
+    protected = Strategy(
         name=f"cache with {protection.name}, flushed every {flush_every}",
         blocked_s=cached,
         failures=_failures(machine, guarded, every=flush_every, latency_s=durable, durable_s=durable),
@@ -138,19 +137,19 @@ def _failures(
     every: int,
     latency_s: float,
     durable_s: float,
-) -> tuple[Failure, ...]:
+) -> tuple[FailureMode, ...]:
     mtbf_s = {
         "process": machine.process_mtbf_s,
         "node": machine.node_mtbf_s / machine.nodes,
         "system": machine.system_mtbf_s,
     }
-    found = []
+    failures = []
     for name, apart_s in mtbf_s.items():
         if not math.isfinite(apart_s):
             continue
         late_s, load_s, source = cached.get(name, (latency_s, durable_s, "durable"))
-        found.append(
-            Failure(
+        failures.append(
+            FailureMode(
                 name=name,
                 mtbf_s=apart_s,
                 every=1 if name in cached else every,
@@ -159,7 +158,7 @@ def _failures(
                 restored_from=source,
             )
         )
-    return tuple(found)
+    return tuple(failures)
 
 
 def _warnings(machine: Machine, cached_s: float, durable_s: float) -> tuple[str, ...]:
@@ -169,43 +168,45 @@ def _warnings(machine: Machine, cached_s: float, durable_s: float) -> tuple[str,
     return (f"the cache does not pay: {told}, and to the durable storage in {durable_s:,.1f} s",)
 
 
-def efficiency(way: Way, interval_s: float) -> float:
+def efficiency(strategy: Strategy, interval_s: float) -> float:
     """The share of useful time, to the first order in failures: each costs half a period and a recovery.
 
     A failure of a kind that only every k-th checkpoint survives costs half of k periods, and what it takes
     until a checkpoint survives it.
     """
-    period_s = interval_s + way.blocked_s
+    period_s = interval_s + strategy.blocked_s
     lost = sum(
         (failure.recovery_s + failure.latency_s + failure.every * period_s / 2) / failure.mtbf_s
-        for failure in way.failures
+        for failure in strategy.failures
     )
     return interval_s / period_s / (1 + lost)
 
 
-def best_interval_s(way: Way) -> float:
+def best_interval_s(strategy: Strategy) -> float:
     """The interval of the highest efficiency; Daly's, where one kind of failure is all there is."""
-    if not way.failures:
+    if not strategy.failures:
         return math.inf
-    rate = sum(failure.every / failure.mtbf_s for failure in way.failures)
-    guess = max(daly_interval_s(way.blocked_s, 1 / rate), 1e-3)
+    rate = sum(failure.every / failure.mtbf_s for failure in strategy.failures)
+    guess = max(daly_interval_s(strategy.blocked_s, 1 / rate), 1e-3)
     candidates = [guess * 2 ** (step / 16) for step in range(-64, 65)]
-    return max(candidates, key=lambda interval_s: efficiency(way, interval_s))
+    return max(candidates, key=lambda interval_s: efficiency(strategy, interval_s))
 
 
-def simulate(way: Way, interval_s: float, *, random: np.random.Generator, num_failures: int = 4000) -> float:
+def simulate(
+    strategy: Strategy, interval_s: float, *, random: np.random.Generator, num_failures: int = 4000
+) -> float:
     """The share of useful time when failures come by chance, one after another, until so many have come."""
-    if not way.failures:
-        return interval_s / (interval_s + way.blocked_s)
-    period_s = interval_s + way.blocked_s
-    rates = [1 / failure.mtbf_s for failure in way.failures]
+    if not strategy.failures:
+        return interval_s / (interval_s + strategy.blocked_s)
+    period_s = interval_s + strategy.blocked_s
+    rates = [1 / failure.mtbf_s for failure in strategy.failures]
     waits = random.exponential(1 / sum(rates), num_failures)
     kinds = random.choice(len(rates), num_failures, p=[rate / sum(rates) for rate in rates])
     reached, elapsed_s = 0, 0.0
     # Checkpoints are numbered through; `safe` holds, for each kind, the newest that survived a failure
     # before.
     for wait_s, kind in zip(waits.tolist(), kinds.tolist(), strict=True):
-        failure = way.failures[kind]
+        failure = strategy.failures[kind]
         taken = int(wait_s // period_s)
         settled = max(int((wait_s - failure.latency_s) // period_s), 0)
         newest = reached + min(taken, settled)
@@ -214,27 +215,33 @@ def simulate(way: Way, interval_s: float, *, random: np.random.Generator, num_fa
     return min(reached * interval_s / elapsed_s, 1.0)
 
 
-def outlook(way: Way, interval_s: float, *, random: np.random.Generator) -> Outlook:
-    """Formula and simulation side by side."""
-    return Outlook(
-        way=way,
+def predict(strategy: Strategy, interval_s: float, *, random: np.random.Generator) -> Prediction:
+    """The prediction of formula and simulation."""
+    return Prediction(
+        strategy=strategy,
         interval_s=interval_s,
-        efficiency=efficiency(way, interval_s),
-        simulated=simulate(way, interval_s, random=random),
-        num_failures=4000 if way.failures else 0,
+        efficiency=efficiency(strategy, interval_s),
+        simulated=simulate(strategy, interval_s, random=random),
+        num_failures=4000 if strategy.failures else 0,
     )
 
 
-def at_best(found: Sequence[Way], *, interval_s: float | None, random: np.random.Generator) -> list[Outlook]:
-    """The outlook of each way at one interval, or each at its own best."""
-    outlooks = [outlook(way, interval_s or best_interval_s(way), random=random) for way in found]
-    direct, *cached = outlooks
-    return [direct, *(_warned(each, direct) for each in cached)]
+def predict_all(
+    strategies: Sequence[Strategy], *, interval_s: float | None, random: np.random.Generator
+) -> list[Prediction]:
+    """The prediction for each strategy, at one interval or each at its best."""
+    predictions = [
+        predict(strategy, interval_s or best_interval_s(strategy), random=random) for strategy in strategies
+    ]
+    direct, *cached = predictions
+    return [direct, *(_add_warning(each, direct) for each in cached)]
 
 
-def _warned(each: Outlook, direct: Outlook) -> Outlook:
-    if each.efficiency > direct.efficiency:
-        return each
-    share, better = f"{each.efficiency:.1%}", f"{direct.efficiency:.1%}"
-    said = f"it is expected to keep {share} of the time for training, {direct.way.name!r} {better}"
-    return replace(each, way=replace(each.way, warnings=(*each.way.warnings, said)))
+def _add_warning(prediction: Prediction, direct: Prediction) -> Prediction:
+    if prediction.efficiency > direct.efficiency:
+        return prediction
+    share, better = f"{prediction.efficiency:.1%}", f"{direct.efficiency:.1%}"
+    warning = f"leaves {share} of the time for training, {direct.strategy.name!r} {better}"
+    return replace(
+        prediction, strategy=replace(prediction.strategy, warnings=(*prediction.strategy.warnings, warning))
+    )

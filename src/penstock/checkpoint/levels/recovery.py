@@ -1,7 +1,8 @@
-"""Whose shares of a cached step are damaged: every file held against its sum, on the node that has it.
+"""Getting back what caches lost: finding damaged shares, rebuilding steps, and making survivors durable.
 
-Asked after a load has failed, or before caches are trusted without one. Invariant: a node whose manifest
-cannot be believed has no share that can.
+Used by a restore whose first copy was damaged, and after a crash by `penstock checkpoint rebuild` and
+`scavenge`, as a job of its own with a rank or more on each node. Invariant: nothing is removed from a cache;
+what becomes durable was verified against its checksums first, and has the same manifest as its save.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import numpy as np
 
 from penstock.checkpoint.commit.catalog import parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.commit.transaction import begin
-from penstock.checkpoint.engine import RankShare, ShareStats, WrittenFile
+from penstock.checkpoint.commit.transaction import begin_save
+from penstock.checkpoint.engine import RankShare, ShareStats, Urgency, WrittenFile
 from penstock.checkpoint.formats.checksums import sum_of, sum_of_object
-from penstock.checkpoint.formats.manifest import read_manifest
-from penstock.checkpoint.levels.flush.file_copy import Copy, Pace, copy_files
-from penstock.checkpoint.levels.redundancy.recoverability import home_of
-from penstock.checkpoint.manager.user_files import writer_of
+from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, read_manifest
+from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, copy_files
+from penstock.checkpoint.levels.redundancy.recoverability import choose_home_rank
+from penstock.checkpoint.manager.user_files import parse_writer_rank
 from penstock.checkpoint.tools.verify import damage_in_files
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import DataDamaged, RankFailed, StorageError
@@ -31,10 +32,8 @@ from penstock.storage.object_io import read_object
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from penstock.checkpoint.commit.catalog import Steps, Stored
-    from penstock.checkpoint.commit.transaction import Place
-    from penstock.checkpoint.engine import Urgency
-    from penstock.checkpoint.formats.manifest import Manifest, ManifestFile
+    from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog
+    from penstock.checkpoint.commit.transaction import SaveTransaction
     from penstock.checkpoint.levels.cache import CacheLevel
     from penstock.checkpoint.levels.redundancy.recoverability import Assessment
     from penstock.cluster.comm import Comm
@@ -45,27 +44,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def damaged_shares(cache: CacheLevel, comm: Comm, name: str, found: Assessment) -> tuple[int, ...]:
-    """The ranks that saved some of whose files are not what the manifest says. Collective."""
+def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, found: Assessment) -> tuple[int, ...]:
+    """The ranks that saved and whose files differ from the manifest. Collective.
+
+    If the manifest of a node is damaged itself, all of its shares count as damaged.
+    """
 
     def look() -> list[int]:
-        mine = [rank for rank, actor in found.actors.items() if actor == comm.rank and rank not in found.lost]
+        mine = [
+            rank for rank, actor in found.holders.items() if actor == comm.rank and rank not in found.lost
+        ]
         if not mine:
             return []
         held = cache.holds(name)
         try:
             manifest = _sound_manifest(held)
         except StorageError as error:
-            # What tells of all files of this node is damaged: none of them can be believed.
             logger.warning("%s: %s", held.uri, error)
             return mine
         return [rank for rank in mine if _is_damaged(held, manifest, found, rank)]
 
-    told = all_gather_results(comm, look, awaiting=f"all ranks to check the files of {name}")
-    return tuple(sorted(rank for ranks in told for rank in ranks))
+    answers = all_gather_results(comm, look, awaiting=f"all ranks to check the files of {name}")
+    return tuple(sorted(rank for ranks in answers for rank in ranks))
 
 
-def _is_damaged(held: Stored, manifest: Manifest, found: Assessment, rank: int) -> bool:
+def _is_damaged(held: CheckpointRef, manifest: Manifest, found: Assessment, rank: int) -> bool:
     names = {file.name for file in found.files_of(rank)}
     files = [file for file in manifest.files if file.name in names]
     damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
@@ -81,7 +84,7 @@ def _is_damaged(held: Stored, manifest: Manifest, found: Assessment, rank: int) 
     return bool(damage or bad)
 
 
-def _sound_manifest(held: Stored) -> Manifest:
+def _sound_manifest(held: CheckpointRef) -> Manifest:
     manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
     if sum_of(read_object(held.storage, held.key(METADATA_NAME))) != manifest.metadata_sum:
         raise DataDamaged("The checksum of its .metadata differs", where=held.uri)
@@ -92,10 +95,14 @@ NUM_THREADS = 2
 _NOTHING = np.zeros(0, dtype=np.int64)
 
 
-class Fetched:
-    """One rank's part of fetching a step: a `PreparedSave` and its `StagedSave` in one."""
+class FetchedFiles:
+    """Copies a durable step of user files to the caches: a `PreparedSave` and its `StagedSave` in one.
 
-    def __init__(self, stored: Stored, *, rank: int, num_ranks: int) -> None:
+    It takes the place of a save and has the same manifest. What is copied is not verified here: a restart
+    verifies all files.
+    """
+
+    def __init__(self, stored: CheckpointRef, *, rank: int, num_ranks: int) -> None:
         self._stored = stored
         self._rank = rank
         self._manifest = bytes(read_object(stored.storage, stored.key(MANIFEST_NAME)))
@@ -104,26 +111,28 @@ class Fetched:
         self._mine = tuple(
             file
             for file in manifest.files
-            if home_of(writer_of(manifest, file), manifest.world_size, num_ranks) == rank
+            if choose_home_rank(parse_writer_rank(manifest, file), manifest.world_size, num_ranks) == rank
         )
 
-    def stage(self, urgent: Urgency = "copy") -> Fetched:  # noqa: ARG002 - the protocol's
-        """Nothing is to be copied before the draft is there."""
+    def stage(self, urgent: Urgency = "copy") -> FetchedFiles:  # noqa: ARG002 - the protocol's
+        """Return self: there is nothing to copy before the draft exists."""
         return self
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Nothing changes meanwhile: the step is committed."""
+        """Return at once: the step is committed and does not change."""
 
     def cancel(self) -> None:
-        """Nothing is in flight between two calls."""
+        """Do nothing: nothing is in flight between two calls."""
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> RankShare:
         """Copy this rank's files."""
-        copies = [Copy(from_key=self._stored.key(file.name), to_key=key_of(file.name)) for file in self._mine]
+        copies = [
+            FileCopy(from_key=self._stored.key(file.name), to_key=key_of(file.name)) for file in self._mine
+        ]
         source = prefer_direct_access(self._stored.storage)
-        copy_files(copies, source, storage, threads=NUM_THREADS, pace=Pace(None))
+        copy_files(copies, source, storage, threads=NUM_THREADS, pace=RateLimiter(None))
         size_bytes = sum(file.size_bytes for file in self._mine)
         if progress is not None:
             progress.begin("bytes", size_bytes)
@@ -135,7 +144,7 @@ class Fetched:
         )
 
     def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:  # noqa: ARG002 - as saved
-        """What sealed the step when it was saved."""
+        """The manifest and metadata of the durable step."""
         metadata = bytes(read_object(self._stored.storage, self._stored.key(METADATA_NAME)))
         sizes = {file.name: file.size_bytes for file in self._all}
         return Seal(manifest=self._manifest, metadata=metadata, sizes=sizes)
@@ -153,71 +162,73 @@ def _written(file: ManifestFile) -> WrittenFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mended:
-    """What was found of a cached step, and what it came to."""
+class StepRepair:
+    """The condition of a cached step, and what a repair achieved."""
 
     step: int
     missing: tuple[int, ...] = ()
-    """The ranks that saved whose shares no cache had."""
+    """The ranks that saved and whose shares no cache had."""
     damaged: tuple[int, ...] = ()
-    """Those whose files were not what their sums say."""
+    """The ranks that saved and whose files were damaged."""
     reason: str = ""
-    """Why the caches cannot give the step; empty where they can."""
+    """Why the caches cannot provide the step; empty if they can."""
 
     @property
     def outcome(self) -> str:
-        """In two words at most."""
+        """The outcome in at most two words."""
         if self.reason:
             return "beyond repair"
         return "rebuilt" if self.missing or self.damaged else "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scavenged:
-    """What was made durable, and what had to be passed over for it."""
+class ScavengeReport:
+    """The step that was made durable, and those that could not be."""
 
     step: int | None
-    """None where no cached step is newer than the durable ones and can be had."""
+    """None if no cached step is newer than the durable ones and usable."""
     uri: str = ""
-    looked_at: tuple[Mended, ...] = ()
-    """Newest first; the last one is the step that was taken."""
+    looked_at: tuple[StepRepair, ...] = ()
+    """Newest first; the last one is the step that was made durable."""
 
 
-def cached_steps(cache: CacheLevel, comm: Comm) -> list[int]:
-    """Every step of which some node has a share, ascending; unlike a restart, this removes nothing."""
-    told = all_gather_results(
+def list_cached_steps(cache: CacheLevel, comm: Comm) -> list[int]:
+    """Every step of which some node has a share, ascending. Unlike a restart, this removes nothing."""
+    answers = all_gather_results(
         comm,
         lambda: cache.names_here() if cache.leads else [],
         awaiting="all nodes to list their caches",
     )
-    names = {name for names in told for name in names}
+    names = {name for names in answers for name in names}
     return sorted(step for name in names if (step := parse_step(name)) is not None)
 
 
-def mend(cache: CacheLevel, comm: Comm, step: int, *, verified: bool = True) -> Mended:
-    """Rebuild what a step has lost, until every share lies in a cache. Sums are read only if `verified`."""
-    return _mend(cache, comm, step, verified=verified)[0]
+def repair_step(cache: CacheLevel, comm: Comm, step: int, *, verified: bool = True) -> StepRepair:
+    """Rebuild the lost shares of a step. Checksums are verified only if `verified`."""
+    return _repair_step(cache, comm, step, verified=verified)[0]
 
 
-def scavenge(cache: CacheLevel, comm: Comm, durable: Steps, steps: Sequence[int]) -> Scavenged:
-    """Make the newest of `steps` durable that the caches can give."""
-    looked_at: list[Mended] = []
+def scavenge(cache: CacheLevel, comm: Comm, durable: StepCatalog, steps: Sequence[int]) -> ScavengeReport:
+    """Make the newest of `steps` durable that the caches can provide."""
+    looked_at: list[StepRepair] = []
     for step in sorted(steps, reverse=True):
-        mended, found = _mend(cache, comm, step, verified=True)
+        mended, found = _repair_step(cache, comm, step, verified=True)
         looked_at.append(mended)
         if not mended.reason:
             uri = _make_durable(cache, comm, durable, step, found)
-            return Scavenged(step=step, uri=uri, looked_at=tuple(looked_at))
-    return Scavenged(step=None, looked_at=tuple(looked_at))
+            return ScavengeReport(step=step, uri=uri, looked_at=tuple(looked_at))
+    return ScavengeReport(step=None, looked_at=tuple(looked_at))
 
 
-def _mend(cache: CacheLevel, comm: Comm, step: int, *, verified: bool) -> tuple[Mended, Assessment]:
+def _repair_step(
+    cache: CacheLevel, comm: Comm, step: int, *, verified: bool
+) -> tuple[StepRepair, Assessment]:
     name = step_dirname(step)
     found = cache.assess(name)
-    mended = Mended(step=step, missing=found.lost, reason=found.reason)
+    mended = StepRepair(step=step, missing=found.lost, reason=found.reason)
     if found.reason:
         return mended, found
-    if verified and (damaged := damaged_shares(cache, comm, name, found)):
+    if verified and (damaged := find_damaged_shares(cache, comm, name, found)):
         found = cache.assess(name, damaged=damaged)
         mended = replace(mended, damaged=damaged, reason=found.reason)
     if found.is_rebuildable:
@@ -229,30 +240,30 @@ def _mend(cache: CacheLevel, comm: Comm, step: int, *, verified: bool) -> tuple[
     return mended, found
 
 
-def _make_durable(cache: CacheLevel, comm: Comm, durable: Steps, step: int, found: Assessment) -> str:
+def _make_durable(cache: CacheLevel, comm: Comm, durable: StepCatalog, step: int, found: Assessment) -> str:
     name = step_dirname(step)
-    manifest, metadata = cache.told_seal(name, found)
+    manifest, metadata = cache.fetch_seal(name, found)
     uri = f"{durable.storage.uri}/{name}"
     if _is_there(comm, durable, step, manifest):
         return uri
     sizes = {file.name: file.size_bytes for file in read_manifest(manifest, uri).files}
     with ExitStack() as undo:
-        place = begin(durable.storage, name, comm)
-        undo.callback(place.abandon)
+        transaction = begin_save(durable.storage, name, comm)
+        undo.callback(transaction.abandon)
         all_gather_results(
             comm,
-            lambda: _copy_shares(cache, found, place, name, comm.rank),
+            lambda: _copy_shares(cache, found, transaction, name, comm.rank),
             awaiting=f"all ranks to copy what they hold of {name}",
         )
-        place.commit(lambda: Seal(manifest=manifest, metadata=metadata, sizes=sizes))
+        transaction.commit(lambda: Seal(manifest=manifest, metadata=metadata, sizes=sizes))
         undo.pop_all()
     if comm.rank == 0 and step == max(durable.committed()):
-        durable.point_to(step)
+        durable.set_latest(step)
     return uri
 
 
-def _is_there(comm: Comm, durable: Steps, step: int, manifest: bytes) -> bool:
-    """Whether this very save is durable already."""
+def _is_there(comm: Comm, durable: StepCatalog, step: int, manifest: bytes) -> bool:
+    """Whether this save of the step is durable already."""
 
     def look() -> bool:
         if comm.rank != 0 or step not in durable.committed():
@@ -263,13 +274,21 @@ def _is_there(comm: Comm, durable: Steps, step: int, manifest: bytes) -> bool:
     return all_gather_results(comm, look, awaiting="rank 0 to look at the durable level")[0]
 
 
-def _copy_shares(cache: CacheLevel, found: Assessment, place: Place, name: str, rank: int) -> None:
-    """Copy the files of all who saved whose shares this rank has at hand."""
-    files = [file for saved, actor in found.actors.items() if actor == rank for file in found.files_of(saved)]
+def _copy_shares(
+    cache: CacheLevel, found: Assessment, transaction: SaveTransaction, name: str, rank: int
+) -> None:
+    """Copy the files of all shares that this rank holds."""
+    files = [
+        file for saved, actor in found.holders.items() if actor == rank for file in found.files_of(saved)
+    ]
     if not files:
         return
     held = cache.holds(name)
-    copies = [Copy(from_key=held.key(file.name), to_key=place.key(file.name)) for file in files]
+    copies = [FileCopy(from_key=held.key(file.name), to_key=transaction.key(file.name)) for file in files]
     copy_files(
-        copies, prefer_direct_access(held.storage), place.for_data, threads=NUM_THREADS, pace=Pace(None)
+        copies,
+        prefer_direct_access(held.storage),
+        transaction.data_storage,
+        threads=NUM_THREADS,
+        pace=RateLimiter(None),
     )

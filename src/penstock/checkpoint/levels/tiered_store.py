@@ -1,7 +1,7 @@
-"""The steps of one run on all its levels: saved to caches, flushed to durable storage, found on either.
+"""The steps of a run with caches: saved to the caches, flushed to durable storage, restored from either.
 
-The keeper of a manager that has a cache. Invariant: a step that is bad on one level is tried on the next, and
-only then is an older step tried; a step stays in the caches until it is durable, if it is to become so.
+The `StepStore` of a manager with `cache=`. Invariant: a step that is damaged on one level is tried on the
+next before an older step is; a step that is to become durable stays in the caches until it is.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.catalog import local_path, parse_step, step_dirname
-from penstock.checkpoint.levels.cache import Cached, CacheLevel
+from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.flush.daemon_flusher import DaemonFlusher
-from penstock.checkpoint.levels.flush.flusher import TrainerFlusher, require_over
-from penstock.checkpoint.levels.recovery import Fetched, damaged_shares
-from penstock.checkpoint.manager.step_store import DurableKeeper, Find, wanted_of
+from penstock.checkpoint.levels.flush.flusher import TrainerFlusher, require_durable
+from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares
+from penstock.checkpoint.levels.redundancy import gf256
+from penstock.checkpoint.manager.step_store import DurableStore, MissingCopy, StepCopy, select_steps
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.storage.capabilities import find_folder_tree
@@ -27,48 +28,49 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from penstock.checkpoint.commit.catalog import Stored
+    from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Draft
     from penstock.checkpoint.engine import PreparedSave, ShareStats, StagedSave
     from penstock.checkpoint.levels.flush.flusher import Flusher
     from penstock.checkpoint.levels.options import Flush, Scheme
     from penstock.checkpoint.levels.redundancy.recoverability import Assessment
-    from penstock.checkpoint.manager.step_store import Slot
+    from penstock.checkpoint.manager.step_store import StepSlot
     from penstock.checkpoint.state.process_group import Members
     from penstock.progress import Progress
     from penstock.storage import Storage
 
 
 def open_flusher(
-    cache: CacheLevel, durable: DurableKeeper, members: Members, settings: Flush, *, path: str | None
+    cache: CacheLevel, durable: DurableStore, members: Members, settings: Flush, *, path: str | None
 ) -> Flusher:
-    """The flusher that `settings` ask for. Collective.
+    """The flusher for these settings: the daemon of each node if it can, else the trainer. Collective.
 
-    `path` is the durable level's path or URI, where it was given as one: another process opens it again.
+    `path` is the path or URI of the durable level, if it was given as one: the daemon opens it again. All
+    ranks choose alike, and log why it is not the daemon.
     """
     if settings.by == "daemon":
-        reason = _why_no_daemon(durable, path)
-        told = members.comm.gather(reason, awaiting="all ranks to say whether a daemon can flush")
-        reasons = [each for each in told if each]
+        reason = _explain_no_daemon(durable, path)
+        answers = members.comm.gather(reason, awaiting="all ranks to check whether a daemon can flush")
+        reasons = [answer for answer in answers if answer]
         if not reasons and path is not None:
-            return DaemonFlusher(cache, durable, _whole_uri(path), members, settings)
+            return DaemonFlusher(cache, durable, _build_daemon_uri(path), members, settings)
         level = logging.WARNING if members.comm.rank == 0 else logging.INFO
-        logger.log(level, "The trainer flushes, and not a daemon: %s", reasons[0])
+        logger.log(level, "Flushing in the trainer instead of a daemon: %s", reasons[0])
     return TrainerFlusher(cache, durable, members, settings)
 
 
-def _why_no_daemon(durable: DurableKeeper, path: str | None) -> str:
+def _explain_no_daemon(durable: DurableStore, path: str | None) -> str:
     if path is None:
-        return "the durable level was handed over as an open storage, which no other process has"
-    if find_folder_tree(durable.on_storage.storage) is None:
-        return f"{durable.uri} is no file system"
+        return "the durable level was given as an open storage, which another process cannot use"
+    if find_folder_tree(durable.catalog.storage) is None:
+        return f"{durable.uri} is not a file system"
     if "?" in parse_uri(path).root:
         return f"{path!r} cannot be written as a URI"
     return ""
 
 
-def _whole_uri(path: str) -> str:
-    """A path as the URI that means the same in any folder; a file is read while its last block is written."""
+def _build_daemon_uri(path: str) -> str:
+    """The absolute URI of a path, with two writes in flight: one block is read while another is written."""
     location = parse_uri(path)
     options = {"writes_in_flight": "2", **location.options}
     query = "&".join(f"{name}={value}" for name, value in options.items())
@@ -78,8 +80,8 @@ def _whole_uri(path: str) -> str:
 logger = logging.getLogger(__name__)
 
 
-def leveled(
-    plain: DurableKeeper,
+def open_tiered_store(
+    plain: DurableStore,
     cache: Storage,
     flushers: Members,
     *,
@@ -88,27 +90,32 @@ def leveled(
     keep_cached: int | None,
     domain: str | None,
     path: str | None,
-) -> LeveledKeeper:
-    """The keeper of a run with caches before its durable steps, which lie at `path`. Collective."""
+) -> TieredStore:
+    """The step store of a run with caches in front of its durable steps at `path`. Collective."""
     if keep_cached is not None and keep_cached < 1:
-        raise UsageError(f"keep_cached={keep_cached} keeps nothing", fix="Keep one or more, or None for all.")
+        raise UsageError(
+            f"keep_cached must be at least 1 or None, not {keep_cached}", fix="None keeps all steps."
+        )
+    if any(scheme.losses > 1 for scheme in schemes):
+        # Compiled now, while the run starts, and not in its first save.
+        gf256.load_loops()
     flushers.comm.timeout_s = plain.timeout_s
     level = CacheLevel(cache, plain.comm, schemes=schemes, domain=domain)
     flusher = None if flush is None else open_flusher(level, plain, flushers, flush, path=path)
-    return LeveledKeeper(level, plain, flusher, flush=flush, keep_cached=keep_cached)
+    return TieredStore(level, plain, flusher, flush=flush, keep_cached=keep_cached)
 
 
-class LeveledKeeper:
-    """A `Keeper` of steps in caches and on a durable level.
+class TieredStore:
+    """A `StepStore` with caches in front of a durable level.
 
-    Saving and finding speak over the group of the `plain` keeper; without a `flusher` nothing becomes
-    durable. The newest `keep_cached` steps stay in the caches; None keeps all.
+    Saving and restoring use the group of the `plain` store; without a `flusher` nothing becomes durable. The
+    newest `keep_cached` steps stay in the caches; None keeps all.
     """
 
     def __init__(
         self,
         cache: CacheLevel,
-        plain: DurableKeeper,
+        plain: DurableStore,
         flusher: Flusher | None,
         *,
         flush: Flush | None,
@@ -117,7 +124,7 @@ class LeveledKeeper:
         self.uri = cache.storage.uri
         self._cache = cache
         self._plain = plain
-        self._durable = plain.on_storage
+        self._durable = plain.catalog
         self._comm = plain.comm
         self._flusher = flusher
         self._flush = flush
@@ -126,11 +133,11 @@ class LeveledKeeper:
         self._is_open = True
 
     def steps(self) -> list[int]:
-        """The durable steps, and those of this node's cache."""
+        """The durable steps and those in this node's cache."""
         return sorted({*self._durable.committed(), *self._cached_here()})
 
-    def open(self, name: str, *, is_last: bool = False) -> Slot:
-        """Room in all caches; results, which are no steps, go to the durable level at once."""
+    def open(self, name: str, *, is_last: bool = False) -> StepSlot:
+        """A draft in all caches; results, which are not steps, go to the durable level at once."""
         if parse_step(name) is None:
             return self._plain.open(name)
         with ExitStack() as undo:
@@ -148,8 +155,8 @@ class LeveledKeeper:
         progress: Progress,
         *,
         is_last: bool,
-    ) -> Cached:
-        """Complete a draft, protected as the number of this save wants; the flush goes on behind."""
+    ) -> CachedSave:
+        """Complete a draft with the redundancy for this save's number, and hand it to the flusher."""
         self._num_saves += 1
         step = parse_step(draft.name)
         assert step is not None, "only steps are saved to caches"
@@ -160,22 +167,22 @@ class LeveledKeeper:
             self._flusher.hand_over(step, cached)
             if not self._flush.background:
                 self._flusher.wait(self._plain.timeout_s)
-                require_over(self._flusher, step)
-        self._retire_cached()
+                require_durable(self._flusher, step)
+        self._apply_cache_retention()
         return cached
 
     def candidates(self, wanted: int | None) -> list[int]:
-        """Every step of any level."""
+        """The steps of all levels."""
         cached = {step for name in self._cache.names() if (step := parse_step(name)) is not None}
         durable = all_gather_results(
             self._comm,
             lambda: self._durable.committed() if self._comm.rank == 0 else [],
             awaiting="rank 0 to list the durable steps",
         )[0]
-        return wanted_of(sorted({*cached, *durable}), wanted, self._durable.storage.uri)
+        return select_steps(sorted({*cached, *durable}), wanted, self._durable.storage.uri)
 
-    def finds(self, step: int) -> Iterator[Find | str]:
-        """From the caches, rebuilt where something is lost or damaged; then from the durable level."""
+    def copies(self, step: int) -> Iterator[StepCopy | MissingCopy]:
+        """The caches' copy, rebuilt if files are lost or damaged; then that of the durable level."""
         found = self._cache.assess(step_dirname(step))
         if found.records:
             yield from self._cached(step, found)
@@ -185,28 +192,28 @@ class LeveledKeeper:
             awaiting="rank 0 to look for the durable step",
         )[0]
         if is_durable:
-            yield Find(
+            yield StepCopy(
                 level="durable",
-                find=partial(self._durable.find, step),
-                settle=partial(self._fetch, step),
+                open=partial(self._durable.find, step),
+                localize=partial(self._fetch, step),
             )
         elif not found.records:
-            yield "no level has it"
+            yield MissingCopy("no level has it")
 
-    def untold_failures(self) -> Mapping[int, BaseException]:
-        """Flushes that failed: the step is still in the caches."""
-        return self._flusher.untold_failures() if self._flusher else {}
+    def unreported_failures(self) -> Mapping[int, BaseException]:
+        """Failed flushes: their steps are still in the caches."""
+        return self._flusher.unreported_failures() if self._flusher else {}
 
     def close(self) -> None:
-        """Wait until everything that is to be durable is, and let go."""
+        """Wait until everything that is to become durable is, then release everything."""
         if self._is_open:
             self._is_open = False
             if self._flusher:
                 self._flusher.close()
             self._cache.close()
 
-    def _retire_cached(self) -> None:
-        """Remove the oldest steps of this node's cache, but none that is still to be flushed."""
+    def _apply_cache_retention(self) -> None:
+        """Remove the oldest steps of this node's cache, except those still to be flushed."""
         if self._keep_cached is None or not self._cache.leads:
             return
         states = self._flusher.states() if self._flusher else {}
@@ -218,86 +225,88 @@ class LeveledKeeper:
     def _cached_here(self) -> list[int]:
         return sorted(step for name in self._cache.names_here() if (step := parse_step(name)) is not None)
 
-    def _cached(self, step: int, found: Assessment) -> Iterator[Find | str]:
+    def _cached(self, step: int, found: Assessment) -> Iterator[StepCopy | MissingCopy]:
         name = step_dirname(step)
         found = self._repaired(name, found)
         if found.reason:
-            yield self._beyond(name, found.reason)
+            yield self._report_missing(name, found.reason)
             return
-        yield self._find("cache", name, found)
-        # Asked for another copy: the first one was bad. Whose files are damaged is as good as lost.
-        damaged = damaged_shares(self._cache, self._comm, name, found)
+        yield self._describe_copy("cache", name, found)
+        # Resumed, because the first copy could not be loaded: damaged shares count as lost ones from here.
+        damaged = find_damaged_shares(self._cache, self._comm, name, found)
         if not damaged:
             return
         found = self._repaired(name, self._cache.assess(name, damaged=damaged))
         if found.reason:
-            yield self._beyond(name, found.reason)
+            yield self._report_missing(name, found.reason)
             return
-        yield self._find("cache, rebuilt", name, found)
+        yield self._describe_copy("cache, rebuilt", name, found)
 
     def _repaired(self, name: str, found: Assessment) -> Assessment:
-        """The step after a rebuild, where one is needed and possible; else with the reason why it is not."""
+        """Rebuild the step if that is needed and possible; on failure, `reason` says why not."""
         if not found.is_rebuildable:
             return found
-        self._say("%s: rebuilding what ranks %s have lost", name, _listed(found.lost))
+        self._warn_once("%s: rebuilding the lost files of ranks %s", name, _listed(found.lost))
         try:
             self._cache.repair(name, found)
         except RankFailed as error:
             return replace(found, reason=f"it could not be rebuilt: {error}")
         return self._cache.assess(name)
 
-    def _beyond(self, name: str, reason: str) -> str:
-        self._say("%s: the caches cannot give it, other levels may: %s", name, reason)
-        return f"caches: {reason}"
+    def _report_missing(self, name: str, reason: str) -> MissingCopy:
+        self._warn_once("%s: the caches cannot provide it, other levels may: %s", name, reason)
+        return MissingCopy(f"caches: {reason}")
 
-    def _say(self, text: str, *values: object) -> None:
-        """Once a job is enough to be read; the other ranks' logs have it for whoever looks there."""
+    def _warn_once(self, text: str, *values: object) -> None:
+        """Warn once for the whole job; the other ranks' logs have it as information."""
         logger.log(logging.WARNING if self._comm.rank == 0 else logging.INFO, text, *values)
 
-    def _find(self, level: str, name: str, found: Assessment) -> Find:
-        return Find(
+    def _describe_copy(self, level: str, name: str, found: Assessment) -> StepCopy:
+        return StepCopy(
             level=level,
-            find=partial(self._cache.view, name, found),
-            settle=partial(self._cache.bring_home, name, found),
+            open=partial(self._cache.view, name, found),
+            localize=partial(self._cache.relocate_shares, name, found),
         )
 
-    def _fetch(self, step: int) -> Stored:
-        """Files of one's own, copied from the durable level into the caches, and protected there again."""
+    def _fetch(self, step: int) -> CheckpointRef:
+        """Copy user files from the durable level into the caches, and protect them there again."""
         stored = self._durable.find(step)
-        files = Fetched(stored, rank=self._comm.rank, num_ranks=self._comm.size)
+        files = FetchedFiles(stored, rank=self._comm.rank, num_ranks=self._comm.size)
         try:
-            # Of several schemes the one of the largest interval protects it: 0 is a multiple of each.
+            # Number 0 is a multiple of every interval, so the scheme with the largest one protects it.
             self._cache.save(step_dirname(step), files, files, number=0, facts={})
         except (StorageError, RankFailed) as error:
-            logger.warning("%s is read where it lies, not fetched: %s", step_dirname(step), error)
-            return self._plain.in_place(step)
-        return self._cache.bring_home(step_dirname(step), self._cache.assess(step_dirname(step)))
+            logger.warning(
+                "%s is read from the durable level, as it could not be fetched: %s", step_dirname(step), error
+            )
+            return self._plain.find_local(step)
+        return self._cache.relocate_shares(step_dirname(step), self._cache.assess(step_dirname(step)))
 
 
 class CachedSlot:
-    """A `Slot` in all caches. Flushing pauses, if it was told to, until it is completed or abandoned."""
+    """A `StepSlot` in all caches. Flushing may pause until it is completed or abandoned."""
 
     def __init__(
-        self, keeper: LeveledKeeper, cache: CacheLevel, draft: Draft, *, is_last: bool, until: ExitStack
+        self, store: TieredStore, cache: CacheLevel, draft: Draft, *, is_last: bool, until: ExitStack
     ) -> None:
-        self._keeper = keeper
+        self._store = store
         self._cache = cache
         self._draft = draft
         self._is_last = is_last
         self._until = until
 
     def path(self, file_name: str) -> Path:
-        """In the draft of this node."""
+        """A path in this node's draft."""
         return local_path(self._cache.storage, self._draft.key(file_name))
 
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress
     ) -> tuple[str, tuple[ShareStats, ...]]:
-        """Protect and commit it, and hand it to be flushed if its turn has come."""
+        """Protect and commit it, and hand it to the flusher if its turn has come."""
         with self._until:
-            cached = self._keeper.save(self._draft, prepared, staged, progress, is_last=self._is_last)
+            cached = self._store.save(self._draft, prepared, staged, progress, is_last=self._is_last)
         self._draft = replace(self._draft, folder="")
-        return f"{self._keeper.uri}/{cached.name}", cached.stats
+        return f"{self._store.uri}/{cached.name}", cached.stats
 
     def abandon(self) -> None:
         """Remove this node's draft."""

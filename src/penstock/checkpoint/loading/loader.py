@@ -43,7 +43,7 @@ from penstock.progress import Silent
 from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.commit.catalog import Stored
+    from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.engine import LoadChoice, State
     from penstock.checkpoint.formats.checkpoint_source import Opened
     from penstock.checkpoint.loading.heartbeat import Stopping
@@ -87,7 +87,7 @@ class Loader:
     def load(
         self,
         state: State,
-        stored: Stored,
+        stored: CheckpointRef,
         members: Members,
         choice: LoadChoice,
         progress: Progress | None = None,

@@ -1,7 +1,8 @@
-"""When a job is to leave: on a signal, before its time is up, or because somebody asked for it from outside.
+"""When a job should end by itself: on a signal, before its time limit, or at the request of an operator.
 
-`Manager.due` asks every rank at once and saves once more. Invariant: all ranks learn of it at the same step,
-and whoever waits for a signal's or a marker's effect sees a committed step, or why there is none.
+`Manager.should_save` asks every rank at each step; after a reason is found, the job saves once more.
+Invariant: all ranks learn the reason at the same step; whoever sent the signal or request sees a committed
+step, or an error that says why there is none.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ if TYPE_CHECKING:
     from penstock.storage import Storage
 
 MARKER_NAME: Final = "halt.json"
-"""Beside a run's durable steps; whoever obeys removes it."""
+"""Lies beside a run's durable steps; the job that obeys it removes it."""
 
 SAVES_SPARED: Final = 2.0
-"""So many times as long as the slowest save took is kept for the last one: storage is busy when jobs end."""
+"""Time kept for the last save, in durations of the slowest so far: storage is busy when jobs end."""
 
 Result = TypeVar("Result")
 
@@ -37,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Halt:
-    """What makes a job leave: `Halt(signals=("SIGTERM",), time_limit="slurm", margin_s=120)`.
+class StopConditions:
+    """What ends a job: `StopConditions(signals=("SIGTERM",), time_limit="slurm", margin_s=120)`.
 
-    `time_limit` is in seconds from now, or what Slurm has set. The job leaves in time for one more step, a
-    save that takes twice as long as the slowest so far, and `margin_s` on top, as for a flush. A marker that
-    `penstock checkpoint halt` has put is looked for every `look_s` seconds.
+    `time_limit` is in seconds from now, or "slurm" for that of the Slurm job. The job ends in time for one
+    more step, a save that takes twice as long as the slowest so far, and `margin_s` more, such as for a
+    flush. The request of a `penstock checkpoint halt` is looked for every `look_s` seconds.
     """
 
     signals: tuple[str, ...] = ()
@@ -54,20 +55,25 @@ class Halt:
         limit = self.time_limit
         makes_sense = limit == "slurm" if isinstance(limit, str) else limit is None or limit > 0
         if not makes_sense:
-            raise UsageError(f"Halt(time_limit={limit!r})", fix='Give seconds above 0, or "slurm".')
+            raise UsageError(f"time_limit must be positive or 'slurm', not {limit!r}", where="StopConditions")
         unknown = [name for name in self.signals if name not in signal.Signals.__members__]
         if unknown:
-            raise UsageError(f"{unknown[0]!r} is no signal", where="Halt", fix="Give names like SIGTERM.")
+            raise UsageError(
+                f"Unknown signal {unknown[0]!r}", where="StopConditions", fix="Use names such as SIGTERM."
+            )
         if self.margin_s < 0 or self.look_s < 0:
-            raise UsageError(f"Halt(margin_s={self.margin_s}, look_s={self.look_s})", fix="Give 0 or more.")
+            raise UsageError(
+                f"margin_s and look_s must not be negative: {self.margin_s}, {self.look_s}",
+                where="StopConditions",
+            )
 
 
-ON_REQUEST: Final = Halt()
-"""Only the marker is looked for."""
+ON_REQUEST: Final = StopConditions()
+"""Looks for a request only."""
 
 
-class HaltOrder(BaseModel):
-    """What lies in the marker."""
+class StopRequest(BaseModel):
+    """The content of `halt.json`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -78,29 +84,29 @@ class HaltOrder(BaseModel):
     reason: str = ""
 
 
-def order_halt(storage: Storage, order: HaltOrder) -> None:
-    """Put the marker."""
+def request_stop(storage: Storage, order: StopRequest) -> None:
+    """Write the request."""
     write_object(storage, MARKER_NAME, [order.model_dump_json().encode()])
 
 
-def find_halt(storage: Storage) -> HaltOrder | None:
-    """What was asked for; None where nobody did."""
+def find_stop_request(storage: Storage) -> StopRequest | None:
+    """The request; None if there is none."""
     try:
         content = bytes(read_object(storage, MARKER_NAME))
     except ObjectNotFound:
         return None
     try:
-        return HaltOrder.model_validate_json(content)
+        return StopRequest.model_validate_json(content)
     except ValidationError as error:
         raise DataDamaged(
-            f"The marker cannot be read: {error.errors()[0]['msg']}",
+            f"The stop request cannot be parsed: {error.errors()[0]['msg']}",
             where=f"{storage.uri}/{MARKER_NAME}",
             fix="`penstock checkpoint halt RUN --cancel` removes it.",
         ) from error
 
 
-def cancel_halt(storage: Storage) -> bool:
-    """Remove the marker; whether there was one."""
+def cancel_stop_request(storage: Storage) -> bool:
+    """Remove the request; returns whether there was one."""
     try:
         storage.delete(MARKER_NAME)
     except ObjectNotFound:
@@ -109,114 +115,119 @@ def cancel_halt(storage: Storage) -> bool:
 
 
 class SignalWatch:
-    """Remembers that a signal came, and lets whoever handled it before do so still."""
+    """Remembers that a signal arrived, and still calls the handler that was there before."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self.seen = ""
+        self.received = ""
         self._before: dict[int, Any] = {}
         if names and threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                f"{names[0]} can be watched for by the main thread alone",
+                f"Only the main thread can handle {names[0]}",
                 where="Halt",
-                fix="Make the Manager in the main thread, or leave signals=() out.",
+                fix="Make the Manager in the main thread, or without signals.",
             )
         for name in names:
             number = signal.Signals[name]
             self._before[number] = signal.signal(number, self._note)
 
     def close(self) -> None:
-        """Put back what was there, unless somebody came after us, who may call us still."""
+        """Restore the former handlers, unless a later one is installed, which may still call this one."""
         for number, before in self._before.items():
             if signal.getsignal(number) == self._note and before is not None:
                 signal.signal(number, before)
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.seen = signal.Signals(number).name
+        self.received = signal.Signals(number).name
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
 
 
 @dataclass(slots=True)
-class Halting:
-    """One rank's reasons to leave, and the one that all ranks have heard of."""
+class GracefulStop:
+    """One rank's reasons to end the job, and the one that all ranks have agreed on."""
 
-    settings: Halt
+    settings: StopConditions
     storage: Storage
     rank: int
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
     reason: str = ""
-    """Once all ranks know it; empty before."""
+    """Set once all ranks know it; empty before that."""
     _signals: SignalWatch = field(init=False)
-    _ends_s: float | None = field(init=False)
-    _asked_s: float = field(init=False)
-    _looked_s: float | None = field(default=None, init=False)
+    _deadline_s: float | None = field(init=False)
+    _last_call_s: float = field(init=False)
+    _last_look_s: float | None = field(default=None, init=False)
     _longest_step_s: float = field(default=0.0, init=False)
     _slowest_save_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         limit = self.settings.time_limit
-        now_s = self._asked_s = self.clock()
+        now_s = self._last_call_s = self.clock()
         left_s = read_slurm_end_s() - self.wall_clock() if limit == "slurm" else limit
-        self._ends_s = None if left_s is None else now_s + left_s
+        self._deadline_s = None if left_s is None else now_s + left_s
         self._signals = SignalWatch(self.settings.signals)
 
-    def look(self) -> str:
-        """Why this rank would leave now; empty where it would not. Called once a step."""
+    def find_reason(self) -> str:
+        """Why this rank would end the job now; empty if it would not. Called once per step."""
         now_s = self.clock()
-        self._longest_step_s = max(self._longest_step_s, now_s - self._asked_s)
-        self._asked_s = now_s
-        return self.reason or self._signalled() or self._out_of_time(now_s) or self._asked_to(now_s)
+        self._longest_step_s = max(self._longest_step_s, now_s - self._last_call_s)
+        self._last_call_s = now_s
+        return self.reason or self._check_signals() or self._check_time(now_s) or self._check_request(now_s)
 
-    def hear(self, reasons: Sequence[str]) -> None:
-        """What all ranks said, in their order."""
+    def agree(self, reasons: Sequence[str]) -> None:
+        """Take over the first reason of all ranks, in rank order."""
         found = next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
         if found and not self.reason:
             self.reason = found.removeprefix("rank 0: ")
-            logger.warning("This job is to leave after the next save: %s", self.reason)
+            logger.warning("This job ends after the next save: %s", self.reason)
 
-    def timed(self, save: Callable[[], Result]) -> Result:
-        """Call what saves, and remember how long it took: the last one will need as much."""
+    def time_save(self, save: Callable[[], Result]) -> Result:
+        """Call `save` and remember its duration: the last save will need as much."""
         began_s = self.clock()
         result = save()
         self._slowest_save_s = max(self._slowest_save_s, self.clock() - began_s)
         return result
 
     def close(self) -> None:
-        """Let go of signals; a marker that was obeyed goes, so that the next job runs."""
+        """Restore signal handlers; removes a request that was obeyed, so that the next job runs."""
         self._signals.close()
         if self.reason and self.rank == 0:
             try:
-                cancel_halt(self.storage)
+                cancel_stop_request(self.storage)
             except StorageError as error:
-                logger.warning("The marker could not be removed, and stops the next job, too: %s", error)
+                logger.warning(
+                    "The stop request could not be removed and will end the next job, too: %s", error
+                )
 
-    def _signalled(self) -> str:
-        return f"{self._signals.seen} came" if self._signals.seen else ""
+    def _check_signals(self) -> str:
+        return f"{self._signals.received} was received" if self._signals.received else ""
 
-    def _out_of_time(self, now_s: float) -> str:
-        if self._ends_s is None:
+    def _check_time(self, now_s: float) -> str:
+        if self._deadline_s is None:
             return ""
         needed_s = self._longest_step_s + SAVES_SPARED * self._slowest_save_s + self.settings.margin_s
-        left_s = self._ends_s - now_s
+        left_s = self._deadline_s - now_s
         if left_s > needed_s:
             return ""
-        return f"{left_s:.0f} s are left of its time, and a step, a save and the margin need {needed_s:.0f} s"
+        return f"{left_s:.0f} s are left, and one step, one save and the margin need {needed_s:.0f} s"
 
-    def _asked_to(self, now_s: float) -> str:
-        """Only rank 0 looks, and not at every step: a run can have short steps and a slow file system."""
-        if self.rank != 0 or (self._looked_s is not None and now_s - self._looked_s < self.settings.look_s):
+    def _check_request(self, now_s: float) -> str:
+        """The request of an operator, if there is one."""
+        # Rank 0 alone, and not at every step: steps can be short and the file system slow.
+        if self.rank != 0 or (
+            self._last_look_s is not None and now_s - self._last_look_s < self.settings.look_s
+        ):
             return ""
-        self._looked_s = now_s
+        self._last_look_s = now_s
         try:
-            order = find_halt(self.storage)
+            order = find_stop_request(self.storage)
         except DataDamaged as error:
-            return f"a marker that cannot be read asks for it: {error}"
+            return f"a stop request that cannot be read: {error}"
         except StorageError as error:
-            logger.info("Whether to halt could not be seen: %s", error)
+            logger.info("Could not look for a stop request: %s", error)
             return ""
         if order is None:
             return ""
-        return f"{order.asked_by} asked for it" + (f" ({order.reason})" if order.reason else "")
+        return f"requested by {order.asked_by}" + (f" ({order.reason})" if order.reason else "")

@@ -1,7 +1,7 @@
-"""A save under way, as its caller sees it: staged, then committed, failed or cancelled.
+"""Saves in progress: the handle that a caller gets, the thread they run on, and the check for failed ones.
 
-Between `manager`, which starts saves, and the thread that completes them. Invariant: a failure is told at
-least once on every rank: by `result`, or by the manager's next call.
+A handle is staged, then committed, failed or cancelled. Invariant: a failure is raised at least once on every
+rank, by `SaveHandle.result` or by the manager's next collective call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """What a save did: where the step lies now, and what each rank spent on it, in rank order."""
+    """The result of a save: where the step is, and the statistics of each rank, in rank order."""
 
     step: int
     uri: str
@@ -37,11 +37,11 @@ class SaveReport:
 
     @property
     def payload_bytes(self) -> int:
-        """The state's bytes, all ranks together."""
+        """The bytes of the state, over all ranks."""
         return sum(each.payload_bytes for each in self.ranks)
 
-    def line_of(self, rank: int) -> str:
-        """What one rank spent, for the log."""
+    def format_line(self, rank: int) -> str:
+        """The statistics of one rank as a line of the log."""
         stats = self.ranks[rank]
         rate = format_rate(stats.file_bytes / stats.write_s) if stats.write_s else "no time"
         return (
@@ -52,43 +52,43 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
-    """How far a save is on this rank."""
+class ProgressState:
+    """The progress of a save on this rank."""
 
     phase: str
     done: float
     total: float
 
 
-class Meter:
-    """The `Progress` of one save: remembers where it stands, and passes on to who looks."""
+class SaveProgress:
+    """The `Progress` of one save: remembers the latest state, and forwards to another `Progress`."""
 
-    def __init__(self, onward: Progress | None) -> None:
-        self._onward = onward or Silent()
+    def __init__(self, forward_to: Progress | None) -> None:
+        self._forward_to = forward_to or Silent()
         self._lock = threading.Lock()
-        self._stand = Stand("waiting", 0.0, 0.0)
+        self._stand = ProgressState("waiting", 0.0, 0.0)
 
     @property
-    def stand(self) -> Stand:
-        """Where it stands now."""
+    def stand(self) -> ProgressState:
+        """The latest state."""
         return self._stand
 
     def begin(self, phase: str, total: float) -> None:
-        """A phase starts."""
+        """Begin a phase."""
         with self._lock:
-            self._stand = Stand(phase, 0.0, total)
-        self._onward.begin(phase, total)
+            self._stand = ProgressState(phase, 0.0, total)
+        self._forward_to.begin(phase, total)
 
     def advance(self, amount: float) -> None:
-        """So much more is done."""
+        """Advance within the phase."""
         with self._lock:
             now = self._stand
-            self._stand = Stand(now.phase, now.done + amount, now.total)
-        self._onward.advance(amount)
+            self._stand = ProgressState(now.phase, now.done + amount, now.total)
+        self._forward_to.advance(amount)
 
 
 class SaveHandle:
-    """A save that goes on in the background. Any thread may ask; nothing here is collective."""
+    """A save in the background. Any thread may call; nothing here is collective."""
 
     def __init__(
         self,
@@ -97,37 +97,37 @@ class SaveHandle:
         staged: StagedSave,
         future: Future[SaveReport],
         *,
-        meter: Meter,
+        meter: SaveProgress,
         timeout_s: float,
     ) -> None:
         self.step = step
         self.number = number
-        """The how-manieth save of its manager this is, on all ranks alike."""
+        """Counts the saves of a manager from 1, the same on all ranks."""
         self._staged = staged
         self._future = future
         self._meter = meter
         self._timeout_s = timeout_s
-        self._is_told = False
+        self._is_reported = False
         self._is_cancelled = False
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Return when the tensors may change; `WaitTimeout` after `timeout` seconds (or the manager's)."""
+        """Return when the tensors may change; `WaitTimeout` after `timeout` or the manager's limit, in s."""
         self._staged.wait_staged(self._timeout_s if timeout is None else timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """The report once the step is committed; its failure, whenever it is asked for.
+        """Wait until the step is committed; raises the error if the save failed, at every call.
 
-        `WaitTimeout` after `timeout` seconds. Without one this waits as long as the save has its own limits.
+        `WaitTimeout` after `timeout` seconds. Without one, only the time limits of the save itself apply.
         """
         try:
             report = self._future.result(timeout)
         except FutureTimeout as error:
             if self._future.done():
-                self._is_told = True
+                self._is_reported = True
                 raise
             raise WaitTimeout(f"step {self.step} to be committed", timeout or 0.0) from error
         except (PenstockError, CancelledError):
-            self._is_told = True
+            self._is_reported = True
             raise
         return report
 
@@ -138,35 +138,35 @@ class SaveHandle:
 
     @property
     def stats(self) -> SaveReport | None:
-        """The report, once the step is committed; None before, and after a failure."""
+        """The report if the step is committed; None before that, and after a failure."""
         is_committed = self._future.done() and self._future.exception() is None
         return self._future.result() if is_committed else None
 
     @property
-    def progress(self) -> Stand:
-        """How far this rank's share is."""
+    def progress(self) -> ProgressState:
+        """The progress of this rank's share."""
         return self._meter.stand
 
     def cancel(self) -> None:
-        """Give the save up, on all ranks; an older checkpoint of this step stays as it is.
+        """Cancel the save on all ranks; an older checkpoint of this step is unaffected.
 
-        `result` then raises. Too late once this rank's files are written: the step is committed.
+        `result` then raises. Has no effect once this rank's files are written: the step will be committed.
         """
         self._is_cancelled = True
         self._staged.cancel()
 
-    def untold_failure(self) -> BaseException | None:
-        """Why it failed, if it has and nobody has asked for it."""
-        if self._is_told or self._is_cancelled or not self._future.done():
+    def unreported_error(self) -> BaseException | None:
+        """Its error, if it failed and no one has seen it yet."""
+        if self._is_reported or self._is_cancelled or not self._future.done():
             return None
         return self._future.exception()
 
-    def tell(self) -> None:
-        """Its failure is being raised elsewhere."""
-        self._is_told = True
+    def mark_reported(self) -> None:
+        """Note that its failure is being raised elsewhere."""
+        self._is_reported = True
 
     def wait_done(self, timeout_s: float) -> None:
-        """Return when it is over, whatever came of it."""
+        """Return when it is over, successful or not."""
         try:
             self._future.exception(timeout_s)
         except FutureTimeout as error:
@@ -174,13 +174,13 @@ class SaveHandle:
 
 
 NO_HANDLE = 0
-"""Stands for a failure that no save's handle tells: handles count from 1."""
+"""Stands for a failure without a handle, such as of a flush: handles count from 1."""
 
 logger = logging.getLogger(__name__)
 
 
-class UnderWay:
-    """One rank's handles of saves in the background."""
+class InFlightSaves:
+    """One rank's saves that are pending, or failed without having been reported."""
 
     def __init__(self, comm: Comm, timeout_s: float) -> None:
         self._comm = comm
@@ -188,37 +188,41 @@ class UnderWay:
         self._handles: list[SaveHandle] = []
 
     def add(self, handle: SaveHandle) -> None:
-        """Remember a save until its end is told."""
+        """Remember a save until its end was reported."""
         self._handles.append(handle)
 
     def wait(self) -> None:
-        """Return when all are over, whatever came of them."""
+        """Return when all are over, successful or not."""
         for handle in self._handles:
             handle.wait_done(self._timeout_s)
 
     def cancel(self) -> None:
-        """Give all of them up."""
+        """Cancel all of them."""
         for handle in self._handles:
             handle.cancel()
 
-    def meet(self, doing: str, later: Mapping[int, BaseException]) -> None:
-        """Let all ranks come to the same call, and raise what failed; `later` failed after its save."""
+    def sync_and_raise(self, activity: str, flush_failures: Mapping[int, BaseException]) -> None:
+        """Wait until all ranks make the same call, then raise the first unreported failure. Collective.
+
+        This is where a background failure of one rank becomes an error on all: ranks gather what failed
+        before they start anything new. `flush_failures` happened after their saves had returned.
+        """
         comm = self._comm
         mine = [
             (handle.number, *_blame(failure, comm.rank, comm.host, handle.step))
             for handle in self._handles
-            if (failure := handle.untold_failure()) is not None
+            if (failure := handle.unreported_error()) is not None
         ]
         mine += [
             (NO_HANDLE, *_blame(failure, comm.rank, comm.host, step, doing="making durable"))
-            for step, failure in later.items()
+            for step, failure in flush_failures.items()
         ]
-        views = comm.gather((doing, mine), awaiting=f"all ranks to come to {doing}")
-        if {each for each, _ in views} != {doing}:
-            others = ", ".join(f"rank {rank}: {each}" for rank, (each, _) in enumerate(views))
+        views = comm.gather((activity, mine), awaiting=f"all ranks to begin {activity}")
+        if {other for other, _ in views} != {activity}:
+            calls = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(views))
             raise UsageError(
-                f"Ranks call their managers for different things: {others}",
-                fix="All ranks make the same calls in the same order.",
+                f"The ranks make different calls: {calls}",
+                fix="Make the same calls in the same order on all ranks.",
             )
         failures = sorted(failure for _, failed in views for failure in failed)
         self._forget({number for number, *_ in failures})
@@ -226,17 +230,17 @@ class UnderWay:
             _, rank, host, cause = failures[0]
             raise RankFailed(rank, host, cause)
 
-    def _forget(self, told: set[int]) -> None:
-        """Drop handles that nothing is to be told of any more. Those that failed elsewhere fail here, too."""
+    def _forget(self, reported: set[int]) -> None:
+        """Drop handles with nothing left to report. A save that failed on another rank fails here, too."""
         for handle in self._handles:
-            if handle.number in told:
+            if handle.number in reported:
                 handle.wait_done(self._timeout_s)
-                handle.tell()
-        self._handles = [each for each in self._handles if not each.done or each.untold_failure()]
+                handle.mark_reported()
+        self._handles = [each for each in self._handles if not each.done or each.unreported_error()]
 
 
 def log_failure(step: int, future: Future[SaveReport]) -> None:
-    """Say in the log what failed: the program may end before anybody asks."""
+    """Log a failure: the program may end before anyone asks for the result."""
     error = None if future.cancelled() else future.exception()
     if error is not None and not isinstance(error, SaveCancelled):
         logger.error("Step %d was not saved: %s", step, format_cause(error))
@@ -245,7 +249,7 @@ def log_failure(step: int, future: Future[SaveReport]) -> None:
 def _blame(
     failure: BaseException, rank: int, host: str, step: int, *, doing: str = "saving"
 ) -> tuple[int, str, str]:
-    """Which rank failed, where and why, in a save of the background."""
+    """Rank, host and cause of a failure in the background."""
     if isinstance(failure, RankFailed):
         rank, host, cause = failure.rank, failure.host, failure.cause
     else:
@@ -253,9 +257,13 @@ def _blame(
     return rank, host, f"{doing} step {step} in the background: {cause}"
 
 
-def lasting_worker(name: str) -> ThreadPoolExecutor:
-    """A pool of one thread. The end of the program waits for its work, while all other pools still work."""
+def start_lasting_worker(name: str) -> ThreadPoolExecutor:
+    """A pool of one thread whose work is finished before the program ends.
+
+    Python stops all thread pools at the beginning of its exit, after which a pending save could start none of
+    its threads and would be lost. Callbacks run in reverse order of registration, and the pools registered
+    theirs on import: so this one runs before them, and waits while all other pools still work.
+    """
     worker = ThreadPoolExecutor(1, thread_name_prefix=name)
-    # What is registered later is called earlier: before the pools of threads, which registered on import.
     threading._register_atexit(worker.shutdown)  # type: ignore[attr-defined]  # noqa: SLF001 - nothing public comes in time
     return worker

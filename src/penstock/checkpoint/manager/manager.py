@@ -1,8 +1,9 @@
 """The checkpoints of one run: saved, kept, found again and restored by one object that all ranks have.
 
-Calls that move a state are collective: all ranks make them in the same order. Foreground calls and background
-saves speak over groups of their own, so that neither waits for the other. Invariant: what `restore` returns
-was committed and loaded whole; a failed save is told on all ranks by the next collective call, at the latest.
+The whole way stands here: `save` -> `_start` (agree, stage) -> `_complete` (write, commit, retention) on a
+thread of its own, and `restore` -> `RestoreSearch` -> `Engine.load`. Where steps lie is a `StepStore`'s job,
+how a state's bytes move an `Engine`'s. Invariant: what `restore` returns was committed and loaded completely;
+a failed save is raised on all ranks by the next collective call, at the latest.
 """
 
 from __future__ import annotations
@@ -13,29 +14,27 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.checkpoint.commit.catalog import Steps, step_dirname
-from penstock.checkpoint.commit.transaction import stage_together
+from penstock.checkpoint.commit.catalog import StepCatalog, step_dirname
+from penstock.checkpoint.commit.transaction import stage_on_all_ranks
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single
-from penstock.checkpoint.levels.tiered_store import leveled
-from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, Halt, Halting
+from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.manager.inflight import (
-    Meter,
+    InFlightSaves,
     SaveHandle,
+    SaveProgress,
     SaveReport,
-    UnderWay,
-    lasting_worker,
     log_failure,
+    start_lasting_worker,
 )
-from penstock.checkpoint.manager.save_policy import EVERY_STEP, Pacer
+from penstock.checkpoint.manager.save_policy import EVERY_STEP, SaveScheduler
 from penstock.checkpoint.manager.step_store import (
-    DurableKeeper,
-    PassedOver,
-    Search,
-    none_restorable,
-    try_step,
+    DurableStore,
+    RestoreSearch,
+    SkippedStep,
+    build_restore_error,
+    load_on_all_ranks,
 )
-from penstock.checkpoint.manager.user_files import Output, Restart, next_restart, require_state, set_name
 from penstock.checkpoint.state.process_group import own_members
 from penstock.errors import RankError, UsageError
 from penstock.storage.registry import open_here
@@ -46,16 +45,17 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.commit.catalog import AnyPath
     from penstock.checkpoint.engine import Engine, Names, PreparedSave, StagedSave, State, Urgency
-    from penstock.checkpoint.manager.save_policy import Policy
-    from penstock.checkpoint.manager.step_store import Find, Keeper
+    from penstock.checkpoint.manager.save_policy import SavePolicy
+    from penstock.checkpoint.manager.step_store import StepCopy, StepStore
+    from penstock.checkpoint.manager.user_files import Restart, UserOutput
     from penstock.progress import Progress
     from penstock.storage import Storage
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""The slowest rank may take so long to write its share."""
+"""How long the slowest rank may take to write its share."""
 
 Staging = Literal["copied", "background"]
-"""When `save_async` returns: once the tensors may change, or at once."""
+"""When `save_async` returns: as soon as the tensors may change, or at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,20 +67,21 @@ class Manager:
     ...     step = manager.restore(state) or 0
     ...     handle = manager.save_async(step + 1, state)
 
-    `process_group` says whose checkpoints these are: None means all ranks of the default group, or this
-    process alone. Managers of disjoint groups work at the same time; each needs a place of its own. Making
-    and closing one is collective, too.
+    `process_group` has the ranks whose checkpoints these are: by default all ranks of the default group, or
+    this process alone. Managers of disjoint groups can work at the same time; each needs its own folder.
+    Making and closing a manager is collective.
 
-    Each rank writes `writers` files side by side; parts whose names begin with `separation_hint` go to files
-    of their own. `staging_bytes` bounds what saves under way take beside the state on each rank (2 GiB); a
-    larger state blocks `save_async` until the rest of it is written. An `engine` stands in for torch's.
+    Each rank writes `writers` files in parallel; parts whose names begin with `separation_hint` go to files
+    of their own. `staging_bytes` limits the memory of pending saves on each rank, beside the state (2 GiB); a
+    larger state blocks `save_async` until the rest is written. An `engine` replaces the one for torch.
 
-    With a `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and made durable
-    in the background as `flush` says; `keep_cached` of them stay. `failure_domain` names what fails together
-    with this rank (its host); ranks of one domain never protect each other. See docs/levels.md.
+    With `cache`, a folder on each node, steps are saved there, protected by `redundancy`, and copied to
+    `durable` in the background as `flush` says; the newest `keep_cached` stay. `failure_domain` names what
+    fails together with this rank (default: its host); ranks of one domain never protect each other. See
+    docs/levels.md.
 
-    `due` decides when to save, for those who ask: `if manager.due(step): manager.save_async(step, state)`.
-    `halt` says what else lets the job leave: then a save is due, and `manager.halting` says why.
+    `save_policy` answers `should_save`: `if manager.should_save(step): manager.save_async(step, state)`.
+    `stop` lists what else ends the job: then `should_save` is true and `stop_reason` says why.
     """
 
     def __init__(  # noqa: PLR0913 - as many as a run has choices
@@ -93,8 +94,8 @@ class Manager:
         flush: Flush | None = EACH,
         keep_cached: int | None = 2,
         failure_domain: str | None = None,
-        due: Policy = EVERY_STEP,
-        halt: Halt = ON_REQUEST,
+        save_policy: SavePolicy = EVERY_STEP,
+        stop: StopConditions = ON_REQUEST,
         process_group: Any = None,
         writers: int = 2,
         separation_hint: str | None = None,
@@ -103,20 +104,27 @@ class Manager:
         engine: Engine | None = None,
     ) -> None:
         if keep is not None and keep < 1:
-            raise UsageError(f"keep={keep} keeps nothing", fix="Keep one or more, or None for all.")
+            raise UsageError(f"keep must be at least 1 or None, not {keep}", fix="None keeps all steps.")
+        # Two groups: a background save must not wait for a foreground call of another rank, nor the reverse.
         self._front = own_members(process_group)
         self._back = own_members(process_group)
         for members in (self._front, self._back):
             members.comm.timeout_s = timeout_s
         self._rank = self._front.comm.rank
-        self._storage = _opened(durable, self._rank)
+        self._storage = _open_storage(durable, self._rank)
         self._timeout_s = timeout_s
-        plain = DurableKeeper(Steps(self._storage), self._back.comm, keep=keep, timeout_s=timeout_s)
-        self._keeper: Keeper = plain
+        durable_store = DurableStore(
+            StepCatalog(self._storage), self._back.comm, keep=keep, timeout_s=timeout_s
+        )
+        self._store: StepStore = durable_store
         if cache is not None:
-            self._keeper = leveled(
-                plain,
-                _opened(cache, self._rank),
+            from penstock.checkpoint.levels.tiered_store import (  # noqa: PLC0415 - much that others never need
+                open_tiered_store,
+            )
+
+            self._store = open_tiered_store(
+                durable_store,
+                _open_storage(cache, self._rank),
                 own_members(process_group),
                 schemes=[redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()],
                 flush=flush,
@@ -124,37 +132,38 @@ class Manager:
                 domain=failure_domain,
                 path=os.fspath(durable) if isinstance(durable, str | os.PathLike) else None,
             )
-        self._pacer = Pacer(due)
-        self._halting = Halting(halt, self._storage, self._rank)
-        self._engine = engine or _torch_engine(writers, separation_hint, staging_bytes)
+        self._scheduler = SaveScheduler(save_policy)
+        self._stop = GracefulStop(stop, self._storage, self._rank)
+        self._engine = engine or _open_torch_engine(writers, separation_hint, staging_bytes)
         self._restart: Restart | None = None
-        self._under_way = UnderWay(self._front.comm, timeout_s)
+        self._in_flight = InFlightSaves(self._front.comm, timeout_s)
         self._num_saves = 0
-        self._worker = lasting_worker("penstock-save")
+        self._worker = start_lasting_worker("penstock-save")
         self._is_open = True
-        self.passed_over: tuple[PassedOver, ...] = ()
-        """What the last `restore` could not load, newest first."""
+        self.skipped_steps: tuple[SkippedStep, ...] = ()
+        """The steps that the last `restore` could not load, newest first."""
 
     def steps(self) -> list[int]:
         """All committed steps, ascending. Not collective."""
-        return self._keeper.steps()
+        return self._store.steps()
 
     def latest(self) -> int | None:
         """The newest committed step. Not collective."""
         return max(self.steps(), default=None)
 
     @property
-    def halting(self) -> str:
-        """Why this job is to leave, known on all ranks after the same `due`; empty while it is not."""
-        return self._halting.reason
+    def stop_reason(self) -> str:
+        """Why this job should end, the same on all ranks after a `should_save`; empty while it should not."""
+        return self._stop.reason
 
-    def due(self, step: int) -> bool:
-        """Whether to save at this step: as the policy says, or because the job is to leave. Collective."""
+    def should_save(self, step: int) -> bool:
+        """Whether to save at this step, by the save policy or because the job should end. Collective."""
         answers = self._front.comm.gather(
-            (self._pacer.is_due(step), self._halting.look()), awaiting="all ranks to say what is due"
+            (self._scheduler.is_due(step), self._stop.find_reason()), awaiting="all ranks at should_save"
         )
-        self._halting.hear([reason for _, reason in answers])
-        return answers[0][0] or bool(self.halting)
+        self._stop.agree([reason for _, reason in answers])
+        # Rank 0's policy decides for all: ranks that read their own clocks would not agree.
+        return answers[0][0] or bool(self.stop_reason)
 
     def save(
         self,
@@ -167,11 +176,11 @@ class Manager:
     ) -> SaveReport:
         """Save `state` as `step`, and return when it is committed. Collective.
 
-        An older checkpoint of this step is replaced, and stays whole until then. `only` saves the parts whose
-        names match; `dtype` converts tensors of floating point.
+        An older checkpoint of this step is replaced, and stays usable until then. `only` saves the parts
+        whose names match; `dtype` converts floating-point tensors.
         """
         choice = SaveChoice(only=only, dtype=dtype)
-        with self._pacer.measure():
+        with self._scheduler.measure():
             return self._start(step, state, choice, progress, urgent="commit").result()
 
     def save_async(
@@ -190,15 +199,47 @@ class Manager:
         they may change after `wait_staged`. If the save fails, `result` or the next call here raises.
         """
         if staging not in ("copied", "background"):
-            raise UsageError(f"staging={staging!r} is unknown", fix='Use "copied" or "background".')
+            raise UsageError(f"Invalid staging={staging!r}", fix='Choose "copied" or "background".')
         choice = SaveChoice(only=only, dtype=dtype)
-        with self._pacer.measure():
+        with self._scheduler.measure():
             handle = self._start(step, state, choice, progress, urgent="copy")
             if staging == "copied":
                 handle.wait_staged()
         return handle
 
-    def restore(  # noqa: PLR0913 - as many ways as `load` has
+    def _start(
+        self, step: int, state: State, choice: SaveChoice, progress: Progress | None, *, urgent: Urgency
+    ) -> SaveHandle:
+        """The part of a save that the caller waits for: agree who writes what, and begin to copy."""
+        self._sync(f"saving {step_dirname(step)}")
+        prepared = self._engine.prepare(state, self._front, choice)
+        staged = stage_on_all_ranks(prepared, urgent, self._front.comm)
+        meter = SaveProgress(progress)
+        complete = partial(self._complete, step, prepared, staged, meter, is_last=bool(self.stop_reason))
+        future = self._worker.submit(self._stop.time_save, complete)
+        future.add_done_callback(partial(log_failure, step))
+        self._num_saves += 1
+        handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
+        self._in_flight.add(handle)
+        return handle
+
+    def _complete(
+        self, step: int, prepared: PreparedSave, staged: StagedSave, meter: SaveProgress, *, is_last: bool
+    ) -> SaveReport:
+        """The rest of a save: write, commit, retention.
+
+        Runs on the worker's one thread, so that saves follow each other in the same order on all ranks.
+        """
+        with ExitStack() as undo:
+            undo.callback(staged.cancel)
+            slot = self._store.open(step_dirname(step), is_last=is_last)
+            uri, stats = slot.complete(prepared, staged, meter)
+            undo.pop_all()
+        report = SaveReport(step=step, uri=uri, ranks=stats)
+        logger.info("Committed %s", report.format_line(self._rank))
+        return report
+
+    def restore(  # noqa: PLR0913 - as many options as `load` has
         self,
         state: State,
         *,
@@ -211,15 +252,14 @@ class Manager:
         trust: bool = False,
         progress: Progress | None = None,
     ) -> int | None:
-        """Fill `state` in place from the newest step that is whole, or from `step` and no other. Collective.
+        """Fill `state` in place from the newest usable step, or from `step` and no other. Collective.
 
-        Returns the step; None where none was ever committed. A step that cannot be loaded is passed over with
-        a warning, and told in `passed_over`; where all are, `StorageError` on every rank lists the reasons.
+        Returns the step; None if no step was ever committed. Steps that cannot be loaded are skipped with a
+        warning and listed in `skipped_steps`; if none can, every rank raises `StorageError` with the reasons.
         """
-        self.passed_over = ()
-        self._under_way.wait()
-        self._meet(f"restoring {'the newest step' if step is None else step_dirname(step)}")
-        comm = self._front.comm
+        self.skipped_steps = ()
+        self._in_flight.wait()
+        self._sync(f"restoring {'the newest step' if step is None else step_dirname(step)}")
         choice = LoadChoice(
             only=only,
             exclude=exclude,
@@ -228,47 +268,51 @@ class Manager:
             convert_dtypes=convert_dtypes,
             trust=trust,
         )
-
-        def load(copy: Find) -> None:
-            stored = copy.find()
-            try:
-                self._engine.load(state, stored, self._front, choice, progress)
-            except (UsageError, RankError) as error:
-                require_state(stored, error)
-                raise
-
-        search = Search(self._keeper, step, self._rank)
+        search = RestoreSearch(self._store, step, self._rank)
         while copy := search.next_copy():
-            reason = try_step(comm, partial(load, copy), search.step)
+            load = partial(self._load_copy, copy, state, choice, progress)
+            reason = load_on_all_ranks(self._front.comm, load, search.step)
             if reason is None:
                 break
-            search.refuse(reason)
-        self.passed_over = search.passed_over
+            search.reject(reason)
+        self.skipped_steps = search.skipped_steps
         if copy is not None:
             logger.info("Restored step %d from: %s", search.step, copy.level)
             return search.step
-        if self.passed_over:
-            raise none_restorable(self.passed_over, self._storage.uri)
+        if self.skipped_steps:
+            raise build_restore_error(self.skipped_steps, self._storage.uri)
         return None
 
-    def output(self, name: str | int, *, checkpoint: bool = True) -> Output:
-        """A step whose files the program writes itself. Collective where its block begins and ends.
+    def _load_copy(self, copy: StepCopy, state: State, choice: LoadChoice, progress: Progress | None) -> None:
+        checkpoint = copy.open()
+        try:
+            self._engine.load(state, checkpoint, self._front, choice, progress)
+        except (UsageError, RankError) as error:
+            from penstock.checkpoint.manager.user_files import explain_missing_state  # noqa: PLC0415 - rare
+
+            explain_missing_state(checkpoint, error)
+            raise
+
+    def output(self, name: str | int, *, checkpoint: bool = True) -> UserOutput:
+        """A step whose files the program writes itself. Collective at both ends of its block.
 
         >>> with manager.output("step-100") as out:
-        ...     torch.save(state, out.route(f"rank_{rank}.pt"))
+        ...     torch.save(state, out.path(f"rank_{rank}.pt"))
 
-        The step is kept, protected and flushed as any other. It is discarded on all ranks where one calls
-        `out.invalid()` or raises. Results (`checkpoint=False`) have any other name, go to the durable level
-        at once and stay there.
+        The step is kept, protected and flushed like any other. It is discarded on all ranks if one of them
+        calls `out.mark_invalid()` or raises. Results (`checkpoint=False`) have any other name, go to the
+        durable level at once and are never removed.
         """
-        called = set_name(name, checkpoint=checkpoint)
-        self._meet(f"writing {called}")
-        return Output(
-            called,
+        from penstock.checkpoint.manager.user_files import UserOutput, check_output_name  # noqa: PLC0415
+
+        output_name = check_output_name(name, checkpoint=checkpoint)
+        self._sync(f"writing {output_name}")
+        return UserOutput(
+            output_name,
             self._front.comm,
-            open_slot=lambda: self._keeper.open(called, is_last=bool(self.halting)),
-            in_turn=lambda work: self._worker.submit(self._halting.timed, work).result(),
-            timed=self._pacer.measure(),
+            open_slot=lambda: self._store.open(output_name, is_last=bool(self.stop_reason)),
+            in_turn=lambda work: self._worker.submit(self._stop.time_save, work).result(),
+            timed=self._scheduler.measure(),
         )
 
     def restart(self, *, step: int | None = None) -> Restart:
@@ -276,29 +320,33 @@ class Manager:
 
         >>> with manager.restart() as found:
         ...     if found.step is not None:
-        ...         state = torch.load(found.route(f"rank_{rank}.pt"))
+        ...         state = torch.load(found.path(f"rank_{rank}.pt"))
 
-        Its files were verified. Where a rank says `found.invalid()`, the next call gives the next copy, or an
-        older step. `found.step` is None where none was ever committed.
+        Its files were verified. If a rank calls `found.mark_invalid()`, the next call returns the next copy
+        or an older step. `found.step` is None if no step was ever committed.
         """
-        self._under_way.wait()
-        self._meet(f"restarting from {'the newest step' if step is None else step_dirname(step)}")
+        from penstock.checkpoint.manager.user_files import find_restart  # noqa: PLC0415 - loads `verify`
+
+        self._in_flight.wait()
+        self._sync(f"restarting from {'the newest step' if step is None else step_dirname(step)}")
         before = self._restart
-        search = before.search if before and not before.is_valid else Search(self._keeper, step, self._rank)
-        self._restart = next_restart(search, self._front.comm, self._storage.uri)
-        self.passed_over = search.passed_over
+        search = (
+            before.search if before and not before.is_valid else RestoreSearch(self._store, step, self._rank)
+        )
+        self._restart = find_restart(search, self._front.comm, self._storage.uri)
+        self.skipped_steps = search.skipped_steps
         return self._restart
 
     def close(self) -> None:
-        """Wait for all saves and let go of everything; a failure not yet told is raised. Collective."""
+        """Wait for all saves and release everything; raises a failure not yet reported. Collective."""
         if not self._is_open:
             return
         try:
-            self._under_way.wait()
-            self._keeper.close()
-            self._meet("closing")
+            self._in_flight.wait()
+            self._store.close()
+            self._sync("closing")
         finally:
-            self._let_go()
+            self._close_resources()
 
     def __enter__(self) -> Self:
         return self
@@ -306,7 +354,7 @@ class Manager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close. After an error in the block, saves under way are still finished, but nothing more is raised.
+        """Close. After an error in the block, pending saves are finished, but their errors are not raised.
 
         An interrupt (Ctrl-C) cancels them.
         """
@@ -314,58 +362,30 @@ class Manager:
             self.close()
             return
         if not issubclass(kind, Exception):
-            self._under_way.cancel()
-        self._let_go()
+            self._in_flight.cancel()
+        self._close_resources()
 
-    def _start(
-        self, step: int, state: State, choice: SaveChoice, progress: Progress | None, *, urgent: Urgency
-    ) -> SaveHandle:
-        self._meet(f"saving {step_dirname(step)}")
-        prepared = self._engine.prepare(state, self._front, choice)
-        staged = stage_together(prepared, urgent, self._front.comm)
-        meter = Meter(progress)
-        complete = partial(self._complete, step, prepared, staged, meter, is_last=bool(self.halting))
-        future = self._worker.submit(self._halting.timed, complete)
-        future.add_done_callback(partial(log_failure, step))
-        self._num_saves += 1
-        handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
-        self._under_way.add(handle)
-        return handle
-
-    def _complete(
-        self, step: int, prepared: PreparedSave, staged: StagedSave, meter: Meter, *, is_last: bool
-    ) -> SaveReport:
-        """The rest of a save, in the worker's thread, where saves follow each other on all ranks alike."""
-        with ExitStack() as undo:
-            undo.callback(staged.cancel)
-            slot = self._keeper.open(step_dirname(step), is_last=is_last)
-            uri, stats = slot.complete(prepared, staged, meter)
-            undo.pop_all()
-        report = SaveReport(step=step, uri=uri, ranks=stats)
-        logger.info("Committed %s", report.line_of(self._rank))
-        return report
-
-    def _meet(self, doing: str) -> None:
-        """Let all ranks come to the same call, and raise on all of them what failed on any and is untold."""
+    def _sync(self, activity: str) -> None:
+        """Wait until all ranks make the same call; raise on all what failed on any and was not reported."""
         if not self._is_open:
-            raise UsageError(f"This manager is closed, before {doing}", fix="Make a new Manager.")
-        self._under_way.meet(doing, self._keeper.untold_failures())
+            raise UsageError(f"This manager was closed before {activity}", fix="Make a new Manager.")
+        self._in_flight.sync_and_raise(activity, self._store.unreported_failures())
 
-    def _let_go(self) -> None:
+    def _close_resources(self) -> None:
         self._is_open = False
         self._worker.shutdown()
-        self._halting.close()
-        self._keeper.close()
+        self._stop.close()
+        self._store.close()
         self._engine.close()
         self._front.close()
         self._back.close()
 
 
-def _opened(place: AnyPath | Storage, rank: int) -> Storage:
-    return open_here(place, rank=rank) if isinstance(place, str | os.PathLike) else place
+def _open_storage(location: AnyPath | Storage, rank: int) -> Storage:
+    return open_here(location, rank=rank) if isinstance(location, str | os.PathLike) else location
 
 
-def _torch_engine(writers: int, separation_hint: str | None, staging_bytes: int | None) -> Engine:
+def _open_torch_engine(writers: int, separation_hint: str | None, staging_bytes: int | None) -> Engine:
     from penstock.checkpoint.api import TorchEngine  # noqa: PLC0415 - likewise
     from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
     from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch

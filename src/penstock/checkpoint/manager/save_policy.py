@@ -1,8 +1,8 @@
-"""When the next checkpoint is due: by steps, seconds, what saving may cost, or how often things fail.
+"""When the next checkpoint is due: by steps, seconds, the cost of saving, or how often the job fails.
 
-Pure: what was measured goes in, yes or no comes out. All ranks must decide alike, so one rank asks the clock
-and tells the others. Invariant: without a measured cost the first checkpoint is due at once, so that there is
-one.
+Pure: measurements go in, a yes or no comes out. Ranks would measure different times, so rank 0 decides for
+all. Invariant: while the cost of a save is unknown, the first one is due at once, so that there is a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What is known when asked. `blocked_s` is what a save costs the training; None: not yet known."""
+class SaveTiming:
+    """What a policy decides on. `blocked_s` is the training time that a save costs; None if not yet known."""
 
     step: int
     since_last_s: float
     blocked_s: float | None
 
 
-class Policy(Protocol):
-    """A way to decide."""
+class SavePolicy(Protocol):
+    """Decides when to save."""
 
-    def is_due(self, measured: Measured) -> bool:
+    def is_due(self, measured: SaveTiming) -> bool:
         """Whether to save now."""
 
 
 @dataclass(frozen=True, slots=True)
 class EverySteps:
-    """After every so many steps."""
+    """Save every `steps` steps."""
 
     steps: int
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise UsageError(f"a checkpoint every {self.steps} steps", fix="Give 1 or more.")
+            raise UsageError(f"steps must be at least 1, not {self.steps}", where="EverySteps")
 
-    def is_due(self, measured: Measured) -> bool:
+    def is_due(self, measured: SaveTiming) -> bool:
         """Whether the step is a multiple."""
         return measured.step % self.steps == 0
 
@@ -57,29 +57,29 @@ EVERY_STEP = EverySteps(1)
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """When so many seconds have passed since the last one."""
+    """Save when `seconds` have passed since the last save."""
 
     seconds: float
 
     def __post_init__(self) -> None:
-        _require_positive("an interval", self.seconds)
+        _require_positive("seconds", self.seconds)
 
-    def is_due(self, measured: Measured) -> bool:
+    def is_due(self, measured: SaveTiming) -> bool:
         """Whether they have passed."""
         return measured.since_last_s >= self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """As often as keeps saving below `percent` of the time."""
+    """Save as often as possible with at most `percent` of the time spent on it."""
 
     percent: float
 
     def __post_init__(self) -> None:
-        _require_positive("an overhead", self.percent)
+        _require_positive("percent", self.percent)
 
-    def is_due(self, measured: Measured) -> bool:
-        """Whether a save now would stay below."""
+    def is_due(self, measured: SaveTiming) -> bool:
+        """Whether a save now would stay below that."""
         if measured.blocked_s is None:
             return True
         return measured.since_last_s * self.percent / 100 >= measured.blocked_s
@@ -87,14 +87,14 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class Daly:
-    """At the interval that loses the least time to saving and to failures, `mtbf_s` apart on average."""
+    """Save at the interval that loses the least time to saves and to failures, `mtbf_s` apart on average."""
 
     mtbf_s: float
 
     def __post_init__(self) -> None:
-        _require_positive("a mean time between failures", self.mtbf_s)
+        _require_positive("mtbf_s", self.mtbf_s)
 
-    def is_due(self, measured: Measured) -> bool:
+    def is_due(self, measured: SaveTiming) -> bool:
         """Whether that interval has passed."""
         if measured.blocked_s is None:
             return True
@@ -102,14 +102,14 @@ class Daly:
 
 
 NUM_REMEMBERED = 9
-"""Saves whose cost is remembered: the first ones touch new memory, and are no measure for the others."""
+"""Saves whose cost is remembered; their median counts, as the first ones touch new memory and are slower."""
 
 
 @dataclass(slots=True)
-class Pacer:
-    """Remembers what saves cost and when the last one was, and asks the policy."""
+class SaveScheduler:
+    """Measures the cost of saves and the time since the last one, and asks the policy."""
 
-    policy: Policy
+    policy: SavePolicy
     clock: Callable[[], float] = time.monotonic
     _since_s: float = field(init=False)
     _blocked_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED), init=False)
@@ -119,7 +119,7 @@ class Pacer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Time what training waits for in one save."""
+        """Time the part of one save that training waits for."""
         began_s = self.clock()
         yield
         self._since_s = self.clock()
@@ -129,16 +129,16 @@ class Pacer:
         """Whether to save now."""
         blocked_s = median(self._blocked_s) if self._blocked_s else None
         since_s = self.clock() - self._since_s
-        return self.policy.is_due(Measured(step=step, since_last_s=since_s, blocked_s=blocked_s))
+        return self.policy.is_due(SaveTiming(step=step, since_last_s=since_s, blocked_s=blocked_s))
 
 
 def young_interval_s(blocked_s: float, mtbf_s: float) -> float:
-    """Young's optimum of 1974: the first order, good while saving is much shorter than failures are apart."""
+    """Young's first-order optimum (1974), good while a save takes much less time than `mtbf_s`."""
     return math.sqrt(2 * blocked_s * mtbf_s)
 
 
 def daly_interval_s(blocked_s: float, mtbf_s: float) -> float:
-    """Daly's optimum of 2006, of higher order: work between two checkpoints, their own time not counted."""
+    """Daly's higher-order optimum (2006): the work between two checkpoints, without the time they take."""
     if blocked_s >= 2 * mtbf_s:
         return mtbf_s
     share = blocked_s / (2 * mtbf_s)
@@ -147,4 +147,4 @@ def daly_interval_s(blocked_s: float, mtbf_s: float) -> float:
 
 def _require_positive(what: str, value: float) -> None:
     if not (value > 0 and math.isfinite(value)):
-        raise UsageError(f"{what} of {value}", fix="Give a number above 0.")
+        raise UsageError(f"{what} must be positive, not {value}")

@@ -1,6 +1,9 @@
-"""Which step is restored: the newest that all ranks can load, and the reason for each that is passed over.
+"""Where the steps of a run are kept, and the search for the one to restore.
 
-Invariant: all ranks come to the same step, or to the same error.
+A `StepStore` has one durable level (`DurableStore`) or caches in front of it (`levels.TieredStore`). Its
+`open` and its slots are called on the manager's save thread, everything else by the manager's caller.
+Invariant: copies that a store hands out were committed, and all ranks restore the same one or raise the same
+error; whether a copy can be loaded is only known by loading it.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from penstock.checkpoint.commit.catalog import Steps, local_path, parse_step
-from penstock.checkpoint.commit.transaction import begin, finish
+from penstock.checkpoint.commit.catalog import StepCatalog, local_path, parse_step
+from penstock.checkpoint.commit.transaction import begin_save, write_into
 from penstock.cluster.collectives import all_gather_results, format_cause, run_on_rank0
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
 
@@ -19,278 +22,284 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from penstock.checkpoint.commit.catalog import Stored
-    from penstock.checkpoint.commit.transaction import Place
+    from penstock.checkpoint.commit.catalog import CheckpointRef
+    from penstock.checkpoint.commit.transaction import SaveTransaction
     from penstock.checkpoint.engine import PreparedSave, ShareStats, StagedSave
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
 
+Fault = Literal["checkpoint", "caller", "elsewhere"]
+"""Whose fault a failed load is: an older step may work, no step will, or another rank knows."""
 
 logger = logging.getLogger(__name__)
 
-Fault = Literal["checkpoint", "caller", "elsewhere"]
-"""Where the fault lies: an older step may be better, no step will be, or another rank knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A step that could not be loaded, and why."""
-
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    fault: Fault
-    reason: str
-    host: str
-
-
-def wanted_of(committed: Sequence[int], wanted: int | None, uri: str) -> list[int]:
-    """The steps to try, in this order; `ObjectNotFound` where the one that is wanted is not committed."""
-    if wanted is None:
-        return sorted(committed, reverse=True)
-    if wanted not in committed:
-        there = ", ".join(map(str, committed[-5:])) or "none"
-        raise ObjectNotFound(
-            f"Step {wanted} is not committed",
-            uri=uri,
-            fix=f"Restore one of those that are there (the newest: {there}).",
-        )
-    return [wanted]
-
-
-def try_step(comm: Comm, load: Callable[[], Any], step: int) -> str | None:
-    """None once all ranks have loaded it; the reason where the checkpoint is at fault. Collective.
-
-    Where the state does not fit, which no older step would mend, its error is raised on all ranks.
-    """
-    own_error: PenstockError | None = None
-
-    def attempt() -> _Outcome | None:
-        nonlocal own_error
-        try:
-            load()
-        except PenstockError as error:
-            own_error = error
-            return _Outcome(_fault_of(error), format_cause(error), comm.host)
-        return None
-
-    outcomes = all_gather_results(comm, attempt, awaiting=f"all ranks to load step {step}")
-    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
-    for rank, outcome in failed:
-        if outcome.fault == "caller":
-            if own_error is not None and _fault_of(own_error) == "caller":
-                raise own_error
-            raise RankFailed(rank, outcome.host, outcome.reason)
-    at_fault = [outcome for _, outcome in failed if outcome.fault == "checkpoint"]
-    told = at_fault or [outcome for _, outcome in failed]
-    return told[0].reason if told else None
-
-
-def _fault_of(error: BaseException) -> Fault:
-    if isinstance(error, StorageError):
-        return "checkpoint"
-    if not isinstance(error, RankError):
-        return "caller"
-    # On the rank where it began, the failure of all has the original as its cause.
-    return _fault_of(error.__cause__) if isinstance(error.__cause__, PenstockError) else "elsewhere"
-
-
-def none_restorable(passed: Sequence[PassedOver], uri: str) -> StorageError:
-    """The error where every step that was to be tried was passed over."""
-    if len(passed) == 1:
-        what = f"Step {passed[0].step} cannot be restored: {passed[0].reason}"
-        return StorageError(what, uri=uri, fix="`penstock checkpoint verify` names all damage.")
-    reasons = "; ".join(f"step {each.step}: {each.reason}" for each in passed)
-    return StorageError(
-        f"None of the {len(passed)} committed steps can be restored. {reasons}",
-        uri=uri,
-        fix="`penstock checkpoint verify` names all damage; copy a step back from elsewhere, or start anew.",
-    )
-
-
-class Search:
-    """Goes through the copies of the steps to try, the best first, and keeps the reasons against them."""
-
-    def __init__(self, keeper: Keeper, wanted: int | None, rank: int) -> None:
-        self._keeper = keeper
-        self._rank = rank
-        self._reasons: dict[int, list[str]] = {}
-        self._copies = self._go(wanted)
-        self.step = -1
-        """Of the copy last handed out."""
-
-    def next_copy(self) -> Find | None:
-        """The next one; None where no more are left. Collective."""
-        return next(self._copies, None)
-
-    def refuse(self, reason: str) -> None:
-        """The copy last handed out is no good."""
-        self._reasons.setdefault(self.step, []).append(reason)
-
-    @property
-    def passed_over(self) -> tuple[PassedOver, ...]:
-        """The steps that were left behind, newest first. One of which a copy was taken is not among them."""
-        return tuple(
-            PassedOver(step, "; ".join(reasons))
-            for step, reasons in self._reasons.items()
-            if step != self.step
-        )
-
-    def _go(self, wanted: int | None) -> Iterator[Find]:
-        for step in self._keeper.candidates(wanted):
-            self.step = step
-            for copy in self._keeper.finds(step):
-                if isinstance(copy, str):
-                    self.refuse(copy)
-                else:
-                    yield copy
-            # Once a job is enough to be read; the others' logs have it for whoever looks there.
-            level = logging.WARNING if self._rank == 0 else logging.INFO
-            logger.log(level, "Step %d is passed over: %s", step, "; ".join(self._reasons.get(step, ())))
-        self.step = -1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Find:
-    """One level's copy of a step, ready to be loaded. Both calls are collective."""
+class StepCopy:
+    """The copy of a step on one level, ready to be loaded. Both calls are collective."""
 
     level: str
-    find: Callable[[], Stored]
-    """Raises on the ranks that do not see it, where loading raises, too."""
-    settle: Callable[[], Stored]
-    """The same, once each rank can open the files that it wrote by a path of its node."""
+    open: Callable[[], CheckpointRef]
+    """Raises on the ranks that cannot see it, as loading would."""
+    localize: Callable[[], CheckpointRef]
+    """The same, after making the files that each rank wrote available by a path on its node."""
 
 
-class Slot(Protocol):
-    """Room for one step on all ranks, which nobody sees until it is completed."""
+@dataclass(frozen=True, slots=True)
+class MissingCopy:
+    """A level that cannot provide a step, and why."""
+
+    reason: str
+
+
+class StepSlot(Protocol):
+    """Room for one step on all ranks, which no reader sees until it is completed."""
 
     def path(self, file_name: str) -> Path:
-        """Where whoever writes files of their own puts the one of that name. Not collective."""
+        """The path for a file that the program writes itself. Not collective."""
 
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress
     ) -> tuple[str, tuple[ShareStats, ...]]:
-        """Write what is staged and commit all; where it lies, and what each rank spent. Collective."""
+        """Write what is staged and commit it; its URI and the statistics of each rank. Collective."""
 
     def abandon(self) -> None:
-        """Leave nothing of it. Not collective: once no rank writes any more. Safe after `complete`."""
+        """Remove it. Not collective: call it when no rank writes any more. Safe after `complete`."""
 
 
-class Keeper(Protocol):
-    """Where the steps of a run are kept. All but `steps` and `untold_failures` is collective."""
+class StepStore(Protocol):
+    """Keeps the steps of a run. All but `steps` and `unreported_failures` is collective."""
 
     uri: str
 
     def steps(self) -> list[int]:
         """The committed steps that this rank can see, ascending."""
 
-    def open(self, name: str, *, is_last: bool = False) -> Slot:
-        """Make room for a step, or for results of another name. The last one of a job is always flushed."""
+    def open(self, name: str, *, is_last: bool = False) -> StepSlot:
+        """Make room for a step, or for results of another name. The last step of a job is always flushed."""
 
     def candidates(self, wanted: int | None) -> list[int]:
-        """The steps to try, newest first, or the one wanted; `ObjectNotFound` where that is nowhere."""
+        """The steps to try, newest first, or the one wanted; `ObjectNotFound` if that does not exist."""
 
-    def finds(self, step: int) -> Iterator[Find | str]:
-        """The copies of a step, the fastest first; a text where a level cannot give it."""
+    def copies(self, step: int) -> Iterator[StepCopy | MissingCopy]:
+        """The copies of a step, the fastest first."""
 
-    def untold_failures(self) -> Mapping[int, BaseException]:
-        """What failed after `save` had returned, by step; each is told once."""
+    def unreported_failures(self) -> Mapping[int, BaseException]:
+        """What failed after `save` had returned, by step; each failure is returned once."""
 
     def close(self) -> None:
-        """Finish what is under way, and let go of it."""
+        """Finish pending work and release everything."""
 
 
-class DurableKeeper:
-    """Steps on one durable level, of which the newest `keep` stay."""
+class DurableStore:
+    """A `StepStore` with one durable level, on which the newest `keep` steps stay."""
 
-    def __init__(self, steps: Steps, comm: Comm, *, keep: int | None, timeout_s: float) -> None:
-        self.uri = steps.storage.uri
-        self.on_storage = steps
+    def __init__(self, catalog: StepCatalog, comm: Comm, *, keep: int | None, timeout_s: float) -> None:
+        self.uri = catalog.storage.uri
+        self.catalog = catalog
         self.comm = comm
         self.keep = keep
         self.timeout_s = timeout_s
 
     def steps(self) -> list[int]:
         """All committed steps."""
-        return self.on_storage.committed()
+        return self.catalog.committed()
 
     def open(self, name: str, *, is_last: bool = False) -> DurableSlot:  # noqa: ARG002 - all are durable
-        """A draft on the one level."""
-        return DurableSlot(self, begin(self.on_storage.storage, name, self.comm))
+        """A draft on the durable level."""
+        return DurableSlot(self, begin_save(self.catalog.storage, name, self.comm))
 
     def candidates(self, wanted: int | None) -> list[int]:
-        """What rank 0 sees."""
+        """The steps that rank 0 sees."""
         return run_on_rank0(
             self.comm,
-            lambda: wanted_of(self.on_storage.committed(), wanted, self.uri),
+            lambda: select_steps(self.catalog.committed(), wanted, self.uri),
             awaiting="rank 0 to list the steps",
         )
 
-    def finds(self, step: int) -> Iterator[Find | str]:
-        """The one copy."""
-        yield Find(
-            level="durable", find=partial(self.on_storage.find, step), settle=partial(self.in_place, step)
+    def copies(self, step: int) -> Iterator[StepCopy | MissingCopy]:
+        """The only copy."""
+        yield StepCopy(
+            level="durable", open=partial(self.catalog.find, step), localize=partial(self.find_local, step)
         )
 
-    def in_place(self, step: int) -> Stored:
-        """A step whose files have paths where they lie; `Unavailable` where the storage has none."""
-        stored = self.on_storage.find(step)
-        local_path(stored.storage, stored.committed.folder)
-        return stored
+    def find_local(self, step: int) -> CheckpointRef:
+        """A step whose files have paths already; `Unavailable` if the storage is no file system."""
+        checkpoint = self.catalog.find(step)
+        local_path(checkpoint.storage, checkpoint.committed.folder)
+        return checkpoint
 
-    def untold_failures(self) -> Mapping[int, BaseException]:
+    def unreported_failures(self) -> Mapping[int, BaseException]:
         """None: a save ends with its commit."""
         return {}
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: a save ends with its commit."""
 
 
 class DurableSlot:
-    """A `Slot` of one level that all ranks reach."""
+    """A `StepSlot` on a level that all ranks reach."""
 
-    def __init__(self, keeper: DurableKeeper, place: Place) -> None:
-        self._keeper = keeper
-        self._place = place
+    def __init__(self, store: DurableStore, transaction: SaveTransaction) -> None:
+        self._store = store
+        self._transaction = transaction
 
     def path(self, file_name: str) -> Path:
-        """In the draft itself."""
-        return local_path(self._place.storage, self._place.key(file_name))
+        """A path in the draft itself."""
+        return local_path(self._transaction.storage, self._transaction.key(file_name))
 
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress
     ) -> tuple[str, tuple[ShareStats, ...]]:
-        """Write and commit; then the steps beyond those that are to be kept go."""
-        keeper, step = self._keeper, parse_step(self._place.draft.name)
-        facts = {} if step is None else {"step": step}
-        committed, stats = finish(
-            self._place,
+        """Write and commit, then apply retention."""
+        store, step = self._store, parse_step(self._transaction.draft.name)
+        committed, stats = write_into(
+            self._transaction,
             prepared,
             staged,
-            keeper.comm,
-            facts=facts,
-            timeout_s=keeper.timeout_s,
+            store.comm,
+            facts={} if step is None else {"step": step},
+            timeout_s=store.timeout_s,
             progress=progress,
         )
-        if step is not None and keeper.comm.rank == 0:
-            retire(keeper.on_storage, step, keeper.keep)
-        return f"{keeper.uri}/{committed.name}", stats
+        if step is not None and store.comm.rank == 0:
+            apply_retention(store.catalog, step, store.keep)
+        return f"{store.uri}/{committed.name}", stats
 
     def abandon(self) -> None:
         """Remove the draft."""
-        self._place.abandon()
+        self._transaction.abandon()
 
 
-def retire(steps: Steps, step: int, keep: int | None) -> None:
-    """Point to the newest step and remove the surplus. The step is committed, whatever fails here."""
+def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> None:
+    """Point to the newest step and remove the surplus. Never raises `StorageError`: `step` is committed."""
     try:
-        if step == max(steps.committed(), default=None):
-            steps.point_to(step)
-        for removed in steps.surplus(keep):
+        if step == max(catalog.committed(), default=None):
+            catalog.set_latest(step)
+        for removed in catalog.surplus(keep):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
-            steps.remove(removed)
+            catalog.remove(removed)
     except StorageError as error:
-        logger.warning("Step %d is committed, but old steps could not all be removed: %s", step, error)
+        logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedStep:
+    """A step that could not be loaded, and why."""
+
+    step: int
+    reason: str
+
+
+class RestoreSearch:
+    """Goes through the copies of the candidate steps, the best first, and remembers why each was rejected."""
+
+    def __init__(self, store: StepStore, wanted: int | None, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._reasons: dict[int, list[str]] = {}
+        self._copies = self._find_copies(wanted)
+        self.step = -1
+        """The step of the copy last returned."""
+
+    def next_copy(self) -> StepCopy | None:
+        """The next copy; None if no more are left. Collective."""
+        return next(self._copies, None)
+
+    def reject(self, reason: str) -> None:
+        """Reject the copy last returned."""
+        self._reasons.setdefault(self.step, []).append(reason)
+
+    @property
+    def skipped_steps(self) -> tuple[SkippedStep, ...]:
+        """The steps none of whose copies was accepted, newest first."""
+        return tuple(
+            SkippedStep(step, "; ".join(reasons))
+            for step, reasons in self._reasons.items()
+            if step != self.step
+        )
+
+    def _find_copies(self, wanted: int | None) -> Iterator[StepCopy]:
+        for step in self._store.candidates(wanted):
+            self.step = step
+            for copy in self._store.copies(step):
+                if isinstance(copy, MissingCopy):
+                    self.reject(copy.reason)
+                else:
+                    yield copy
+            # One warning for the whole job; the other ranks' logs have it as information.
+            level = logging.WARNING if self._rank == 0 else logging.INFO
+            logger.log(level, "Skipping step %d: %s", step, "; ".join(self._reasons.get(step, ())))
+        self.step = -1
+
+
+def select_steps(committed: Sequence[int], wanted: int | None, uri: str) -> list[int]:
+    """The steps to try, in this order; `ObjectNotFound` if the one wanted is not committed."""
+    if wanted is None:
+        return sorted(committed, reverse=True)
+    if wanted not in committed:
+        newest = ", ".join(map(str, committed[-5:])) or "none"
+        raise ObjectNotFound(
+            f"Step {wanted} is not committed",
+            uri=uri,
+            fix=f"Restore a committed step (the newest: {newest}).",
+        )
+    return [wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadFailure:
+    fault: Fault
+    reason: str
+    host: str
+
+
+def load_on_all_ranks(comm: Comm, load: Callable[[], Any], step: int) -> str | None:
+    """None if all ranks have loaded the step; the reason if the checkpoint is at fault. Collective.
+
+    If the state does not fit, which no older step would change, all ranks raise.
+    """
+    own_error: PenstockError | None = None
+
+    def attempt() -> _LoadFailure | None:
+        nonlocal own_error
+        try:
+            load()
+        except PenstockError as error:
+            own_error = error
+            return _LoadFailure(_classify_fault(error), format_cause(error), comm.host)
+        return None
+
+    outcomes = all_gather_results(comm, attempt, awaiting=f"all ranks to load step {step}")
+    failures = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
+    for rank, failure in failures:
+        if failure.fault == "caller":
+            if own_error is not None and _classify_fault(own_error) == "caller":
+                raise own_error
+            raise RankFailed(rank, failure.host, failure.reason)
+    # The rank at fault knows the reason; the others only know that some rank failed.
+    reasons = [failure.reason for _, failure in failures if failure.fault == "checkpoint"]
+    reasons += [failure.reason for _, failure in failures]
+    return reasons[0] if reasons else None
+
+
+def _classify_fault(error: BaseException) -> Fault:
+    if isinstance(error, StorageError):
+        return "checkpoint"
+    if not isinstance(error, RankError):
+        return "caller"
+    # On the rank where it began, the failure of all ranks has the original error as its cause.
+    return _classify_fault(error.__cause__) if isinstance(error.__cause__, PenstockError) else "elsewhere"
+
+
+def build_restore_error(skipped: Sequence[SkippedStep], uri: str) -> StorageError:
+    """The error for a search that skipped all candidate steps."""
+    if len(skipped) == 1:
+        message = f"Step {skipped[0].step} cannot be restored: {skipped[0].reason}"
+        return StorageError(message, uri=uri, fix="`penstock checkpoint verify` lists all damage.")
+    reasons = "; ".join(f"step {each.step}: {each.reason}" for each in skipped)
+    return StorageError(
+        f"None of the {len(skipped)} committed steps can be restored. {reasons}",
+        uri=uri,
+        fix="`penstock checkpoint verify` lists all damage; copy a step back from elsewhere, or start anew.",
+    )

@@ -1,7 +1,11 @@
-"""Files that programs write themselves, saved as a state is: made durable, summed, told by a manifest.
+"""Checkpoints whose files the program writes itself: written in a block, made durable, found again.
 
-Between `output.py`, which hands out paths in a draft, and the commit. Invariant: what is summed was read back
-from the file after it was made durable, so a file that changes later is found out.
+    with manager.output("step-100") as out:  torch.save(state, out.path(f"rank_{rank}.pt"))
+    with manager.restart() as found:         state = torch.load(found.path(f"rank_{rank}.pt"))
+
+All ranks enter and leave a block together; in between each uses the paths it was given. Invariant: a set of
+files is committed on all ranks or on none, checksums are of bytes read back after fsync, and every file is
+verified by the rank that it is for before `restart` hands out a path.
 """
 
 from __future__ import annotations
@@ -26,8 +30,8 @@ from penstock.checkpoint.engine import RankShare, ShareStats, WrittenFile
 from penstock.checkpoint.formats.checksums import sum_of, sum_of_object
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
 from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
-from penstock.checkpoint.levels.redundancy.recoverability import home_of
-from penstock.checkpoint.manager.step_store import Search, none_restorable, try_step
+from penstock.checkpoint.levels.redundancy.recoverability import choose_home_rank
+from penstock.checkpoint.manager.step_store import RestoreSearch, build_restore_error, load_on_all_ranks
 from penstock.checkpoint.state.regions import Boxes, Contents, StoredBoxes
 from penstock.checkpoint.tools.verify import damage_in_files
 from penstock.cluster.collectives import format_cause
@@ -42,9 +46,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-    from penstock.checkpoint.commit.catalog import Stored
+    from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.engine import Urgency
-    from penstock.checkpoint.manager.step_store import Find, Slot
+    from penstock.checkpoint.manager.step_store import StepCopy, StepSlot
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
     from penstock.storage import Storage
@@ -57,17 +61,17 @@ _OURS: Final = (MANIFEST_NAME, METADATA_NAME, "parity-", "redundancy-")
 
 
 def check_file_name(name: str) -> None:
-    """`UsageError` unless a file of a step may be called so."""
+    """`UsageError` for a name that a file of a step cannot have."""
     check_key(name, "route")
     if "/" in name or name.startswith((".", *_OURS)):
         raise UsageError(
-            f"{name!r} cannot be the name of a file in a step",
+            f"Invalid file name {name!r}",
             where="route",
-            fix="Give a plain name, such as rank_0.pt; all files of a step lie in one folder.",
+            fix="Use a plain name such as rank_0.pt; all files of a step are in one folder.",
         )
 
 
-class OwnFiles:
+class UserFilesSave:
     """What one rank has written into a draft: a `PreparedSave` and its `StagedSave` in one."""
 
     def __init__(self, names: Sequence[str], *, rank: int, num_ranks: int) -> None:
@@ -75,27 +79,27 @@ class OwnFiles:
         self._rank = rank
         self._num_ranks = num_ranks
 
-    def stage(self, urgent: Urgency = "copy") -> OwnFiles:  # noqa: ARG002 - the protocol's
-        """Nothing is to be copied: the files lie there."""
+    def stage(self, urgent: Urgency = "copy") -> UserFilesSave:  # noqa: ARG002 - the protocol's
+        """Return self: the files are in the draft already, nothing is copied."""
         return self
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """They do from the start."""
+        """Return at once."""
 
     def cancel(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no copy is in flight."""
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> RankShare:
-        """Make the files durable where they lie, and sum them."""
+        """Make the files durable in place, then read and checksum them."""
         began_s = time.monotonic()
-        sizes = [_settled(local_path(storage, key_of(name)), self._rank) for name in self._names]
+        sizes = [_sync_user_file(local_path(storage, key_of(name)), self._rank) for name in self._names]
         seen = progress or Silent()
         seen.begin("bytes", sum(sizes))
         synced_s = time.monotonic()
         files = tuple(
-            _summed(storage, key_of(name), name, size_bytes, seen)
+            _checksum_file(storage, key_of(name), name, size_bytes, seen)
             for name, size_bytes in zip(self._names, sizes, strict=True)
         )
         stats = ShareStats(
@@ -108,9 +112,9 @@ class OwnFiles:
         return RankShare(rank=self._rank, files=files, stats=stats)
 
     def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
-        """A manifest of whole files, and the metadata of no tensor."""
+        """A manifest of whole files, and metadata without tensors."""
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        metadata = metadata_bytes(DcpMetadata(contents=_no_contents(), save_id=save_id))
+        metadata = metadata_bytes(DcpMetadata(contents=_empty_index(), save_id=save_id))
         manifest = Manifest(
             step=step if isinstance(step, int) else None,
             save_id=save_id,
@@ -121,7 +125,9 @@ class OwnFiles:
             metadata_sum=sum_of(metadata),
             names=tuple(f"{_WRITER}{share.rank}" for share in shares),
             files=tuple(
-                _described(file, place) for place, share in enumerate(shares) for file in share.files
+                _build_manifest_file(file, place)
+                for place, share in enumerate(shares)
+                for file in share.files
             ),
         )
         return Seal(
@@ -131,37 +137,37 @@ class OwnFiles:
         )
 
 
-def holds_own_files(manifest: Manifest) -> bool:
-    """Whether a step consists of files that programs wrote themselves."""
+def holds_user_files(manifest: Manifest) -> bool:
+    """Whether a step consists of files that a program wrote itself."""
     return manifest.facts.get(_CONTENT) == _FILES
 
 
-def writer_of(manifest: Manifest, file: ManifestFile) -> int:
-    """The rank that wrote one of such files."""
+def parse_writer_rank(manifest: Manifest, file: ManifestFile) -> int:
+    """The rank that wrote such a file."""
     return int(manifest.names[int(file.item_name[0])].removeprefix(_WRITER))
 
 
-def _settled(path: Path, rank: int) -> int:
-    """Make one file durable; its size."""
+def _sync_user_file(path: Path, rank: int) -> int:
+    """Make one file durable and return its size."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise UsageError(
-            f"Rank {rank} asked for a path and left no file there: {error.strerror}",
+            f"Rank {rank} asked for a path and wrote no file to it: {error.strerror}",
             where=str(path),
-            fix="Write every file that is routed before the block ends, or call invalid().",
+            fix="Write every file before the block ends, or call mark_invalid().",
         ) from error
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise UsageError("This is no plain file", where=str(path), fix="Write a file to the routed path.")
+            raise UsageError("Not a regular file", where=str(path), fix="Write a regular file to this path.")
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return facts.st_size
 
 
-def _summed(storage: Storage, key: str, name: str, size_bytes: int, progress: Progress) -> WrittenFile:
+def _checksum_file(storage: Storage, key: str, name: str, size_bytes: int, progress: Progress) -> WrittenFile:
     return WrittenFile(
         name=name,
         size_bytes=size_bytes,
@@ -172,7 +178,7 @@ def _summed(storage: Storage, key: str, name: str, size_bytes: int, progress: Pr
     )
 
 
-def _described(file: WrittenFile, writer: int) -> ManifestFile:
+def _build_manifest_file(file: WrittenFile, writer: int) -> ManifestFile:
     return ManifestFile(
         name=file.name,
         size_bytes=file.size_bytes,
@@ -184,7 +190,7 @@ def _described(file: WrittenFile, writer: int) -> ManifestFile:
     )
 
 
-def _no_contents() -> Contents:
+def _empty_index() -> Contents:
     nothing = np.zeros(0, dtype=np.int64)
     boxes = Boxes.concatenated([])
     stored = StoredBoxes(
@@ -199,61 +205,63 @@ def _no_contents() -> Contents:
 
 
 InTurn = Callable[[Callable[[], Any]], Any]
-"""Calls what it is given between the saves of the background, and returns its result."""
+"""Runs its argument on the save thread, between background saves, and returns its result."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _BlockEnd:
     """How one rank left its block."""
 
     host: str
     names: tuple[str, ...]
     is_valid: bool
     cause: str
-    """Of what was raised in the block; empty where nothing was."""
+    """Of the error raised in the block; empty if there was none."""
 
 
-class Output:
-    """One rank's view of a set of files that is being written. `route` and `invalid` are not collective."""
+class UserOutput:
+    """One rank's view of files being written. `path` and `mark_invalid` are not collective."""
 
     def __init__(
         self,
         name: str,
         comm: Comm,
         *,
-        open_slot: Callable[[], Slot],
+        open_slot: Callable[[], StepSlot],
         in_turn: InTurn,
         timed: AbstractContextManager[None],
     ) -> None:
         self.name = name
         self.uri = ""
-        """Where the set lies once it is committed; empty before, and where it was discarded."""
+        """Set once the files are committed; empty before that, and if they were discarded."""
         self._comm = comm
         self._open_slot = open_slot
         self._in_turn = in_turn
         self._timed = timed
-        self._slot: Slot | None = None
+        self._slot: StepSlot | None = None
         self._names: dict[str, Path] = {}
         self._is_valid = True
 
     @property
     def is_committed(self) -> bool:
-        """Whether the set was committed."""
+        """Whether the files were committed."""
         return bool(self.uri)
 
-    def route(self, file_name: str) -> Path:
-        """Where to write this rank's file of that name; the same path, however often it is asked for."""
+    def path(self, file_name: str) -> Path:
+        """The path for this rank's file of that name; the same at every call."""
         if self._slot is None:
-            raise UsageError("route() outside of its block", where=self.name, fix="Call it in the `with`.")
+            raise UsageError(
+                "path() was called outside its block", where=self.name, fix="Call it inside the `with`."
+            )
         check_file_name(file_name)
         if file_name not in self._names:
             self._names[file_name] = self._slot.path(file_name)
         return self._names[file_name]
 
-    def invalid(self) -> None:
-        """Say that this rank's files are not good: the set is discarded on all ranks when the block ends."""
+    def mark_invalid(self) -> None:
+        """Discard the files of all ranks at the end of the block, because this rank's are not usable."""
         self._is_valid = False
 
     def __enter__(self) -> Self:
@@ -268,9 +276,9 @@ class Output:
         with ExitStack() as undo:
             undo.callback(self._in_turn, slot.abandon)
             if kind is not None and not issubclass(kind, Exception):
-                # Interrupted: the program ends, and whoever waits for this rank learns it by that.
+                # Ctrl-C: this program ends without another collective call; the other ranks notice its end.
                 return
-            view = _View(
+            view = _BlockEnd(
                 self._comm.host,
                 tuple(self._names),
                 self._is_valid,
@@ -280,37 +288,36 @@ class Output:
             if error is not None or not _is_good(views, self.name):
                 return
             undo.pop_all()
-        files = OwnFiles(tuple(self._names), rank=self._comm.rank, num_ranks=self._comm.size)
+        files = UserFilesSave(tuple(self._names), rank=self._comm.rank, num_ranks=self._comm.size)
         with self._timed:
             self.uri, _ = self._in_turn(lambda: slot.complete(files, files, Silent()))
         logger.info("Committed %s", self.uri)
 
 
-def set_name(name: str | int, *, checkpoint: bool) -> str:
-    """What a set is called; `UsageError` where its name does not fit what it is."""
+def check_output_name(name: str | int, *, checkpoint: bool) -> str:
+    """The name of the folder of an output; `UsageError` if it does not fit a checkpoint or results."""
     if isinstance(name, int):
         name = step_dirname(name)
     if checkpoint == (parse_step(name) is None):
         raise UsageError(
-            f"{name!r} {'is no step' if checkpoint else 'is the name of a step'}",
+            f"{name!r} {'is not a step' if checkpoint else 'is the name of a step'}",
             where="output",
-            fix="Call a checkpoint step-NUMBER, or give the number; results are called otherwise, with "
-            "checkpoint=False.",
+            fix="Name a checkpoint step-NUMBER; use any other name with checkpoint=False for results.",
         )
     check_key(name, "output")
     if "/" in name or name.startswith("."):
-        raise UsageError(f"{name!r} is no plain name", where="output", fix="Give one like results-7.")
+        raise UsageError(f"{name!r} is not a plain name", where="output", fix="Use a name such as results-7.")
     return name
 
 
-def _is_good(views: list[_View], name: str) -> bool:
-    """Whether all ranks left well; raises on all of them what went wrong on any."""
+def _is_good(views: list[_BlockEnd], name: str) -> bool:
+    """Whether to commit; raises on all ranks if one of them raised or two wrote the same file."""
     for rank, view in enumerate(views):
         if view.cause:
             raise RankFailed(rank, view.host, f"writing {name}: {view.cause}")
     bad = [rank for rank, view in enumerate(views) if not view.is_valid]
     if bad:
-        logger.warning("%s is discarded: rank %d called its files invalid", name, bad[0])
+        logger.warning("%s is discarded: rank %d marked its files invalid", name, bad[0])
         return False
     counts = Counter(file_name for view in views for file_name in view.names)
     shared = [file_name for file_name, count in counts.items() if count > 1]
@@ -319,60 +326,60 @@ def _is_good(views: list[_View], name: str) -> bool:
         raise UsageError(
             f"Ranks {ranks[0]} and {ranks[1]} both wrote {shared[0]}",
             where=name,
-            fix="Put the rank into the names of files; all files of a step lie in one folder.",
+            fix="Put the rank into the file names: all files of a step are in one folder.",
         )
     return True
 
 
 class Restart:
-    """One rank's view of a step to restart from. `route` and `invalid` are not collective."""
+    """One rank's view of a step to restart from. `path` and `mark_invalid` are not collective."""
 
     def __init__(
         self,
-        search: Search,
+        search: RestoreSearch,
         comm: Comm,
         *,
         step: int | None = None,
-        stored: Stored | None = None,
+        checkpoint: CheckpointRef | None = None,
         manifest: Manifest | None = None,
     ) -> None:
         self.step = step
-        """None where no step was ever committed."""
+        """None if no step was ever committed."""
         self.search = search
         self._comm = comm
-        self._stored = stored
+        self._checkpoint = checkpoint
         self._manifest = manifest
         self._is_valid = True
 
     @property
     def is_valid(self) -> bool:
-        """After the block: whether all ranks could use it. Before: whether this rank has said otherwise."""
+        """After the block: whether all ranks could use it. Before: whether this rank has not rejected it."""
         return self._is_valid
 
-    def route(self, file_name: str) -> Path:
-        """Where the file of that name lies; `ObjectNotFound` where the step or this node has none such."""
-        if self._stored is None or self._manifest is None:
-            raise UsageError("No step was ever committed", fix="Look at `found.step` first: it is None.")
-        stored = self._stored
-        writers = {file.name: writer_of(self._manifest, file) for file in self._manifest.files}
+    def path(self, file_name: str) -> Path:
+        """The path of a file; `ObjectNotFound` if the step or this node does not have it."""
+        if self._checkpoint is None or self._manifest is None:
+            raise UsageError("No step was ever committed", fix="Check `found.step` first: it is None.")
+        checkpoint = self._checkpoint
+        writers = {file.name: parse_writer_rank(self._manifest, file) for file in self._manifest.files}
         if file_name not in writers:
-            there = ", ".join(sorted(writers)[:5])
+            names = ", ".join(sorted(writers)[:5])
             raise ObjectNotFound(
                 f"Step {self.step} has no file {file_name}",
-                uri=stored.uri,
-                fix=f"It has {len(writers)} files: {there}{', ...' if len(writers) > 5 else ''}.",
+                uri=checkpoint.uri,
+                fix=f"It has {len(writers)} files: {names}{', ...' if len(writers) > 5 else ''}.",
             )
-        if stored.readable is not None and file_name not in stored.readable:
-            home = home_of(writers[file_name], self._manifest.world_size, self._comm.size)
+        if checkpoint.readable is not None and file_name not in checkpoint.readable:
+            home = choose_home_rank(writers[file_name], self._manifest.world_size, self._comm.size)
             raise ObjectNotFound(
-                f"{file_name} does not lie on the node of rank {self._comm.rank}, but on that of rank {home}",
-                uri=stored.uri,
-                fix=f"Read it on rank {home}, and broadcast it; each rank finds the files that it wrote.",
+                f"{file_name} is on the node of rank {home}, not on that of rank {self._comm.rank}",
+                uri=checkpoint.uri,
+                fix=f"Read it on rank {home} and broadcast it; each rank has the files that it wrote.",
             )
-        return local_path(stored.storage, stored.key(file_name))
+        return local_path(checkpoint.storage, checkpoint.key(file_name))
 
-    def invalid(self) -> None:
-        """Say that this step is no good: when the block ends, all ranks leave it."""
+    def mark_invalid(self) -> None:
+        """Reject this step: all ranks leave it at the end of the block."""
         self._is_valid = False
 
     def __enter__(self) -> Self:
@@ -390,56 +397,63 @@ class Restart:
         bad = [rank for rank, (is_valid, _, _) in enumerate(views) if not is_valid]
         self._is_valid = not bad
         if bad:
-            self.search.refuse(f"rank {bad[0]} called it invalid")
-            logger.warning("Step %d is left: rank %d called it invalid", self.step, bad[0])
+            self.search.reject(f"rank {bad[0]} marked it invalid")
+            logger.warning("Step %d is rejected: rank %d marked it invalid", self.step, bad[0])
         for rank, (_, each, host) in enumerate(views):
             if each and error is None:
                 raise RankFailed(rank, host, f"restarting from step {self.step}: {each}")
 
 
-def next_restart(search: Search, comm: Comm, uri: str) -> Restart:
-    """The next copy whose files are all there and as they were written. Collective."""
-    settled: list[tuple[Stored, Manifest]] = []
+def find_restart(search: RestoreSearch, comm: Comm, uri: str) -> Restart:
+    """The next copy whose files are all there and undamaged. Collective."""
+    checked: tuple[CheckpointRef, Manifest] | None = None
+
+    def check(copy: StepCopy) -> None:
+        nonlocal checked
+        checked = _localize_and_verify(copy, comm)
+
     while copy := search.next_copy():
-        reason = try_step(comm, partial(_settle, copy, comm, settled), search.step)
-        if reason is None:
-            stored, manifest = settled[-1]
-            return Restart(search, comm, step=search.step, stored=stored, manifest=manifest)
-        search.refuse(reason)
-    if search.passed_over:
-        raise none_restorable(search.passed_over, uri)
+        reason = load_on_all_ranks(comm, partial(check, copy), search.step)
+        if reason is None and checked is not None:
+            checkpoint, manifest = checked
+            return Restart(search, comm, step=search.step, checkpoint=checkpoint, manifest=manifest)
+        search.reject(reason or "it was not checked")
+    if search.skipped_steps:
+        raise build_restore_error(search.skipped_steps, uri)
     return Restart(search, comm)
 
 
-def require_state(stored: Stored, error: PenstockError) -> None:
-    """Explain an error of loading a state, where the step holds none, by one that leads to an older step."""
+def explain_missing_state(checkpoint: CheckpointRef, error: PenstockError) -> None:
+    """Raise `DataDamaged`, which leads to an older step, if the checkpoint has user files and no state."""
     try:
-        manifest = _manifest_of(stored)
+        manifest = _read_manifest(checkpoint)
     except PenstockError:
         return
-    if holds_own_files(manifest):
+    if holds_user_files(manifest):
         raise DataDamaged(
-            "It holds files that a program wrote, and no state",
-            where=stored.uri,
-            fix="manager.restart() gives their paths.",
+            "It contains files that a program wrote, and no state",
+            where=checkpoint.uri,
+            fix="manager.restart() returns their paths.",
         ) from error
 
 
-def _settle(copy: Find, comm: Comm, settled: list[tuple[Stored, Manifest]]) -> None:
-    manifest = _manifest_of(copy.find())
-    if not holds_own_files(manifest):
-        raise DataDamaged("It holds a state, and no files of one's own", fix="manager.restore() loads it.")
-    stored = copy.settle()
-    mine = [
+def _localize_and_verify(copy: StepCopy, comm: Comm) -> tuple[CheckpointRef, Manifest]:
+    manifest = _read_manifest(copy.open())
+    if not holds_user_files(manifest):
+        raise DataDamaged(
+            "It contains a state, and no files of manager.output()", fix="manager.restore() loads it."
+        )
+    checkpoint = copy.localize()
+    own_files = [
         file
         for file in manifest.files
-        if home_of(writer_of(manifest, file), manifest.world_size, comm.size) == comm.rank
+        if choose_home_rank(parse_writer_rank(manifest, file), manifest.world_size, comm.size) == comm.rank
     ]
-    damage = damage_in_files(stored.storage, stored.committed.folder, manifest, mine)
+    damage = damage_in_files(checkpoint.storage, checkpoint.committed.folder, manifest, own_files)
     if damage:
-        raise DataDamaged(f"{damage[0]}", where=stored.uri)
-    settled.append((stored, manifest))
+        raise DataDamaged(f"{damage[0]}", where=checkpoint.uri)
+    return checkpoint, manifest
 
 
-def _manifest_of(stored: Stored) -> Manifest:
-    return read_manifest(read_object(stored.storage, stored.key(MANIFEST_NAME)), stored.uri)
+def _read_manifest(checkpoint: CheckpointRef) -> Manifest:
+    return read_manifest(read_object(checkpoint.storage, checkpoint.key(MANIFEST_NAME)), checkpoint.uri)

@@ -12,7 +12,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf
+from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.formats.checkpoint_source import Format, Opened, open_checkpoint, uri_of
 from penstock.checkpoint.formats.dtypes import element_type
 from penstock.checkpoint.formats.safetensors import INDEX_NAME
@@ -220,7 +220,7 @@ def convert(
     `DataDamaged` if the source is; `UsageError` for what the format cannot hold.
     """
     options, progress = options or ConvertOptions(), progress or Silent()
-    storage, name = open_around(target)
+    storage, name = open_parent(target)
     _require_free(storage, name)
     opened = open_checkpoint(source)
     notes = _verified(source, progress) if options.verified else ()
@@ -280,7 +280,7 @@ def _require_free(storage: Storage, name: str) -> None:
     taken = exists(storage, name) if not _is_folder(storage, name) else True
     if not taken:
         try:
-            open_shelf(storage).find(name)
+            open_catalog(storage).find(name)
             taken = True
         except ObjectNotFound:
             taken = False

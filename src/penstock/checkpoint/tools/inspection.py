@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf, parse_step
+from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, parse_step
 from penstock.checkpoint.commit.protocol import METADATA_NAME
 from penstock.checkpoint.formats.checkpoint_source import (
     Format,
@@ -64,7 +64,7 @@ def list_checkpoints(path: AnyPath) -> list[Listed]:
 
 def list_all(storage: Storage) -> list[Listed]:
     """All checkpoints below a storage's root; none, where nothing is committed."""
-    return sorted((_listed(storage, name) for name in open_shelf(storage).names()), key=_order)
+    return sorted((_listed(storage, name) for name in open_catalog(storage).names()), key=_order)
 
 
 def _order(one: Listed) -> tuple[bool, int, str]:
@@ -72,7 +72,7 @@ def _order(one: Listed) -> tuple[bool, int, str]:
 
 
 def _listed_alone(path: AnyPath) -> Listed:
-    storage, name = open_around(path)
+    storage, name = open_parent(path)
     try:
         return _listed(storage, name)
     except ObjectNotFound as error:
@@ -84,7 +84,7 @@ def _listed_alone(path: AnyPath) -> Listed:
 
 
 def _listed(storage: Storage, name: str) -> Listed:
-    committed = open_shelf(storage).find(name)
+    committed = open_catalog(storage).find(name)
     found = {info.key: info for info in storage.list(committed.folder)}
     total = sum(info.size_bytes for info in found.values())
     facts = storage.stat(committed.key(METADATA_NAME))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_around, open_shelf, split_path
+from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, split_path
 from penstock.checkpoint.formats.checkpoint_source import uri_of
 from penstock.checkpoint.tools.inspection import Listed, State, list_all
 from penstock.checkpoint.tools.verify import verify
@@ -49,14 +49,14 @@ def remove(
     without `verified`; else this is a `UsageError`, unless `even_last`. A checkpoint that looks damaged may
     always go. `ObjectNotFound` where none is committed.
     """
-    storage, name = open_around(path)
-    committed = open_shelf(storage).find(name)
+    storage, name = open_parent(path)
+    committed = open_catalog(storage).find(name)
     listed = list_all(storage)
     (one,) = (one for one in listed if one.name == name)
     stays = ""
     if not even_last and one.state is not State.DAMAGED:
         stays = _require_another(path, listed, name, verified=verified, progress=progress or Silent())
-    open_shelf(storage).remove(committed)
+    open_catalog(storage).remove(committed)
     return Removed(
         uri=uri_of(storage, name),
         step=one.step,

@@ -19,7 +19,7 @@ import torch
 from isal import isal_zlib
 
 from penstock.checkpoint.commit.protocol import Seal
-from penstock.checkpoint.commit.transaction import Place, begin
+from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import WrittenFile
 from penstock.checkpoint.formats.checksums import running_sum, sum_of
 from penstock.checkpoint.formats.dcp_item import (
@@ -62,7 +62,7 @@ def write_dcp(
 
     With transforms, items are put together in memory, and cannot be read in part or directly afterwards.
     """
-    place = begin(storage, name, SoloComm())
+    place = begin_save(storage, name, SoloComm())
     with ExitStack() as undo:
         undo.callback(place.abandon)
         writing = _DcpWriting(opened, chosen, tuple(descriptors), progress)
@@ -103,9 +103,9 @@ class _DcpWriting:
         self._rows = np.flatnonzero(new_number[opened.contents.stored.boxes.tensor] >= 0)
         self._items = _Items()
 
-    def write(self, place: Place) -> WrittenFile:
+    def write(self, place: SaveTransaction) -> WrittenFile:
         """The data file: objects first, then boxes."""
-        sink = place.for_data.create(place.key(_FILE))
+        sink = place.data_storage.create(place.key(_FILE))
         with ExitStack() as undo, closing(Elements(self._opened)) as elements:
             undo.callback(sink.abort)
             outlet = Outlet(sink, WriteBuffers())

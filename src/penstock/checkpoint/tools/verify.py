@@ -12,7 +12,7 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.catalog import AnyPath, open_around
+from penstock.checkpoint.commit.catalog import AnyPath, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.formats.checkpoint_source import Format, Opened, folder_of, open_checkpoint, uri_of
 from penstock.checkpoint.formats.checksums import sum_of
@@ -77,7 +77,7 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
 
     Damage is returned, not raised, also that of the manifest or of `.metadata`.
     """
-    storage, name = open_around(path)
+    storage, name = open_parent(path)
     uri = uri_of(storage, name)
     folder = folder_of(storage, name)
     try:

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.commit.catalog import open_around
+from penstock.checkpoint.commit.catalog import open_parent
 from penstock.checkpoint.commit.protocol import Seal
-from penstock.checkpoint.commit.transaction import Place, begin
+from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import RankShare, WrittenFile
 from penstock.checkpoint.formats.dcp_metadata import read_metadata
 from penstock.checkpoint.formats.manifest import manifest_bytes, manifest_of
@@ -208,7 +208,7 @@ class Writer(StorageWriter):
         self._fsync = fsync
         self._options = SaveOptions(writers=writers, separation_hint=separation_hint)
         self._memory = StagingMemory(staging_bytes)
-        self._place: Place | None = None
+        self._place: SaveTransaction | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new save begins, perhaps elsewhere. What an earlier one left unfinished is removed."""
@@ -236,8 +236,8 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: make room, and tell each rank where."""
         self._abandon()
-        storage, name = open_around(self._uri())
-        self._place = begin(storage, name, SoloComm())
+        storage, name = open_parent(self._uri())
+        self._place = begin_save(storage, name, SoloComm())
         return [
             replace(plan, storage_data=_Assigned(self._place.draft, rank)) for rank, plan in enumerate(plans)
         ]
@@ -270,7 +270,7 @@ class Writer(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         assigned: _Assigned = plan.storage_data
-        storage, _ = open_around(self._uri(), rank=assigned.rank)
+        storage, _ = open_parent(self._uri(), rank=assigned.rank)
         items = RankItems(plan.items, planner, assigned.rank, self._options)
         share = _share_of(items, self._transforms)
         settings = pipe_settings(share.images, self._options.writers, self._memory.budget_bytes)

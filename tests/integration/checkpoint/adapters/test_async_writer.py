@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -12,6 +11,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from penstock.checkpoint.adapters.async_writer import AsyncWriter
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import StorageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Save:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +17,9 @@ from penstock.testing.child_processes import FunctionRef
 from penstock.testing.crash import Program, sweep
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from penstock.storage.files.system_calls import FileCalls
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from tests.support.bytes_engine import BytesEngine
 
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
-from penstock.checkpoint.levels.cache import Cached, CacheLevel
+from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.checkpoint.state.process_group import Members
 from penstock.errors import PenstockError, RankFailed, UsageError
@@ -24,6 +23,8 @@ from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from penstock.checkpoint.levels.redundancy.recoverability import Assessment
 
 Result = TypeVar("Result")
@@ -43,7 +44,7 @@ def _level(comm: ThreadComm, folder: Path, schemes: list[Scheme]) -> CacheLevel:
     return CacheLevel(storage, comm, schemes=schemes, block_bytes=BLOCK_BYTES)
 
 
-def _save(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) -> Cached:
+def _save(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) -> CachedSave:
     engine = BytesEngine()
     prepared = engine.prepare({"bytes": _content(comm.rank, step)}, Members(comm), SaveChoice())
     level = _level(comm, folder, schemes)
@@ -96,7 +97,7 @@ def test_whichever_hosts_are_lost_their_caches_come_back_bit_for_bit(
 @pytest.mark.parametrize(
     ("scheme", "hosts", "told"),
     [
-        (Single(), [1], "nothing is known of the share of rank 2"),
+        (Single(), [1], "no record of the share of rank 2"),
         (Xor(group=4), [0, 3], "xor survives 1 loss"),
         (Partner(group=4), [1, 2], "partner survives 1 loss"),
         (DoubleParity(group=4), [0, 1, 2], "double-parity survives 2 losses"),
@@ -206,7 +207,7 @@ def test_a_lost_step_that_one_node_knows_to_be_committed_is_not_forgotten(tmp_pa
 
 @pytest.mark.slow
 def test_under_mpi_two_lost_hosts_come_back(tmp_path: Path) -> None:
-    program = ("-m", "tests.integration.checkpoint.tiers.programs.mpi_caches")
+    program = ("-m", "tests.integration.checkpoint.levels.programs.mpi_caches")
     root = Path(__file__).parents[4]
     mpiexec = Path(sys.executable).parent / "mpiexec"
     command = [str(mpiexec), "-n", str(RANKS), sys.executable, *program, str(tmp_path)]
@@ -228,5 +229,5 @@ def test_ranks_of_one_host_alone_cannot_protect_each_other(tmp_path: Path) -> No
 
 
 def test_a_cache_that_is_no_folder_is_refused() -> None:
-    with pytest.raises(RankFailed, match="A cache is a folder of each node"):
+    with pytest.raises(RankFailed, match="A cache must be a local folder"):
         on_ranks(1, lambda comm: CacheLevel(open_storage("mem://cache", {}), comm, schemes=[Single()]))

@@ -7,8 +7,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,9 +16,9 @@ from tests.support.flush_orders import files_of, order, serve
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.levels.flush.daemon import Daemon
-from penstock.checkpoint.levels.flush.daemon_flusher import states_of
+from penstock.checkpoint.levels.flush.daemon_flusher import read_flush_states
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
-from penstock.checkpoint.levels.flush.journal import JournalReader, Standing, parse
+from penstock.checkpoint.levels.flush.journal import JournalReader, SaveState, parse_entries
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import OutOfSpace
@@ -30,6 +28,9 @@ from penstock.storage.residency import count_by_mincore
 from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from penstock.checkpoint.levels.flush.flusher import FlushState
     from penstock.storage import Storage
     from penstock.storage.protocol import Sink
@@ -81,8 +82,8 @@ def save_cached(root: Path, *steps: int) -> None:
             manager.save(step, state_of(step))
 
 
-def standing(folder: FlushFolder, step: int) -> Standing:
-    found = JournalReader(folder.journal).standings()
+def standing(folder: FlushFolder, step: int) -> SaveState:
+    found = JournalReader(folder.journal).states()
     return next(each for each in reversed(found.values()) if each.step == step)
 
 
@@ -92,7 +93,7 @@ def outcome(folder: FlushFolder, step: int) -> str:
 
 
 def state(folder: FlushFolder, step: int) -> FlushState:
-    return states_of(folder, JournalReader(folder.journal))[step]
+    return read_flush_states(folder, JournalReader(folder.journal))[step]
 
 
 def durable(root: Path) -> list[str]:
@@ -161,7 +162,7 @@ def test_the_newest_comes_first_and_what_retention_would_remove_at_once_is_dropp
     assert [outcome(folder, step) for step in (1, 2, 3)] == ["superseded", "durable", "durable"]
     assert durable(tmp_path) == ["latest", "step-2", "step-3"]
     assert len(opener.data_files()) == 4, "nothing of step 1 was copied"
-    assert "durable are 3, 2" in state(folder, 1).reason
+    assert "3, 2 are durable" in state(folder, 1).reason
 
 
 def test_a_newer_step_that_comes_meanwhile_is_copied_before_the_rest_of_an_older_one(tmp_path: Path) -> None:
@@ -175,7 +176,9 @@ def test_a_newer_step_that_comes_meanwhile_is_copied_before_the_rest_of_an_older
 
     opener = Opener(refused=comes)
     serve(folder, opener, patience_s=1e9)
-    copied = [line for line in parse(folder.journal.read_bytes()) if line.what in ("copied", "durable")]
+    copied = [
+        line for line in parse_entries(folder.journal.read_bytes()) if line.what in ("copied", "durable")
+    ]
     assert [(line.what, line.step) for line in copied][:4] == [
         ("copied", 1),
         ("copied", 2),
@@ -290,7 +293,7 @@ def test_it_pauses_while_a_living_trainer_saves_and_not_for_a_dead_one(tmp_path:
     folder = order(tmp_path, 1, pause_while_saving=True)
     note = folder.saving.put()
     note.write_bytes(note.read_bytes().replace(b'"started": "', b'"started": "9'))
-    with folder.saving.left():
+    with folder.saving.present():
         daemon = threading.Thread(target=serve, args=(folder,), kwargs={"patience_s": 1e9})
         daemon.start()
         wait_until(lambda: (speed := folder.speed()) is not None and speed.is_paused, "it pauses")
@@ -327,7 +330,7 @@ def test_it_ends_when_its_cache_is_removed(tmp_path: Path) -> None:
     folder = FlushFolder(tmp_path / "cache")
     daemon = threading.Thread(target=serve, args=(folder,), kwargs={"linger_s": 1e9})
     daemon.start()
-    wait_until(folder.daemon_lives, "it holds the lock")
+    wait_until(folder.daemon_is_running, "it holds the lock")
     (tmp_path / "cache").rename(tmp_path / "removed")
     daemon.join(60)
     assert not daemon.is_alive()

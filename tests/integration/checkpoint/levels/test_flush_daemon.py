@@ -6,9 +6,8 @@ import logging
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,13 +17,16 @@ from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
-from penstock.checkpoint.levels.flush.journal import parse
+from penstock.checkpoint.levels.flush.journal import parse_entries
 from penstock.checkpoint.levels.options import Flush
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError
 from penstock.storage.registry import open_here
 from penstock.testing.child_processes import exit_code_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 BY_DAEMON = Flush(by="daemon")
 
@@ -136,7 +138,7 @@ def test_the_cap_holds_over_the_whole_flush_as_the_daemons_own_account_says(tmp_
         pid = folder.daemon_pid()
         assert pid is not None
         moved_bytes = written_by(pid)
-    times_s = {line.what: line.at_s for line in parse(folder.journal.read_bytes())}
+    times_s = {line.what: line.at_s for line in parse_entries(folder.journal.read_bytes())}
     elapsed_s = times_s["marked"] - times_s["begun"]
     assert moved_bytes >= size_bytes
     # What may pass without waiting: half a second of unused time, and a block of each thread.
@@ -157,7 +159,7 @@ def test_where_no_daemon_can_write_the_trainer_does_and_says_so(
     with Manager(durable, cache=tmp_path / "cache", flush=BY_DAEMON) as manager:
         manager.save(1, state_of(1))
     assert (
-        "The trainer flushes, and not a daemon: the durable level was handed over as an open" in caplog.text
+        "Flushing in the trainer instead of a daemon: the durable level was given as an open" in caplog.text
     )
     assert manager.steps() == [1]
     assert daemons_below(tmp_path) == []

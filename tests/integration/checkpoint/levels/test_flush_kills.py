@@ -8,10 +8,8 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +21,10 @@ from penstock.checkpoint.levels.options import Flush, Partner
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.testing.child_processes import FunctionRef, clean_context, ending
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 HOSTS = 2
 NUM_ITEMS = 200_000

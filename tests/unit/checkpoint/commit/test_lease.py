@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.checkpoint.commit.protocol import LEASE_S, is_dead, lease_text
+from penstock.checkpoint.commit.protocol import LEASE_S, is_lease_expired, lease_text
 from penstock.storage.process_id import current_process
 
 OLD_S, YOUNG_S = LEASE_S + 1, LEASE_S - 1
@@ -15,28 +15,28 @@ OLD_S, YOUNG_S = LEASE_S + 1, LEASE_S - 1
 
 def test_a_living_process_keeps_its_save_however_old_it_is() -> None:
     me = current_process()
-    assert not is_dead(lease_text(me), age_s=OLD_S * 100, observer=me)
+    assert not is_lease_expired(lease_text(me), age_s=OLD_S * 100, observer=me)
 
 
 def test_a_dead_process_loses_its_save_at_once() -> None:
     me = current_process()
     reused = replace(me, started="1")
-    assert is_dead(lease_text(reused), age_s=0, observer=me)
-    assert is_dead(lease_text(replace(me, pid=2**22 + 1)), age_s=0, observer=me)
+    assert is_lease_expired(lease_text(reused), age_s=0, observer=me)
+    assert is_lease_expired(lease_text(replace(me, pid=2**22 + 1)), age_s=0, observer=me)
 
 
 @pytest.mark.parametrize("elsewhere", [{"kernel": "another"}, {"numbering": "another"}, {"kernel": ""}])
 def test_of_a_process_elsewhere_only_the_age_of_its_lease_tells(elsewhere: dict[str, str]) -> None:
     me = current_process()
     lease = lease_text(replace(me, pid=2**22 + 1, **elsewhere))
-    assert not is_dead(lease, age_s=YOUNG_S, observer=me)
-    assert is_dead(lease, age_s=OLD_S, observer=me)
+    assert not is_lease_expired(lease, age_s=YOUNG_S, observer=me)
+    assert is_lease_expired(lease, age_s=OLD_S, observer=me)
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff", b"[]", b"{}", b'{"owner": 7}', b'{"owner": {"pid": 1}}'])
 def test_a_lease_that_makes_no_sense_is_judged_by_its_age(text: bytes) -> None:
-    assert not is_dead(text, age_s=YOUNG_S, observer=current_process())
-    assert is_dead(text, age_s=OLD_S, observer=current_process())
+    assert not is_lease_expired(text, age_s=YOUNG_S, observer=current_process())
+    assert is_lease_expired(text, age_s=OLD_S, observer=current_process())
 
 
 def test_a_lease_says_who_holds_it_in_words_that_others_read() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,6 +19,9 @@ from penstock.checkpoint.state.regions import UNKNOWN, Boxes, Contents, StoredBo
 from penstock.checkpoint.tools.convert import header_bytes, plan_shards
 from penstock.checkpoint.tools.tensor_slabs import Elements, Slab, slab_bytes, slabs
 from penstock.errors import DataDamaged
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

@@ -7,8 +7,7 @@ import math
 import pickle
 import zipfile
 import zlib
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +24,9 @@ from penstock.checkpoint.formats.dcp_item import (
 )
 from penstock.checkpoint.formats.dtypes import ELEMENT_TYPES, element_type
 from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 torch = pytest.importorskip("torch")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,9 @@ torch = pytest.importorskip("torch")
 from torch.distributed.checkpoint import metadata as stock  # noqa: E402 - torch may be missing
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
 from torch.distributed.checkpoint.state_dict_saver import save  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=300)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import tracemalloc
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +24,9 @@ from penstock.storage.object_io import exists, read_object, write_object
 from penstock.storage.protocol import ObjectInfo, Release, Sink, Storage
 from penstock.storage.wrapping import WrappedSink, WrappedStorage
 from penstock.testing.faults import FailAtCall, Late, Slow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CHUNK = 4096
 SMALL = PipeSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=6 * CHUNK)

@@ -1,7 +1,7 @@
-"""From a cache to the durable level, file by file: in big blocks, by several threads, at a pace.
+"""Copying files from a cache to the durable level: in large blocks, at a limited rate, verified on the way.
 
-Used by whoever flushes: a trainer's own threads, or the daemon of a node. Invariant: bytes pass no faster
-than the pace allows, whichever thread moves them.
+Used by both flushers and by recovery. Invariant: bytes pass no faster than the rate limit allows, whichever
+thread moves them; a file that differs from its checksums in the cache is never committed elsewhere.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ if TYPE_CHECKING:
 BLOCK_BYTES: Final = 16 << 20
 SMALLEST_BLOCK_BYTES: Final = 256 << 10
 BURST_S: Final = 0.5
-"""So much unused time a flush may make up for: what it waited for disks, or between two steps."""
+"""How much unused time a flush may catch up on: waiting for disks, or between two steps."""
 
 
-Take = Callable[[int], None]
-"""Called with a number of bytes before they are written; returns when they may go."""
+WaitForTurn = Callable[[int], None]
+"""Called with a number of bytes before they are written; returns when they may be."""
 
-See = Callable[[memoryview], None]
-"""Called with a file's bytes in order, on their way."""
+OnBlock = Callable[[memoryview], None]
+"""Called with the blocks of a file, in order."""
 
 
 @dataclass(slots=True)
-class Pace:
-    """Lets bytes pass at a rate, whichever thread asks: each waits until those before it are paid for.
+class RateLimiter:
+    """Limits the rate of bytes over all threads; each waits for the time that those before it have taken.
 
-    Time that nobody used is kept for `burst_s`, so that a wait for the disk does not cost its share of the
-    rate.
+    Unused time is kept for `burst_s`, so that waiting for the disk does not lower the rate.
     """
 
     bytes_per_s: float | None
@@ -52,7 +51,7 @@ class Pace:
     _free_at_s: float | None = None
 
     def take(self, num_bytes: int) -> None:
-        """Return when so many bytes may go."""
+        """Return when `num_bytes` more may pass."""
         if self.bytes_per_s is None:
             return
         with self._lock:
@@ -65,37 +64,39 @@ class Pace:
 
 
 def block_bytes_for(bytes_per_s: float | None) -> int:
-    """Blocks as large as storage likes them, but no larger than the cap lets pass in a tenth of a second."""
+    """The block size: as large as storage likes it, but at most a tenth of a second of the rate limit."""
     if bytes_per_s is None:
         return BLOCK_BYTES
     return max(min(int(bytes_per_s / 10) // PAGE_BYTES * PAGE_BYTES, BLOCK_BYTES), SMALLEST_BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """One file to be copied: from where, to where."""
+class FileCopy:
+    """One file to copy, by its keys."""
 
     from_key: str
     to_key: str
 
 
-def copy_files(copies: Sequence[Copy], source: Storage, target: Storage, *, threads: int, pace: Pace) -> None:
-    """Copy all, several at a time; each is durable when this returns."""
+def copy_files(
+    copies: Sequence[FileCopy], source: Storage, target: Storage, *, threads: int, pace: RateLimiter
+) -> None:
+    """Copy files, several at a time; all are durable on return."""
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-flush") as crew:
         for copied in [crew.submit(copy_file, each, source, target, pace.take) for each in copies]:
             copied.result()
 
 
 def copy_file(
-    copy: Copy,
+    copy: FileCopy,
     source: Storage,
     target: Storage,
-    take: Take,
+    take: WaitForTurn,
     *,
-    see: See | None = None,
+    see: OnBlock | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
-    """One file, by two buffers in turn: one is read into while the other is written."""
+    """Copy one file with two buffers: one is read into while the other is written."""
     with closing(source.open(copy.from_key)) as file, ExitStack() as undo:
         size_bytes = file.size_bytes
         sink = target.create(copy.to_key, size_bytes)
@@ -120,8 +121,8 @@ def copy_file(
 CHECKED_BLOCK_BYTES = 8 << 20
 
 
-class PassingSums:
-    """The sum of a whole file, and those of its items, from bytes that pass in order."""
+class StreamChecksums:
+    """Computes the checksum of a file and verifies those of its items, from blocks in order."""
 
     def __init__(self, file: ManifestFile) -> None:
         self._file = file
@@ -132,7 +133,7 @@ class PassingSums:
         self._wrong: list[int] = []
 
     def see(self, block: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next block."""
         self._whole.update(block)
         end = self._at + block.nbytes
         while self._row < len(self._file):
@@ -147,17 +148,18 @@ class PassingSums:
         self._at = end
 
     def sum(self) -> str:
-        """Of the whole file, in hexadecimal."""
+        """The checksum of the whole file, in hexadecimal."""
         return self._whole.digest().hex()
 
     def require_right(self, where: str) -> None:
-        """Raise `DataDamaged` where an item differs from its sum."""
+        """Raise `DataDamaged` if an item differs from its checksum."""
         if self._wrong:
             raise DataDamaged(
                 f"{self._file.name} is damaged in the cache: {len(self._wrong)} of {len(self._file)} items "
-                f"differ from their sums, the first at byte {int(self._file.item_offset[self._wrong[0]])}",
+                "differ from their checksums, the first at byte "
+                f"{int(self._file.item_offset[self._wrong[0]])}",
                 where=where,
-                fix="Restoring the step rebuilds it where its redundancy can; then it is flushed.",
+                fix="Restore the step: if its redundancy allows, it is rebuilt and then flushed.",
             )
 
     def _end_item(self) -> None:
@@ -167,8 +169,8 @@ class PassingSums:
         self._row += 1
 
 
-def sum_of_file(storage: Storage, key: str) -> tuple[int, str]:
-    """A stored file's size, and the sum of its bytes in hexadecimal."""
+def checksum_file(storage: Storage, key: str) -> tuple[int, str]:
+    """The size of a stored file and the checksum of its bytes, in hexadecimal."""
     total = running_sum()
     with closing(storage.open(key)) as source:
         buffer = aligned_buffer(min(CHECKED_BLOCK_BYTES, max(source.size_bytes, 1)))

@@ -1,8 +1,12 @@
-"""The flush folder of one cache: where trainers, the daemon and `status` meet. One module knows its names.
+"""The flush folder of one cache, where trainers, the daemon and `status` meet. Only here are its file names.
 
-orders/step-N.json   what is to become durable          trainers/, saving/   notes of living processes
-journal              what has become of it              progress.json        how fast it goes just now
-lock                 held by the daemon, names it        log                  what the daemon says
+    orders/step-N.json   what is to become durable       trainers/, saving/   presence files of live processes
+    journal              what happened to it             progress.json        the current rate
+    lock                 held by the daemon, names it    log                  the log of the daemon
+
+They meet in files rather than over a socket, because each may be killed at any time and the files tell its
+successor where to continue. Invariant: an order appears as a whole or not at all, and stays until its step is
+durable or superseded, or until a newer save of that step replaces it.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.checkpoint.commit.catalog import step_dirname
-from penstock.checkpoint.commit.protocol import is_dead, lease_text
+from penstock.checkpoint.commit.protocol import is_lease_expired, lease_text
 from penstock.errors import DataDamaged
 from penstock.storage.process_id import ProcessId, current_process
 
@@ -28,16 +32,19 @@ if TYPE_CHECKING:
     from typing import IO
 
 
-class Notes:
-    """The notes of one kind, in a folder of their own."""
+class PresenceFiles:
+    """Presence files of one kind, in a folder of their own.
+
+    Each names its process, so that no one waits for a process that is gone.
+    """
 
     def __init__(self, folder: Path, kind: str, *, owner: Callable[[], ProcessId] = current_process) -> None:
         self._folder = folder / kind
         self._owner = owner
 
     @contextmanager
-    def left(self) -> Iterator[None]:
-        """A note of this process, for as long as the block runs."""
+    def present(self) -> Iterator[None]:
+        """Keep a presence file of this process for the duration of the block."""
         path = self.put()
         try:
             yield
@@ -45,7 +52,7 @@ class Notes:
             path.unlink(missing_ok=True)
 
     def put(self) -> Path:
-        """Leave a note of this process."""
+        """Create a presence file of this process."""
         owner = self._owner()
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{owner.host}-{owner.pid}-{secrets.token_hex(4)}"
@@ -54,8 +61,8 @@ class Notes:
         unfinished.replace(path)
         return path
 
-    def any_living(self) -> bool:
-        """Whether one of them lives; notes of the dead may go on the way."""
+    def any_alive(self) -> bool:
+        """Whether any of the processes is alive; files of dead ones are removed on the way."""
         try:
             names = os.listdir(self._folder)  # noqa: PTH208 - asked before every block
         except FileNotFoundError:
@@ -65,7 +72,7 @@ class Notes:
     def _lives(self, path: Path) -> bool:
         try:
             age_s = time.time() - path.stat().st_mtime
-            if not is_dead(path.read_bytes(), age_s=age_s, observer=self._owner()):
+            if not is_lease_expired(path.read_bytes(), age_s=age_s, observer=self._owner()):
                 return True
             path.unlink()
         except FileNotFoundError:
@@ -74,7 +81,7 @@ class Notes:
 
 
 FOLDER: Final = ".penstock-flush"
-"""In each cache, beside its steps: orders, journal, notes of trainers, the daemon's lock and log."""
+"""In each cache, beside its steps: orders, journal, presence files, the lock and log of the daemon."""
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -85,83 +92,83 @@ class _OrderModel(BaseModel):
 
 
 class OrderedFile(_OrderModel):
-    """One file of a step, as its writer tells it."""
+    """One file of a step."""
 
     name: Text
     size_bytes: Count
 
 
-class Order(_OrderModel):
-    """Make this node's share of a step durable, and the step with it."""
+class FlushOrder(_OrderModel):
+    """The order to make this node's share of a step durable. Has all that a daemon needs to know."""
 
     format: Literal[1] = 1
     step: Count
     save_id: Annotated[str, Field(pattern=r"\A[0-9a-f]{16}\z")]
     durable: Text
-    """URI of the durable level, with its options."""
+    """The URI of the durable level, with its options."""
     node: Count
-    """Which of `nodes` this cache is."""
+    """The index of this cache in `nodes`."""
     nodes: Annotated[list[list[OrderedFile]], Field(min_length=1)]
-    """By node: the files that lie in its cache, and become durable with the others'."""
+    """By node: the files in its cache. Those of all nodes become durable together."""
     keep: Annotated[int, Field(ge=1)] | None
-    """How many durable steps stay."""
+    """How many durable steps to keep."""
     bytes_per_s: Annotated[float, Field(gt=0)] | None
     threads: Annotated[int, Field(ge=1)]
     pause_while_saving: bool
     cores: list[Count]
-    """Those that no rank of this node uses; all are in use where there are none."""
+    """The cores that no rank of this node uses; empty if all are in use."""
     given_s: float
-    """When, by the clock on the wall."""
+    """Seconds since 1970."""
 
     @property
     def name(self) -> str:
-        """What the checkpoint is called, on both levels."""
+        """The name of the checkpoint, on both levels."""
         return step_dirname(self.step)
 
     @property
     def files(self) -> list[OrderedFile]:
-        """The share of this node."""
+        """The files of this node."""
         return self.nodes[self.node]
 
     @property
     def size_bytes(self) -> int:
-        """Of this node's share."""
+        """The bytes of this node's share."""
         return sum(file.size_bytes for file in self.files)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every file of every node."""
+        """The size of every file of every node."""
         return {file.name: file.size_bytes for files in self.nodes for file in files}
 
 
-def read_order(content: bytes, where: str) -> Order:
-    """An order as it lies in a cache; `DataDamaged` if it is none."""
+def read_order(content: bytes, where: str) -> FlushOrder:
+    """Parse an order; `DataDamaged` if it is not one."""
     try:
-        return Order.model_validate_json(content)
+        return FlushOrder.model_validate_json(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise DataDamaged(
-            f"The order's {place or 'text'}: {first['msg']}",
+            f"The flush order cannot be parsed: {place or 'text'}: {first['msg']}",
             where=where,
-            fix="Remove the file; the step stays cached, and the next one is flushed again.",
+            fix="Remove the file; the step stays cached, and later steps are flushed.",
         ) from error
 
 
-class OrderBook:
-    """The orders of one cache. Trainers `put`, the daemon takes away."""
+class FlushOrders:
+    """The orders of one cache: trainers add them, the daemon removes them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "orders"
 
-    def put(self, order: Order) -> None:
-        """Give an order, durably."""
+    def put(self, order: FlushOrder) -> None:
+        """Add an order, durably."""
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(self._folder / f"{order.name}.json", order.model_dump_json().encode())
 
-    def all(self) -> dict[int, Order | DataDamaged]:
-        """By step; what cannot be read is told as its error."""
-        found: dict[int, Order | DataDamaged] = {}
+    def all(self) -> dict[int, FlushOrder | DataDamaged]:
+        """All orders by step; for one that cannot be parsed, its error."""
+        found: dict[int, FlushOrder | DataDamaged] = {}
         for step in self.steps():
             path = self._folder / f"{step_dirname(step)}.json"
             try:
@@ -173,7 +180,7 @@ class OrderBook:
         return found
 
     def steps(self) -> list[int]:
-        """The steps that are ordered, ascending."""
+        """The steps with an order, ascending."""
         try:
             names = os.listdir(self._folder)  # noqa: PTH208 - asked several times a second
         except FileNotFoundError:
@@ -181,8 +188,8 @@ class OrderBook:
         texts = [name.removeprefix("step-").removesuffix(".json") for name in names if name.endswith(".json")]
         return sorted(int(text) for text in texts if text.isdecimal())
 
-    def remove(self, order: Order) -> None:
-        """Take an order away, unless a newer save of its step has replaced it."""
+    def remove(self, order: FlushOrder) -> None:
+        """Remove an order, unless a newer save of its step has replaced it."""
         path = self._folder / f"{order.name}.json"
         try:
             if read_order(path.read_bytes(), str(path)).save_id != order.save_id:
@@ -216,15 +223,15 @@ def sync_folder(folder: Path) -> None:
 LOG_TAIL_BYTES: Final = 4096
 
 
-class Speed(BaseModel):
-    """What the daemon is doing, as it last said."""
+class DaemonProgress(BaseModel):
+    """What the daemon is doing, as it reported last."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     at_s: float
     step: int | None
     copied_bytes: int
-    """Of this node's share of the step; files that were durable before included."""
+    """Of this node's share of the step, with files that were durable before."""
     moved_bytes: int
     """Since the daemon was started."""
     bytes_per_s: float
@@ -232,14 +239,14 @@ class Speed(BaseModel):
 
 
 class FlushFolder:
-    """The paths of one cache's flush folder, and what lies there."""
+    """The flush folder of one cache."""
 
     def __init__(self, cache: Path) -> None:
         self.cache = cache
         self.path = cache / FOLDER
-        self.orders = OrderBook(self.path)
-        self.trainers = Notes(self.path, "trainers")
-        self.saving = Notes(self.path, "saving")
+        self.orders = FlushOrders(self.path)
+        self.trainers = PresenceFiles(self.path, "trainers")
+        self.saving = PresenceFiles(self.path, "saving")
         self.journal = self.path / "journal"
         self.log = self.path / "log"
         self._lock = self.path / "lock"
@@ -249,7 +256,7 @@ class FlushFolder:
         """Whether anything was ever handed over here."""
         return self.path.is_dir()
 
-    def daemon_lives(self) -> bool:
+    def daemon_is_running(self) -> bool:
         """Whether a process holds the lock."""
         try:
             with self._lock.open("rb") as file:
@@ -261,8 +268,8 @@ class FlushFolder:
         return False
 
     def daemon_pid(self) -> int | None:
-        """The number of the daemon's process, where one lives."""
-        if not self.daemon_lives():
+        """The PID of the daemon, if one is running."""
+        if not self.daemon_is_running():
             return None
         try:
             return int(json.loads(self._lock.read_bytes())["owner"]["pid"])
@@ -270,26 +277,26 @@ class FlushFolder:
             return None
 
     @contextmanager
-    def locked(self) -> Iterator[Held]:
-        """Be the daemon of this cache; BlockingIOError where another process is."""
+    def locked(self) -> Iterator[DaemonLock]:
+        """Take the lock of the daemon; BlockingIOError if another process has it."""
         self.path.mkdir(parents=True, exist_ok=True)
         with self._lock.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.truncate(0)
             file.write(lease_text(current_process()))
             file.flush()
-            yield Held(file, self._lock)
+            yield DaemonLock(file, self._lock)
 
-    def tell_speed(self, speed: Speed) -> None:
-        """Let others see what goes on; not worth an fsync."""
+    def write_progress(self, speed: DaemonProgress) -> None:
+        """Report the progress to other processes; not worth an fsync."""
         unfinished = self._progress.with_name(".progress.json")
         unfinished.write_text(speed.model_dump_json())
         unfinished.replace(self._progress)
 
-    def speed(self) -> Speed | None:
-        """What the daemon said last."""
+    def speed(self) -> DaemonProgress | None:
+        """The progress that the daemon reported last."""
         try:
-            return Speed.model_validate_json(self._progress.read_bytes())
+            return DaemonProgress.model_validate_json(self._progress.read_bytes())
         except (FileNotFoundError, ValidationError):
             return None
 
@@ -301,15 +308,15 @@ class FlushFolder:
         return ""
 
 
-class Held:
-    """The daemon's lock, as long as it is the one that others look at."""
+class DaemonLock:
+    """The lock that a daemon holds."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file = file
         self._path = path
 
     def is_valid(self) -> bool:
-        """Whether the lock still lies where it was taken: a cache may be removed below its daemon."""
+        """Whether the lock file is still there: a cache may be removed while its daemon runs."""
         try:
             facts = self._path.stat()
         except OSError:

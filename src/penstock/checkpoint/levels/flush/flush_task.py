@@ -1,7 +1,8 @@
-"""One order on its way: copied, marked, and published with what the other nodes have copied.
+"""One flush order in progress (copied, marked, published with those of other nodes), and the queue policy.
 
-Acts for the daemon, a little at a time. Invariant: whatever is killed, the next `advance` finds in the
-journal and on the durable level what is left to do; what is journaled was durable before.
+Acts for the daemon, a little at a time. Each node copies its files into one shared draft and marks itself
+done; when all have, any of them publishes. Invariant: whatever is killed, the next `advance` learns from the
+journal and the durable level what is left to do; what the journal says was durable before.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.catalog import Steps, Stored, open_shelf
+from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.shared_draft import SharedDraft
-from penstock.checkpoint.commit.transaction import open_drafts
+from penstock.checkpoint.commit.transaction import open_draft_store
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.checkpoint.levels.flush.file_copy import (
-    Copy,
-    PassingSums,
+    FileCopy,
+    StreamChecksums,
     block_bytes_for,
+    checksum_file,
     copy_file,
-    sum_of_file,
 )
-from penstock.checkpoint.levels.flush.journal import Line, Standing
-from penstock.checkpoint.manager.step_store import retire
+from penstock.checkpoint.levels.flush.journal import JournalEntry, SaveState
+from penstock.checkpoint.manager.step_store import apply_retention
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.object_io import read_object
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
     from penstock.checkpoint.formats.manifest import ManifestFile
-    from penstock.checkpoint.levels.flush.file_copy import Take
-    from penstock.checkpoint.levels.flush.flush_folder import Order, OrderedFile
-    from penstock.checkpoint.levels.flush.journal import Journal, What
+    from penstock.checkpoint.levels.flush.file_copy import WaitForTurn
+    from penstock.checkpoint.levels.flush.flush_folder import FlushOrder, OrderedFile
+    from penstock.checkpoint.levels.flush.journal import EntryKind, Journal
     from penstock.storage import Storage
 
 
@@ -44,39 +45,44 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 
 
-def in_order(steps: Iterable[int]) -> list[int]:
-    """Newest first: the newest is what a restart wants, and may make older ones needless."""
+def newest_first(steps: Iterable[int]) -> list[int]:
+    """Newest first: a restart needs the newest, and it may make older ones superfluous."""
     return sorted(steps, reverse=True)
 
 
 def superseded_by(step: int, durable: Collection[int], keep: int | None) -> list[int]:
-    """The durable steps that make this one needless, newest first; empty where it is to be flushed."""
+    """The durable steps that supersede this one, newest first; empty if it must be flushed.
+
+    A step is superseded if retention would remove it as soon as it were durable.
+    """
     newer = sorted((each for each in durable if each > step), reverse=True)
     return newer[:keep] if keep is not None and len(newer) >= keep else []
 
 
-def pause_after(num_failures: int) -> float:
-    """How many seconds to wait after so many failures in a row: twice as long after each."""
+def retry_delay(num_failures: int) -> float:
+    """Seconds to wait after this many failures in a row: doubles with each."""
     return min(FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 16), LONGEST_PAUSE_S) if num_failures else 0.0
 
 
-def look_again_s(waited_s: float) -> float:
-    """How long until the next look at a shared storage: seldom where much time has passed already."""
+def poll_delay(waited_s: float) -> float:
+    """Seconds until the next look at shared storage: the longer it has been, the longer."""
     return min(max(0.05, waited_s / 10), 5.0)
 
 
 TAKEOVER_S: Final = 30.0
-"""So long each node waits for the one before it to publish what all have copied."""
+"""How long each node waits for the one before it to publish.
+
+Node 0 publishes at once, node 1 after one such time: normally only one does, and none depends on another."""
 
 logger = logging.getLogger(__name__)
 
 
-class Job:
-    """What the daemon does for one order. One thread calls."""
+class FlushTask:
+    """Executes one order. Called by one thread."""
 
     def __init__(
         self,
-        order: Order,
+        order: FlushOrder,
         cache: Storage,
         open_durable: Callable[[str], Storage],
         journal: Journal,
@@ -85,9 +91,9 @@ class Job:
     ) -> None:
         self.order = order
         self.not_before_s = 0.0
-        """When the next `advance` makes sense, by the clock."""
+        """When to call `advance` next, by the clock."""
         self.waits_for: tuple[int, ...] = ()
-        """The nodes whose files are not yet durable."""
+        """The nodes whose files are not durable yet."""
         self._cache = cache
         self._open_durable = open_durable
         self._journal = journal
@@ -95,50 +101,50 @@ class Job:
         self._waiting_since_s: float | None = None
         self._has_joined = False
         self._copied_here: set[str] = set()
-        """By this process, which need not look at them again as long as nobody removed the draft."""
+        """Files copied by this process, which need no check unless the draft was removed."""
 
     @property
-    def standing(self) -> Standing:
-        """What the journal says of this save."""
+    def state(self) -> SaveState:
+        """The state of this save in the journal."""
         key = self.order.step, self.order.save_id
-        return self._journal.standings.get(key, Standing(step=self.order.step))
+        return self._journal.states.get(key, SaveState(step=self.order.step))
 
-    def advance(self, take: Take, yields: Callable[[], bool]) -> bool:
-        """Do what can be done now; whether the order is over. `yields` is asked before each file."""
-        if self.standing.outcome is not None:
+    def advance(self, take: WaitForTurn, yields: Callable[[], bool]) -> bool:
+        """Do what can be done now; returns whether the order is over. `yields` is called before each file."""
+        if self.state.outcome is not None:
             return True
         if f'"save_id":"{self.order.save_id}"'.encode() not in self._seal.manifest:
             self._draft.clear_up()
             return self._end("replaced", "the step was saved anew")
         if self._draft.is_committed(self._seal.manifest):
-            # By another node, or by this one before it was killed.
+            # Published by another node, or by this one before it was killed.
             self._draft.clear_up()
             return self._end("durable")
         if newer := superseded_by(self.order.step, self._steps.committed(), self.order.keep):
             self._draft.clear_up()
-            return self._end("superseded", f"durable are {', '.join(map(str, newer))}, and so many are kept")
-        if not self.standing.is_marked:
+            return self._end("superseded", f"{', '.join(map(str, newer))} are durable and no more are kept")
+        if not self.state.is_marked:
             self._copy(take, yields)
-        return self.standing.is_marked and self._publish_if_all_are_done()
+        return self.state.is_marked and self._publish_if_all_are_done()
 
     def renew(self) -> None:
-        """Show that the draft is wanted: while it is copied, and while it waits for other nodes."""
-        if self._has_joined and self.standing.outcome is None:
+        """Renew the lease of the draft, while it is copied and while it waits for other nodes."""
+        if self._has_joined and self.state.outcome is None:
             self._draft.renew()
 
-    def _copy(self, take: Take, yields: Callable[[], bool]) -> None:
-        """Copy what is not durable yet, and say so to the other nodes; or leave some for later."""
+    def _copy(self, take: WaitForTurn, yields: Callable[[], bool]) -> None:
+        """Copy what is not durable yet and tell the other nodes; may leave files for later."""
         self._write("begun")
         if self.order.node == 0:
-            for swept in open_drafts(self._durable).sweep():
-                logger.info("Removed %s, which was left by something that died", swept)
+            for swept in open_draft_store(self._durable).sweep():
+                logger.info("Removed %s, the remains of a dead save", swept)
         self._draft.join()
         self._has_joined = True
         self._draft.mark("copying")
         copy_one = partial(
             self._copy_one,
-            standing=self.standing,
-            source=prefer_direct_access(self._held.storage),
+            state=self.state,
+            source=prefer_direct_access(self._cached.storage),
             target=prefer_direct_access(self._durable),
             take=take,
         )
@@ -151,29 +157,28 @@ class Job:
             for copied in as_completed(copies):
                 if copied.exception() is None and (facts := copied.result()):
                     self._write("copied", **facts)
-        told = [copied.result() for copied in copies]
-        if all(told):
+        if all(copied.result() for copied in copies):
             self._draft.mark("done")
             self._write("marked")
 
     def _copy_one(
-        self, file: OrderedFile, *, standing: Standing, source: Storage, target: Storage, take: Take
+        self, file: OrderedFile, *, state: SaveState, source: Storage, target: Storage, take: WaitForTurn
     ) -> dict[str, str | int]:
-        """One file, unless a daemon before this one has: what the journal is to say of it."""
+        """Copy one file, unless an earlier daemon did; returns the fields of its journal entry."""
         to_key = self._draft.draft.key(file.name)
-        known = standing.copied.get(file.name)
-        if known is not None and (file.name in self._copied_here or _lies_there(target, to_key, known)):
+        known = state.copied.get(file.name)
+        if known is not None and (file.name in self._copied_here or _is_unchanged(target, to_key, known)):
             return {"file": file.name, "size_bytes": known.size_bytes, "sum": known.sum}
-        sums = PassingSums(self._files[file.name])
+        sums = StreamChecksums(self._files[file.name])
         copy_file(
-            Copy(from_key=self._held.key(file.name), to_key=to_key),
+            FileCopy(from_key=self._cached.key(file.name), to_key=to_key),
             source,
             target,
             take,
             see=sums.see,
             block_bytes=block_bytes_for(self.order.bytes_per_s),
         )
-        sums.require_right(self._held.uri)
+        sums.require_right(self._cached.uri)
         self._copied_here.add(file.name)
         return {"file": file.name, "size_bytes": file.size_bytes, "sum": sums.sum()}
 
@@ -182,23 +187,26 @@ class Job:
         done = {node for node, (mark, _) in marks.items() if mark.progress == "done"}
         self._has_joined = True
         if self.order.node not in done:
-            return self._begin_again()
+            return self._restart()
         self.waits_for = tuple(node for node in range(len(self.order.nodes)) if node not in done)
         now_s = self._clock()
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
         waited_s = now_s - self._waiting_since_s
         if self.waits_for or waited_s < TAKEOVER_S * self.order.node:
-            self.not_before_s = now_s + look_again_s(waited_s)
+            self.not_before_s = now_s + poll_delay(waited_s)
             return False
         self._publish()
         return self._end("durable")
 
-    def _begin_again(self) -> bool:
-        """The mark of this node is gone: all is done, or what lay in the draft was removed."""
+    def _restart(self) -> bool:
+        """The mark of this node is gone: the step is durable, or the draft was removed."""
         if self._draft.is_committed(self._seal.manifest):
             return self._end("durable")
-        logger.warning("What was copied of %s is gone from the durable level: again", self.order.name)
+        logger.warning(
+            "The copied files of %s have disappeared from the durable level: copying them again",
+            self.order.name,
+        )
         self._copied_here.clear()
         self._write("begun")
         return False
@@ -208,7 +216,7 @@ class Job:
             self._draft.publish(self._seal)
         except StorageError:
             missing = set(self._draft.missing(self._seal))
-            self._draft.withdraw(
+            self._draft.retract_marks(
                 [
                     node
                     for node, files in enumerate(self.order.nodes)
@@ -216,24 +224,24 @@ class Job:
                 ]
             )
             raise
-        retire(self._steps, self.order.step, self.order.keep)
+        apply_retention(self._steps, self.order.step, self.order.keep)
 
-    def _end(self, what: What, reason: str = "") -> bool:
+    def _end(self, what: EntryKind, reason: str = "") -> bool:
         self._write(what, reason=reason)
         logger.info("%s is %s%s", self.order.name, what, f": {reason}" if reason else "")
         return True
 
-    def _write(self, what: What, **facts: str | int) -> None:
+    def _write(self, what: EntryKind, **facts: str | int) -> None:
         line = {"at_s": self._clock(), "what": what, "step": self.order.step, "save_id": self.order.save_id}
-        self._journal.write(Line.model_validate({**line, **facts}))
+        self._journal.write(JournalEntry.model_validate({**line, **facts}))
 
     @cached_property
     def _durable(self) -> Storage:
         return self._open_durable(self.order.durable)
 
     @cached_property
-    def _steps(self) -> Steps:
-        return Steps(self._durable)
+    def _steps(self) -> StepCatalog:
+        return StepCatalog(self._durable)
 
     @cached_property
     def _draft(self) -> SharedDraft:
@@ -247,24 +255,24 @@ class Job:
         return SharedDraft(self._durable, tree, self.order.name, self.order.save_id, node=self.order.node)
 
     @cached_property
-    def _held(self) -> Stored:
-        return Stored(self._cache, open_shelf(self._cache).find(self.order.name))
+    def _cached(self) -> CheckpointRef:
+        return CheckpointRef(self._cache, open_catalog(self._cache).find(self.order.name))
 
     @cached_property
     def _seal(self) -> Seal:
-        manifest = bytes(read_object(self._cache, self._held.key(MANIFEST_NAME)))
-        metadata = bytes(read_object(self._cache, self._held.key(METADATA_NAME)))
+        manifest = bytes(read_object(self._cache, self._cached.key(MANIFEST_NAME)))
+        metadata = bytes(read_object(self._cache, self._cached.key(METADATA_NAME)))
         return Seal(manifest=manifest, metadata=metadata, sizes=self.order.sizes)
 
     @cached_property
     def _files(self) -> dict[str, ManifestFile]:
-        manifest = read_manifest(self._seal.manifest, self._held.uri)
+        manifest = read_manifest(self._seal.manifest, self._cached.uri)
         return {file.name: file for file in manifest.files}
 
 
-def _lies_there(storage: Storage, key: str, line: Line) -> bool:
-    """Whether a file is what the journal says."""
+def _is_unchanged(storage: Storage, key: str, line: JournalEntry) -> bool:
+    """Whether a file has the size and checksum of its journal entry."""
     try:
-        return sum_of_file(storage, key) == (line.size_bytes, line.sum)
+        return checksum_file(storage, key) == (line.size_bytes, line.sum)
     except (ObjectNotFound, DataDamaged):
         return False

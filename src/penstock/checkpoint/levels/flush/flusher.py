@@ -1,8 +1,8 @@
-"""The waist between the levels of a run and whoever makes cached steps durable.
+"""The interface to what makes cached steps durable, and the flusher that uses threads of the trainer.
 
-`Flush` is what the user asks for; a `Flusher` does it: threads of the trainer (`trainer_flush`), or a process
-of the node that outlives it (`daemon`). Invariant: a step that was handed over stays in the caches until its
-`FlushState` is over.
+A `Flusher` is threads of the trainer (`TrainerFlusher`) or a process of the node that outlives it
+(`DaemonFlusher`). Invariant: a step that was handed over stays in the caches until its `FlushState` is over,
+and a durable step has the same manifest as the cached one, so its checksums prove the copy.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from penstock.checkpoint.commit.transaction import begin
-from penstock.checkpoint.levels.flush.file_copy import BURST_S, Copy, Pace, copy_files
-from penstock.checkpoint.manager.inflight import lasting_worker
-from penstock.checkpoint.manager.step_store import DurableKeeper, retire
+from penstock.checkpoint.commit.transaction import begin_save
+from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
+from penstock.checkpoint.manager.inflight import start_lasting_worker
+from penstock.checkpoint.manager.step_store import DurableStore, apply_retention
 from penstock.cluster.collectives import all_gather_results, format_cause
 from penstock.errors import StorageError, WaitTimeout
 from penstock.storage.capabilities import prefer_direct_access
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from penstock.checkpoint.commit.protocol import Committed
-    from penstock.checkpoint.commit.transaction import Place
-    from penstock.checkpoint.levels.cache import Cached, CacheLevel
+    from penstock.checkpoint.commit.transaction import SaveTransaction
+    from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
     from penstock.checkpoint.levels.options import Flush
     from penstock.checkpoint.state.process_group import Members
     from penstock.cluster.comm import Comm
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 
 FlushPhase = Literal["given", "copying", "waiting", "durable", "superseded", "failing"]
-"""How far a step is. Waiting: for other nodes' files. Superseded: retention would remove it at once."""
+"""The phase of a step. Waiting: for files of other nodes. Superseded: retention would remove it at once."""
 
 OVER: Final = ("durable", "superseded")
-"""The phases after which nothing more is done for a step."""
+"""The phases after which nothing more happens to a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlushState:
-    """How far this node's share of a step is on its way."""
+    """The progress of this node's share of a step."""
 
     phase: FlushPhase
     size_bytes: int = 0
@@ -52,17 +52,17 @@ class FlushState:
 
     @property
     def is_over(self) -> bool:
-        """Whether the caches may forget the step."""
+        """Whether the caches may remove the step."""
         return self.phase in OVER
 
 
-def require_over(flusher: Flusher, step: int) -> None:
-    """After waiting: raise unless the step is durable, or superseded by one that is."""
+def require_durable(flusher: Flusher, step: int) -> None:
+    """Raise unless the step is durable or superseded by one that is."""
     state = flusher.states().get(step)
     if state is not None and not state.is_over:
         raise StorageError(
             f"Step {step} is cached, but not durable: {state.reason or state.phase}",
-            fix="Mend what it names; `penstock checkpoint flush` makes cached steps durable.",
+            fix="Fix the problem it reports, then run `penstock checkpoint flush`.",
         )
 
 
@@ -70,71 +70,74 @@ class Flusher(Protocol):
     """Makes cached steps durable. All ranks call `hand_over` and `close`, in the same order."""
 
     def saving(self) -> AbstractContextManager[None]:
-        """Around each save to the caches: a flusher that was told so pauses meanwhile."""
+        """Encloses each save to the caches, so that the flusher can pause meanwhile."""
 
-    def hand_over(self, step: int, cached: Cached) -> None:
-        """Take on a step that all caches have committed. Collective; it does not wait for the copy."""
+    def hand_over(self, step: int, cached: CachedSave) -> None:
+        """Accept a step that all caches have committed. Collective; does not wait for the copy."""
 
     def states(self) -> Mapping[int, FlushState]:
-        """The steps that were handed over, by this process or those before it. Not collective."""
+        """The steps handed over, by this process or earlier ones. Not collective."""
 
-    def untold_failures(self) -> Mapping[int, BaseException]:
-        """What failed, by step; each is told once. Not collective."""
+    def unreported_failures(self) -> Mapping[int, BaseException]:
+        """What failed, by step; each failure is returned once. Not collective."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when all steps are over or their failures told; `WaitTimeout` if nothing moves so long."""
+        """Return when all steps are over or failed; `WaitTimeout` if nothing moves for `timeout_s`."""
 
     def close(self) -> None:
-        """Wait likewise, and let go."""
+        """Wait like `wait`, then release everything."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class TrainerFlusher:
-    """A `Flusher` of threads; `members` are a group of its own. A node's ranks share its bandwidth."""
+    """A `Flusher` of threads; `members` is its own process group. The ranks of a node share its bandwidth.
 
-    def __init__(self, cache: CacheLevel, durable: DurableKeeper, members: Members, settings: Flush) -> None:
+    Each rank copies its files on a thread; all commit them together as one checkpoint.
+    """
+
+    def __init__(self, cache: CacheLevel, durable: DurableStore, members: Members, settings: Flush) -> None:
         self._cache = cache
         self._durable = durable
         self._members = members
         self._settings = settings
         here = next(ranks for ranks in cache.nodes if members.comm.rank in ranks)
         rate = settings.bytes_per_s
-        self._pace = Pace(None if rate is None else rate / len(here), burst_s=BURST_S)
+        self._pace = RateLimiter(None if rate is None else rate / len(here), burst_s=BURST_S)
         self._flushes: dict[int, Future[None]] = {}
         self._sizes: dict[int, int] = {}
-        self._told: set[int] = set()
-        self._worker = lasting_worker("penstock-flush")
+        self._reported: set[int] = set()
+        self._worker = start_lasting_worker("penstock-flush")
 
     def saving(self) -> AbstractContextManager[None]:
-        """Nothing: threads of the same process share its disk by themselves."""
+        """Do nothing: this flusher does not pause."""
         return nullcontext()
 
-    def hand_over(self, step: int, cached: Cached) -> None:
-        """Queue it behind the steps before."""
-        self._told.discard(step)
+    def hand_over(self, step: int, cached: CachedSave) -> None:
+        """Queue the step."""
+        self._reported.discard(step)
         self._sizes[step] = sum(file.size_bytes for file in cached.shares[self._members.comm.rank].files)
         self._flushes[step] = self._worker.submit(self._flush, step, cached)
 
     def states(self) -> Mapping[int, FlushState]:
-        """By what has become of their threads."""
+        """The states of the queued copies."""
         return {step: self._state(step, flush) for step, flush in list(self._flushes.items())}
 
-    def untold_failures(self) -> Mapping[int, BaseException]:
-        """The failed ones not told before."""
+    def unreported_failures(self) -> Mapping[int, BaseException]:
+        """The failures not returned before."""
         failed = {
             step: error
             for step, flush in list(self._flushes.items())
-            if step not in self._told and flush.done() and (error := flush.exception()) is not None
+            if step not in self._reported and flush.done() and (error := flush.exception()) is not None
         }
-        self._told.update(failed)
+        self._reported.update(failed)
         return failed
 
     def wait(self, timeout_s: float) -> None:
-        """Until no flush is under way; each has so long."""
-        while under_way := [flush for flush in self._flushes.values() if not flush.done()]:
-            if not wait(under_way, timeout_s, FIRST_COMPLETED).done:
+        """Wait until no flush is pending, for at most `timeout_s` each."""
+        while pending := [flush for flush in self._flushes.values() if not flush.done()]:
+            if not wait(pending, timeout_s, FIRST_COMPLETED).done:
                 steps = [step for step, flush in self._flushes.items() if not flush.done()]
                 raise WaitTimeout(f"step {steps[0]} to become durable", timeout_s)
 
@@ -152,11 +155,11 @@ class TrainerFlusher:
             return FlushState(phase="failing", size_bytes=size_bytes, reason=format_cause(error))
         return FlushState(phase="durable", size_bytes=size_bytes, copied_bytes=size_bytes)
 
-    def _flush(self, step: int, cached: Cached) -> None:
+    def _flush(self, step: int, cached: CachedSave) -> None:
         flush_step(
             cached,
             self._cache,
-            self._durable.on_storage.storage,
+            self._durable.catalog.storage,
             self._members.comm,
             threads=self._settings.threads,
             pace=self._pace,
@@ -164,39 +167,48 @@ class TrainerFlusher:
         )
         logger.info("Step %d is durable", step)
         if self._members.comm.rank == 0:
-            retire(self._durable.on_storage, step, self._durable.keep)
+            apply_retention(self._durable.catalog, step, self._durable.keep)
 
 
 def flush_step(
-    cached: Cached,
+    cached: CachedSave,
     cache: CacheLevel,
     durable: Storage,
     comm: Comm,
     *,
     threads: int,
-    pace: Pace,
+    pace: RateLimiter,
     timeout_s: float,
 ) -> Committed:
-    """Copy a cached step to the durable level and commit it there. Collective; it ends on all ranks alike."""
+    """Copy a cached step to the durable level and commit it there. Collective."""
     with ExitStack() as undo:
-        place = begin(durable, cached.name, comm)
-        undo.callback(place.abandon)
+        transaction = begin_save(durable, cached.name, comm)
+        undo.callback(transaction.abandon)
         all_gather_results(
             comm,
-            lambda: _copy_share(cached, cache, place, comm.rank, threads=threads, pace=pace),
+            lambda: _copy_share(cached, cache, transaction, comm.rank, threads=threads, pace=pace),
             awaiting=f"all ranks to copy their files of {cached.name}",
             timeout_s=timeout_s,
         )
-        committed = place.commit(lambda: cached.seal)
+        committed = transaction.commit(lambda: cached.seal)
         undo.pop_all()
     return committed
 
 
 def _copy_share(
-    cached: Cached, cache: CacheLevel, place: Place, rank: int, *, threads: int, pace: Pace
+    cached: CachedSave,
+    cache: CacheLevel,
+    transaction: SaveTransaction,
+    rank: int,
+    *,
+    threads: int,
+    pace: RateLimiter,
 ) -> None:
     held = cache.holds(cached.name)
     copies = [
-        Copy(from_key=held.key(file.name), to_key=place.key(file.name)) for file in cached.shares[rank].files
+        FileCopy(from_key=held.key(file.name), to_key=transaction.key(file.name))
+        for file in cached.shares[rank].files
     ]
-    copy_files(copies, prefer_direct_access(held.storage), place.for_data, threads=threads, pace=pace)
+    copy_files(
+        copies, prefer_direct_access(held.storage), transaction.data_storage, threads=threads, pace=pace
+    )

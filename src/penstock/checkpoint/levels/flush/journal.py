@@ -1,7 +1,7 @@
-"""The daemon's journal: a JSON line for everything that must be known after a kill, fsynced as it is written.
+"""The journal of a flush daemon: a JSON line for all that must be known after a kill, fsynced when written.
 
-The daemon appends, trainers and `status` read. Invariant: a line is believed only if it is whole; whatever a
-kill cut off at the end did not happen, and is done again.
+The daemon appends; trainers and `status` read. Invariant: only complete lines count; what a kill cut off at
+the end did not happen and is done again.
 """
 
 from __future__ import annotations
@@ -19,154 +19,154 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NUM_KEPT: Final = 200
-"""Outcomes of the past that stay when the journal is begun anew."""
+"""How many past outcomes stay when the journal is rewritten."""
 
-What = Literal["begun", "copied", "marked", "failed", "durable", "superseded", "replaced"]
+EntryKind = Literal["begun", "copied", "marked", "failed", "durable", "superseded", "replaced"]
 
 
-class Line(BaseModel):
-    """One thing that happened to one save of a step."""
+class JournalEntry(BaseModel):
+    """One event of one save of a step."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     at_s: float
-    what: What
+    what: EntryKind
     step: int
     save_id: str
     file: str = ""
     size_bytes: int = 0
     sum: Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\z")] = ""
     reason: str = ""
-    """Of a failure; of a step that is superseded, by which."""
+    """Of a failure; for a superseded step, by which others."""
     is_lasting: bool = False
-    """Of a failure: it will not mend by itself, or has gone on for long. It is tried again all the same."""
+    """Of a failure: it will not go away by itself, or has lasted for long. It is still retried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """What the journal says of one save of a step."""
+class SaveState:
+    """The state of one save of a step, as the journal tells it."""
 
     step: int
-    copied: Mapping[str, Line] = field(default_factory=dict)
-    """By name of the file: durable in the draft, with size and sum."""
+    copied: Mapping[str, JournalEntry] = field(default_factory=dict)
+    """By file name: the files that are durable in the draft, with size and checksum."""
     is_marked: bool = False
-    outcome: Line | None = None
+    outcome: JournalEntry | None = None
     """Durable, superseded, or replaced by a newer save of the step."""
-    failure: Line | None = None
-    """The last one, while nothing has succeeded since."""
+    failure: JournalEntry | None = None
+    """The last failure, if nothing has succeeded since."""
     failing_since_s: float = 0.0
     num_failures: int = 0
 
     @property
     def copied_bytes(self) -> int:
-        """Of all durable files."""
+        """The bytes of all durable files."""
         return sum(line.size_bytes for line in self.copied.values())
 
 
-Standings = dict[tuple[int, str], Standing]
-"""By step and save id."""
+SaveStates = dict[tuple[int, str], SaveState]
+"""By step and save ID."""
 
 
-def fold(lines: Iterable[Line], before: Standings | None = None) -> Standings:
-    """What lines say together, the oldest first; `before` is what those before them said."""
-    standings = dict(before or {})
+def replay(lines: Iterable[JournalEntry], before: SaveStates | None = None) -> SaveStates:
+    """The states after these entries, the oldest first, and the states `before` them."""
+    states = dict(before or {})
     for line in lines:
         key = line.step, line.save_id
-        standings[key] = _after(standings.get(key, Standing(step=line.step)), line)
-    return standings
+        states[key] = _after(states.get(key, SaveState(step=line.step)), line)
+    return states
 
 
-def _after(standing: Standing, line: Line) -> Standing:
+def _after(state: SaveState, line: JournalEntry) -> SaveState:
     match line.what:
         case "begun":
-            return replace(standing, is_marked=False, outcome=None)
+            return replace(state, is_marked=False, outcome=None)
         case "copied":
-            copied = {**standing.copied, line.file: line}
-            return replace(standing, copied=copied, failure=None, num_failures=0)
+            copied = {**state.copied, line.file: line}
+            return replace(state, copied=copied, failure=None, num_failures=0)
         case "marked":
-            return replace(standing, is_marked=True, failure=None, num_failures=0)
+            return replace(state, is_marked=True, failure=None, num_failures=0)
         case "failed":
-            since_s = standing.failing_since_s if standing.failure else line.at_s
-            number = standing.num_failures + 1
-            return replace(standing, failure=line, failing_since_s=since_s, num_failures=number)
+            since_s = state.failing_since_s if state.failure else line.at_s
+            number = state.num_failures + 1
+            return replace(state, failure=line, failing_since_s=since_s, num_failures=number)
         case "durable" | "superseded" | "replaced":
-            return replace(standing, outcome=line, failure=None, num_failures=0)
+            return replace(state, outcome=line, failure=None, num_failures=0)
 
 
 class Journal:
-    """The journal of one cache, for the one process that may write it. A long one is begun anew at first."""
+    """The journal of one cache, for the one process that may write it. Rewrites one that has become long."""
 
     def __init__(self, path: Path, *, longest_bytes: int = 1 << 20) -> None:
         self._path = path
         content = path.read_bytes() if path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        lines = parse(whole)
-        self.standings = fold(lines)
-        """What all lines say."""
+        lines = parse_entries(whole)
+        self.states = replay(lines)
+        """The states after all entries."""
         if len(content) > longest_bytes:
-            self._begin_anew(_still_needed(lines, self.standings))
+            self._rewrite(_still_needed(lines, self.states))
         elif whole != content:
-            # A torn last line would swallow the next one.
+            # The next line would become part of an incomplete last one.
             os.truncate(path, len(whole))
         self._file = path.open("ab")
 
-    def write(self, line: Line) -> None:
-        """Add a line; it survives a power cut once this returns."""
-        self._file.write(_text(line))
+    def write(self, line: JournalEntry) -> None:
+        """Append an entry; on return it survives a power cut."""
+        self._file.write(_format_line(line))
         sync_open_file(self._file)
-        self.standings = fold([line], self.standings)
+        self.states = replay([line], self.states)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _begin_anew(self, lines: Iterable[Line]) -> None:
-        write_durably(self._path, b"".join(_text(line) for line in lines))
+    def _rewrite(self, lines: Iterable[JournalEntry]) -> None:
+        write_durably(self._path, b"".join(_format_line(line) for line in lines))
 
 
 class JournalReader:
-    """What a cache's journal says, read by anybody as it grows."""
+    """Reads a growing journal, from any process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._inode = 0
         self._read_bytes = 0
-        self._standings: Standings = {}
+        self._states: SaveStates = {}
 
-    def standings(self) -> Standings:
-        """What its whole lines say by now."""
+    def states(self) -> SaveStates:
+        """The states after all complete lines."""
         try:
             with self._path.open("rb") as file:
                 facts = os.fstat(file.fileno())
                 if facts.st_ino != self._inode or facts.st_size < self._read_bytes:
-                    self._inode, self._read_bytes, self._standings = facts.st_ino, 0, {}
+                    self._inode, self._read_bytes, self._states = facts.st_ino, 0, {}
                 file.seek(self._read_bytes)
                 new = file.read()
         except FileNotFoundError:
             return {}
         whole = new[: new.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        self._standings = fold(parse(whole), self._standings)
-        return self._standings
+        self._states = replay(parse_entries(whole), self._states)
+        return self._states
 
 
-def parse(content: bytes) -> list[Line]:
-    """The lines of a journal that are whole; what is torn or of another version is left out."""
+def parse_entries(content: bytes) -> list[JournalEntry]:
+    """The entries of a journal, without incomplete lines and those of other versions."""
     lines = []
     for text in content.splitlines():
         try:
-            lines.append(Line.model_validate_json(text))
+            lines.append(JournalEntry.model_validate_json(text))
         except ValidationError:
             continue
     return lines
 
 
-def _still_needed(lines: Iterable[Line], standings: Standings) -> list[Line]:
-    """All lines of saves that are not over, and the last outcomes of those that are."""
-    over = {key for key, standing in standings.items() if standing.outcome}
-    outcomes = [standing.outcome for standing in standings.values() if standing.outcome][-NUM_KEPT:]
+def _still_needed(lines: Iterable[JournalEntry], states: SaveStates) -> list[JournalEntry]:
+    """All entries of saves that are not over, and the last outcomes of those that are."""
+    over = {key for key, state in states.items() if state.outcome}
+    outcomes = [state.outcome for state in states.values() if state.outcome][-NUM_KEPT:]
     return [*outcomes, *(line for line in lines if (line.step, line.save_id) not in over)]
 
 
-def _text(line: Line) -> bytes:
+def _format_line(line: JournalEntry) -> bytes:
     return line.model_dump_json(exclude_defaults=True).encode() + b"\n"

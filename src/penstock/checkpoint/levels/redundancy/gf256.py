@@ -1,23 +1,32 @@
-"""Arithmetic of bytes as elements of GF(2^8), on plain integers: what the coefficients of parity follow from.
+"""Arithmetic in GF(2^8): single elements, from which the coefficients of parity follow, and whole buffers.
 
-The field is the one of RAID 6: polynomials modulo x^8 + x^4 + x^3 + x^2 + 1, in which 2 generates all
-elements but zero. Bytes themselves are added and scaled by `kernels.py`; here are only single numbers.
+The field is that of RAID 6: polynomials modulo x^8 + x^4 + x^3 + x^2 + 1, in which 2 generates all elements
+but zero. Addition is XOR, which numpy does at the speed of memory. The second parity is summed by Horner's
+rule, so that encoding only ever doubles; a rebuild multiplies by any factor with at most seven doublings.
+Doubling uses machine code of numba if that is installed, and numpy otherwise, which takes several passes over
+blocks that stay in the L1 cache (docs/decisions/012). A save without redundancy never gets here. Invariant:
+buffers are whole 8-byte words of equal length, and only the first named ones are written.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.compiling import compile_loop
+Words = NDArray[np.uint64]
 
 MODULUS: Final = 0x11D
 GROUP_ORDER: Final = 255
-"""The powers of 2 repeat after so many: a code has at most so many members."""
+"""The powers of 2 repeat after this many, so a code has at most this many members."""
+WORD_BYTES: Final = 8
+CACHED_BYTES: Final = 64 << 10
+"""Blocks of numpy's doubling: smaller ones cost more calls, larger ones do not fit into the cache."""
+
+logger = logging.getLogger(__name__)
 
 
 def multiply(left: int, right: int) -> int:
@@ -34,7 +43,7 @@ def multiply(left: int, right: int) -> int:
 
 
 def power_of_two(exponent: int) -> int:
-    """2 to the `exponent`, which may be negative."""
+    """2 to the power of `exponent`, which may be negative."""
     result = 1
     for _ in range(exponent % GROUP_ORDER):
         result = multiply(result, 2)
@@ -42,7 +51,7 @@ def power_of_two(exponent: int) -> int:
 
 
 def inverse(element: int) -> int:
-    """What `element` times gives 1. Zero has none."""
+    """The element whose product with `element` is 1. Zero has none."""
     if element == 0:
         raise ZeroDivisionError("zero has no inverse in a field")
     result = 1
@@ -51,31 +60,19 @@ def inverse(element: int) -> int:
     return result
 
 
-Words = NDArray[np.uint64]
-
-WORD_BYTES: Final = 8
-
-_ALL_BUT_LOWEST: Final = np.uint64(0xFEFEFEFEFEFEFEFE)
-_LOWEST: Final = np.uint64(0x0101010101010101)
-_REDUCED: Final = np.uint64(0x1D1D1D1D1D1D1D1D)
-_ONE: Final = np.uint64(1)
-_SEVEN: Final = np.uint64(7)
-_EIGHT: Final = np.uint64(8)
-
-
 def add(total: memoryview, piece: memoryview) -> None:
     """Add `piece` to `total`."""
     np.bitwise_xor(_words(total), _words(piece), out=_words(total))
 
 
 def add_to_both(plain: memoryview, weighted: memoryview, piece: memoryview) -> None:
-    """Add `piece` to `plain`; double `weighted`, then add `piece` to it: one pass over all three."""
-    _loops().add_to_both(_words(plain), _words(weighted), _words(piece))
+    """Add `piece` to `plain`; double `weighted`, then add `piece` to it."""
+    load_loops().add_to_both(_words(plain), _words(weighted), _words(piece))
 
 
 def double_and_add(weighted: memoryview, piece: memoryview) -> None:
     """Double `weighted`, then add `piece` to it."""
-    _loops().double_and_add(_words(weighted), _words(piece))
+    load_loops().double_and_add(_words(weighted), _words(piece))
 
 
 def add_scaled(total: memoryview, piece: memoryview, factor: int) -> None:
@@ -84,68 +81,69 @@ def add_scaled(total: memoryview, piece: memoryview, factor: int) -> None:
         add(total, piece)
     elif factor:
         masks = np.array([np.uint64(2**64 - 1) if factor >> bit & 1 else 0 for bit in range(8)], np.uint64)
-        _loops().add_scaled(_words(total), _words(piece), masks)
+        load_loops().add_scaled(_words(total), _words(piece), masks)
 
 
-def _words(buffer: memoryview) -> Words:
-    return np.frombuffer(buffer, dtype=np.uint64)
+class Loops(NamedTuple):
+    """The loops that double, compiled or not. They take arrays of 64-bit words."""
 
-
-# No tracer of lines sees compiled bodies run; tests hold them against the field's own arithmetic.
-
-
-@numba.njit
-def _doubled(word: Any) -> Any:  # pragma: no cover - compiled
-    """Each of eight bytes times 2: a shift, and the modulus where a bit fell out."""
-    carries = (word >> _SEVEN) & _LOWEST
-    return ((word << _ONE) & _ALL_BUT_LOWEST) ^ (((carries << _EIGHT) - carries) & _REDUCED)
-
-
-def _add_to_both(plain: Any, weighted: Any, piece: Any) -> None:  # pragma: no cover - compiled
-    for position in range(piece.size):
-        word = piece[position]
-        plain[position] ^= word
-        weighted[position] = _doubled(weighted[position]) ^ word
-
-
-def _double_and_add(weighted: Any, piece: Any) -> None:  # pragma: no cover - compiled
-    for position in range(piece.size):
-        weighted[position] = _doubled(weighted[position]) ^ piece[position]
-
-
-def _add_scaled(total: Any, piece: Any, masks: Any) -> None:  # pragma: no cover - compiled
-    mask_0, mask_1, mask_2, mask_3 = masks[0], masks[1], masks[2], masks[3]
-    mask_4, mask_5, mask_6, mask_7 = masks[4], masks[5], masks[6], masks[7]
-    for position in range(piece.size):
-        word = piece[position]
-        scaled = word & mask_0
-        word = _doubled(word)
-        scaled ^= word & mask_1
-        word = _doubled(word)
-        scaled ^= word & mask_2
-        word = _doubled(word)
-        scaled ^= word & mask_3
-        word = _doubled(word)
-        scaled ^= word & mask_4
-        word = _doubled(word)
-        scaled ^= word & mask_5
-        word = _doubled(word)
-        scaled ^= word & mask_6
-        word = _doubled(word)
-        total[position] ^= scaled ^ (word & mask_7)
-
-
-class _Loops(NamedTuple):
     add_to_both: Any
     double_and_add: Any
     add_scaled: Any
 
 
 @cache
-def _loops() -> _Loops:
-    two, three = "(uint64[::1], uint64[::1])", "(uint64[::1], uint64[::1], uint64[::1])"
-    return _Loops(
-        add_to_both=compile_loop(_add_to_both, f"void{three}"),
-        double_and_add=compile_loop(_double_and_add, f"void{two}"),
-        add_scaled=compile_loop(_add_scaled, f"void{three}"),
-    )
+def load_loops() -> Loops:
+    """The fastest loops that are installed. Compiling them takes tenths of a second, once per machine."""
+    try:
+        from penstock.checkpoint.levels.redundancy import compiled_parity  # noqa: PLC0415 - numba is optional
+    except ModuleNotFoundError:
+        logger.info("Double parity is computed by numpy: install numba for four times its speed")
+        return NUMPY_LOOPS
+    return Loops(*compiled_parity.compile_loops())
+
+
+def _words(buffer: memoryview) -> Words:
+    return np.frombuffer(buffer, dtype=np.uint64)
+
+
+# Numpy: bytes, because comparing and doubling them are single vector instructions; in cached blocks.
+
+
+def _double(source: NDArray[np.uint8], target: NDArray[np.uint8], carries: NDArray[np.uint8]) -> None:
+    # The top bit is the sign of the same byte as int8.
+    np.less(source.view(np.int8), 0, out=carries.view(np.bool_))
+    np.multiply(carries, np.uint8(MODULUS & 0xFF), out=carries)
+    np.add(source, source, out=target)
+    np.bitwise_xor(target, carries, out=target)
+
+
+def _double_and_add_numpy(weighted: Words, piece: Words) -> None:
+    doubled, added = weighted.view(np.uint8), piece.view(np.uint8)
+    carries = np.empty(min(CACHED_BYTES, doubled.size), np.uint8)
+    for start in range(0, doubled.size, CACHED_BYTES):
+        block = doubled[start : start + CACHED_BYTES]
+        _double(block, block, carries[: block.size])
+        np.bitwise_xor(block, added[start : start + CACHED_BYTES], out=block)
+
+
+def _add_to_both_numpy(plain: Words, weighted: Words, piece: Words) -> None:
+    np.bitwise_xor(plain, piece, out=plain)
+    _double_and_add_numpy(weighted, piece)
+
+
+def _add_scaled_numpy(total: Words, piece: Words, masks: Words) -> None:
+    sums, factors = total.view(np.uint8), piece.view(np.uint8)
+    bits = [bit for bit in range(8) if masks[bit]]
+    scaled, carries = (np.empty(min(CACHED_BYTES, sums.size), np.uint8) for _ in range(2))
+    for start in range(0, sums.size, CACHED_BYTES):
+        block, power = sums[start : start + CACHED_BYTES], factors[start : start + CACHED_BYTES]
+        for bit in range(bits[-1] + 1):
+            if bit:
+                _double(power, scaled[: block.size], carries[: block.size])
+                power = scaled[: block.size]
+            if bit in bits:
+                np.bitwise_xor(block, power, out=block)
+
+
+NUMPY_LOOPS: Final = Loops(_add_to_both_numpy, _double_and_add_numpy, _add_scaled_numpy)

@@ -1,8 +1,16 @@
-"""Which piece of parity lies where in a group, what it is the sum of, and what gives a lost piece back.
+"""Who protects whom, and which piece of parity is where, the sum of what, and what restores a lost piece.
 
-Each member's bytes are cut into chunks, one for each stripe in which it holds no parity; so every member does
-the same work and keeps the same share. All is linear: a piece is a weighted sum of others, by `kernels.py`.
-Invariant: a piece is recoverable whenever no more members are lost than the group has parities.
+Ranks form groups of which no two members share a failure domain. Each member's bytes are cut into chunks, one
+for each stripe in which it has no parity, so that all members do the same work and keep the same share:
+
+    4 members, 1 parity     member 0   1   2   3        P: plain parity of the stripe
+               stripe 0            P   a   b   c
+               stripe 1            c   P   a   b        with 2 parities, the next member has
+               stripe 2            b   c   P   a        the weighted one
+               stripe 3            a   b   c   P
+
+All is pure and linear: a piece is a weighted sum of others (`gf256`), so a lost one is, too. Invariant: every
+piece can be recovered unless a stripe's group lost more members than it has parities.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 
-class Role(Enum):
+class PieceRole(Enum):
     """What a member has in a stripe."""
 
     DATA = "data"
@@ -28,11 +36,11 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A member's part of a stripe: for data, `chunk` tells which of its chunks."""
+class StripePiece:
+    """A member's part of a stripe; for data, `chunk` is the number of its chunk."""
 
     member: int
-    role: Role
+    role: PieceRole
     chunk: int = 0
 
 
@@ -40,12 +48,12 @@ class Piece:
 class Term:
     """One summand: `factor` times a piece."""
 
-    piece: Piece
+    piece: StripePiece
     factor: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ParityLayout:
     """A group of `members` with `parities` (1 or 2) pieces of parity in each of its stripes."""
 
     members: int
@@ -54,48 +62,53 @@ class Layout:
 
     @property
     def num_stripes(self) -> int:
-        """Each member begins one stripe's parity."""
+        """As many as members: each has the plain parity of one stripe."""
         return self.members
 
     @property
     def num_chunks(self) -> int:
-        """The chunks of one member's bytes."""
+        """Into how many chunks the bytes of one member are cut."""
         return self.members - self.parities
 
-    def data(self, stripe: int) -> tuple[Piece, ...]:
-        """The stripe's data, heaviest weight first: the order in which a ring sums it up."""
+    def data(self, stripe: int) -> tuple[StripePiece, ...]:
+        """The data of a stripe, the largest weight first: the order in which the ring sums it."""
         return tuple(
-            Piece((stripe + self.parities + chunk) % self.members, Role.DATA, chunk)
+            StripePiece((stripe + self.parities + chunk) % self.members, PieceRole.DATA, chunk)
             for chunk in range(self.num_chunks)
         )
 
-    def parity(self, stripe: int) -> tuple[Piece, ...]:
-        """Who keeps the stripe's parity."""
-        kept = (Piece(stripe, Role.PLAIN), Piece((stripe + 1) % self.members, Role.WEIGHTED))
+    def parity(self, stripe: int) -> tuple[StripePiece, ...]:
+        """The parity of a stripe and who keeps it."""
+        kept = (
+            StripePiece(stripe, PieceRole.PLAIN),
+            StripePiece((stripe + 1) % self.members, PieceRole.WEIGHTED),
+        )
         return kept[: self.parities]
 
     def stripe_of(self, member: int, chunk: int) -> int:
         """The stripe that a chunk of a member belongs to."""
         return (member - self.parities - chunk) % self.members
 
-    def weight(self, piece: Piece) -> int:
-        """What a piece of data is multiplied with in the weighted parity."""
+    def weight(self, piece: StripePiece) -> int:
+        """The factor of a piece of data in the weighted parity."""
         return power_of_two(self.num_chunks - 1 - piece.chunk)
 
 
-def layout_for(members: int, parities: int, largest_bytes: int, *, align_bytes: int = 4096) -> Layout:
-    """The layout of a group whose largest member has so many bytes; chunks are multiples of `align_bytes`."""
+def build_layout(members: int, parities: int, largest_bytes: int, *, align_bytes: int = 4096) -> ParityLayout:
+    """The layout for a largest member of `largest_bytes`; chunks are multiples of `align_bytes`."""
     chunks = -(-largest_bytes // (members - parities))
-    return Layout(members=members, parities=parities, chunk_bytes=-(-chunks // align_bytes) * align_bytes)
+    return ParityLayout(
+        members=members, parities=parities, chunk_bytes=-(-chunks // align_bytes) * align_bytes
+    )
 
 
-def recover(layout: Layout, stripe: int, lost: Collection[int]) -> dict[Piece, tuple[Term, ...]]:
-    """For each piece of the stripe that went with the `lost` members, the sum that gives it back.
+def recover(layout: ParityLayout, stripe: int, lost: Collection[int]) -> dict[StripePiece, tuple[Term, ...]]:
+    """For each piece of the stripe that `lost` members had, the sum of surviving pieces that it equals.
 
-    Sums speak of surviving pieces only. Raises `ValueError` if more members are lost than there are parities.
+    Raises `ValueError` if more members are lost than there are parities.
     """
     if len(set(lost)) > layout.parities:
-        raise ValueError(f"{len(set(lost))} members are lost, and the group survives {layout.parities}")
+        raise ValueError(f"{len(set(lost))} members are lost, but the group survives {layout.parities}")
     data = layout.data(stripe)
     sums = _recover_data(layout, stripe, lost)
     for parity in layout.parity(stripe):
@@ -104,14 +117,20 @@ def recover(layout: Layout, stripe: int, lost: Collection[int]) -> dict[Piece, t
     return sums
 
 
-def _encoding(layout: Layout, data: tuple[Piece, ...], parity: Piece) -> tuple[Term, ...]:
-    if parity.role is Role.PLAIN:
+def _encoding(layout: ParityLayout, data: tuple[StripePiece, ...], parity: StripePiece) -> tuple[Term, ...]:
+    if parity.role is PieceRole.PLAIN:
         return tuple(Term(piece, 1) for piece in data)
     return tuple(Term(piece, layout.weight(piece)) for piece in data)
 
 
-def _recover_data(layout: Layout, stripe: int, lost: Collection[int]) -> dict[Piece, tuple[Term, ...]]:
-    """Lost data as sums of what is left, by whichever parities are left."""
+def _recover_data(
+    layout: ParityLayout, stripe: int, lost: Collection[int]
+) -> dict[StripePiece, tuple[Term, ...]]:
+    """Lost data as sums of surviving pieces, by whichever parities survive.
+
+    With both parities and two lost pieces x and y of weights v and w, the plain parity gives x + y, the
+    weighted one vx + wy; adding w times the first to the second leaves (v + w)x.
+    """
     data, parities = layout.data(stripe), layout.parity(stripe)
     missing = [piece for piece in data if piece.member in lost]
     if not missing:
@@ -134,14 +153,14 @@ def _scaled(terms: tuple[Term, ...], factor: int) -> tuple[Term, ...]:
 
 
 def _added(left: tuple[Term, ...], right: tuple[Term, ...]) -> tuple[Term, ...]:
-    factors: dict[Piece, int] = {}
+    factors: dict[StripePiece, int] = {}
     for term in (*left, *right):
         factors[term.piece] = factors.get(term.piece, 0) ^ term.factor
     return tuple(Term(piece, factor) for piece, factor in factors.items() if factor)
 
 
-def _substituted(terms: tuple[Term, ...], sums: dict[Piece, tuple[Term, ...]]) -> tuple[Term, ...]:
-    """The same sum, with every lost piece replaced by what gives it back."""
+def _substituted(terms: tuple[Term, ...], sums: dict[StripePiece, tuple[Term, ...]]) -> tuple[Term, ...]:
+    """The same sum, with every lost piece replaced by the sum that it equals."""
     result: tuple[Term, ...] = ()
     for term in terms:
         result = _added(result, _scaled(sums.get(term.piece, (Term(term.piece, 1),)), term.factor))
@@ -149,28 +168,29 @@ def _substituted(terms: tuple[Term, ...], sums: dict[Piece, tuple[Term, ...]]) -
 
 
 Group = tuple[int, ...]
-"""Ranks, in the order in which the group's pieces are laid out."""
+"""Ranks, in the order of the group's members."""
 
 
 def choose_groups(domains: Sequence[str], members: int, *, smallest: int = 2) -> tuple[Group, ...]:
     """Groups of about `members` ranks; `domains[rank]` is what fails together with that rank.
 
-    Groups are as equal as they can be and never larger than asked for; where a domain holds many ranks they
-    are smaller, because each of its ranks needs a group of its own. `UsageError` if one would fall below
-    `smallest`.
+    Groups are as equal as possible and never larger than requested. If a domain has many ranks they are
+    smaller, because each of its ranks needs a group of its own. Raises `UsageError` if one would have fewer
+    members than `smallest`.
     """
     if members == 1:
         return tuple((rank,) for rank in range(len(domains)))
     crowds = Counter(domains)
     num_groups = max(-(-len(domains) // members), max(crowds.values(), default=0))
     by_domain = sorted(range(len(domains)), key=lambda rank: (-crowds[domains[rank]], domains[rank], rank))
-    # Dealt out in order of domains, the ranks of one domain are neighbours and so fall into different groups.
+    # Sorted by domain, the ranks of one domain are neighbours, and dealing out puts neighbours into different
+    # groups.
     groups = tuple(tuple(sorted(by_domain[first::num_groups])) for first in range(num_groups))
     if min((len(group) for group in groups), default=smallest) < smallest:
         crowd, num_ranks = crowds.most_common(1)[0]
         raise UsageError(
             f"{len(domains)} ranks in {len(crowds)} failure domains ({num_ranks} of them in {crowd!r}) "
-            f"cannot make groups of {smallest} or more without two members in one domain",
-            fix="Use more hosts, a smaller group, or name finer failure domains (failure_domain=).",
+            f"cannot form groups of {smallest} or more without two members in one domain",
+            fix="Use more hosts, a smaller group, or smaller failure domains (failure_domain=).",
         )
     return groups

@@ -1,8 +1,8 @@
-"""What each member of a group holds of one step, and its files as one run of bytes.
+"""The record of what a group's members have of one step, and their files as one sequence of bytes.
 
-Parity knows nothing of files: it sees a member's files one after another, with zeros after the last. The
-record of a group lies in every member's cache, so it survives whatever the group does. Invariant: a record
-says the names, sizes and sums of every file that a rebuild must give back.
+Parity knows nothing of files: it sees those of a member one after another, followed by zeros. The record of a
+group is in the cache of every member, so it survives whatever the group survives. Invariant: it has the
+names, sizes and checksums of all files that a rebuild must give back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.checkpoint.formats.checksums import running_sum
-from penstock.checkpoint.levels.redundancy.parity_layout import Layout
+from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout
 from penstock.errors import DataDamaged
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class HeldFile(_Strict):
+class RecordedFile(_Strict):
     """One file: its name below the step's folder, its size, and the XXH3-128 of its bytes in hexadecimal."""
 
     name: str
@@ -40,40 +40,40 @@ class HeldFile(_Strict):
     sum: str
 
 
-class Member(_Strict):
+class GroupMember(_Strict):
     """One rank and the files that it wrote, in the order in which parity sees them."""
 
     rank: int
     domain: str
-    files: tuple[HeldFile, ...]
+    files: tuple[RecordedFile, ...]
 
     @property
     def size_bytes(self) -> int:
-        """All of its files."""
+        """The bytes of all its files."""
         return sum(file.size_bytes for file in self.files)
 
 
 class GroupRecord(_Strict):
-    """How one group's members protect each other in one step."""
+    """How the members of one group protect each other in one step. JSON on disk."""
 
     format: Literal[2] = FORMAT
     step: str
     save_id: str
-    """Of the save that wrote all this: a step may have been saved twice, and one node have missed it."""
+    """The save that wrote this: a step may have been saved twice, and one node may have missed the second."""
     domains: tuple[str, ...]
-    """Of all ranks of the job that saved, in their order."""
+    """Of all ranks of the job that saved, in rank order."""
     scheme: str
     losses: int
     chunk_bytes: int
     block_bytes: int
-    members: tuple[Member, ...]
-    kept: tuple[HeldFile, ...]
-    """What each member keeps of the others: its parity, or its neighbour's copy."""
+    members: tuple[GroupMember, ...]
+    kept: tuple[RecordedFile, ...]
+    """What each member keeps for the others: parity, or a copy of its neighbour's files."""
 
     @property
-    def layout(self) -> Layout:
-        """Where pieces of parity lie."""
-        return Layout(members=len(self.members), parities=self.losses, chunk_bytes=self.chunk_bytes)
+    def layout(self) -> ParityLayout:
+        """Where the pieces of parity are."""
+        return ParityLayout(members=len(self.members), parities=self.losses, chunk_bytes=self.chunk_bytes)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -82,26 +82,26 @@ class GroupRecord(_Strict):
 
 
 def record_bytes(record: GroupRecord) -> bytes:
-    """The record as it lies in caches."""
+    """The content of a record file."""
     return record.model_dump_json().encode()
 
 
 def read_record(content: bytes | bytearray, uri: str) -> GroupRecord:
-    """Read a record; `DataDamaged` if it is none."""
+    """Parse a record; `DataDamaged` if it is not one."""
     try:
         return GroupRecord.model_validate_json(bytes(content))
     except ValidationError as error:
         raise DataDamaged(
-            f"The redundancy record cannot be read: {error.errors()[0]['msg']}",
+            f"The redundancy record cannot be parsed: {error.errors()[0]['msg']}",
             uri=uri,
             fix="Restore from another level.",
         ) from error
 
 
-class FilesIn:
-    """A member's files, read as one run of bytes that never ends: zeros follow the last."""
+class ConcatenatedReader:
+    """Reads a member's files as one endless sequence of bytes: zeros follow the last file."""
 
-    def __init__(self, files: Sequence[HeldFile], open_file: Callable[[str], Source]) -> None:
+    def __init__(self, files: Sequence[RecordedFile], open_file: Callable[[str], Source]) -> None:
         self._sizes = [file.size_bytes for file in files]
         self._ends = np.cumsum(self._sizes, dtype=np.int64) if files else np.zeros(0, np.int64)
         self._names = [file.name for file in files]
@@ -109,7 +109,7 @@ class FilesIn:
         self._sources: dict[int, Source] = {}
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of `buffer` from `offset` of the run."""
+        """Fill `buffer` from `offset` of the sequence."""
         filled = 0
         while filled < buffer.nbytes:
             number = int(np.searchsorted(self._ends, offset + filled, side="right"))
@@ -137,10 +137,10 @@ class FilesIn:
         self._sources.clear()
 
 
-class FilesOut:
-    """A run of bytes, written into files one after another; what comes after the last is dropped.
+class ConcatenatedWriter:
+    """Writes a sequence of bytes to files one after another; what follows the last file is dropped.
 
-    Files are finished as soon as they are full, each with its sum. Leaving the block with an error aborts.
+    Each file is finished as soon as it is full. Leaving the block before that aborts it.
     """
 
     def __init__(self, sizes: Sequence[tuple[str, int]], create_file: Callable[[str, int], Sink]) -> None:
@@ -150,7 +150,7 @@ class FilesOut:
         self._sink: Sink | None = None
         self._left_bytes = 0
         self._sum = running_sum()
-        self.written: list[HeldFile] = []
+        self.written: list[RecordedFile] = []
         self._open_next()
 
     def write(self, buffer: memoryview) -> None:
@@ -186,7 +186,7 @@ class FilesOut:
         self._sink.finish()
         self._undo.pop_all()
         name, size_bytes = self._sizes[len(self.written)]
-        self.written.append(HeldFile(name=name, size_bytes=size_bytes, sum=self._sum.digest().hex()))
+        self.written.append(RecordedFile(name=name, size_bytes=size_bytes, sum=self._sum.digest().hex()))
 
     def __enter__(self) -> Self:
         return self

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -20,6 +19,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E4
 from penstock.checkpoint import Manager  # noqa: E402
 from penstock.checkpoint.adapters.hugging_face import PenstockCheckpoints, load_state, save_state  # noqa: E402
 from penstock.errors import UsageError  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Line(torch.nn.Module):

@@ -6,12 +6,14 @@ import multiprocessing
 import os
 import sys
 import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 
 def without_cuda() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -20,6 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
 
 from penstock.checkpoint.adapters.resiliency import save_request  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def state_of(fill: float | None = None) -> dict[str, Any]:

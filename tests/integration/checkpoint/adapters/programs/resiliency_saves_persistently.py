@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tests.integration.checkpoint.adapters.programs.ranks import on_forked_ranks, without_cuda
 from tests.integration.checkpoint.adapters.programs.resiliency_saves import saves
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def main(root: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 warnings.filterwarnings("ignore")
 logging.disable(logging.WARNING)
@@ -20,6 +19,9 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: E402
 
 from penstock.checkpoint.adapters.torchtitan import PenstockCheckpointManager  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Optimizers:

@@ -1,0 +1,222 @@
+"""A manager with caches, on gloo ranks that are hosts of their own: what is lost, damaged or left behind."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.support.gloo_ranks import on_gloo_ranks
+
+from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Scheme, Single, Xor
+from penstock.checkpoint.manager.manager import Manager
+from penstock.checkpoint.manager.save_policy import EverySteps
+from penstock.errors import PenstockError, UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOSTS = 4
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1000 * step + 7)
+    shared = torch.randn(300, 7, generator=generator)
+    own = torch.arange(5000, dtype=torch.int64) * (rank + 1) + step
+    return {"shared": shared, f"rank_{rank}": {"own": own, "step": step, "name": f"rank {rank}"}}
+
+
+def blank(rank: int) -> dict[str, Any]:
+    return {
+        "shared": torch.zeros(300, 7),
+        f"rank_{rank}": {"own": torch.zeros(5000, dtype=torch.int64), "step": -1, "name": ""},
+    }
+
+
+def manager_of(rank: int, root: Path, scheme: Scheme | list[Scheme], **choices: Any) -> Manager:
+    return Manager(
+        root / "durable",
+        cache=root / f"host-{rank}",
+        redundancy=scheme,
+        failure_domain=f"host-{rank}",
+        timeout_s=60,
+        **{"flush": Flush(by="trainer"), **choices},
+    )
+
+
+def assert_same(found: dict[str, Any], rank: int, step: int) -> None:
+    wanted = state_of(rank, step)
+    assert torch.equal(found["shared"], wanted["shared"])
+    assert torch.equal(found[f"rank_{rank}"]["own"], wanted[f"rank_{rank}"]["own"])
+    assert found[f"rank_{rank}"]["step"] == step
+    assert found[f"rank_{rank}"]["name"] == f"rank {rank}"
+
+
+def save(rank: int, root: Path, scheme: Scheme | list[Scheme], steps: int, flush: Flush | None) -> list[int]:
+    with manager_of(rank, root, scheme, flush=flush) as manager:
+        for step in range(1, steps + 1):
+            manager.save_async(step, state_of(rank, step))
+    return manager.steps()
+
+
+def restore(rank: int, root: Path, scheme: Scheme | list[Scheme]) -> tuple[int | None, list[str]]:
+    with manager_of(rank, root, scheme) as manager:
+        found = blank(rank)
+        step = manager.restore(found)
+        if step is not None:
+            assert_same(found, rank, step)
+        return step, [each.reason for each in manager.skipped_steps]
+
+
+def lose(root: Path, *hosts: int) -> None:
+    for host in hosts:
+        shutil.rmtree(root / f"host-{host}")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hosts"),
+    [(Partner(group=4), (2,)), (Xor(group=4), (0,)), (DoubleParity(group=4), (1, 3))],
+    ids=["partner", "xor", "double parity"],
+)
+def test_lost_hosts_are_rebuilt_without_the_durable_level(
+    scheme: Scheme, hosts: tuple[int, ...], tmp_path: Path
+) -> None:
+    on_gloo_ranks(HOSTS, save, tmp_path, scheme, 1, None)
+    assert not list((tmp_path / "durable").glob("step-*"))
+    lose(tmp_path, *hosts)
+    assert on_gloo_ranks(HOSTS, restore, tmp_path, scheme) == [(1, [])] * HOSTS
+    for host in hosts:
+        assert (tmp_path / f"host-{host}/step-1/.metadata").exists(), "the lost cache is full again"
+
+
+def test_one_loss_too_many_falls_back_to_the_durable_level(tmp_path: Path) -> None:
+    scheme = Xor(group=4)
+    steps = on_gloo_ranks(HOSTS, save, tmp_path, scheme, 2, Flush(every=2, bandwidth="1GiB/s", by="trainer"))
+    assert steps == [[1, 2]] * HOSTS
+    assert [path.name for path in (tmp_path / "durable").glob("step-*")] == ["step-2"]
+    lose(tmp_path, 0, 1)
+    assert on_gloo_ranks(HOSTS, restore, tmp_path, scheme) == [(2, [])] * HOSTS
+
+
+def test_a_step_that_no_level_can_give_is_passed_over_for_an_older_one_and_told(tmp_path: Path) -> None:
+    scheme = Single()
+    on_gloo_ranks(HOSTS, save, tmp_path, scheme, 3, Flush(every=2, by="trainer"))
+    lose(tmp_path, 3)
+    results = on_gloo_ranks(HOSTS, restore, tmp_path, scheme)
+    assert [step for step, _ in results] == [2] * HOSTS
+    assert "no record of the share of rank 3" in results[0][1][0]
+
+
+def test_a_flipped_byte_in_a_cache_is_found_and_rebuilt(tmp_path: Path) -> None:
+    scheme = Xor(group=4)
+    on_gloo_ranks(HOSTS, save, tmp_path, scheme, 1, None)
+    victim = max((tmp_path / "host-2/step-1").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    before = victim.read_bytes()
+    flipped = bytearray(before)
+    flipped[len(flipped) // 2] ^= 1
+    victim.write_bytes(flipped)
+    assert on_gloo_ranks(HOSTS, restore, tmp_path, scheme) == [(1, [])] * HOSTS
+    assert victim.read_bytes() == before
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def restore_spoilt(rank: int, root: Path, places: list[str], lost: list[int]) -> tuple[int | None, list[str]]:
+    """Save by two parities, spoil one byte of each of these files, lose some hosts, restore."""
+    scheme = DoubleParity(group=4)
+    save(rank, root, scheme, 1, None)
+    dist.barrier()
+    if rank == 0:
+        for place in places:
+            spoil(root / place)
+        lose(root, *lost)
+    dist.barrier()
+    return restore(rank, root, scheme)
+
+
+@pytest.mark.parametrize(
+    ("places", "lost"),
+    [
+        (["host-1/step-1/parity-1.bin"], [2]),
+        (["host-0/step-1/penstock.json", "host-3/step-1/.metadata"], []),
+    ],
+    ids=["parity beside a lost host", "what describes the step, on two hosts"],
+)
+def test_damage_of_any_file_of_a_share_counts_as_its_loss(
+    places: list[str], lost: list[int], tmp_path: Path
+) -> None:
+    assert on_gloo_ranks(HOSTS, restore_spoilt, tmp_path, places, lost) == [(1, [])] * HOSTS
+    for place in places:
+        original = tmp_path / place.replace(place[:6], "host-2")
+        if place.endswith("json"):
+            assert (tmp_path / place).read_bytes() == original.read_bytes()
+
+
+def save_many(rank: int, root: Path) -> tuple[list[int], list[int]]:
+    with manager_of(
+        rank, root, Xor(group=2), flush=Flush(every=3, by="trainer"), keep_cached=2, keep=1
+    ) as manager:
+        for step in range(1, 8):
+            manager.save(step, state_of(rank, step))
+        seen = manager.steps()
+    return seen, sorted(int(path.name[5:]) for path in (root / f"host-{rank}").glob("step-*"))
+
+
+def test_old_steps_leave_the_caches_and_the_durable_level_apart(tmp_path: Path) -> None:
+    results = on_gloo_ranks(2, save_many, tmp_path)
+    for _, cached in results:
+        assert cached[-2:] == [6, 7]
+        assert set(cached) <= {3, 6, 7}, "only what was still being flushed stayed longer"
+    assert [path.name for path in (tmp_path / "durable").glob("step-*")] == ["step-6"]
+
+
+def flush_badly(rank: int, root: Path) -> str:
+    durable = root / "durable"
+    with manager_of(rank, root, Single()) as manager:
+        if rank == 0:
+            durable.mkdir(exist_ok=True)
+            (durable / "step-1").mkdir()
+            (durable / "step-1/notes.txt").write_text("not a checkpoint")
+        manager.save(1, state_of(rank, 1))
+        try:
+            manager.close()
+        except PenstockError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_a_flush_that_fails_is_told_and_the_step_stays_cached(tmp_path: Path) -> None:
+    for told in on_gloo_ranks(2, flush_badly, tmp_path):
+        assert "making durable step 1 in the background" in told
+        assert "notes.txt" in told
+    assert on_gloo_ranks(2, restore, tmp_path, Single())[0][0] == 1
+
+
+def save_when_due(rank: int, root: Path) -> list[int]:
+    with Manager(root, save_policy=EverySteps(3), timeout_s=60) as manager:
+        for step in range(1, 8):
+            if manager.should_save(step):
+                manager.save(step, state_of(rank, step))
+        return manager.steps()
+
+
+def test_what_is_due_is_due_on_all_ranks(tmp_path: Path) -> None:
+    assert on_gloo_ranks(2, save_when_due, tmp_path) == [[3, 6]] * 2
+
+
+def test_alone_a_cache_needs_no_group(tmp_path: Path) -> None:
+    with manager_of(0, tmp_path, [Single()]) as manager:
+        manager.save(1, state_of(0, 1))
+        found = blank(0)
+        assert manager.restore(found) == 1
+        assert_same(found, 0, 1)
+    with pytest.raises(UsageError, match="failure domains"):
+        manager_of(0, tmp_path, Xor(group=2))
+    with pytest.raises(UsageError, match="keep_cached must be at least 1"):
+        manager_of(0, tmp_path, Single(), keep_cached=0)

@@ -1,0 +1,281 @@
+"""A manager alone: steps, retention, saves in the background, and what it refuses."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from tests.support.bytes_engine import BytesEngine
+from tests.support.known_steps import files_below
+
+from penstock.checkpoint.commit.catalog import StepCatalog, step_dirname
+from penstock.checkpoint.engine import SaveCancelled
+from penstock.checkpoint.manager.inflight import ProgressState, SaveProgress
+from penstock.checkpoint.manager.manager import Manager
+from penstock.errors import (
+    AccessRefused,
+    OutOfSpace,
+    RankFailed,
+    StorageError,
+    UsageError,
+    WaitTimeout,
+)
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.registry import open_here
+from penstock.testing.file_faults import FailFileCall, faulty_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+State = dict[str, bytearray]
+
+
+def state_of(step: int) -> State:
+    return {"bytes": bytearray([step]) * 5000}
+
+
+def full() -> None:
+    raise OutOfSpace("The disk is full", uri="file:///full", errno=errno.ENOSPC)
+
+
+@contextmanager
+def held_manager(root: Path, keep: int | None = None) -> Iterator[tuple[Manager, threading.Event]]:
+    """A manager whose writes wait for the event."""
+    go_on = threading.Event()
+    with Manager(root, keep=keep, engine=BytesEngine(hold=go_on)) as manager:
+        try:
+            yield manager, go_on
+        finally:
+            go_on.set()
+
+
+def test_a_run_is_saved_kept_and_resumed(tmp_path: Path) -> None:
+    with Manager(tmp_path / "run", keep=2, engine=BytesEngine()) as manager:
+        assert manager.restore(state_of(0)) is None
+        assert (manager.steps(), manager.latest()) == ([], None)
+        for step in (1, 2, 10):
+            report = manager.save(step, state_of(step))
+            assert report.uri == f"file://{tmp_path}/run/step-{step}"
+        assert (manager.steps(), manager.latest()) == ([2, 10], 10)
+    assert (tmp_path / "run" / "latest").read_text() == "step-10\n"
+    engine = BytesEngine()
+    with Manager(tmp_path / "run", engine=engine) as resumed:
+        state = state_of(0)
+        assert resumed.restore(state) == 10
+        assert state == state_of(10)
+        assert resumed.restore(state, step=2) == 2
+        assert state == state_of(2)
+    assert engine.is_closed
+
+
+@pytest.mark.parametrize("storage", ["memory", "direct", "file"])
+def test_a_manager_takes_an_open_storage_or_a_uri(tmp_path: Path, storage: str) -> None:
+    durable = MemoryStorage() if storage == "memory" else f"{storage}://{tmp_path}/run"
+    with Manager(durable, keep=1, engine=BytesEngine()) as manager:
+        for generation in (1, 2):
+            manager.save(3, state_of(generation))
+        manager.save(4, state_of(4))
+        assert manager.steps() == [4]
+        state = state_of(0)
+        assert manager.restore(state) == 4
+        assert state == state_of(4)
+
+
+def test_saves_in_the_background_are_committed_in_their_order(tmp_path: Path) -> None:
+    with held_manager(tmp_path, keep=3) as (manager, go_on):
+        handles = []
+        for step in range(5):
+            state = state_of(step)
+            handles.append(manager.save_async(step, state))
+            state["bytes"][:] = bytes(5000)
+        assert manager.steps() == []
+        assert [handle.done for handle in handles] == [False] * 5
+        assert handles[0].stats is None
+        go_on.set()
+        reports = [handle.result(60) for handle in handles]
+        assert [report.step for report in reports] == list(range(5))
+        assert handles[-1].stats == reports[-1]
+        assert "memory" in reports[-1].format_line(0)
+        restored = state_of(9)
+        assert manager.restore(restored) == 4
+        assert restored == state_of(4)
+    assert StepCatalog(open_here(tmp_path)).committed() == [2, 3, 4]
+
+
+def test_a_result_that_does_not_come_in_time_says_what_was_awaited(tmp_path: Path) -> None:
+    with held_manager(tmp_path) as (manager, go_on):
+        handle = manager.save_async(7, state_of(7), staging="background")
+        handle.wait_staged(60)
+        with pytest.raises(WaitTimeout, match="step 7 to be committed"):
+            handle.result(0.01)
+        with pytest.raises(WaitTimeout, match="step 7 to be committed"):
+            handle.wait_done(0.01)
+        go_on.set()
+        assert handle.result().step == 7
+
+
+def test_a_failure_in_the_background_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    engine = BytesEngine()
+    with Manager(tmp_path, engine=engine) as manager:
+        manager.save(1, state_of(1))
+        engine.spoil = full
+        handle = manager.save_async(2, state_of(2))
+        handle.wait_done(60)
+        engine.spoil = None
+        with pytest.raises(RankFailed, match="saving step 2 in the background: The disk is full") as caught:
+            manager.save(3, state_of(3))
+        assert caught.value.rank == 0
+        assert manager.save(3, state_of(3)).step == 3
+        with pytest.raises(OutOfSpace, match="The disk is full"):
+            handle.result()
+    assert StepCatalog(open_here(tmp_path)).committed() == [1, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-3"]
+
+
+def test_a_save_that_fails_leaves_the_older_checkpoint_of_its_step(tmp_path: Path) -> None:
+    engine = BytesEngine()
+    with Manager(tmp_path, engine=engine) as manager:
+        manager.save(1, state_of(1))
+        engine.spoil = full
+        with pytest.raises(OutOfSpace, match="The disk is full"):
+            manager.save(1, state_of(2))
+        state = state_of(0)
+        assert manager.restore(state) == 1
+        assert state == state_of(1)
+
+
+def test_a_cancelled_save_is_no_failure_of_the_next_call(tmp_path: Path) -> None:
+    with held_manager(tmp_path) as (manager, go_on):
+        handle = manager.save_async(1, state_of(1))
+        handle.cancel()
+        go_on.set()
+        handle.wait_done(60)
+        manager.save(2, state_of(2))
+        with pytest.raises(SaveCancelled, match="was cancelled before it was committed"):
+            handle.result()
+        assert manager.steps() == [2]
+
+
+def test_an_error_in_the_block_lets_saves_finish_and_comes_out_alone(tmp_path: Path) -> None:
+    engine = BytesEngine()
+
+    def train() -> None:
+        with Manager(tmp_path, engine=engine) as manager:
+            manager.save_async(1, state_of(1))
+            manager.save(2, state_of(2))
+            engine.spoil = full
+            manager.save_async(3, state_of(3))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert StepCatalog(open_here(tmp_path)).committed() == [1, 2]
+    assert engine.is_closed
+
+
+def test_an_interrupt_cancels_what_is_under_way(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    def train() -> None:
+        with Manager(tmp_path, engine=BytesEngine(hold=go_on)) as manager:
+            manager.save_async(1, state_of(1)).wait_staged()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert StepCatalog(open_here(tmp_path)).committed() == []
+
+
+def test_a_damaged_newest_step_is_passed_over_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Manager(tmp_path, engine=BytesEngine()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+        (tmp_path / "step-3" / "__0_0.distcp").write_bytes(bytes(5000))
+        (tmp_path / "step-2" / "penstock.json").unlink()
+        state = state_of(0)
+        with caplog.at_level(logging.WARNING):
+            assert manager.restore(state) == 1
+        assert state == state_of(1)
+        assert [each.step for each in manager.skipped_steps] == [3, 2]
+        assert "Skipping step 3: __0_0.distcp is not as it was written" in caplog.text
+        assert manager.restore(state, step=1) == 1
+        assert manager.skipped_steps == ()
+
+
+def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Manager(tmp_path, engine=BytesEngine()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step))
+    steps = StepCatalog(open_here(tmp_path))
+    (tmp_path / "step-3" / "__0_0.distcp").write_bytes(bytes(3))
+    assert not steps.find(3).is_whole()
+    assert steps.surplus(1) == [1]
+    (tmp_path / "step-2" / ".metadata").write_bytes(b"other")
+    assert not steps.find(2).is_whole()
+    assert steps.surplus(1) == [2]
+    assert steps.surplus(2) == []
+
+
+def test_a_step_is_committed_even_if_old_ones_cannot_be_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Manager(tmp_path, engine=BytesEngine()) as manager:
+        manager.save(1, state_of(1))
+    calls = faulty_calls(FailFileCall.and_all_after("unlink", 2, errno.EACCES))
+    with Manager(files_below(tmp_path, calls), keep=1, engine=BytesEngine()) as manager:
+        assert manager.save(2, state_of(2)).step == 2
+        assert "not all old steps could be removed" in caplog.text
+        assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_keeping_nothing_is_refused(tmp_path: Path, keep: int) -> None:
+    with pytest.raises(UsageError, match="keep must be at least 1"):
+        Manager(tmp_path, keep=keep, engine=BytesEngine())
+
+
+def test_words_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    with Manager(tmp_path, engine=BytesEngine()) as manager:
+        with pytest.raises(UsageError, match="Invalid staging='fast'"):
+            manager.save_async(1, state_of(1), staging="fast")  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="Invalid step"):
+            manager.save(-1, state_of(1))
+        with pytest.raises(UsageError, match="Nothing of the state is called x"):
+            manager.save(1, state_of(1), only="x")
+        with pytest.raises(StorageError, match="Step 5 is not committed"):
+            manager.restore(state_of(0), step=5)
+        assert manager.save(1, state_of(1)).step == 1
+
+
+def test_a_place_that_cannot_be_read_is_an_error_and_no_empty_run(tmp_path: Path) -> None:
+    calls = faulty_calls(FailFileCall.and_all_after("scandir", 1, errno.EACCES))
+    with (
+        Manager(files_below(tmp_path, calls), engine=BytesEngine()) as manager,
+        pytest.raises(AccessRefused, match="Listing failed"),
+    ):
+        manager.restore(state_of(0))
+
+
+def test_progress_is_seen_on_the_handle_and_passed_on(tmp_path: Path) -> None:
+    seen = SaveProgress(None)
+    with held_manager(tmp_path) as (manager, go_on):
+        handle = manager.save_async(1, state_of(1), progress=seen)
+        go_on.set()
+        handle.result(60)
+        assert handle.progress == seen.stand == ProgressState("writing", 5000.0, 5000.0)
+        assert manager.save_async(2, state_of(2)).result().step == 2
+
+
+def test_names_of_steps_lie_in_the_root_of_the_run(tmp_path: Path) -> None:
+    with Manager(tmp_path, engine=BytesEngine()) as manager:
+        manager.save(12, state_of(1))
+    assert (tmp_path / step_dirname(12) / ".metadata").exists()

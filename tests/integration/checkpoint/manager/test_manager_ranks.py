@@ -1,0 +1,252 @@
+"""Managers on two ranks: failures that reach both, groups that work side by side, ranks that are left out."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+from tests.support.bytes_engine import BytesEngine
+from tests.support.gloo_ranks import on_gloo_ranks
+from tests.support.known_states import restored, save_state
+from tests.support.known_steps import files_below
+
+from penstock.checkpoint.manager.manager import Manager
+from penstock.errors import (
+    OutOfSpace,
+    PenstockError,
+    RankError,
+    RankFailed,
+    StorageError,
+    UsageError,
+    WaitTimeout,
+)
+from penstock.testing.file_faults import FailFileCall, NoSync, faulty_calls
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+SIZE = 1000
+
+
+def state_of(rank: int, step: int) -> dict[str, bytearray]:
+    return {"bytes": bytearray([rank, step] * (SIZE // 2))}
+
+
+def error_of(work: Callable[[], object]) -> PenstockError:
+    try:
+        work()
+    except PenstockError as error:
+        return error
+    raise AssertionError("an error was due")
+
+
+def full() -> None:
+    raise OutOfSpace("The disk is full", uri="file:///full", errno=errno.ENOSPC)
+
+
+def save_and_restore(rank: int, root: Path) -> None:
+    with Manager(root, keep=2, engine=BytesEngine()) as manager:
+        assert manager.restore(state_of(rank, 0)) is None
+        for step in range(4):
+            manager.save_async(step, state_of(rank, step))
+        report = manager.save(4, state_of(rank, 4))
+        assert [each.rank for each in report.ranks] == [0, 1]
+        assert report.payload_bytes == 2 * SIZE
+        found = state_of(rank, 0)
+        assert manager.restore(found) == 4
+        assert found == state_of(rank, 4)
+
+
+def test_what_all_ranks_saved_all_ranks_get_back(tmp_path: Path) -> None:
+    on_gloo_ranks(2, save_and_restore, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-3", "step-4"]
+
+
+def fail_in_the_background(rank: int, root: Path) -> list[str]:
+    engine, told = BytesEngine(), []
+    with Manager(root, engine=engine) as manager:
+        manager.save(1, state_of(rank, 1))
+        engine.spoil = full if rank == 1 else None
+        manager.save_async(2, state_of(rank, 2))
+        manager.save_async(3, state_of(rank, 3)).wait_staged()
+        told.append(error_of(lambda: manager.restore(state_of(rank, 0))))
+        engine.spoil = None
+        # Both failures were told by the one error: whoever goes on hears of them no more.
+        assert manager.restore(state_of(rank, 0)) == 1
+        engine.spoil = full if rank == 0 else None
+        handle = manager.save_async(4, state_of(rank, 4))
+        told.append(error_of(handle.result))
+        engine.spoil = None
+        manager.save(5, state_of(rank, 5))
+        engine.spoil = full if rank == 1 else None
+        manager.save_async(6, state_of(rank, 6))
+        told.append(error_of(manager.close))
+    assert all(type(error) is RankFailed for error in told)
+    return [str(error) for error in told]
+
+
+def test_a_background_failure_of_one_rank_is_told_once_and_on_all(tmp_path: Path) -> None:
+    first, second = on_gloo_ranks(2, fail_in_the_background, tmp_path)
+    assert first == second
+    assert "Rank 1 on" in first[0]
+    assert "saving step 2 in the background: The disk is full" in first[0]
+    assert "Rank 0 on" in first[1]
+    assert "saving step 6 in the background" in first[2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-5"]
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[SIZE // 2] ^= 1
+    path.write_bytes(content)
+
+
+def fall_back(rank: int, root: Path) -> tuple[Any, ...]:
+    with Manager(root, engine=BytesEngine()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(rank, step))
+        if rank == 1:
+            damage(root / "step-3" / "__1_0.distcp")
+        dist.barrier()
+        found = state_of(rank, 0)
+        restored = manager.restore(found)
+        assert found == state_of(rank, 2)
+        wanted = error_of(lambda: manager.restore(found, step=3))
+        passed = manager.skipped_steps
+        absent = error_of(lambda: manager.restore(found, step=7))
+        assert manager.skipped_steps == ()
+        if rank == 1:
+            damage(root / "step-1" / "__1_0.distcp")
+            damage(root / "step-2" / "__1_0.distcp")
+        dist.barrier()
+        none = error_of(lambda: manager.restore(found))
+        assert isinstance(wanted, StorageError)
+        assert isinstance(none, StorageError)
+        return restored, str(wanted), str(none), [each.reason for each in passed], str(absent)
+
+
+def test_a_step_that_one_rank_finds_damaged_is_passed_over_by_all(tmp_path: Path) -> None:
+    one, other = on_gloo_ranks(2, fall_back, tmp_path)
+    assert one == other
+    restored, wanted, none, passed, absent = one
+    assert restored == 2
+    assert wanted.startswith("Step 3 cannot be restored: __1_0.distcp is not as it was written")
+    assert none.startswith("None of the 3 committed steps can be restored. step 3: __1_0.distcp is not")
+    assert "; step 2:" in none
+    assert "; step 1:" in none
+    assert len(passed) == 1
+    assert "Step 7 is not committed" in absent
+    assert "1, 2, 3" in absent
+
+
+def misuse(rank: int, root: Path) -> None:
+    with Manager(root, engine=BytesEngine()) as manager:
+        unlike = error_of(lambda: manager.save(rank, state_of(rank, 0)))
+        assert isinstance(unlike, UsageError)
+        assert "rank 0: saving step-0, rank 1: saving step-1" in str(unlike)
+        manager.save(1, state_of(rank, 1))
+        state = state_of(rank, 0) if rank == 0 else {"bytes": bytearray(3)}
+        unfit = error_of(lambda: manager.restore(state))
+        assert "The state has 3 bytes, the step 1000" in str(unfit)
+        assert isinstance(unfit, RankFailed if rank == 0 else UsageError)
+        handle = manager.save_async(2, state_of(rank, 2))
+        handle.result()
+        handle.cancel()
+    closed = error_of(lambda: manager.save(3, state_of(rank, 3)))
+    assert "This manager was closed" in str(closed)
+    manager.close()
+
+
+def test_ranks_that_disagree_or_a_state_that_does_not_fit_fail_on_all(tmp_path: Path) -> None:
+    on_gloo_ranks(2, misuse, tmp_path)
+
+
+def save_in_groups(rank: int, root: Path) -> str:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    own, other = groups[rank], groups[1 - rank]
+    outside = error_of(lambda: Manager(root, process_group=other, engine=BytesEngine()))
+    with Manager(root / str(rank), process_group=own, engine=BytesEngine()) as manager:
+        for step in range(3 + rank):
+            manager.save(step, state_of(rank, step))
+        assert manager.steps() == list(range(3 + rank))
+        found = state_of(rank, 9)
+        assert manager.restore(found) == 2 + rank
+        assert found == state_of(rank, 2 + rank)
+    assert isinstance(outside, UsageError)
+    return str(outside)
+
+
+def test_disjoint_groups_save_at_once_and_a_rank_outside_is_told(tmp_path: Path) -> None:
+    messages = on_gloo_ranks(2, save_in_groups, tmp_path)
+    assert [f"Rank {rank} is not in the process group" in text for rank, text in enumerate(messages)] == [
+        True,
+        True,
+    ]
+
+
+def cancel_on_one_rank(rank: int, root: Path) -> str:
+    import threading
+
+    engine = BytesEngine(hold=threading.Event())
+    assert engine.hold is not None
+    with Manager(root, engine=engine) as manager:
+        handle = manager.save_async(1, state_of(rank, 1))
+        if rank == 0:
+            handle.cancel()
+        engine.hold.set()
+        error = error_of(handle.result)
+        manager.save(2, state_of(rank, 2))
+    return str(error)
+
+
+def test_a_save_that_one_rank_cancels_is_cancelled_on_all(tmp_path: Path) -> None:
+    one, other = on_gloo_ranks(2, cancel_on_one_rank, tmp_path)
+    assert one == other
+    assert "was cancelled" in one
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-2"]
+
+
+def stay_away(rank: int, root: Path) -> str:
+    manager = Manager(root, engine=BytesEngine(), timeout_s=0.5)
+    told = ""
+    if rank == 0:
+        late = error_of(lambda: manager.save(1, state_of(rank, 1)))
+        assert isinstance(late, WaitTimeout)
+        after = error_of(lambda: manager.restore(state_of(rank, 1)))
+        assert isinstance(after, RankError)
+        told = f"{late} | {after}"
+    # The other rank stays until the first has given up: it was slow, and is not dead.
+    dist.barrier()
+    manager.__exit__(RankError, None, None)
+    return told
+
+
+def test_a_rank_that_does_not_come_is_waited_for_in_vain_and_named(tmp_path: Path) -> None:
+    told, _ = on_gloo_ranks(2, stay_away, tmp_path)
+    assert "Waited 0.5 s in vain for all ranks to begin saving step-1" in told
+    assert "left the ranks' common step" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail_one_write(rank: int, root: Path, name: str, number: int) -> list[str]:
+    faults = [NoSync(), FailFileCall(name, number, errno.EIO)] if rank == 1 else [NoSync()]
+    sound, told = files_below(root, faulty_calls(NoSync())), []
+    save_state(sound, 1, 0, rank)
+    told.append(str(error_of(lambda: save_state(files_below(root, faulty_calls(*faults)), 1, 1, rank))))
+    assert restored(sound, rank) == (1, 0)
+    save_state(sound, 1, 2, rank)
+    assert restored(sound, rank) == (1, 2)
+    return told
+
+
+@pytest.mark.parametrize(("name", "number"), [("pwrite", 1), ("fsync", 2)])
+def test_a_write_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, name: str, number: int) -> None:
+    one, other = on_gloo_ranks(2, fail_one_write, tmp_path / "run", name, number)
+    assert one == other
+    assert one[0].startswith("Rank 1 on")
+    assert os.strerror(errno.EIO) in one[0]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-1"]

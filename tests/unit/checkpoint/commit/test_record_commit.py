@@ -1,0 +1,244 @@
+"""Commit by records, as on object services, in memory: who wins, what is cleared up, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import pytest
+from tests.support.known_steps import assert_known, save_known
+
+from penstock.checkpoint.commit.catalog import open_catalog
+from penstock.checkpoint.commit.protocol import LEASE_S, Seal, lease_text
+from penstock.checkpoint.commit.record_commit import (
+    LEASE_ENDING,
+    RECORD_NAME,
+    RecordCatalog,
+    RecordDraftStore,
+)
+from penstock.checkpoint.commit.transaction import begin_save, open_draft_store
+from penstock.cluster.base_comm import SoloComm
+from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
+from penstock.storage.in_memory import MemorySource, MemoryStorage
+from penstock.storage.object_io import write_object
+from penstock.storage.process_id import ProcessId, current_process
+from penstock.storage.wrapping import WrappedStorage
+from penstock.testing.faults import FailAtCall, Verb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from penstock.storage.protocol import ObjectInfo
+
+T = TypeVar("T")
+
+NAME = "step-1"
+SEAL = Seal(manifest=b"{}", metadata=b"m", sizes={"__0_0.distcp": 3})
+
+
+def keys(storage: MemoryStorage) -> list[str]:
+    return sorted(info.key for info in storage.list())
+
+
+def always(value: T) -> Callable[[], T]:
+    return lambda: value
+
+
+def someone_else() -> ProcessId:
+    return replace(current_process(), kernel="another machine")
+
+
+def test_a_commit_leaves_its_files_and_one_record() -> None:
+    storage = MemoryStorage()
+    committed = save_known(storage, NAME, 0, SoloComm())
+    assert committed.folder.startswith(f"{NAME}/")
+    assert f"{NAME}/{RECORD_NAME}" in keys(storage)
+    assert not any(key.endswith(LEASE_ENDING) for key in keys(storage))
+    assert assert_known(storage) == {NAME: 0}
+    assert open_catalog(storage).find(NAME) == committed
+
+
+def test_a_replaced_checkpoint_and_a_removed_one_leave_nothing() -> None:
+    storage = MemoryStorage()
+    save_known(storage, NAME, 0, SoloComm())
+    save_known(storage, NAME, 1, SoloComm())
+    assert assert_known(storage) == {NAME: 1}
+    assert len(keys(storage)) == 5
+    shelf = open_catalog(storage)
+    shelf.remove(shelf.find(NAME))
+    assert keys(storage) == []
+
+
+def test_of_two_saves_of_one_name_one_wins_whole_and_the_other_fails() -> None:
+    storage = MemoryStorage()
+    late = RecordDraftStore(storage, storage)
+    draft = late.start(NAME, "0" * 16)
+    write_object(storage, draft.key("__0_0.distcp"), [b"123"])
+
+    class _Meanwhile(MemoryStorage):
+        def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
+            save_known(storage, NAME, 2, SoloComm())
+            return storage.write_if(key, content, replaces=replaces)
+
+    late._conditional = _Meanwhile()
+    with pytest.raises(AlreadyThere, match="Another save committed step-1 first"):
+        late.publish(draft, SEAL)
+    late.drop(draft)
+    assert assert_known(storage) == {NAME: 2}
+    assert len(keys(storage)) == 5
+
+
+def test_a_record_that_was_written_though_its_answer_was_lost_counts() -> None:
+    storage = MemoryStorage()
+
+    class _LosesAnswers(MemoryStorage):
+        def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
+            storage.write_if(key, content, replaces=replaces)
+            return storage.write_if(key, content, replaces=replaces)
+
+    place = begin_save(storage, NAME, SoloComm(), drafts=RecordDraftStore(storage, _LosesAnswers()))
+    write_object(storage, place.key("__0_0.distcp"), [b"123"])
+    assert place.commit(lambda: SEAL).folder == place.draft.folder
+    assert len(keys(storage)) == 4
+
+
+def test_objects_of_dead_saves_are_swept_and_those_of_living_ones_are_not() -> None:
+    storage = MemoryStorage()
+    for name, owner, seconds_later, is_swept in [
+        ("step-1", current_process(), 10 * LEASE_S, False),
+        ("step-2", replace(current_process(), started="1"), 0.0, True),
+        ("step-3", someone_else(), 0.0, False),
+        ("step-4", someone_else(), 2 * LEASE_S, True),
+    ]:
+        draft = RecordDraftStore(storage, storage, owner=always(owner)).start(name, "a" * 16)
+        write_object(storage, draft.key("__0_0.distcp"), [b"123"])
+        times = {info.key: info.modified_s for info in storage.list()}
+        now_s = times[draft.folder + LEASE_ENDING] + seconds_later
+        sweeper = RecordDraftStore(storage, storage, clock=always(now_s))
+        assert (f"{name}/{'a' * 16}" in sweeper.sweep()) == is_swept
+        assert any(key.startswith(name) for key in keys(storage)) != is_swept
+
+
+def test_a_lease_that_outlived_its_commit_is_swept_alone() -> None:
+    storage = MemoryStorage()
+    committed = save_known(storage, NAME, 0, SoloComm())
+    before = keys(storage)
+    dead = replace(current_process(), started="1")
+    write_object(storage, committed.folder + LEASE_ENDING, [lease_text(dead)])
+    assert RecordDraftStore(storage, storage).sweep() == [committed.folder]
+    assert keys(storage) == before
+
+
+def test_a_committed_save_is_not_swept_however_old_and_neither_are_strangers() -> None:
+    storage = MemoryStorage()
+    save_known(storage, NAME, 0, SoloComm())
+    write_object(storage, "notes/of/mine", [b"x"])
+    write_object(storage, f"{NAME}/{'b' * 16}/__0_0.distcp", [b"left, without a lease"])
+    before = keys(storage)
+    assert RecordDraftStore(storage, storage).sweep() == []
+    assert RecordDraftStore(storage, storage, clock=lambda: 1e12).sweep() == [f"{NAME}/{'b' * 16}"]
+    assert keys(storage) == [key for key in before if "b" * 16 not in key]
+
+
+@pytest.mark.parametrize(
+    "verb", ["create", "submit", "finish", "list", "stat", "open", "read_into", "delete"]
+)
+def test_whichever_call_fails_the_old_checkpoint_or_the_new_is_there_whole(verb: Verb) -> None:
+    for number in range(1, 20):
+        storage = MemoryStorage()
+        save_known(storage, NAME, 0, SoloComm())
+        try:
+            save_known(FailAtCall(storage, verb, number), NAME, 1, SoloComm())
+        except PenstockError:
+            assert assert_known(storage) in ({NAME: 0}, {NAME: 1})
+        else:
+            assert assert_known(storage) == {NAME: 1}
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"save_id": 1}'])
+def test_a_record_that_makes_no_sense_is_an_error_that_names_it(text: bytes) -> None:
+    storage = MemoryStorage()
+    write_object(storage, f"{NAME}/{RECORD_NAME}", [text])
+    with pytest.raises(StorageError, match=r"cannot be parsed.*step-1/penstock-commit.json"):
+        open_catalog(storage).find(NAME)
+
+
+def test_a_record_of_a_later_version_is_refused() -> None:
+    storage = MemoryStorage()
+    text = b'{"record_version": 2, "save_id": "a", "folder": "step-1/a"}'
+    write_object(storage, f"{NAME}/{RECORD_NAME}", [text])
+    with pytest.raises(StorageError, match="has version 2; this Penstock reads version 1"):
+        open_catalog(storage).find(NAME)
+
+
+def test_a_checkpoint_that_others_put_there_is_found_and_removed() -> None:
+    storage = MemoryStorage()
+    for name in (".metadata", "__0_0.distcp"):
+        write_object(storage, f"plain/{name}", [b"x"])
+    write_object(storage, "no/checkpoint", [b"x"])
+    shelf = RecordCatalog(storage)
+    assert shelf.names() == ["plain"]
+    assert shelf.find("plain").folder == "plain"
+    shelf.remove(shelf.find("plain"))
+    assert keys(storage) == ["no/checkpoint"]
+    with pytest.raises(ObjectNotFound):
+        shelf.find("plain")
+
+
+def test_a_storage_that_can_neither_rename_nor_ask_is_refused_before_anything_is_written() -> None:
+    class _Plain(MemoryStorage):
+        @property
+        def has_conditions(self) -> bool:
+            return False
+
+    storage = _Plain()
+    with pytest.raises(Unavailable, match="neither folders that can be renamed nor conditional writes"):
+        open_draft_store(WrappedStorage(storage))
+    assert keys(storage) == []
+
+
+def test_what_was_committed_is_not_dropped_with_its_draft() -> None:
+    storage = MemoryStorage()
+    drafts = RecordDraftStore(storage, storage)
+    draft = drafts.start(NAME, "a" * 16)
+    write_object(storage, draft.key("__0_0.distcp"), [b"123"])
+    drafts.publish(draft, SEAL)
+    drafts.drop(draft)
+    assert len(keys(storage)) == 4
+
+
+def test_an_abandoned_save_leaves_nothing_and_one_that_cannot_be_removed_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    storage = MemoryStorage()
+    place = begin_save(storage, NAME, SoloComm())
+    write_object(place.data_storage, place.key("__0_0.distcp"), [b"123"])
+    place.abandon()
+    assert keys(storage) == []
+    stuck = FailAtCall(storage, "delete", 1)
+    place = begin_save(stuck, NAME, SoloComm())
+    place.abandon()
+    assert f"Could not remove the unfinished checkpoint {place.draft.folder}" in caplog.text
+
+
+def test_what_cannot_be_swept_fails_no_save() -> None:
+    storage = MemoryStorage()
+    dead = RecordDraftStore(storage, storage, owner=always(replace(current_process(), started="1")))
+    write_object(storage, dead.start("step-9", "a" * 16).key("__0_0.distcp"), [b"123"])
+    save_known(FailAtCall(storage, "delete", 1), NAME, 0, SoloComm())
+    assert any(key.startswith("step-9/") for key in keys(storage))
+    assert assert_known(storage) == {NAME: 0}
+
+
+def test_a_lease_that_ends_while_it_is_looked_at_keeps_its_save() -> None:
+    class _Ending(MemoryStorage):
+        def open(self, key: str) -> MemorySource:
+            if key.endswith(LEASE_ENDING):
+                self.delete(key)
+            return super().open(key)
+
+    storage = _Ending()
+    dead = RecordDraftStore(storage, storage, owner=always(replace(current_process(), started="1")))
+    write_object(storage, dead.start(NAME, "a" * 16).key("__0_0.distcp"), [b"123"])
+    assert RecordDraftStore(storage, storage).sweep() == []
+    assert len(keys(storage)) == 1

@@ -1,0 +1,56 @@
+"""Which scheme protects which checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.checkpoint.levels.options import (
+    DoubleParity,
+    Partner,
+    Scheme,
+    Single,
+    Xor,
+    check_schemes,
+    scheme_for,
+)
+from penstock.errors import UsageError
+
+
+def test_the_largest_interval_that_divides_the_number_wins() -> None:
+    schemes = [Single(every=1), Partner(every=4), Xor(group=8, every=16)]
+    chosen = [scheme_for(number, schemes).name for number in (1, 4, 8, 15, 16, 32)]
+    assert chosen == ["single", "partner", "partner", "single", "xor", "xor"]
+
+
+def test_a_checkpoint_without_a_scheme_is_refused_before_it_is_saved() -> None:
+    with pytest.raises(UsageError, match="must apply to every checkpoint"):
+        check_schemes([Partner(every=4)])
+    with pytest.raises(UsageError, match="must apply to every checkpoint"):
+        check_schemes([])
+    with pytest.raises(UsageError, match="Two redundancy schemes have every=4"):
+        check_schemes([Single(), Partner(every=4), Xor(every=4)])
+    with pytest.raises(UsageError, match="No redundancy scheme applies to checkpoint 3"):
+        scheme_for(3, [Partner(every=2)])
+    check_schemes([Single(), Partner(every=4)])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "losses", "share"),
+    [(Single(), 0, 1.0), (Partner(), 1, 2.0), (Xor(group=8), 1, 8 / 7), (DoubleParity(group=8), 2, 8 / 6)],
+)
+def test_each_scheme_says_what_it_survives_and_what_it_keeps(
+    scheme: Scheme, losses: int, share: float
+) -> None:
+    assert scheme.losses == losses
+    assert scheme.kept_share(8) == share
+
+
+def test_groups_and_intervals_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match="every must be at least 1"):
+        Single(every=0)
+    with pytest.raises(UsageError, match="Invalid group of 1"):
+        Xor(group=1)
+    with pytest.raises(UsageError, match="Invalid group of 2"):
+        DoubleParity(group=2)
+    with pytest.raises(UsageError, match="Invalid group of 500"):
+        Partner(group=500)

@@ -1,0 +1,176 @@
+"""Why a job leaves, and when: by signals, its time, or a marker."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from penstock.checkpoint.manager.graceful_stop import (
+    MARKER_NAME,
+    GracefulStop,
+    SignalWatch,
+    StopConditions,
+    StopRequest,
+    cancel_stop_request,
+    find_stop_request,
+    request_stop,
+)
+from penstock.errors import DataDamaged, UsageError
+from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.object_io import exists, write_object
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+
+@dataclass(slots=True)
+class Clock:
+    now_s: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass(slots=True)
+class Job:
+    settings: StopConditions = field(default_factory=StopConditions)
+    rank: int = 0
+    clock: Clock = field(default_factory=Clock)
+    storage: MemoryStorage = field(default_factory=lambda: MemoryStorage("mem://halting"))
+    halting: GracefulStop = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.halting = GracefulStop(self.settings, self.storage, self.rank, clock=self.clock)
+
+    def step(self, seconds: float) -> str:
+        self.clock.now_s += seconds
+        return self.halting.find_reason()
+
+
+ORDER = StopRequest(asked_by="me@here", asked_at_s=5.0, reason="maintenance")
+
+
+def test_a_job_that_nobody_asks_goes_on() -> None:
+    job = Job()
+    assert [job.step(1e6) for _ in range(3)] == ["", "", ""]
+
+
+def test_a_job_leaves_in_time_for_a_step_two_slowest_saves_and_the_margin() -> None:
+    job = Job(StopConditions(time_limit=1000, margin_s=50))
+    assert job.step(100) == ""
+
+    def save() -> str:
+        job.clock.now_s += 200
+        return "saved"
+
+    assert job.halting.time_save(save) == "saved"
+    # 100 + 200 are gone; the longest step, with its save, took 210, the margin and two saves are 450.
+    assert job.step(10) == ""
+    assert "s are left, and one step" in job.step(100)
+
+
+def test_a_marker_is_seen_by_rank_0_and_not_at_every_step() -> None:
+    job = Job(StopConditions(look_s=10))
+    assert job.step(1) == ""
+    request_stop(job.storage, ORDER)
+    assert job.step(5) == ""
+    assert job.step(6) == "requested by me@here (maintenance)"
+    assert Job(rank=1, storage=job.storage).step(100) == ""
+
+
+def test_what_one_rank_says_all_hear_and_the_first_reason_stays() -> None:
+    job = Job()
+    job.halting.agree(["", "", "SIGTERM was received"])
+    job.halting.agree(["requested by me@here", "", ""])
+    assert job.halting.reason == "rank 2: SIGTERM was received"
+    assert job.halting.find_reason() == job.halting.reason
+
+
+def test_whoever_obeys_removes_the_marker_and_who_did_not_leaves_it() -> None:
+    job = Job()
+    request_stop(job.storage, ORDER)
+    job.halting.close()
+    assert exists(job.storage, MARKER_NAME)
+    job.halting.agree([job.step(1)])
+    job.halting.close()
+    assert not exists(job.storage, MARKER_NAME)
+
+
+def test_an_order_is_found_as_it_was_put_and_taken_back() -> None:
+    storage = MemoryStorage("mem://orders")
+    assert find_stop_request(storage) is None
+    assert not cancel_stop_request(storage)
+    request_stop(storage, ORDER)
+    assert find_stop_request(storage) == ORDER
+    assert cancel_stop_request(storage)
+    assert find_stop_request(storage) is None
+
+
+def test_a_damaged_marker_is_an_error_to_look_at_and_stops_a_job_all_the_same() -> None:
+    job = Job()
+    write_object(job.storage, MARKER_NAME, [b'{"version": 9}'])
+    with pytest.raises(DataDamaged, match="The stop request cannot be parsed"):
+        find_stop_request(job.storage)
+    assert "cannot be read" in job.step(1)
+
+
+def test_a_watched_signal_is_noted_and_handed_to_who_was_there_before() -> None:
+    heard: list[int] = []
+
+    def earlier(number: int, _frame: FrameType | None) -> None:
+        heard.append(number)
+
+    first: Any = signal.signal(signal.SIGUSR2, earlier)
+    try:
+        job = Job(StopConditions(signals=("SIGUSR2",)))
+        assert job.step(1) == ""
+        signal.raise_signal(signal.SIGUSR2)
+        assert job.step(1) == "SIGUSR2 was received"
+        assert heard == [signal.SIGUSR2]
+        job.halting.close()
+        assert signal.getsignal(signal.SIGUSR2) is earlier
+    finally:
+        signal.signal(signal.SIGUSR2, first)
+
+
+def test_a_handler_that_came_later_stays_and_may_call_ours() -> None:
+    first: Any = signal.getsignal(signal.SIGUSR2)
+    try:
+        watch = SignalWatch(["SIGUSR2"])
+        ours: Any = signal.getsignal(signal.SIGUSR2)
+
+        def later(number: int, frame: FrameType | None) -> None:
+            ours(number, frame)
+
+        signal.signal(signal.SIGUSR2, later)
+        watch.close()
+        assert signal.getsignal(signal.SIGUSR2) is later
+        signal.raise_signal(signal.SIGUSR2)
+        assert watch.received == "SIGUSR2"
+    finally:
+        signal.signal(signal.SIGUSR2, first)
+
+
+def test_signals_are_for_the_main_thread() -> None:
+    assert threading.current_thread() is threading.main_thread()
+    with ThreadPoolExecutor(1) as threads, pytest.raises(UsageError, match="Only the main thread"):
+        threads.submit(SignalWatch, ["SIGUSR2"]).result()
+
+
+@pytest.mark.parametrize(
+    ("choices", "told"),
+    [
+        ({"time_limit": 0}, "must be positive"),
+        ({"time_limit": "pbs"}, "slurm"),
+        ({"signals": ("SIGNONE",)}, "Unknown signal"),
+        ({"margin_s": -1}, "must not be negative"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(choices: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        StopConditions(**choices)
