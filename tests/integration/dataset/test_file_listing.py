@@ -139,7 +139,7 @@ def test_cut_anywhere_it_is_refused_with_its_sizes(path: Path) -> None:
         assert (caught.value.expected_bytes, caught.value.actual_bytes) == (whole, size)
     for size in (HEAD.size - 1, 3, 0):
         os.truncate(path, size)
-        with pytest.raises(StorageError, match="no listing"):
+        with pytest.raises(StorageError, match="not a listing"):
             Listing(path)
 
 
@@ -180,7 +180,7 @@ def test_a_listing_of_a_later_version_asks_for_the_penstock_that_wrote_it(path: 
 
 def test_what_is_no_listing_says_so(path: Path) -> None:
     path.write_bytes(bytes(200))
-    with pytest.raises(StorageError, match="no listing"):
+    with pytest.raises(StorageError, match="not a listing"):
         Listing(path)
     with pytest.raises(ObjectNotFound):
         Listing(path.with_name("absent"))

@@ -377,7 +377,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         ground.run(writes=3, reads=3)
     assert read_record(only_run(ground)).outcome is RunOutcome.INTERRUPTED
-    assert "--resume goes on" in ground.said[-1]
+    assert "--resume to continue" in ground.said[-1]
     assert {key.partition("/")[0] for key in ground.stored()} == {"global_epoch1_step1", KEY}
     storage.at = ""
     result = ground.run(writes=3, reads=3, resumes=True)

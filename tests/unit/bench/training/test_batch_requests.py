@@ -405,7 +405,7 @@ def test_sizes_of_files_from_elsewhere_are_looked_up() -> None:
 
 
 def test_an_object_that_nobody_told_of_costs_an_error() -> None:
-    with pytest.raises(ObjectNotFound, match="No size was told"):
+    with pytest.raises(ObjectNotFound, match="size of this object is not known"):
         ZeroCostStorage(MemoryStorage(), {}).open("x")
 
 
