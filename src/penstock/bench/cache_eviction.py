@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import Unavailable
-from penstock.storage.residency import SupportsLocalPaths, evict_file
+from penstock.storage.capabilities import find_local_paths
+from penstock.storage.residency import evict_file
 
 if TYPE_CHECKING:
     from penstock.bench.training.training_files import TrainingFiles
@@ -68,23 +69,19 @@ class ObjectEviction(CacheEviction):
         return self.resident_share <= WARM_SHARE
 
 
-def uses_page_cache(storage: Storage) -> bool:
-    """Whether reads of this storage may come from this node's memory: only files that are read buffered."""
-    return storage.uri.startswith("file://") and isinstance(storage, SupportsLocalPaths)
-
-
 def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: Comm) -> ObjectEviction:
     """Evict what this rank is about to read from its node's memory. Collective; the same on all ranks.
 
     Another rank may have written a file on this node. Each rank evicts what it reads itself, on the node on
     which it will read it, because only that cache matters.
     """
-    if storage.uri.startswith("direct://"):
-        return ObjectEviction(path="past the page cache")
-    if not (uses_page_cache(storage) and isinstance(storage, SupportsLocalPaths)):
+    files = find_local_paths(storage)
+    if files is None:
         return ObjectEviction(path="no page cache")
+    if not files.uses_page_cache:
+        return ObjectEviction(path="past the page cache")
     began_s = time.monotonic()
-    paths = [storage.local_path(each.key) for each in planned]
+    paths = [files.local_path(each.key) for each in planned]
     counts = all_gather_results(
         comm,
         lambda: _evict_or_assume_cached(paths, sum(each.size_bytes for each in planned)),
@@ -104,14 +101,15 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
 
 def evict_data_set(files: TrainingFiles, storage: Storage, *, comm: Comm) -> CacheEviction:
     """Evict the data set on every node; the ranks of a node share its files. Collective."""
-    assert isinstance(storage, SupportsLocalPaths)
+    paths = find_local_paths(storage)
+    assert paths is not None
     began_s = time.monotonic()
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     neighbours = [rank for rank, host in enumerate(hosts) if host == comm.host]
     first, step = neighbours.index(comm.rank), len(neighbours)
     counts = all_gather_results(
         comm,
-        lambda: _evict(storage.local_path(key) for key in files.keys(first=first, step=step)),
+        lambda: _evict(paths.local_path(key) for key in files.keys(first=first, step=step)),
         awaiting="all nodes to drop the data set from memory",
     )
     before, resident, total = (sum(column) for column in zip(*counts, strict=True))

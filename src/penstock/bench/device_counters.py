@@ -27,6 +27,7 @@ from penstock.results.io_reconciliation import HostTraffic, reconcile
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.results.io_reconciliation import Direction, IoReconciliation
+    from penstock.storage import Storage
 
 ROOT: Final = Path("/")
 _NO_HARDWARE: Final = HostHardware(boot_id="", drives=(), nics=(), ports=())
@@ -35,7 +36,7 @@ _NO_HARDWARE: Final = HostHardware(boot_id="", drives=(), nics=(), ports=())
 class DeviceObserver:
     """One rank's part in it: the lowest rank of each host samples, the others only take part."""
 
-    def __init__(self, comm: Comm, run_folder: Path, uri: str, *, root: Path = ROOT) -> None:
+    def __init__(self, comm: Comm, run_folder: Path, storage: Storage, *, root: Path = ROOT) -> None:
         """Collective."""
         self._comm = comm
         self._moved: dict[Direction, Counter[str]] = {"read": Counter(), "write": Counter()}
@@ -48,12 +49,12 @@ class DeviceObserver:
         self._samples = hosts.index(comm.host) == comm.rank
         if self._samples:
             try:
-                self._begin(run_folder, uri, root)
+                self._begin(run_folder, storage, root)
             except (OSError, ValueError, LookupError) as error:
                 self._failure = f"{type(error).__name__}: {error}"
 
-    def _begin(self, run_folder: Path, uri: str, root: Path) -> None:
-        self._sight = find_coverage(uri, proc=root / "proc")
+    def _begin(self, run_folder: Path, storage: Storage, root: Path) -> None:
+        self._sight = find_coverage(storage, proc=root / "proc")
         hardware = self._hardware = find_hardware(root)
         host = SampledHost(
             host=self._comm.host,

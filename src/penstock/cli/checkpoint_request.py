@@ -270,6 +270,6 @@ def perform_run(
 
 def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
     """The storage option that `fsync` sets; object services have none, as their writes are always durable."""
-    from penstock.storage.uri import FILE_SCHEMES, parse_uri
+    from penstock.storage.registry import has_option
 
-    return {"fsync": str(fsync).lower()} if parse_uri(uri).scheme in FILE_SCHEMES else {}
+    return {"fsync": str(fsync).lower()} if has_option(uri, "fsync") else {}

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.capabilities import SupportsEndpoints, find_local_root, unwrap
 from penstock.storage.volumes import nearest_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OBJECT_SCHEMES: Final = frozenset({"s3", "gs", "az"})
+    from penstock.storage import Storage
+
 _NETWORK: Final = frozenset(
     {"nfs", "nfs4", "lustre", "beegfs", "ceph", "cifs", "smb3", "pvfs2", "orangefs", "afs", "gpfs"}
 )
@@ -38,14 +39,14 @@ class CounterCoverage:
     reason: str = ""
 
 
-def find_coverage(uri: str, *, proc: Path = Path("/proc")) -> CounterCoverage:
-    """Whose counters see the bytes at `uri`, on this host."""
-    location = parse_uri(uri)
-    if location.scheme in OBJECT_SCHEMES:
+def find_coverage(storage: Storage, *, proc: Path = Path("/proc")) -> CounterCoverage:
+    """Which counters of this host see the storage's bytes."""
+    if isinstance(unwrap(storage), SupportsEndpoints):
         return CounterCoverage(watched="network")
-    if location.scheme not in FILE_SCHEMES:
-        return _nothing(f"{location.scheme}:// has no device that counts")
-    folder = nearest_folder(Path(location.root)).resolve()
+    root = find_local_root(storage)
+    if root is None:
+        return _nothing(f"{storage.uri} has no device that counts")
+    folder = nearest_folder(root).resolve()
     return find_device_coverage(folder, folder.stat().st_dev, proc=proc)
 
 

@@ -30,10 +30,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, BinaryIO, Final, Self
 
 from penstock.errors import ShortTransfer, StorageError
-from penstock.storage.files.file_storage import open_buffered
+from penstock.storage.files.file_storage import open_local
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.storage.object_io import write_object
-from penstock.storage.uri import Location
 
 if TYPE_CHECKING:
     from penstock.storage.protocol import ObjectInfo
@@ -217,7 +216,7 @@ def list_files(
             while batch := list(islice(entries, run_entries)):
                 batch.sort()
                 runs.add(batch)
-            storage = open_buffered(Location("file", str(path.parent.absolute())), {}, 0)
+            storage = open_local(path.parent)
             write_object(storage, path.name, _layout(runs, path))
     return Listing(path)
 

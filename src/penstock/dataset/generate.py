@@ -18,6 +18,7 @@ from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.errors import ObjectNotFound
+from penstock.storage.capabilities import find_local_root
 from penstock.storage.volumes import require_free_space
 
 if TYPE_CHECKING:
@@ -102,7 +103,10 @@ def _prepare(recipe: DatasetRecipe, storage: Storage, size_bytes: int) -> bool:
     is_resumed = claim_folder(storage, recipe)
     if not is_resumed:
         require_free_space(
-            storage.uri, size_bytes, what="This data set", fix="ask for fewer files or smaller samples"
+            find_local_root(storage),
+            size_bytes,
+            what="This data set",
+            fix="ask for fewer files or smaller samples",
         )
     return is_resumed
 

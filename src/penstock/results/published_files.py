@@ -12,9 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.storage.files.file_storage import open_buffered
+from penstock.storage.files.file_storage import open_local
 from penstock.storage.object_io import write_object
-from penstock.storage.uri import Location
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -50,7 +49,7 @@ def publishing(folder: Path, name: str) -> Iterator[io.RawIOBase]:
 
 
 def _storage(folder: Path) -> FileStorage:
-    return open_buffered(Location("file", str(folder.absolute())), {}, 0)
+    return open_local(folder)
 
 
 class _SinkFile(io.RawIOBase):

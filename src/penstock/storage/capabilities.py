@@ -7,8 +7,9 @@ leaves the state before it or the one after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from penstock.errors import Unavailable
@@ -58,6 +59,31 @@ class FolderTree(Protocol):
 
 
 @runtime_checkable
+class SupportsLocalPaths(Protocol):
+    """A storage whose objects are files of a file system that is mounted on this machine."""
+
+    @property
+    def local_root(self) -> str:
+        """The absolute path of the folder that holds all objects. It may not exist yet."""
+
+    @property
+    def uses_page_cache(self) -> bool:
+        """Whether its reads and writes go through this machine's page cache."""
+
+    def local_path(self, key: str) -> str:
+        """The path of the object's file; `ObjectNotFound` where the folder that would hold it is missing."""
+
+
+@runtime_checkable
+class SupportsEndpoints(Protocol):
+    """A storage that talks to a service: its bytes cross this machine's network interfaces."""
+
+    @property
+    def endpoints(self) -> Sequence[str]:
+        """The URLs of the service."""
+
+
+@runtime_checkable
 class SupportsFolders(Protocol):
     """A storage on a file system."""
 
@@ -97,6 +123,24 @@ def unwrap(storage: Storage) -> Storage:
     while isinstance(storage, WrappedStorage):
         storage = storage.inside
     return storage
+
+
+def find_local_paths(storage: Storage) -> SupportsLocalPaths | None:
+    """The storage inside all wrappers if it is one of local files; None for any other."""
+    inside = unwrap(storage)
+    return inside if isinstance(inside, SupportsLocalPaths) else None
+
+
+def find_local_root(storage: Storage) -> Path | None:
+    """The folder of a storage of local files, wrapped or not; None for any other."""
+    paths = find_local_paths(storage)
+    return None if paths is None else Path(paths.local_root)
+
+
+def uses_page_cache(storage: Storage) -> bool:
+    """Whether what this storage reads may come out of this machine's page cache."""
+    paths = find_local_paths(storage)
+    return paths is not None and paths.uses_page_cache
 
 
 def find_folder_tree(storage: Storage) -> FolderTree | None:

@@ -12,13 +12,15 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
-from penstock.environment import TRACE, process_environment
-from penstock.errors import UsageError
+from penstock.environment import TRACE, process_environment, untraced
+from penstock.errors import Unavailable, UsageError
+from penstock.storage.capabilities import find_local_paths
 from penstock.storage.uri import Location, parse_uri
 from penstock.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from penstock.environment import Environment
+    from penstock.storage.capabilities import SupportsLocalPaths
     from penstock.storage.protocol import Storage
 
 Opener = Callable[[Location, "Environment", int], "Storage"]
@@ -64,6 +66,29 @@ def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
     return open_storage(os.fspath(path), process_environment(), rank=rank)
 
 
+def find_local_paths_at(uri: str, environment: Environment | None = None) -> SupportsLocalPaths | None:
+    """What the storage at `uri` says of its local files, before it is opened for use; None for any other.
+
+    Opening moves no bytes. A storage that is not available here has no local files, either: whoever opens it
+    for use gets the error.
+    """
+    storage = _open_untraced(uri, environment)
+    return None if storage is None else find_local_paths(storage)
+
+
+def has_option(uri: str, name: str, environment: Environment | None = None) -> bool:
+    """Whether the storage at `uri` has an option of this name, such as `fsync`."""
+    storage = _open_untraced(uri, environment)
+    return storage is not None and name in storage.options
+
+
+def _open_untraced(uri: str, environment: Environment | None) -> Storage | None:
+    try:
+        return open_storage(uri, untraced(process_environment() if environment is None else environment))
+    except Unavailable:
+        return None
+
+
 def _opener(scheme: str) -> Opener:
     if scheme in SCHEMES:
         return cast("Opener", _named(SCHEMES[scheme]))
@@ -72,7 +97,7 @@ def _opener(scheme: str) -> Opener:
             return cast("Opener", entry.load())
     hint = did_you_mean(scheme, SCHEMES, form="{}://")
     raise UsageError(
-        f"No storage serves {scheme}://", fix=f"{hint}Known: {', '.join(SCHEMES)}, or a plain path."
+        f"Unsupported storage scheme {scheme!r}", fix=f"{hint}Known: {', '.join(SCHEMES)}, or a plain path."
     )
 
 

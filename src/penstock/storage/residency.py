@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from penstock.errors import Unavailable
+from penstock.storage.capabilities import find_local_paths
 from penstock.storage.files.system_calls import raise_on_failure, translate_os_errors
-from penstock.storage.wrapping import WrappedStorage
 
 if TYPE_CHECKING:
     from penstock.storage.protocol import Storage
@@ -61,14 +61,6 @@ class Eviction:
 
     before: Residency
     after: Residency
-
-
-@runtime_checkable
-class SupportsLocalPaths(Protocol):
-    """A storage whose objects are files of this machine."""
-
-    def local_path(self, key: str) -> str:
-        """Where the object's file is."""
 
 
 class _CachestatRange(ctypes.Structure):
@@ -188,16 +180,14 @@ def _count_pages(
 
 
 def _paths(storage: Storage, prefix: str) -> Iterable[str]:
-    while isinstance(storage, WrappedStorage):
-        storage = storage.inside
-    if not isinstance(storage, SupportsLocalPaths):
+    paths = find_local_paths(storage)
+    if paths is None:
         raise Unavailable(
-            "The page cache of this node holds only files",
+            "The page cache of this node holds only local files",
             where=storage.uri,
-            fix="Drop caches only for file:// and direct://; an object service has its own.",
+            fix="Evict only what lies on a file system; an object service has caches of its own.",
         )
-    local_path = storage.local_path
-    return (local_path(info.key) for info in storage.list(prefix))
+    return (paths.local_path(info.key) for info in storage.list(prefix))
 
 
 def _nothing() -> Residency:

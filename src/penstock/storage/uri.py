@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-FILE_SCHEMES = ("file", "direct")
+_PATH_SCHEMES = ("file", "direct")
+_BUCKET_SCHEMES = ("s3", "gs", "az", "mem")
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A root to keep objects under: an absolute path for files, `bucket/prefix` for objects."""
+    """Where a storage keeps its objects. `root` is an absolute path, or `bucket/prefix` of a service."""
 
     scheme: str
     root: str
@@ -36,22 +37,48 @@ class Location:
         """The location as a URI, without its options."""
         return f"{self.scheme}://{self.root}"
 
+    @property
+    def text(self) -> str:
+        """The location as a URI with its options: `parse_uri` makes the same location of it."""
+        query = "&".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.uri}?{query}" if query else self.uri
+
+    def with_options(self, **options: str) -> Location:
+        """The same place with more options, which replace those of the same names."""
+        return Location(self.scheme, self.root, {**self.options, **options})
+
+    def split_name(self) -> tuple[Location, str] | None:
+        """The location above this one and the name in it; None for a file system's root and for a bucket."""
+        above, _, name = self.root.rstrip("/").rpartition("/")
+        if not name or not (above or self.root.startswith("/")):
+            return None
+        return Location(self.scheme, above or "/", self.options), name
+
+
+def is_plain_path(text: str) -> bool:
+    """Whether `text` is a path rather than a URI with a scheme."""
+    return "://" not in text
+
 
 def parse_uri(text: str) -> Location:
-    """The location that `text` names: a URI with a known or unknown scheme, or a plain path."""
+    """The location that `text` names: a URI with a known or unknown scheme, or a plain path.
+
+    After `file://` and `direct://` comes an absolute path, after `s3://` and its like a bucket. Schemes of
+    other packages may have either: three slashes, as in `pfs:///scratch`, begin an absolute path.
+    """
     if not text:
         raise UsageError(
             "An empty string names no storage", fix="Give a path or a URI such as s3://bucket/prefix."
         )
-    scheme, separator, rest = text.partition("://")
-    if not separator:
+    if is_plain_path(text):
         return Location("file", os.path.abspath(text))
+    scheme, _, rest = text.partition("://")
     if not scheme.isalnum():
         raise UsageError(
-            f"{text!r} is no URI", fix="Write scheme://..., for example file:///data or s3://bucket/x."
+            f"{text!r} is not a URI", fix="Write scheme://..., for example file:///data or s3://bucket/x."
         )
     root, _, query = rest.partition("?")
-    if scheme in FILE_SCHEMES:
+    if scheme in _PATH_SCHEMES or (scheme not in _BUCKET_SCHEMES and root.startswith("/")):
         root = _absolute_path(text, root)
     else:
         root = root.strip("/")

@@ -10,19 +10,20 @@ import shutil
 from pathlib import Path
 
 from penstock.errors import OutOfSpace
-from penstock.storage.uri import FILE_SCHEMES, parse_uri
 from penstock.units import format_bytes
 
 _RESERVE = 20
 """One part in so many of what is written stays free on top: folders, journals, and other people."""
 
 
-def require_free_space(uri: str, size_bytes: int, *, what: str, fix: str) -> None:
-    """`OutOfSpace` unless `size_bytes` fit at `uri`, which need not exist yet. `what` begins the message."""
-    location = parse_uri(uri)
-    if location.scheme not in FILE_SCHEMES:
+def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: str) -> None:
+    """`OutOfSpace` unless `size_bytes` fit below `root`, which need not exist yet. `what` begins the message.
+
+    None is a storage without a local folder (`find_local_root`): a service does not tell its free space.
+    """
+    if root is None:
         return
-    folder = nearest_folder(Path(location.root))
+    folder = nearest_folder(root)
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < size_bytes + size_bytes // _RESERVE:
         raise OutOfSpace(

@@ -34,6 +34,9 @@ from penstock.workload.duration import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 MIB = 1 << 20
+BUCKET = open_storage(
+    "s3://bucket", {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_REGION": "z"}
+)
 ATTEMPTS = 6
 """A neighbour that reads at the same moment moves bytes of the same device."""
 
@@ -49,8 +52,8 @@ WORKLOAD = Workload(
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A data set of 64 MiB, on a file system whose device counts."""
     folder = tmp_path_factory.mktemp("observed") / "data"
-    if find_coverage(str(folder)).watched != "device":
-        pytest.skip(f"no device counts here: {find_coverage(str(folder)).reason}")
+    if find_coverage(open_storage(str(folder), {})).watched != "device":
+        pytest.skip(f"no device counts here: {find_coverage(open_storage(str(folder), {})).reason}")
     recipe = DatasetRecipe(dataset=WORKLOAD.dataset, seed=3, reduction=IRREDUCIBLE)
     generate(recipe, open_storage(str(folder), {}), comm=SoloComm(), threads=2, progress=Silent())
     return folder
@@ -112,7 +115,7 @@ def test_a_run_out_of_the_page_cache_is_flagged(
 def _observed(comm: ThreadComm, folder: Path, roots: list[Path]) -> IoReconciliation:
     """Each host's only drive reads 8 MiB while its ranks read 1 MiB each."""
     root = roots[int(comm.host)]
-    with DeviceObserver(comm, folder, "s3://bucket", root=root) as observer:
+    with DeviceObserver(comm, folder, BUCKET, root=root) as observer:
         comm.barrier(awaiting="all to begin")
         with observer.during("read"):
             comm.barrier(awaiting="all to read")
@@ -147,7 +150,7 @@ def test_a_host_that_cannot_count_leaves_its_run_alone_and_the_account_unchecked
 
 
 def test_a_direction_without_a_block_moved_nothing(tmp_path: Path) -> None:
-    with DeviceObserver(SoloComm(), tmp_path / "run", "s3://bucket", root=host(tmp_path / "a")) as observer:
+    with DeviceObserver(SoloComm(), tmp_path / "run", BUCKET, root=host(tmp_path / "a")) as observer:
         pass
     delivery = observer.deliver("write", 2 * MIB)
     assert replace(delivery, why="") == IoReconciliation(

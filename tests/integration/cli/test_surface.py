@@ -85,7 +85,7 @@ def test_a_table_for_people_fits_a_narrow_terminal(tmp_path: Path) -> None:
     ("words", "code", "said"),
     [
         ((*PROBE, "/tmp", "--size", "4G"), 2, "Say GiB (1024-based) or GB (1000-based)"),
-        ((*PROBE, "ftp://x/y"), 2, "No storage serves ftp://"),
+        ((*PROBE, "ftp://x/y"), 2, "Unsupported storage scheme 'ftp'"),
         ((*PROBE, "direct://tmp/x"), 2, "three slashes"),
         ((*PROBE, "/tmp", "-o", "fsink=no"), 2, "Did you mean 'fsync'?"),
         ((*PROBE, "/tmp", "--streams", "0"), 2, "must be positive"),
@@ -113,7 +113,7 @@ def test_debug_adds_the_traceback_wherever_it_stands(place: str) -> None:
     result = penstock(*words)
     assert result.returncode == 2
     assert "Traceback" in result.stderr
-    assert "No storage serves ftp://" in result.stderr
+    assert "Unsupported storage scheme 'ftp'" in result.stderr
 
 
 def test_a_defect_of_our_own_is_called_one() -> None:

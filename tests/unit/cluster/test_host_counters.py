@@ -15,6 +15,7 @@ from penstock.cluster.host_counters import (
     find_hardware,
     read_sample,
 )
+from penstock.storage import open_storage
 
 DISKSTATS = """ 254       0 vda {reads} 1 {sectors} 3 40 5 600 7 0 80 9 0 0 0 0 0 0
  254       1 vda1 10 1 200 3 40 5 600 7 0 80 9 0 0 0 0 0 0
@@ -99,8 +100,9 @@ def test_what_sees_a_storages_bytes_is_known_or_said_not_to_be(
 
 
 def test_objects_come_over_networks_and_memory_over_nothing() -> None:
-    assert find_coverage("s3://bucket/x").watched == "network"
-    assert find_coverage("mem://x").reason == "mem:// has no device that counts"
+    environment = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_REGION": "z"}
+    assert find_coverage(open_storage("s3://bucket/x", environment)).watched == "network"
+    assert find_coverage(open_storage("mem://x", {})).reason == "mem://x has no device that counts"
 
 
 def test_samples_come_in_order_from_the_thread_and_on_demand() -> None:

@@ -44,8 +44,8 @@ def test_percent_signs_are_taken_literally() -> None:
     ("text", "message"),
     [
         ("", "names no storage"),
-        ("no-scheme://x", "is no URI"),
-        ("://x", "is no URI"),
+        ("no-scheme://x", "is not a URI"),
+        ("://x", "is not a URI"),
         ("file://relative/path", "has no absolute path"),
         ("direct://", "has no absolute path"),
         ("s3://", "names no bucket"),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import OutOfSpace
+from penstock.storage.capabilities import find_local_root
+from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.volumes import nearest_folder, require_free_space
 
 if TYPE_CHECKING:
@@ -14,17 +16,16 @@ if TYPE_CHECKING:
 
 
 def test_what_fits_is_silent_and_what_does_not_names_the_place_and_the_way_out(tmp_path: Path) -> None:
-    uri = f"direct://{tmp_path}/not/there/yet"
-    require_free_space(uri, 1, what="This", fix="write less")
+    root = tmp_path / "not" / "there" / "yet"
+    require_free_space(root, 1, what="This", fix="write less")
     with pytest.raises(OutOfSpace, match=r"This takes 1 EiB, and .* are free") as caught:
-        require_free_space(uri, 1 << 60, what="This", fix="write less")
+        require_free_space(root, 1 << 60, what="This", fix="write less")
     assert caught.value.where == str(tmp_path)
     assert caught.value.fix == "Make room, or write less."
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/x", "mem://x"])
-def test_only_file_systems_can_tell(uri: str) -> None:
-    require_free_space(uri, 1 << 60, what="This", fix="write less")
+def test_a_storage_without_a_folder_cannot_tell() -> None:
+    require_free_space(find_local_root(MemoryStorage()), 1 << 60, what="This", fix="write less")
 
 
 def test_the_nearest_folder_is_the_innermost_that_exists(tmp_path: Path) -> None:

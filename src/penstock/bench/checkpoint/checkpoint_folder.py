@@ -20,9 +20,8 @@ from penstock.bench.model_state.state_layout import checkpoint_folder
 from penstock.cluster.collectives import all_gather_results
 from penstock.dataset.content import CONTENT_VERSION
 from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.storage.capabilities import find_local_paths
 from penstock.storage.object_io import read_object, write_object
-from penstock.storage.residency import SupportsLocalPaths
-from penstock.storage.uri import FILE_SCHEMES, parse_uri
 from penstock.storage.volumes import nearest_folder, read_volume_id, require_free_space
 
 if TYPE_CHECKING:
@@ -193,11 +192,12 @@ def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
         lambda: _delete_all(storage, keys[comm.rank :: comm.size]),
         awaiting="old checkpoints to be deleted",
     )
-    if comm.rank == 0 and isinstance(storage, SupportsLocalPaths):
+    paths = find_local_paths(storage)
+    if comm.rank == 0 and paths is not None:
         for step in steps:
             # A folder with files of other programs stays.
             with suppress(OSError):
-                Path(storage.local_path(f"{checkpoint_folder(EPOCH, step)}/any")).parent.rmdir()
+                Path(paths.local_path(f"{checkpoint_folder(EPOCH, step)}/any")).parent.rmdir()
 
 
 def _keys_of(storage: Storage, steps: Sequence[int]) -> list[str]:
@@ -229,24 +229,24 @@ def _require_same_content(found: CheckpointMarker, request: CheckpointRequest, u
         )
 
 
-def require_room(uri: str, bytes_of_ranks: Sequence[int], *, comm: Comm) -> None:
-    """`OutOfSpace` on all ranks unless each file system holds what its ranks will write. Collective."""
-    volumes = comm.gather(identify_volume(uri), awaiting="where all ranks write")
+def require_room(root: Path | None, bytes_of_ranks: Sequence[int], *, comm: Comm) -> None:
+    """`OutOfSpace` on all ranks unless each file system holds what its ranks will write. Collective.
+
+    `root` is the storage's local folder; None for a storage that is not of files.
+    """
+    volumes = comm.gather(identify_volume(root), awaiting="where all ranks write")
     needed = sum(
         size for size, volume in zip(bytes_of_ranks, volumes, strict=True) if volume == volumes[comm.rank]
     )
     all_gather_results(
         comm,
         lambda: require_free_space(
-            uri, needed, what="Writing all checkpoints", fix="write fewer, or a smaller --scale"
+            root, needed, what="Writing all checkpoints", fix="write fewer, or a smaller --scale"
         ),
         awaiting="all nodes to check their free space",
     )
 
 
-def identify_volume(uri: str) -> str:
+def identify_volume(root: Path | None) -> str:
     """What tells one file system from another: the same on all nodes for a shared one. "" without files."""
-    location = parse_uri(uri)
-    if location.scheme not in FILE_SCHEMES:
-        return ""
-    return read_volume_id(nearest_folder(Path(location.root)))
+    return "" if root is None else read_volume_id(nearest_folder(root))

@@ -54,6 +54,7 @@ from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.results.run_record import RunRequest
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Counters
+from penstock.storage.capabilities import find_local_root
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_folder import PreparedRounds
@@ -113,7 +114,7 @@ def run_checkpoints(
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     num_writes = sum(each.direction == "write" for each in prepared.rounds)
     sizes = request.layout.bytes_of_processes().tolist()
-    require_room(storage.uri, [size * num_writes for size in sizes], comm=comm)
+    require_room(find_local_root(storage), [size * num_writes for size in sizes], comm=comm)
     facts = one_per_host(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
     shift = rank_shift(hosts) if request.model.workload.checkpoint.recovery_rank_shift else 0
     if request.model.workload.checkpoint.recovery_rank_shift and not shift:
@@ -188,7 +189,7 @@ class _Session:
         """All rounds; their spans lie in the folder's spools afterwards."""
         began_ns = time.monotonic_ns()
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
-        with DeviceObserver(self.comm, folder, self.uri) as observer, StepRecorder(spool) as recorder:
+        with DeviceObserver(self.comm, folder, self.reopen()) as observer, StepRecorder(spool) as recorder:
             work = self._work(recorder)
             rounds = tuple(self._rounds(work, folder, observer))
             recorder.add_span(_epoch_span(began_ns))

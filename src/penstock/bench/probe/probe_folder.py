@@ -12,12 +12,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from penstock.bench.probe.probe_plan import MODES, Mode
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.storage import open_storage
+from penstock.storage.capabilities import find_local_paths, find_local_root, unwrap
+from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.volumes import nearest_folder, require_free_space
 
 if TYPE_CHECKING:
+    from penstock.bench.probe.probe_plan import Mode
     from penstock.cluster.comm import Comm
     from penstock.environment import Environment
     from penstock.storage import Storage
@@ -40,9 +42,6 @@ class ProbeFolder:
         environment: Environment,
         options: Mapping[str, str],
     ) -> None:
-        self.mode: Mode = MODES.get(location.scheme, "objects")
-        self.folder = Path(location.root, folder_name) if location.scheme in ("file", "direct") else None
-        self._missing_folders = _missing_folders(self.folder)
         self._comm = comm
         self._keys: set[str] = set()
         self.storage: Storage = open_storage(
@@ -51,6 +50,9 @@ class ProbeFolder:
             options={**location.options, **options},
             rank=comm.rank,
         )
+        self.mode = _find_mode(self.storage)
+        self.folder = find_local_root(self.storage)
+        self._missing_folders = _missing_folders(self.folder)
 
     def __enter__(self) -> Self:
         return self
@@ -103,11 +105,19 @@ class ProbeFolder:
     def check_free_space(self, size_bytes: int) -> None:
         """Fail before the first byte if the file system can't hold one measurement and a little more."""
         require_free_space(
-            self.storage.uri,
+            self.folder,
             size_bytes,
             what="Each measurement of this probe",
             fix="give a smaller --size",
         )
+
+
+def _find_mode(storage: Storage) -> Mode:
+    """How the storage moves bytes, as far as its capabilities tell."""
+    paths = find_local_paths(storage)
+    if paths is not None:
+        return "buffered" if paths.uses_page_cache else "direct"
+    return "memory" if isinstance(unwrap(storage), MemoryStorage) else "objects"
 
 
 def _missing_folders(folder: Path | None) -> list[Path]:

@@ -9,20 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from penstock.errors import UsageError
-from penstock.storage.uri import Location, parse_uri
+from penstock.storage.uri import Location, is_plain_path, parse_uri
 
 Operation = Literal["write", "read", "random_read", "small_write", "small_read", "fsync"]
 Mode = Literal["buffered", "direct", "objects", "memory"]
-
-MODES: Final[dict[str, Mode]] = {
-    "file": "buffered",
-    "direct": "direct",
-    "s3": "objects",
-    "gs": "objects",
-    "az": "objects",
-    "mem": "memory",
-}
-"""How each scheme works; other people's schemes are taken for object stores."""
 
 RANDOM_BLOCK_BYTES: Final = 128 << 10
 SMALL_OBJECT_BYTES: Final = 64 << 10
@@ -79,7 +69,7 @@ class StepGroup:
 def probe_locations(uri: str) -> tuple[Location, ...]:
     """Where to measure: a plain path means both ways through a file system, a URI just its own."""
     location = parse_uri(uri)
-    if "://" not in uri:
+    if is_plain_path(uri):
         return (location, Location("direct", location.root))
     return (location,)
 

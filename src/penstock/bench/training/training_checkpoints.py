@@ -19,6 +19,7 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.pipeline import PipeSettings
 from penstock.dataset.content import Content
 from penstock.progress import Silent
+from penstock.storage.capabilities import find_local_root
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_request import OpenStorage
@@ -80,7 +81,7 @@ class TrainingCheckpoints:
         """Check that there is room for all of them, and warm up. Collective."""
         num_due = count_due(request.when, epochs)
         sizes: list[int] = request.layout.bytes_of_processes().tolist()
-        require_room(request.reopen().uri, [size * num_due for size in sizes], comm=comm)
+        require_room(find_local_root(request.reopen()), [size * num_due for size in sizes], comm=comm)
         pipe = fit_pipe(request.pipe, plan_objects(request.layout, comm.rank, 1))
         memory = WarmMemory(pipe.buffer_memory_bytes)
         if num_due and sizes[comm.rank]:

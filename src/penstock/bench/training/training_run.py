@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.bench.cache_eviction import evict_data_set, uses_page_cache
+from penstock.bench.cache_eviction import evict_data_set
 from penstock.bench.checkpoint.progress_board import PROGRESS_FILE
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.sample_decoder import ContentCheck, FormatDecoder
@@ -46,6 +46,7 @@ from penstock.results.published_files import write_json
 from penstock.results.run_record import RunRequest
 from penstock.results.step_events import StepPhase
 from penstock.storage import Counters
+from penstock.storage.capabilities import uses_page_cache
 from penstock.workload.choices import DataFormat
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class _Session:
         )
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
         sign = run.sign_of_life if run else _nobody_asks
-        observer = DeviceObserver(self.comm, folder, self.storage.uri)
+        observer = DeviceObserver(self.comm, folder, self.storage)
         with observer, StepRecorder(spool, on_flush=sign) as recorder:
             saver = self._saver(folder, recorder, sign)
             began_s = time.monotonic()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import Unavailable
-from penstock.storage.capabilities import find_folder_tree, unwrap
+from penstock.storage.capabilities import find_folder_tree, find_local_root
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.errors import StorageError, UsageError
 from penstock.storage.object_io import read_object, write_object
 from penstock.storage.registry import open_here
-from penstock.storage.uri import FILE_SCHEMES
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.protocol import Committed
@@ -90,15 +89,14 @@ class CheckpointRef:
 def split_path(path: AnyPath) -> tuple[str, str]:
     """The URI of a checkpoint's parent folder, with its options, and the checkpoint's name."""
     text = os.fspath(path)
-    location = parse_uri(text)
-    above, _, name = location.root.rstrip("/").rpartition("/")
-    if not name or not (above or location.scheme in FILE_SCHEMES):
+    parts = parse_uri(text).split_name()
+    if parts is None:
         raise UsageError(
             f"{text!r} is the root of a storage, not a checkpoint",
             fix="Add the name of the checkpoint, as in /data/run/step-100 or s3://bucket/run/step-100.",
         )
-    query = "&".join(f"{option}={value}" for option, value in location.options.items())
-    return f"{location.scheme}://{above or '/'}{'?' + query if query else ''}", name
+    parent, name = parts
+    return parent.text, name
 
 
 def open_parent(path: AnyPath, *, rank: int = 0) -> tuple[Storage, str]:
@@ -182,11 +180,12 @@ def open_catalog(storage: Storage) -> Catalog:
 
 
 def local_path(storage: Storage, key: str) -> Path:
-    """The local path of an object; `Unavailable` for a storage that is not a file system."""
-    if find_folder_tree(storage) is None:
+    """Where an object lies on this machine; `Unavailable` for a storage that is no file system."""
+    root = find_local_root(storage)
+    if root is None:
         raise Unavailable(
             "manager.output() needs file paths, and this storage is not a file system",
             where=storage.uri,
             fix="Pass cache=, a folder on each node: files are written there and then flushed.",
         )
-    return Path(parse_uri(unwrap(storage).uri).root) / key
+    return root / key

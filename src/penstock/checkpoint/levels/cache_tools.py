@@ -20,8 +20,7 @@ from penstock.checkpoint.levels.flush.journal import JournalReader
 from penstock.checkpoint.levels.node_cache import NodeCache
 from penstock.checkpoint.levels.redundancy.recoverability import assess
 from penstock.errors import ObjectNotFound, UsageError
-from penstock.storage.registry import open_here
-from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.registry import find_local_paths_at, open_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -95,12 +94,12 @@ class LevelsOverview:
 
 def require_cache_folder(path: str) -> Path:
     """The folder of a cache; `ObjectNotFound` if it does not exist."""
-    location = parse_uri(path)
-    if location.scheme not in FILE_SCHEMES:
+    paths = find_local_paths_at(path)
+    if paths is None:
         raise UsageError(
             f"{path} is not a local folder", fix="A cache is a folder of a node, such as /local/ssd/run."
         )
-    folder = Path(location.root)
+    folder = Path(paths.local_root)
     if not folder.is_dir():
         raise ObjectNotFound(
             "The cache does not exist",

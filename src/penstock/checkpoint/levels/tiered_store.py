@@ -22,6 +22,7 @@ from penstock.checkpoint.manager.step_store import DurableStore, MissingCopy, St
 from penstock.cluster.collectives import all_gather_results
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.storage.capabilities import find_folder_tree
+from penstock.storage.registry import has_option
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ def _explain_no_daemon(durable: DurableStore, path: str | None) -> str:
 def _build_daemon_uri(path: str) -> str:
     """The absolute URI of a path, with two writes in flight: one block is read while another is written."""
     location = parse_uri(path)
-    options = {"writes_in_flight": "2", **location.options}
-    query = "&".join(f"{name}={value}" for name, value in options.items())
-    return f"{location.scheme}://{location.root}?{query}"
+    if "writes_in_flight" not in location.options and has_option(path, "writes_in_flight"):
+        location = location.with_options(writes_in_flight="2")
+    return location.text
 
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from penstock.checkpoint.plan.region_arithmetic import overlaps
 from penstock.checkpoint.saving.buffers import pin
 from penstock.checkpoint.state.regions import item_bytes_of
 from penstock.storage.aligned import PAGE_BYTES
+from penstock.storage.capabilities import find_local_paths
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,7 +67,8 @@ class Means:
     @property
     def takes_any_address(self) -> bool:
         """Whether the storage reads into any memory as fast as into aligned huge pages."""
-        return self.storage.options.get("access") != "direct"
+        paths = find_local_paths(self.storage)
+        return paths is None or paths.uses_page_cache
 
     def open_file(self, number: int) -> Source:
         """One of the checkpoint's files."""

@@ -37,6 +37,7 @@ from penstock.checkpoint.tools.verify import damage_in_files
 from penstock.cluster.collectives import format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.progress import Silent
+from penstock.storage.files.durable import sync_open_file
 from penstock.storage.object_io import read_object
 from penstock.storage.uri import check_key
 
@@ -160,8 +161,8 @@ def _sync_user_file(path: Path, rank: int) -> int:
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise UsageError("Not a regular file", where=str(path), fix="Write a regular file to this path.")
-        os.fsync(descriptor)
+            raise UsageError("This is no plain file", where=str(path), fix="Write a file to the routed path.")
+        sync_open_file(descriptor)
     finally:
         os.close(descriptor)
     return facts.st_size

@@ -36,7 +36,8 @@ from penstock.checkpoint.state.regions import Boxes, TensorFacts
 from penstock.cluster.base_comm import SoloComm
 from penstock.errors import UsageError
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.registry import has_option
+from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -283,14 +284,9 @@ class Writer(StorageWriter):
         text = os.fspath(self.checkpoint_id)
         if self._fsync:
             return text
-        location = parse_uri(text)
-        if location.scheme not in FILE_SCHEMES:
-            raise UsageError(
-                f"fsync=False is for file systems, not for {location.scheme}://", fix="Leave it out."
-            )
-        options = {**location.options, "fsync": "false"}
-        query = "&".join(f"{name}={value}" for name, value in options.items())
-        return f"{location.scheme}://{location.root}?{query}"
+        if not has_option(text, "fsync"):
+            raise UsageError(f"fsync=False is for file systems, not for {text}", fix="Leave it out.")
+        return parse_uri(text).with_options(fsync="false").text
 
     def _abandon(self) -> None:
         place, self._place = self._place, None

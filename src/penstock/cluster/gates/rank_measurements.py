@@ -22,7 +22,7 @@ from penstock import __version__
 from penstock.cluster.facts.read_host import soft_limits
 from penstock.cluster.gates.gate_model import ClockOffset, LoginSettings, RankReport, Volume
 from penstock.results.provenance import package_versions
-from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.registry import find_local_paths_at
 from penstock.storage.volumes import nearest_folder, read_volume_id
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def read_rank_report(undertaking: PreflightRequest, comm: Comm) -> RankReport:
         shared_memory=read_volume(shared_memory, comm.host) if shared_memory.is_dir() else None,
         shared_segments=_shared_segments(root / "proc/sys/kernel"),
         login=read_login(root),
-        target=None if undertaking.uri is None else _volume_of_uri(undertaking.uri, comm.host),
+        target=_target_volume(undertaking, comm.host),
         results=None if undertaking.results is None else read_volume(undertaking.results, comm.host),
         written_bytes=undertaking.written_bytes,
     )
@@ -119,9 +119,11 @@ def _versions(comm: Comm) -> dict[str, str]:
     return {**own, "messages": comm.carrier} if comm.carrier else own
 
 
-def _volume_of_uri(uri: str, host: str) -> Volume | None:
-    location = parse_uri(uri)
-    return read_volume(Path(location.root), host) if location.scheme in FILE_SCHEMES else None
+def _target_volume(undertaking: PreflightRequest, host: str) -> Volume | None:
+    if undertaking.uri is None:
+        return None
+    paths = find_local_paths_at(undertaking.uri, undertaking.environment)
+    return None if paths is None else read_volume(Path(paths.local_root), host)
 
 
 NUM_ROUNDS: Final = 5

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, cast
 
 from penstock.cluster.gates.gate_model import ProbeView, StorageProbe
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
-from penstock.storage.files.file_storage import open_buffered
+from penstock.storage.capabilities import find_local_root
+from penstock.storage.files.file_storage import open_local
 from penstock.storage.object_io import write_object
-from penstock.storage.uri import FILE_SCHEMES, Location, parse_uri
 from penstock.storage.volumes import nearest_folder
 
 if TYPE_CHECKING:
@@ -36,10 +36,11 @@ _LONGEST_READ: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
-    """What rank 0 left, or found where it may not write."""
+class _ProbeObject:
+    """What rank 0 wrote, or found where it may not write. `folder` is that of a local file, else None."""
 
     where: str
+    folder: Path | None
     key: str
     digest: str
     is_fresh: bool
@@ -50,7 +51,7 @@ def probe_storage(
 ) -> StorageProbe | str:
     """What every rank sees, the same on all ranks; or why nothing could be shown to them. Collective."""
     mine = _leave(uri, reopen) if comm.rank == 0 else None
-    left = cast("_Left | str", comm.broadcast(mine, awaiting="rank 0 to leave a probe on the storage"))
+    left = cast("_ProbeObject | str", comm.broadcast(mine, awaiting="rank 0 to leave a probe on the storage"))
     if isinstance(left, str):
         return left
     sights = comm.gather(
@@ -61,37 +62,37 @@ def probe_storage(
     return StorageProbe(where=left.where, digest=left.digest, is_fresh=left.is_fresh, sights=sights)
 
 
-def _leave(uri: str, reopen: Callable[[], Storage]) -> _Left | str:
-    """Write a probe; where that is refused, choose what is there already."""
-    where = ""
-    location = parse_uri(uri)
-    if location.scheme in FILE_SCHEMES:
-        where = str(nearest_folder(Path(location.root)))
+def _leave(uri: str, reopen: Callable[[], Storage]) -> _ProbeObject | str:
+    """Write a probe; where that is refused, choose an object that exists."""
     key = PREFIX + secrets.token_hex(8)
     content = secrets.token_bytes(_PROBE_BYTES)
     try:
-        storage = _opened(where, reopen)
+        root = find_local_root(reopen())
+        folder = None if root is None else nearest_folder(root)
+        storage = _open(folder, reopen)
         try:
             write_object(storage, key, [content])
         except StorageError as refusal:
-            return _chosen(storage, where, refusal)
+            return _choose_object(storage, folder, refusal)
     except PenstockError as error:
         return str(error)
-    return _Left(where or uri, key, hashlib.sha256(content).hexdigest(), is_fresh=True)
+    where = uri if folder is None else str(folder)
+    return _ProbeObject(where, folder, key, hashlib.sha256(content).hexdigest(), is_fresh=True)
 
 
-def _chosen(storage: Storage, where: str, refusal: StorageError) -> _Left | str:
-    found = next((each.key for each in storage.list() if not each.key.startswith(PREFIX)), None)
-    if found is None:
+def _choose_object(storage: Storage, folder: Path | None, refusal: StorageError) -> _ProbeObject | str:
+    key = next((info.key for info in storage.list() if not info.key.startswith(PREFIX)), None)
+    if key is None:
         return f"nothing can be written there, and nothing lies there: {refusal}"
-    return _Left(where or storage.uri, found, _digest(storage, found), is_fresh=False)
+    where = storage.uri if folder is None else str(folder)
+    return _ProbeObject(where, folder, key, _digest(storage, key), is_fresh=False)
 
 
-def _look(left: _Left, reopen: Callable[[], Storage], comm: Comm, *, patience_s: float) -> ProbeView:
+def _look(left: _ProbeObject, reopen: Callable[[], Storage], comm: Comm, *, patience_s: float) -> ProbeView:
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            digest = _digest(_opened(_folder(left), reopen), left.key)
+            digest = _digest(_open(left.folder, reopen), left.key)
             return ProbeView(rank=comm.rank, host=comm.host, digest=digest)
         except ObjectNotFound:
             if time.monotonic() >= deadline_s:
@@ -102,20 +103,16 @@ def _look(left: _Left, reopen: Callable[[], Storage], comm: Comm, *, patience_s:
             return ProbeView(rank=comm.rank, host=comm.host, digest=None, reason=str(error))
 
 
-def _remove(left: _Left, reopen: Callable[[], Storage]) -> None:
+def _remove(left: _ProbeObject, reopen: Callable[[], Storage]) -> None:
     try:
-        _opened(_folder(left), reopen).delete(left.key)
+        _open(left.folder, reopen).delete(left.key)
     except ObjectNotFound:
         return
 
 
-def _folder(left: _Left) -> str:
-    return left.where if left.where.startswith("/") else ""
-
-
-def _opened(folder: str, reopen: Callable[[], Storage]) -> Storage:
+def _open(folder: Path | None, reopen: Callable[[], Storage]) -> Storage:
     """Files are looked at in the innermost folder that exists, so that none has to be made."""
-    return open_buffered(Location("file", folder, {}), {}, 0) if folder else reopen()
+    return reopen() if folder is None else open_local(folder)
 
 
 def _digest(storage: Storage, key: str) -> str:

@@ -113,6 +113,11 @@ def open_direct(location: Location, _environment: Environment, _rank: int) -> Fi
     return FileStorage(location, options, DirectAccess(options.alignment_bytes, options.bounce_bytes))
 
 
+def open_local(folder: str | os.PathLike[str]) -> FileStorage:
+    """Files below a local folder with the default options: for Penstock's own records."""
+    return FileStorage(Location("file", os.path.abspath(folder)), FileOptions(), BufferedAccess())
+
+
 class FileStorage:
     """A `Storage` of files. A symbolic link inside the root is followed, one that leads out is refused."""
 
@@ -213,6 +218,16 @@ class FileStorage:
         os.unlink(path)
         os.close(descriptor)
         return True
+
+    @property
+    def local_root(self) -> str:
+        """The folder that holds all files."""
+        return self._location.root
+
+    @property
+    def uses_page_cache(self) -> bool:
+        """False with direct I/O."""
+        return not self._access.open_flags & os.O_DIRECT
 
     def local_path(self, key: str) -> str:
         """Where the file of this key is or would be; its folder exists and lies inside the root."""

@@ -130,6 +130,11 @@ class ObjectStorage:
             rank=rank,
         )
 
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """The URLs of the service; for Google and Azure, which have one each, the storage's own URI."""
+        return self._requests.endpoint_urls
+
     def _remote(self, key: str) -> str:
         return f"{self._place.prefix}/{key}" if self._place.prefix else key
 

@@ -64,6 +64,11 @@ class RetryingRequests:
         """A client to ask for what it can do."""
         return self._endpoints[0].client
 
+    @property
+    def endpoint_urls(self) -> tuple[str, ...]:
+        """Where requests go."""
+        return tuple(endpoint.url for endpoint in self._endpoints)
+
     def next_endpoint(self) -> Endpoint:
         """The endpoint whose turn it is."""
         return self._endpoints[next(self._turns) % len(self._endpoints)]

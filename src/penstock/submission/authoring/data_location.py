@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.registry import find_local_paths_at
+from penstock.storage.uri import parse_uri
 from penstock.workload.choices import StorageKind
 
 if TYPE_CHECKING:
@@ -26,19 +27,21 @@ class DataLocation:
 
 
 def locate_data(workload: Workload, uri: str) -> DataLocation:
-    """Read the data set from `uri`."""
-    location = parse_uri(uri)
-    if location.scheme in FILE_SCHEMES:
-        is_direct = location.scheme == "direct" or workload.reader.odirect
+    """The data set lies at `uri`."""
+    paths = find_local_paths_at(uri)
+    if paths is not None:
+        folder = paths.local_root
+        is_direct = not paths.uses_page_cache or workload.reader.odirect
         placed = replace(
             workload,
-            dataset=replace(workload.dataset, data_folder=location.root),
+            dataset=replace(workload.dataset, data_folder=folder),
             reader=replace(workload.reader, odirect=is_direct),
         )
-        changes: dict[str, Any] = {"dataset.data_folder": location.root}
+        changes: dict[str, Any] = {"dataset.data_folder": folder}
         if is_direct:
             changes["reader.odirect"] = True
-        return DataLocation(workload=placed, changes=changes, place=location.root)
+        return DataLocation(workload=placed, changes=changes, place=folder)
+    location = parse_uri(uri)
     bucket, _, prefix = location.root.partition("/")
     placed = replace(
         workload,
@@ -57,9 +60,9 @@ def locate_data(workload: Workload, uri: str) -> DataLocation:
 
 
 def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
-    """Write the checkpoints to `uri`."""
-    location = parse_uri(uri)
-    place = location.root if location.scheme in FILE_SCHEMES else location.uri
+    """The checkpoints go to `uri`."""
+    paths = find_local_paths_at(uri)
+    place = parse_uri(uri).uri if paths is None else paths.local_root
     checkpoint = replace(workload.checkpoint, checkpoint_folder=place)
     return DataLocation(
         workload=replace(workload, checkpoint=checkpoint),

@@ -23,7 +23,7 @@ from penstock.errors import StorageError
 from penstock.results.dlio.output_files import HydraFacts, write_configuration
 from penstock.results.provenance import redacted
 from penstock.results.published_files import write_json, write_text
-from penstock.storage.uri import FILE_SCHEMES, parse_uri
+from penstock.storage.registry import find_local_paths_at
 from penstock.submission.authoring.result_dir import publish
 from penstock.submission.authoring.run_metadata import (
     LAYOUT_VERSION,
@@ -188,11 +188,12 @@ def probe_fs_separation(place: str, results: Path, *, host: str, now: datetime) 
 
     A link within one file system succeeds and one across two is refused, whatever mounts and names say.
     """
-    location = parse_uri(place)
-    if location.scheme not in FILE_SCHEMES:
+    paths = find_local_paths_at(place)
+    if paths is None:
         return None
+    root = Path(paths.local_root)
     name = f".penstock-separation-{secrets.token_hex(4)}"
-    source, target = results / name, Path(location.root) / name
+    source, target = results / name, root / name
     try:
         target.parent.mkdir(parents=True, exist_ok=True)  # checkpoints make their folder with the first write
         source.touch(exist_ok=False)
@@ -204,15 +205,15 @@ def probe_fs_separation(place: str, results: Path, *, host: str, now: datetime) 
     except OSError as error:
         raise StorageError(
             f"Cannot determine whether data and results share a file system: {error.strerror}",
-            uri=location.root,
+            uri=str(root),
             fix="Make both folders writable.",
         ) from error
     return {
         "version": 1,
         "method": "link_exdev",
-        "data_or_chkpt_path": location.root,
+        "data_or_chkpt_path": str(root),
         "results_path": str(results),
-        "data_or_chkpt_realpath": str(Path(location.root).resolve()),
+        "data_or_chkpt_realpath": str(root.resolve()),
         "results_realpath": str(results.resolve()),
         "same_filesystem": not is_separate,
         "probed_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from penstock.environment import TRACE, TRACE_RANK
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.capabilities import find_local_root, prefer_direct_access
 from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
 from penstock.trace.capture.trace_writer import EventKind, Layer
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 FILES: Final = "POSIX"
 OBJECTS: Final = "OBJECT"
-_FILE_SCHEMES: Final = ("file", "direct")
 
 
 class StorageEventKinds:
@@ -50,9 +49,9 @@ class TracedStorage(WrappedStorage):
     def __init__(self, inside: Storage, recorder: TraceRecorder) -> None:
         super().__init__(inside, trace=str(recorder.folder))
         self._recorder = recorder
-        scheme, _, root = inside.uri.partition("://")
-        self._kinds = StorageEventKinds(FILES if scheme in _FILE_SCHEMES else OBJECTS)
-        self._root = (root if scheme in _FILE_SCHEMES else inside.uri).partition("?")[0].rstrip("/")
+        root = find_local_root(inside)
+        self._kinds = StorageEventKinds(OBJECTS if root is None else FILES)
+        self._root = (inside.uri if root is None else str(root)).partition("?")[0].rstrip("/")
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
         """Begin an object inside."""

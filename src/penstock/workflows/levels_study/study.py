@@ -254,11 +254,11 @@ def _open(request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequ
 def _require_room(request: StudyRequest, comm: Comm) -> None:
     """Check the free space of both levels, together where they are one file system."""
     needs = request.room_bytes()
-    if identify_volume(str(request.fast)) == identify_volume(str(request.slow)):
+    if identify_volume(request.fast) == identify_volume(request.slow):
         both = [sum(shares) for shares in zip(*needs.values(), strict=True)]
         needs = {request.fast: both}
     for folder, shares in needs.items():
-        require_room(str(folder), shares, comm=comm)
+        require_room(folder, shares, comm=comm)
 
 
 def require_memory(request: StudyRequest, comm: Comm, hosts: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.cache_eviction import evict_data_set, uses_page_cache
+from penstock.bench.cache_eviction import evict_data_set
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_files import choose_checked_files, open_files, validate
@@ -31,6 +31,7 @@ from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.storage import open_storage
+from penstock.storage.capabilities import uses_page_cache
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.wrapping import WrappedSource, WrappedStorage
 from penstock.workload.choices import DataFormat, Shuffle

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.probe.probe_plan import (
-    MODES,
     NUM_SMALL_OBJECTS,
+    Mode,
     ProbeRequest,
     StepGroup,
     plan_groups,
@@ -66,7 +68,7 @@ def test_every_combination_of_streams_and_blocks_is_measured(request: ProbeReque
 
 def test_fsync_is_measured_on_file_systems_only() -> None:
     request = ProbeRequest(uri="mem://x")
-    for mode in set(MODES.values()):
+    for mode in get_args(Mode):
         operations = [step.op for group in plan_groups(request, mode, num_ranks=1) for step in group.steps]
         assert ("fsync" in operations) == (mode in ("buffered", "direct"))
 

@@ -24,7 +24,7 @@ CALLERS_OF_FSYNC = {
     "storage/files/durable.py",
     "storage/files/system_calls.py",  # one kernel call each, which tests replace
     "storage/residency.py",  # the kernel drops only clean pages; durability is not the point
-    "bench/probe/streams.py",  # measures the call itself
+    "bench/probe/timed_streams.py",  # measures the call itself
 }
 
 

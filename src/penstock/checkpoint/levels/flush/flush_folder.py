@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.checkpoint.commit.catalog import step_dirname
 from penstock.checkpoint.commit.protocol import is_lease_expired, lease_text
 from penstock.errors import DataDamaged
+from penstock.storage.files.durable import sync_folder, write_durably
 from penstock.storage.process_id import ProcessId, current_process
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class FlushOrders:
     def put(self, order: FlushOrder) -> None:
         """Add an order, durably."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        write_whole(self._folder / f"{order.name}.json", order.model_dump_json().encode())
+        write_durably(self._folder / f"{order.name}.json", order.model_dump_json().encode())
 
     def all(self) -> dict[int, FlushOrder | DataDamaged]:
         """All orders by step; for one that cannot be parsed, its error."""
@@ -198,26 +199,6 @@ class FlushOrders:
         except FileNotFoundError:
             return
         sync_folder(self._folder)
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a small file so that it is there whole and durably, or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 LOG_TAIL_BYTES: Final = 4096
