@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 PRELOADED = (
-    "penstock.checkpoint.manager",
+    "penstock.checkpoint.manager.manager",
     "penstock.checkpoint.api",
     "pytest",
     "torch._dynamo",

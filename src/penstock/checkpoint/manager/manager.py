@@ -40,14 +40,15 @@ from penstock.errors import RankError, UsageError
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
-    from penstock.checkpoint.commit.catalog import AnyPath
+    from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef
     from penstock.checkpoint.engine import Engine, Names, PreparedSave, StagedSave, State, Urgency
     from penstock.checkpoint.manager.save_policy import SavePolicy
     from penstock.checkpoint.manager.step_store import StepCopy, StepStore
     from penstock.checkpoint.manager.user_files import Restart, UserOutput
+    from penstock.checkpoint.state.process_group import Members
     from penstock.progress import Progress
     from penstock.storage import Storage
 
@@ -106,27 +107,20 @@ class Manager:
         if keep is not None and keep < 1:
             raise UsageError(f"keep must be at least 1 or None, not {keep}", fix="None keeps all steps.")
         # Two groups: a background save must not wait for a foreground call of another rank, nor the reverse.
-        self._front = own_members(process_group)
-        self._back = own_members(process_group)
-        for members in (self._front, self._back):
-            members.comm.timeout_s = timeout_s
+        self._front, self._back = own_members(process_group), own_members(process_group)
+        self._front.comm.timeout_s = self._back.comm.timeout_s = timeout_s
         self._rank = self._front.comm.rank
         self._storage = _open_storage(durable, self._rank)
         self._timeout_s = timeout_s
-        durable_store = DurableStore(
-            StepCatalog(self._storage), self._back.comm, keep=keep, timeout_s=timeout_s
-        )
+        catalog = StepCatalog(self._storage)
+        durable_store = DurableStore(catalog, self._back.comm, keep=keep, timeout_s=timeout_s)
         self._store: StepStore = durable_store
         if cache is not None:
-            from penstock.checkpoint.levels.tiered_store import (  # noqa: PLC0415 - much that others never need
-                open_tiered_store,
-            )
-
-            self._store = open_tiered_store(
+            self._store = _add_cache(
                 durable_store,
                 _open_storage(cache, self._rank),
                 own_members(process_group),
-                schemes=[redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()],
+                redundancy,
                 flush=flush,
                 keep_cached=keep_cached,
                 domain=failure_domain,
@@ -141,7 +135,7 @@ class Manager:
         self._worker = start_lasting_worker("penstock-save")
         self._is_open = True
         self.skipped_steps: tuple[SkippedStep, ...] = ()
-        """The steps that the last `restore` could not load, newest first."""
+        """Those that the last `restore` could not load, newest first."""
 
     def steps(self) -> list[int]:
         """All committed steps, ascending. Not collective."""
@@ -268,9 +262,11 @@ class Manager:
             convert_dtypes=convert_dtypes,
             trust=trust,
         )
-        search = RestoreSearch(self._store, step, self._rank)
+        engine, search = self._engine, RestoreSearch(self._store, step, self._rank)
         while copy := search.next_copy():
-            load = partial(self._load_copy, copy, state, choice, progress)
+            load = partial(
+                _load_copy, copy, lambda ref: engine.load(state, ref, self._front, choice, progress)
+            )
             reason = load_on_all_ranks(self._front.comm, load, search.step)
             if reason is None:
                 break
@@ -282,16 +278,6 @@ class Manager:
         if self.skipped_steps:
             raise build_restore_error(self.skipped_steps, self._storage.uri)
         return None
-
-    def _load_copy(self, copy: StepCopy, state: State, choice: LoadChoice, progress: Progress | None) -> None:
-        checkpoint = copy.open()
-        try:
-            self._engine.load(state, checkpoint, self._front, choice, progress)
-        except (UsageError, RankError) as error:
-            from penstock.checkpoint.manager.user_files import explain_missing_state  # noqa: PLC0415 - rare
-
-            explain_missing_state(checkpoint, error)
-            raise
 
     def output(self, name: str | int, *, checkpoint: bool = True) -> UserOutput:
         """A step whose files the program writes itself. Collective at both ends of its block.
@@ -329,10 +315,9 @@ class Manager:
 
         self._in_flight.wait()
         self._sync(f"restarting from {'the newest step' if step is None else step_dirname(step)}")
-        before = self._restart
-        search = (
-            before.search if before and not before.is_valid else RestoreSearch(self._store, step, self._rank)
-        )
+        search = RestoreSearch(self._store, step, self._rank)
+        if self._restart and not self._restart.is_valid:
+            search = self._restart.search
         self._restart = find_restart(search, self._front.comm, self._storage.uri)
         self.skipped_steps = search.skipped_steps
         return self._restart
@@ -374,11 +359,8 @@ class Manager:
     def _close_resources(self) -> None:
         self._is_open = False
         self._worker.shutdown()
-        self._stop.close()
-        self._store.close()
-        self._engine.close()
-        self._front.close()
-        self._back.close()
+        for part in (self._stop, self._store, self._engine, self._front, self._back):
+            part.close()
 
 
 def _open_storage(location: AnyPath | Storage, rank: int) -> Storage:
@@ -392,3 +374,28 @@ def _open_torch_engine(writers: int, separation_hint: str | None, staging_bytes:
 
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
     return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES)
+
+
+def _add_cache(
+    durable: DurableStore,
+    cache: Storage,
+    members: Members,
+    redundancy: Scheme | Sequence[Scheme],
+    **choices: Any,
+) -> StepStore:
+    """Put the caches of all hosts in front of the durable level."""
+    from penstock.checkpoint.levels.tiered_store import open_tiered_store  # noqa: PLC0415 - others never need it
+
+    schemes = [redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()]
+    return open_tiered_store(durable, cache, members, schemes=schemes, **choices)
+
+
+def _load_copy(copy: StepCopy, load: Callable[[CheckpointRef], object]) -> None:
+    checkpoint = copy.open()
+    try:
+        load(checkpoint)
+    except (UsageError, RankError) as error:
+        from penstock.checkpoint.manager.user_files import explain_missing_state  # noqa: PLC0415 - rare
+
+        explain_missing_state(checkpoint, error)
+        raise

@@ -111,7 +111,7 @@ def test_a_file_that_vanished_is_noticed_before_there_is_a_checkpoint(tmp_path: 
     save = Save(state_of(), tmp_path / "one")
     save.write()
     next((tmp_path / "one").glob("*.distcp")).unlink()
-    with pytest.raises(StorageError, match="not there"):
+    with pytest.raises(StorageError, match="are missing"):
         save.finish()
     assert not (tmp_path / "one" / ".metadata").exists()
 

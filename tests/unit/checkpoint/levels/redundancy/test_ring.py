@@ -67,9 +67,7 @@ def _all_of(storage: MemoryStorage) -> Mapping[str, bytes]:
     return {seen.key: bytes(read_object(storage, seen.key)) for seen in storage.list()}
 
 
-def _lose_and_rebuild(
-    sizes: Sizes, parities: int, lost: tuple[int, ...], num_actors: int | None = None
-) -> None:
+def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...], actors: int | None = None) -> None:
     """`parities` 0 stands for copies; fewer actors than members each act for several at the rebuild."""
     members = [_stored(rank, each) for rank, each in enumerate(sizes)]
     totals = [sum(each) for each in sizes]
@@ -125,7 +123,7 @@ def _lose_and_rebuild(
         for place, outlet in out.items():
             assert tuple(outlet.own.written) == members[place][1], "sums are those of the lost files"
 
-    on_ranks(num_actors or len(sizes), rebuild_into)
+    on_ranks(actors or len(sizes), rebuild_into)
     for member in lost:
         assert _all_of(empty[member]) == before[member]
 
@@ -149,12 +147,12 @@ def test_two_members_that_are_no_neighbours_come_back_from_copies() -> None:
     _lose_and_rebuild([[5000], [7000], [1], [9000]], 0, (0, 2))
 
 
-@pytest.mark.parametrize("num_actors", [1, 2, 3])
+@pytest.mark.parametrize("actors", [1, 2, 3])
 @pytest.mark.parametrize(("parities", "lost"), [(0, (3,)), (1, (0,)), (2, (1, 2))])
 def test_fewer_ranks_than_members_rebuild_what_is_lost(
-    num_actors: int, parities: int, lost: tuple[int, ...]
+    actors: int, parities: int, lost: tuple[int, ...]
 ) -> None:
-    _lose_and_rebuild([[5000], [7000, 12], [1], [9000]], parities, lost, num_actors)
+    _lose_and_rebuild([[5000], [7000, 12], [1], [9000]], parities, lost, actors)
 
 
 def test_members_without_any_bytes_have_parity_of_nothing() -> None:
