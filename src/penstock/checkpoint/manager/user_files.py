@@ -161,7 +161,7 @@ def _sync_user_file(path: Path, rank: int) -> int:
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise UsageError("This is no plain file", where=str(path), fix="Write a file to the routed path.")
+            raise UsageError("Not a regular file", where=str(path), fix="Write a regular file to this path.")
         sync_open_file(descriptor)
     finally:
         os.close(descriptor)

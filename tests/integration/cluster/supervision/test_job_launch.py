@@ -19,11 +19,11 @@ from penstock.errors import RankError, RankFailed, Unavailable
 
 CONNECT = """
 import sys
-from penstock.cluster.supervision.control_protocol import Failed, Finished, connect
+from penstock.cluster.supervision.control_protocol import Failed, Finished, connect_to_server
 from penstock.environment import process_environment
 environment = process_environment()
 address, token = environment["PENSTOCK_CONTROL_ADDRESS"], environment["PENSTOCK_CONTROL_TOKEN"]
-wire = connect(address, token, rank=0, host="here", pid=1)
+wire = connect_to_server(address, token, rank=0, host="here", pid=1)
 """
 
 
