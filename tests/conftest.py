@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,6 +13,8 @@ from tests.support.s3.fixtures import faulty, lasting_fake, moto, radosgw
 __all__ = ["browser", "faulty", "lasting_fake", "moto", "radosgw"]
 
 pytest.register_assert_rewrite("penstock.testing.storage_contract")
+
+OBJECT_TESTS = Path(__file__).parent / "integration" / "storage" / "objects"
 
 # Tests hold invariants, benchmarks hold speed: on a busy machine a deadline fails what is right.
 settings.register_profile("penstock", deadline=None)
@@ -24,9 +27,12 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file, which share fixtures, on one worker; all on Ceph, too: it starts slowly."""
+    """Keep the tests of a file, which share fixtures, on one worker; likewise all of object services.
+
+    Ceph starts slowly, and s3dlio has one endpoint a process: the first one that a test names.
+    """
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        ceph = "radosgw" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("radosgw" if ceph else str(item.path)))
+        objects = "radosgw" in getattr(item, "fixturenames", ()) or OBJECT_TESTS in item.path.parents
+        item.add_marker(pytest.mark.xdist_group("objects" if objects else str(item.path)))

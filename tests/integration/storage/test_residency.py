@@ -161,7 +161,7 @@ def test_wrapping_a_storage_hides_its_files_from_nobody(tmp_path: Path) -> None:
 
 
 def test_a_storage_without_files_has_no_pages_to_drop() -> None:
-    with pytest.raises(Unavailable, match="holds only files") as caught:
+    with pytest.raises(Unavailable, match="holds only local files") as caught:
         evict_objects(MemoryStorage())
     assert "mem://" in str(caught.value)
 
