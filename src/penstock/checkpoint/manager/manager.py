@@ -37,6 +37,7 @@ from penstock.checkpoint.manager.step_store import (
 )
 from penstock.checkpoint.state.process_group import own_members
 from penstock.errors import RankError, UsageError
+from penstock.extras import explained_imports
 from penstock.storage.registry import open_here
 
 if TYPE_CHECKING:
@@ -368,9 +369,10 @@ def _open_storage(location: AnyPath | Storage, rank: int) -> Storage:
 
 
 def _open_torch_engine(writers: int, separation_hint: str | None, staging_bytes: int | None) -> Engine:
-    from penstock.checkpoint.api import TorchEngine  # noqa: PLC0415 - likewise
-    from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
-    from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
+    with explained_imports():
+        from penstock.checkpoint.api import TorchEngine  # noqa: PLC0415 - loads torch
+        from penstock.checkpoint.plan.save_plan import SaveOptions  # noqa: PLC0415 - loads numpy
+        from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES  # noqa: PLC0415 - loads torch
 
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
     return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES)
