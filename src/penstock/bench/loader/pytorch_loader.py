@@ -6,6 +6,8 @@ worker opens a storage of its own and holds no socket of the rank that started i
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -17,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -238,7 +241,7 @@ class _Reads(Dataset[_Arrival]):
 
 
 def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -> DataLoader[_Arrival]:
-    context = multiprocessing.get_context(options.context.value) if options.workers else None
+    context = worker_context(options.context) if options.workers else None
     if options.context is ProcessStart.FORKSERVER and context is not None:
         # The server imports torch once, and each worker is forked with it in memory.
         context.set_forkserver_preload([__name__])
@@ -254,6 +257,30 @@ def _torch_loader(reads: _Reads, requests: _Requests, options: PytorchOptions) -
         worker_init_fn=_leave_the_rank if options.context is ProcessStart.FORK else None,
         pin_memory=options.pin_memory and torch.cuda.is_available(),
     )
+
+
+def worker_context(start: ProcessStart) -> BaseContext:
+    """The start method's context, with an event that a worker can be killed in.
+
+    Workers look at torch's end-of-work event between batches. A `multiprocessing.Event` has a lock: a worker
+    that is killed while it holds it leaves it locked, and torch, which saw the death, waits for the lock.
+    """
+    context = copy.copy(multiprocessing.get_context(start.value))
+    context.Event = lambda: _LockFreeEvent(context.RawValue("b", 0))  # type: ignore[method-assign, assignment, return-value]
+    return context
+
+
+@dataclass(frozen=True, slots=True)
+class _LockFreeEvent:
+    """The part of an event that torch uses, as one byte of shared memory."""
+
+    flag: ctypes.c_byte
+
+    def set(self) -> None:
+        self.flag.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self.flag.value)
 
 
 def _as_it_is(arrival: Any) -> Any:

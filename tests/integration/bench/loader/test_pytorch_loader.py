@@ -24,9 +24,11 @@ from penstock.workload.choices import ProcessStart
 
 pytest.importorskip("torch")
 
-from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions
+from penstock.bench.loader.pytorch_loader import PytorchLoader, PytorchOptions, worker_context
 
 if TYPE_CHECKING:
+    from multiprocessing.synchronize import Event
+
     from tests.support.s3.server import S3Server
 
     from penstock.storage import Storage
@@ -192,6 +194,25 @@ def test_a_killed_worker_is_an_error_that_tells_by_what(files: Path, start: Proc
             pass
     loader.close()
     _await_end(pids)
+
+
+def test_no_kill_leaves_the_end_of_work_event_locked() -> None:
+    context = worker_context(FORK)
+    done = context.Event()
+    for _ in range(20):
+        child = multiprocessing.get_context("fork").Process(target=_look_forever, args=(done,))
+        child.start()
+        time.sleep(0.005)
+        child.kill()
+        child.join()
+        assert not done.is_set()
+    done.set()
+    assert done.is_set()
+
+
+def _look_forever(done: Event) -> None:
+    while not done.is_set():
+        pass
 
 
 def test_a_worker_killed_between_epochs_is_an_error_of_the_next(files: Path) -> None:
