@@ -13,45 +13,40 @@ from typing import Final
 
 from penstock.errors import Unavailable
 
-EXTRAS: Final[Mapping[str, str]] = MappingProxyType(
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "PIL": "bench",
-        "dask": "dask",
-        "distributed": "dask",
-        "duckdb": "trace",
-        "google_crc32c": "bench",
-        "h5py": "bench",
-        "jinja2": "pages",
-        "minio": "minio",
-        "mpi4py": "mpi",
-        "numba": "bench",
-        "plotly": "pages",
-        "pyarrow": "bench",
-        "s3dlio": "s3dlio",
-        "s3torchconnectorclient": "s3torchconnector",
-        "torch": "torch",
-        "zstandard": "zstd",
+        "PIL": ("bench",),
+        "dask": ("dask",),
+        "distributed": ("dask",),
+        "duckdb": ("trace",),
+        "google_crc32c": ("bench",),
+        "h5py": ("bench",),
+        "jinja2": ("pages", "bench", "trace"),
+        "minio": ("minio",),
+        "mpi4py": ("mpi",),
+        "numba": ("bench", "trace"),
+        "plotly": ("pages", "bench", "trace"),
+        "pyarrow": ("bench", "trace"),
+        "s3dlio": ("s3dlio",),
+        "s3torchconnectorclient": ("s3torchconnector",),
+        "torch": ("torch",),
+        "zstandard": ("zstd", "torch"),
     }
 )
-"""Top-level module -> the extra that installs it."""
-
-
-def install_command(extra: str) -> str:
-    """The command that installs one extra."""
-    return f"pip install 'penstock[{extra}]'"
+"""Top-level module -> the extras that install it; the first is suggested unless the caller needs another."""
 
 
 def missing_library(error: ModuleNotFoundError, *, extra: str | None = None) -> Unavailable | None:
-    """Say which extra has the module that was not found; None if no extra has it, so that it is a defect.
+    """Say how to install the module that was not found; None if no extra has it, so that it is a defect.
 
-    `extra` names the one to install where several have the library.
+    `extra` is what the caller needs as a whole: it is suggested if it installs the library.
     """
     library = (error.name or "").partition(".")[0]
     if library not in EXTRAS:
         return None
-    return Unavailable(
-        f"The library {library} is not installed", fix=f"Run: {install_command(extra or EXTRAS[library])}"
-    )
+    extras = EXTRAS[library]
+    name = extra if extra in extras else extras[0]
+    return Unavailable(f"The library {library} is not installed", fix=f"Run: pip install 'penstock[{name}]'")
 
 
 @contextmanager

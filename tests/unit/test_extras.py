@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -53,9 +54,19 @@ def test_every_imported_library_is_in_the_base_install_or_in_an_extra() -> None:
     assert {DISTRIBUTIONS.get(one, one).replace("_", "-") for one in libraries} <= base
 
 
-@pytest.mark.parametrize(("library", "extra"), EXTRAS.items())
-def test_an_extra_installs_its_library(library: str, extra: str) -> None:
-    assert DISTRIBUTIONS.get(library, library).lower() in requirements(extra)
+def installed_by(extra: str) -> set[str]:
+    """The distributions of an extra, with those of the extras that it includes."""
+    names = requirements(extra)
+    for name in list(names):
+        if name.startswith("penstock["):
+            names |= installed_by(name.removeprefix("penstock[").removesuffix("]"))
+    return names
+
+
+@pytest.mark.parametrize(("library", "extras"), EXTRAS.items())
+def test_an_extra_installs_its_library(library: str, extras: tuple[str, ...]) -> None:
+    for extra in extras:
+        assert DISTRIBUTIONS.get(library, library).lower() in installed_by(extra)
 
 
 def test_a_missing_library_is_one_sentence_with_the_command_that_installs_it() -> None:
@@ -66,9 +77,50 @@ def test_a_missing_library_is_one_sentence_with_the_command_that_installs_it() -
     assert raised.value.__cause__ is error
 
 
-def test_of_a_library_that_several_extras_have_the_callers_own_is_named() -> None:
-    error = ModuleNotFoundError("No module named 'pyarrow.parquet'", name="pyarrow.parquet")
-    assert "penstock[trace]" in str(missing_library(error, extra="trace"))
+@pytest.mark.parametrize(
+    ("library", "needed", "suggested"),
+    [
+        ("pyarrow", None, "bench"),
+        ("pyarrow", "trace", "trace"),
+        ("jinja2", "trace", "trace"),
+        ("jinja2", None, "pages"),
+        ("torch", "trace", "torch"),
+    ],
+)
+def test_callers_extra_is_suggested_if_it_installs_the_library(
+    library: str, needed: str | None, suggested: str
+) -> None:
+    error = ModuleNotFoundError(f"No module named '{library}.part'", name=f"{library}.part")
+    assert f"penstock[{suggested}]" in str(missing_library(error, extra=needed))
+
+
+WITHOUT_LIBRARY = """
+import sys
+sys.modules[sys.argv.pop(1)] = None
+from penstock.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "words", "extra"),
+    [
+        ("pyarrow", "trace summary x.pfw", "trace"),
+        ("duckdb", "trace sql QUERY x.pfw", "trace"),
+        ("pyarrow", "training run unet3d_h100 --data data --results runs", "bench"),
+    ],
+)
+def test_commands_name_the_extra_that_they_need(library: str, words: str, extra: str, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LIBRARY, library, *words.split()],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+    )
+    assert result.returncode == 3
+    assert f"Run: pip install 'penstock[{extra}]'" in result.stderr
 
 
 def test_a_module_of_no_extra_stays_the_defect_it_is() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import traceback as traceback_module
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -17,9 +18,6 @@ from penstock.cli.options import Group
 from penstock.cli.terminal import clear_progress
 from penstock.errors import PenstockError
 from penstock.extras import missing_library
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DEFECT = 70
 INTERRUPTED = 130
@@ -40,6 +38,7 @@ TRAINING = Group(
         "run": "penstock.cli.training_benchmark:run",
         "sweep": "penstock.cli.training_benchmark:sweep",
     },
+    extra="bench",
 )
 CHECKPOINT = Group(
     "Benchmark, inspect and manage checkpoints.",
@@ -83,6 +82,7 @@ TRACE = Group(
         "export": "penstock.cli.trace_comparison:export",
         "synthesize": "penstock.cli.trace_comparison:synthesize",
     },
+    extra="trace",
 )
 RESULTS = Group(
     "List, show, compare, repeat, remove and restore recorded runs.",

@@ -15,6 +15,7 @@ from penstock.cli.preflight_gates import CLOSED_GATES
 from penstock.cli.rank_options import ranked
 from penstock.cli.run_reports import draw_checkpoints
 from penstock.cli.terminal import Terminal, table
+from penstock.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -208,7 +209,6 @@ def _describe_model(name: str) -> dict[str, Any]:
 
 
 def _draw_models(console: Console, entries: list[dict[str, Any]]) -> None:
-    from penstock.units import format_bytes
 
     for model in entries:
         also = f" (DLIO's {', '.join(model['also'])})" if model["also"] else ""

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, arguments, flag, option, repeated, verb
 from penstock.cli.parsers import FOLDER_URI, TIME, URI, whole
 from penstock.cli.terminal import Terminal, table
 from penstock.errors import UsageError
+from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from penstock.checkpoint.levels.cache_tools import CachedStep, CacheFlush, DroppableStep, LevelsOverview
     from penstock.checkpoint.levels.flush.flusher import FlushState
 
@@ -94,7 +94,6 @@ def _copied_bytes(flush_: CacheFlush) -> int:
 
 
 def _describe_flush(flush_: CacheFlush) -> str:
-    from penstock.units import format_bytes, format_rate
 
     pending = [state for state in flush_.states.values() if not state.is_over]
     left_bytes = sum(state.size_bytes - state.copied_bytes for state in pending)
@@ -110,7 +109,6 @@ def _describe_flush(flush_: CacheFlush) -> str:
 
 
 def _step_row(levels: LevelsOverview, step: int) -> dict[str, str]:
-    from penstock.units import format_bytes
 
     cached = next((entry for entry in levels.cached if entry.step == step), None)
     phases = dict.fromkeys(  # without repetition: all nodes flush their share of the same step
@@ -177,7 +175,6 @@ def flush(options: _FlushOptions, terminal: Terminal) -> int:
 
 
 def _flush_row(folder: Path, step: int, state: FlushState) -> dict[str, str]:
-    from penstock.units import format_bytes
 
     return {
         "cache": str(folder),
@@ -233,7 +230,6 @@ def drop(options: _DropOptions, terminal: Terminal) -> None:
 
 
 def _drop_row(entry: DroppableStep) -> dict[str, str]:
-    from penstock.units import format_bytes
 
     return {
         "step": str(entry.step),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import getpass
+import time
 from dataclasses import dataclass
+from datetime import datetime
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, option, verb
 from penstock.cli.parsers import TEXT, URI
+from penstock.cli.terminal import Terminal
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.checkpoint.manager.graceful_stop import StopRequest
-    from penstock.cli.terminal import Terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +66,6 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
 
 
 def _make_order(reason: str) -> StopRequest:
-    import getpass
-    import time
-    from socket import gethostname
 
     from penstock.checkpoint.manager.graceful_stop import StopRequest
 
@@ -72,7 +73,6 @@ def _make_order(reason: str) -> StopRequest:
 
 
 def _describe(order: StopRequest | None) -> str:
-    from datetime import datetime
 
     if order is None:
         return "no stop is requested"

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import option, required, verb
 from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole
 from penstock.cli.terminal import Terminal, table
+from penstock.units import format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from penstock.checkpoint.levels.efficiency_model import Machine, Prediction, Protection
 
 _RATE = above_zero(RATE)
@@ -148,7 +148,6 @@ def _document(predictions: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def _rows(predictions: Sequence[Prediction]) -> list[dict[str, str]]:
-    from penstock.units import format_seconds
 
     return [
         {

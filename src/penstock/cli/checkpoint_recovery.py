@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,6 @@ from penstock.cli.terminal import Terminal, table
 from penstock.errors import ObjectNotFound, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from penstock.checkpoint.levels.cache import CacheLevel
     from penstock.checkpoint.levels.recovery import StepRepair
     from penstock.cluster.comm import Comm

@@ -6,7 +6,9 @@ here; `penstock-dlio` builds its own and shares the run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,16 +18,13 @@ from penstock.cli.parsers import SCALE, SIZE, TEXT, TIME, URI, choice, whole
 from penstock.cli.preflight_gates import GateOptions, inspect_gates
 from penstock.cli.run_reports import capture_checkpoint_output, checkpoint_warnings
 from penstock.cli.submission_options import ResultOptions, SubmissionEntry, open_session, parse_changes
-from penstock.environment import process_environment
+from penstock.cli.terminal import Terminal
+from penstock.environment import process_environment, untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from fractions import Fraction
-
     from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.checkpoint.saving.pipeline import PipeSettings
-    from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
     from penstock.workload.division_rules import SubmissionDivision
 
@@ -183,7 +182,6 @@ def _inspected(
     request: CheckpointRequest, options: CheckpointRunOptions, *, comm: Comm, terminal: Terminal
 ) -> CheckpointRequest:
     from penstock.cluster.gates.gate_model import PreflightRequest
-    from penstock.environment import untraced
     from penstock.storage import open_storage
 
     num_writes = request.model.workload.checkpoint.num_checkpoints_write

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.option_groups import load_model, plan_model_layout
@@ -12,10 +14,10 @@ from penstock.cli.parsers import FOLDER, RATE, SCALE, SETTING, TEXT, TIME, choic
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, table
 from penstock.cli.trace_options import comparison_document, draw_answer, draw_findings
+from penstock.environment import process_environment
+from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
     from penstock.bench.model_state import StateLayout
@@ -83,7 +85,6 @@ def study(options: _StudyOptions, comm: Comm, terminal: Terminal) -> None:
       penstock checkpoint study --model llama3-8b --scale 1/1000 --fast /local/ssd --slow /pfs/me \
         --slow-bandwidth 256MiB/s -c direct_slow,bypass,cached_flushed --out study --json
     """
-    from penstock.environment import process_environment
     from penstock.workflows.levels_study.study import run_study
     from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest
 
@@ -138,7 +139,6 @@ def _document(result: StudyResult) -> dict[str, Any]:
 
 
 def _draw(console: Console, result: StudyResult) -> None:
-    from penstock.units import format_bytes
 
     identity = result.record.identity
     size = format_bytes(float(identity["checkpoint_bytes"]))
@@ -153,9 +153,6 @@ def _draw(console: Console, result: StudyResult) -> None:
 
 
 def _row(row: RowRecord) -> dict[str, str]:
-    from statistics import median
-
-    from penstock.units import format_seconds
 
     return {
         "row": row.name,

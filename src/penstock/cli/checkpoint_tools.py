@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, option, repeated, verb
 from penstock.cli.parsers import SIZE, TEXT, URI, choice
 from penstock.cli.terminal import Terminal, table
+from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,8 +43,6 @@ def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
 
       penstock checkpoint ls s3://bucket/run --json
     """
-    from dataclasses import asdict
-
     from penstock.checkpoint.tools import inspection
 
     checkpoints = inspection.list_checkpoints(options.path)
@@ -56,7 +56,6 @@ def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
 
 
 def _list_row(checkpoint: Listed, now_s: float) -> dict[str, str]:
-    from penstock.units import format_bytes, format_seconds
 
     return {
         "checkpoint": checkpoint.name,
@@ -90,9 +89,6 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 
       penstock checkpoint show model.safetensors --name 'model.layers.0.*' --json
     """
-    from dataclasses import asdict, replace
-    from fnmatch import fnmatchcase
-
     from penstock.checkpoint.tools import inspection
 
     contents = inspection.show(options.path)
@@ -106,7 +102,6 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 
 
 def _draw_contents(console: Console, contents: Shown) -> None:
-    from penstock.units import format_bytes
 
     facts = [contents.format.value]
     if contents.written_by:
@@ -127,7 +122,6 @@ def _draw_contents(console: Console, contents: Shown) -> None:
 
 
 def _tensor_row(tensor: ShownTensor) -> dict[str, str]:
-    from penstock.units import format_bytes
 
     files = tensor.files[0] if len(tensor.files) == 1 else f"{len(tensor.files)} files"
     return {
@@ -159,8 +153,6 @@ def diff(options: _DiffOptions, terminal: Terminal) -> int:
 
       penstock checkpoint diff /pfs/run/step-100 model.safetensors --only 'model.*' --json
     """
-    from dataclasses import asdict
-
     from penstock.checkpoint.tools import diff
 
     with terminal.progress() as progress:
@@ -212,8 +204,6 @@ def verify(options: _VerifyOptions, terminal: Terminal) -> int:
 
       penstock checkpoint verify s3://bucket/run/step-100 --json
     """
-    from dataclasses import asdict
-
     from penstock.checkpoint.tools import verify as verification
 
     started_s = time.monotonic()
@@ -230,7 +220,6 @@ def verify(options: _VerifyOptions, terminal: Terminal) -> int:
 
 
 def _draw_verification(console: Console, report: Verification, elapsed_s: float) -> None:
-    from penstock.units import format_bytes, format_rate, format_seconds
 
     for damage in report.damage:
         console.print(f"damaged: {damage}")
@@ -279,8 +268,6 @@ def convert(options: _ConvertOptions, terminal: Terminal) -> None:
 
       penstock checkpoint convert model.safetensors /pfs/run/step-0 --to dcp --json
     """
-    from dataclasses import asdict
-
     from penstock.checkpoint.formats.checkpoint_source import Format
     from penstock.checkpoint.tools import convert as conversion
 
@@ -308,7 +295,6 @@ def _format_by_ending(target: str) -> str:
 
 
 def _draw_conversion(console: Console, report: Conversion) -> None:
-    from penstock.units import format_bytes
 
     if report.left_out:
         console.print(f"left out: {', '.join(report.left_out)}")
@@ -336,10 +322,7 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
 
       penstock checkpoint rm s3://bucket/run/step-100 --even-last --json
     """
-    from dataclasses import asdict
-
     from penstock.checkpoint.tools import remove
-    from penstock.units import format_bytes
 
     with terminal.progress() as progress:
         removed = remove.remove(

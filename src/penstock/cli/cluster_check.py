@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import BackendOptions
@@ -11,15 +13,13 @@ from penstock.cli.options import group, option, optional_argument, repeated
 from penstock.cli.parsers import FILE, FOLDER, SIZE, URI
 from penstock.cli.preflight_gates import GATE, parse_gates
 from penstock.cli.rank_options import ranked
+from penstock.cli.terminal import Terminal
+from penstock.environment import process_environment, untraced
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from rich.console import Console
 
-    from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
 
 _COLOURS = {"pass": "green", "warning": "yellow", "not checked": "yellow", "fail": "red"}
@@ -86,7 +86,6 @@ def _check_file(file: Path, terminal: Terminal) -> int:
 def _check_gates(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
     from penstock.cluster.gates.gate_model import Gate, PreflightRequest
     from penstock.cluster.gates.preflight import run_preflight
-    from penstock.environment import process_environment, untraced
     from penstock.storage import open_storage
 
     environment = untraced(process_environment())

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from penstock.cli.options import flag, option, repeated, verb
 from penstock.cli.parsers import FILE, LAUNCHER, TEXT, TIME, choice
 from penstock.cli.terminal import Terminal, table
-from penstock.environment import process_environment
+from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
+from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
     from penstock.cluster.facts.agent_processes import QueryHosts
     from penstock.cluster.facts.host_facts import ClusterFacts, PresentHost, Via
-    from penstock.environment import Environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,6 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
 
       penstock cluster collect --hostfile hosts.txt --launcher srun --timeout 2min
     """
-    from datetime import UTC, datetime
-
     from penstock.cluster.facts.collect_facts import collect_from_hosts
     from penstock.results.published_files import write_text
 
@@ -173,7 +171,6 @@ def _allocated_hosts(environment: Environment) -> tuple[str, ...]:
 
 
 def _draw(console: Console, facts: ClusterFacts, output: Path) -> None:
-    from penstock.units import format_bytes
 
     table("Hosts", [_row(host) for host in facts.present])(console)
     state = f"PARTIAL: {len(facts.absent)} missing" if facts.is_partial else "complete"
@@ -185,7 +182,6 @@ def _draw(console: Console, facts: ClusterFacts, output: Path) -> None:
 
 
 def _row(host: PresentHost) -> dict[str, str]:
-    from penstock.units import format_bytes
 
     report = host.report
     return {

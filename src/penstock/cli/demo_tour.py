@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import option, verb
@@ -11,8 +12,6 @@ from penstock.cli.terminal import Terminal, table
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
     from penstock.workflows.demo import Tour

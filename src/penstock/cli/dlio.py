@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from fractions import Fraction
@@ -26,16 +27,13 @@ from penstock.cli.training_request import (
     loader_options,
     plan_checkpoints,
 )
-from penstock.environment import process_environment
-from penstock.errors import StorageError, UsageError
+from penstock.environment import Environment, process_environment
+from penstock.errors import StorageError, Unavailable, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
     from penstock.cluster.comm import Comm
-    from penstock.environment import Environment
     from penstock.results.dlio.output_files import HydraFacts
     from penstock.storage import Storage
     from penstock.workload.overrides import DlioWords
@@ -173,7 +171,6 @@ def choose_run_folder(
 
 def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
     """Torch's loader if the workload names it and torch is installed; else ours, with a remark."""
-    from penstock.errors import Unavailable
     from penstock.workload.choices import LoaderKind
 
     name = workload.reader.data_loader

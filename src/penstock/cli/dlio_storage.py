@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
+from penstock.environment import Environment
 from penstock.errors import UsageError
 from penstock.workload.choices import StorageKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.environment import Environment
     from penstock.workload.spec import StorageOptions, Workload
 
 _OBJECT_SCHEMES: Final = ("s3", "gs", "az")

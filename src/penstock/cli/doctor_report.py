@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import option, verb
 from penstock.cli.parsers import FOLDER
+from penstock.cli.terminal import Terminal
 from penstock.environment import process_environment
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console
 
-    from penstock.cli.terminal import Terminal
     from penstock.cluster.doctor import Diagnosis
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}

@@ -15,12 +15,11 @@ from penstock import __version__
 from penstock.cli import app
 from penstock.cli.mlpstorage_arguments import known_option, parse
 from penstock.cli.mlpstorage_translation import Defaults, TranslatedCommand, translate
-from penstock.environment import process_environment
+from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.cli.mlpstorage_arguments import MlpstorageCommand
-    from penstock.environment import Environment
 
 HELP: Final = f"""\
 Usage: penstock-mlpstorage closed|open|whatif training MODEL datasize|datagen|run|configview [file|object] ...

@@ -6,16 +6,14 @@ is an error that suggests the nearest; nothing is ignored in silence.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.errors import UsageError
 from penstock.suggest import did_you_mean
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 class Takes(StrEnum):

@@ -7,6 +7,7 @@ nothing that is requested is left out without a remark or an error.
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
@@ -14,8 +15,6 @@ from typing import TYPE_CHECKING, Final
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from penstock.cli.mlpstorage_arguments import MlpstorageCommand
 
 _UNSUPPORTED: Final[Mapping[str, str]] = MappingProxyType(

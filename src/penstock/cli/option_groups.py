@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, group, option, repeated, required
 from penstock.cli.parsers import ASSIGNMENT, FOLDER, SETTING, TEXT, URI
+from penstock.cli.terminal import Terminal
+from penstock.environment import process_environment, untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from fractions import Fraction
-    from pathlib import Path
-
     from penstock.bench.loader.loader_protocol import OpenStorage
     from penstock.bench.model_state import StateLayout
-    from penstock.cli.terminal import Terminal
     from penstock.workload.checkpoint_model import CheckpointModel
     from penstock.workload.loading import LoadedWorkload
 
@@ -70,9 +71,6 @@ class DataOptions:
 
     def opener(self, *, rank: int, is_traced: bool = True) -> OpenStorage:
         """A function that opens the storage; it can be pickled for another process."""
-        from functools import partial
-
-        from penstock.environment import process_environment, untraced
         from penstock.storage import open_storage
 
         environment = process_environment() if is_traced else untraced(process_environment())

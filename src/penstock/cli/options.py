@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -27,10 +28,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from penstock.errors import UsageError
+from penstock.extras import explained_imports
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from penstock.cli.parsers import Parser
     from penstock.cli.terminal import Terminal
 
@@ -335,12 +335,28 @@ class NoOptions:
 
 
 class Group(click.Group):
-    """Commands by name, each imported when it is asked for: `--help` of the root imports hardly any."""
+    """Commands by name, each imported when it is asked for: `--help` of the root imports hardly any.
 
-    def __init__(self, help: str, verbs: Mapping[str, str | click.Command], **more: Any) -> None:  # noqa: A002
+    `extra` is the extra of Penstock that these commands need; errors about missing libraries name it.
+    """
+
+    def __init__(
+        self,
+        help: str,  # noqa: A002
+        verbs: Mapping[str, str | click.Command],
+        *,
+        extra: str | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(None, help=help, no_args_is_help=True, **more)
         self.verbs = dict(verbs)
         """Where each command is, as `module:name`, or the command itself."""
+        self.extra = extra
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command that the words name."""
+        with explained_imports(self.extra):
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """All names, in the order in which help lists them."""

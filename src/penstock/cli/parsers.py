@@ -5,6 +5,7 @@ A parser raises `UsageError`; the option layer adds the name of the option that 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,8 +15,6 @@ from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_rate, parse_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from penstock.bench.epoch_order import Remainder
     from penstock.bench.loader.sample_decoder import ContentCheck
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import repeated
 from penstock.cli.parsers import choice
+from penstock.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
     from penstock.cluster.gates.gate_model import Gate, PreflightRequest
     from penstock.cluster.gates.preflight import PreflightResult

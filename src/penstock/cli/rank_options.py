@@ -7,6 +7,7 @@ on every rank and supervise it; inside one (mpirun, srun, torchrun) the command 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +27,6 @@ from penstock.environment import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from penstock.cluster.comm import Comm
 
 O = TypeVar("O")  # noqa: E741 - the options of one command

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.option_groups import ParentOption
@@ -15,9 +17,6 @@ from penstock.environment import process_environment
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from rich.console import Console
 
     from penstock.results.history.run_catalog import CatalogedRun, RunCatalog

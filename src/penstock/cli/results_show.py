@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import ParentOption
 from penstock.cli.options import argument, arguments, group, verb
 from penstock.cli.parsers import TEXT
 from penstock.cli.run_reports import reconciliation_lines
-from penstock.cli.terminal import Terminal, format_number, table
-from penstock.errors import UsageError
+from penstock.cli.terminal import Terminal, View, format_number, table
+from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     from rich.console import Console
 
-    from penstock.cli.terminal import View
     from penstock.results.checkpoint_figures import CheckpointFigures
     from penstock.results.host_activity import PhaseActivity
     from penstock.results.phase_figures import PhaseFigures
@@ -81,7 +80,6 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 
 def _read_figures(folder: Path, view: RunSummary, terminal: Terminal) -> PhaseFigures | None:
     """The recorded figures, or what the step events of an unfinished run yield."""
-    from penstock.errors import StorageError
     from penstock.results.event_files import recompute_figures
     from penstock.results.run_record import read_record
 
@@ -99,7 +97,6 @@ def _read_figures(folder: Path, view: RunSummary, terminal: Terminal) -> PhaseFi
 
 def _read_activities(folder: Path) -> tuple[PhaseActivity, ...]:
     """What hosts did in each phase; nothing for a run without counters."""
-    from penstock.errors import ObjectNotFound
     from penstock.results.counter_files import read_counters
     from penstock.results.event_files import read_events
     from penstock.results.host_activity import summarize_activity
@@ -111,7 +108,6 @@ def _read_activities(folder: Path) -> tuple[PhaseActivity, ...]:
 
 
 def _activity_row(activity: PhaseActivity) -> dict[str, str]:
-    from penstock.units import format_bytes, format_seconds
 
     return {
         "phase": activity.phase,
@@ -142,7 +138,6 @@ def _describe_outcome(view: RunSummary) -> str:
 
 
 def _draw_checkpoints(console: Console, view: RunSummary, checkpoints: CheckpointFigures) -> None:
-    from penstock.units import format_bytes, format_seconds
 
     console.print(view.id, style="bold", markup=False)
     facts = {
@@ -191,7 +186,6 @@ def _draw_training(console: Console, view: RunSummary, figures: PhaseFigures | N
 
 
 def _training_facts(view: RunSummary) -> dict[str, str]:
-    from penstock.units import format_bytes, format_rate
 
     read = "-" if view.read_bytes is None else format_bytes(view.read_bytes)
     rate = "-" if view.read_bytes_per_s is None else format_rate(view.read_bytes_per_s)
@@ -211,7 +205,6 @@ def _training_facts(view: RunSummary) -> dict[str, str]:
 
 
 def _epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
-    from penstock.units import format_bytes, format_seconds
 
     return [
         {
@@ -228,7 +221,6 @@ def _epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
 
 
 def _times_table(figures: PhaseFigures) -> View:
-    from penstock.units import format_seconds
 
     times = figures.times
     assert times is not None

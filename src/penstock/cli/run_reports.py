@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.cli.terminal import format_number, render_text, table
+from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from rich.console import Console
 
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, DirectionFigures
@@ -22,8 +22,6 @@ MAX_DEVICES_NAMED = 4
 
 def reconciliation_lines(deliveries: Sequence[IoReconciliation]) -> Iterator[tuple[str, str]]:
     """Device bytes beside application bytes: a title and a line for each direction, and why one fails."""
-    from penstock.units import format_bytes
-
     for delivery in deliveries:
         title = f"devices, {delivery.direction}"
         if delivery.delivered_bytes is None:
@@ -61,8 +59,6 @@ def draw_training(console: Console, result: TrainingResult) -> None:
     """Draw accelerator utilization by epoch, and what limited it."""
     from rich.markup import escape
 
-    from penstock.units import format_bytes, format_rate
-
     train, ceiling = result.train, result.stages.ceiling
     accelerators = f"{result.ranks} accelerator{'s' * (result.ranks > 1)}"
     table(f"{escape(result.workload)}, {accelerators}", [_epoch_row(rate) for rate in train.epochs])(console)
@@ -91,7 +87,6 @@ def draw_training(console: Console, result: TrainingResult) -> None:
 
 
 def _epoch_row(rate: EpochRate) -> dict[str, str]:
-    from penstock.units import format_bytes, format_seconds
 
     return {
         "epoch": str(rate.epoch),
@@ -134,7 +129,6 @@ def checkpoint_warnings(result: CheckpointResult) -> list[str]:
 def draw_checkpoints(console: Console, result: CheckpointResult) -> None:
     """Draw the throughput of each direction, and the bottleneck."""
     from penstock.bench.checkpoint.checkpoint_result import job_bottleneck
-    from penstock.units import format_bytes
 
     rows = [
         _direction_row(name, figures)
@@ -155,7 +149,6 @@ def draw_checkpoints(console: Console, result: CheckpointResult) -> None:
 
 
 def _direction_row(name: str, figures: DirectionFigures) -> dict[str, str]:
-    from penstock.units import format_bytes, format_seconds
 
     return {
         "": name,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
@@ -11,9 +13,6 @@ from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
 from penstock.cli.terminal import Terminal, table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from rich.console import Console
 
     from penstock.submission.check import CheckedResult

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import command_line, flag, group, option, required
 from penstock.cli.parsers import FOLDER_URI, NAME
+from penstock.environment import process_environment
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
     from penstock.cluster.comm import Comm
     from penstock.submission.authoring.data_location import DataLocation
     from penstock.submission.authoring.result_dir import Series
@@ -135,9 +136,6 @@ def locate(series: Series, workload: Workload, uri: str) -> DataLocation:
 
 def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: Comm) -> ResultWriter:
     """What all result directories of this command share; captures the program's image. Collective."""
-    from datetime import UTC, datetime
-
-    from penstock.environment import process_environment
     from penstock.workflows.submission.result_draft import ResultWriter, capture_image
 
     def clock() -> datetime:

@@ -10,17 +10,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.environment import PROGRESS_COLUMNS, process_environment
-from penstock.progress import Silent
+from penstock.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from penstock.progress import Progress
 
 View = Callable[["Console"], None]
 """Draws a result for people on a console."""
@@ -74,8 +74,6 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 def render_text(view: View) -> str:
     """What a view draws, as text for a log."""
-    from io import StringIO
-
     from rich.console import Console
 
     text = StringIO()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, group, option, required, verb
@@ -17,14 +19,11 @@ from penstock.cli.trace_options import (
     draw_findings,
     report_losses,
 )
+from penstock.progress import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from rich.console import Console
 
-    from penstock.progress import Progress
     from penstock.trace.compare.comparison import ComparisonResult
     from penstock.trace.compare.expectations import CheckResult
     from penstock.trace.compare.trace_study import ComparisonSpec, Study

@@ -6,8 +6,10 @@ What was lost of damaged traces is printed before any answer, and is an error wi
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import arguments, flag, group, option, repeated
@@ -16,8 +18,6 @@ from penstock.cli.terminal import Terminal, print_json, table
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from rich.console import Console
 
     from penstock.trace.compare.comparison import ComparisonResult
@@ -111,8 +111,6 @@ class DimensionOptions:
 
     def dimensions(self) -> Dimensions:
         """The dimensions of these options; without tiers, each mount point of this machine is one."""
-        from pathlib import Path
-
         from penstock.trace.dimensions import (
             DEFAULT_PHASES,
             Dimensions,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, group, option, verb
 from penstock.cli.parsers import TEXT, TIME, several, whole
+from penstock.cli.terminal import Terminal
 from penstock.cli.trace_options import (
     AllDimensionOptions,
     DimensionOptions,
@@ -16,9 +16,6 @@ from penstock.cli.trace_options import (
     TierPhaseOptions,
 )
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from penstock.cli.terminal import Terminal
 
 _COLUMNS = several(TEXT)
 _BY_TEXT = "Group by these columns: rank, host, op, tier, ..."

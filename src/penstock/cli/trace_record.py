@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from penstock.cli.options import arguments, option, repeated, verb
 from penstock.cli.parsers import FOLDER, FOLDER_URI, TEXT, choice
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from penstock.cli.terminal import Terminal
+from penstock.cli.terminal import Terminal
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,6 @@ def load(options: _LoadOptions, terminal: Terminal) -> None:
 
       penstock trace load traces -o writes.events --where "op = 'write'" --strict --json
     """
-    from functools import partial
-
     from penstock.trace.event_table import convert
     from penstock.trace.reading.event_filter import EventFilter
     from penstock.trace.reading.trace_file import RANK_PATTERN

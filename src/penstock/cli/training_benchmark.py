@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import DataOptions, WorkloadOptions
@@ -71,8 +71,6 @@ def sweep(options: _SweepOptions, terminal: Terminal) -> int:
 
       penstock training sweep retinanet_b200 --data /data/r --results runs --most 64 -- --hosts a:32,b:32
     """
-    from dataclasses import asdict
-
     from penstock.workflows.accelerator_sweep import find_most_accelerators as find_largest
     from penstock.workflows.accelerator_sweep import run_command
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import DataOptions, WorkloadOptions
 from penstock.cli.options import group, option
 from penstock.cli.parsers import number, whole
 from penstock.cli.rank_options import ranked
+from penstock.cli.terminal import Terminal
+from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
     from penstock.dataset.dataset_manifest import DatasetRecipe
     from penstock.dataset.verify_dataset import VerificationResult
@@ -62,10 +63,7 @@ def generate(options: DatasetOptions, comm: Comm, terminal: Terminal) -> None:
 
       penstock training generate retinanet_b200 --data s3://bucket/retinanet --ranks 8 --threads 16
     """
-    from dataclasses import asdict
-
     from penstock.dataset.generate import generate as generate_files
-    from penstock.units import format_bytes, format_rate, format_seconds
 
     recipe, storage, uri = options.recipe(terminal), options.data.opener(rank=comm.rank)(), options.data.uri
     with terminal.progress() as progress:
@@ -92,8 +90,6 @@ def verify(options: DatasetOptions, comm: Comm, terminal: Terminal) -> int:
 
       penstock training verify retinanet_b200 --data s3://bucket/retinanet --ranks 8 --json
     """
-    from dataclasses import asdict
-
     from penstock.dataset.dataset_manifest import require_same
     from penstock.dataset.verify_dataset import verify as verify_files
 
@@ -107,8 +103,6 @@ def verify(options: DatasetOptions, comm: Comm, terminal: Terminal) -> int:
 
 def _draw_verified(console: Console, uri: str, report: VerificationResult) -> None:
     from rich.markup import escape
-
-    from penstock.units import format_bytes, format_seconds
 
     for file in report.wrong:
         console.print(escape(f"{file.name}: {file.what}"))

@@ -6,8 +6,11 @@ requests here. A division's rules decide here which loader reads and what happen
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import DataOptions, WorkloadOptions
@@ -16,12 +19,12 @@ from penstock.cli.parsers import CONTENT_CHECK, DIVISION, NAME, URI, whole
 from penstock.cli.preflight_gates import GateOptions, inspect_gates
 from penstock.cli.run_reports import capture_training_output, reconciliation_notes
 from penstock.cli.submission_options import ResultOptions, SubmissionEntry, locate, open_session
+from penstock.cli.terminal import Terminal
 from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
+from penstock.extras import explained_imports
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from penstock.bench.epoch_order import Remainder
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
     from penstock.bench.loader.pytorch_loader import PytorchOptions
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_files import OpenFormat
     from penstock.bench.training.training_request import TrainingRequest
     from penstock.bench.training.training_result import TrainingResult
-    from penstock.cli.terminal import Terminal
     from penstock.cluster.comm import Comm
     from penstock.workflows.submission.result_draft import ResultWriter
     from penstock.workload.division_rules import SubmissionDivision
@@ -248,7 +250,6 @@ def loader_options(name: str, workload: Workload, threads: int | None) -> Loader
 def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
     """One worker for each read in flight; none if the workload says `read_threads: 0`."""
     from penstock.bench.loader.native_loader import NativeOptions
-    from penstock.extras import explained_imports
 
     with explained_imports():
         from penstock.bench.loader.pytorch_loader import PytorchOptions
@@ -269,8 +270,6 @@ def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
 
 def _transformed_bytes(reader: ReaderSection) -> int:
     """A sample's size after its transformation, if the workload says its shape; else 0."""
-    from math import prod
-
     from penstock.workload.values import element_bytes
 
     dims = reader.transformed_record_dims
@@ -279,8 +278,6 @@ def _transformed_bytes(reader: ReaderSection) -> int:
 
 def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
     """The seed of `--seed`; else a random one for random shuffling, or the workload's. Collective."""
-    import secrets
-
     from penstock.workload.choices import Shuffle
 
     if seed is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from penstock.cli.options import group, option, required, verb
 from penstock.cli.parsers import DIVISION, RATE, SIZE, several, whole
 from penstock.cli.terminal import Terminal, table
 from penstock.errors import UsageError
+from penstock.units import format_rate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -132,8 +134,6 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
 
       penstock training plan resnet50_h100 --set dataset.num_files_train=50000000 --ranks 1024 --rank 7 --json
     """
-    from dataclasses import asdict
-
     from penstock.bench.training.order_preview import preview_order
 
     loaded = options.workload.load(terminal, is_data_set=True)
@@ -156,8 +156,6 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
 
 def _next_command(options: WorkloadOptions, required_size: DatasetSizing) -> str:
     """The command that makes this data set: the user's settings, secrets apart, then the computed ones."""
-    import shlex
-
     from penstock.workload.overrides import parse_settings
 
     # An override's source has its secrets redacted, unlike the text that the user gave.
@@ -209,7 +207,6 @@ def _draw_sizing(
 ) -> None:
     from rich.markup import escape
 
-    from penstock.units import format_rate
     from penstock.workload.dataset_size import describe_size
 
     folders = f" in {required_size.num_subfolders:,} subfolders" if required_size.num_subfolders else ""
@@ -244,8 +241,6 @@ def _forecast_document(loaded: LoadedWorkload, prediction: AcceleratorForecast) 
 
 def _draw_forecast(console: Console, workload: Workload, prediction: AcceleratorForecast) -> None:
     from rich.markup import escape
-
-    from penstock.units import format_rate
 
     rate = format_rate(float(prediction.bandwidth_bytes_per_s))
     console.print(f"[bold]{escape(workload.full_name)}[/bold]")

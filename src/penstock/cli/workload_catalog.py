@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,9 @@ from penstock.cli.option_groups import WorkloadOptions
 from penstock.cli.options import option, optional_argument, repeated, verb
 from penstock.cli.parsers import SETTING, TEXT
 from penstock.cli.terminal import Terminal, table
+from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
 
     from penstock.workload.spec import Workload
@@ -71,7 +71,6 @@ def _draw_families(console: Console, catalog: Sequence[Workload]) -> None:
 
 
 def _describe_load(summary: dict[str, Any]) -> str:
-    from penstock.units import format_bytes, format_seconds
 
     num_samples = summary["num_samples_per_file"]
     samples = f"{num_samples:,} samples" if num_samples > 1 else "1 sample"

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from penstock.cluster.gates.gate_model import Preflight  # noqa: TC001 - pydantic reads the annotations
+from penstock.cluster.gates.gate_model import Preflight
 from penstock.errors import StorageError
-from penstock.results.host_facts import HostFacts  # noqa: TC001 - likewise
-from penstock.results.io_reconciliation import IoReconciliation  # noqa: TC001 - likewise
-from penstock.results.phase_figures import PhaseFigures  # noqa: TC001 - pydantic reads the annotations
+from penstock.results.host_facts import HostFacts
+from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.phase_figures import PhaseFigures
 from penstock.results.provenance import (
     GitState,
     ProcessMark,

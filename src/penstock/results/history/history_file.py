@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from penstock.results.provenance import ProcessMark  # noqa: TC001 - pydantic reads the annotations
+from penstock.results.provenance import ProcessMark
 from penstock.storage.files.durable import sync_folder, sync_open_file
 from penstock.storage.files.system_calls import translate_os_errors
 
