@@ -191,6 +191,8 @@ class Crew:
         """Stop all and return when none is at work."""
         self._stop()
         self._threads.shutdown(wait=True)
+        # The object that owns the crew is what `stop` belongs to: keeping it would make a cycle.
+        self._stop = lambda: None
 
     def _run(self, work: Callable[..., None], *arguments: object) -> None:
         with ExitStack() as undo:

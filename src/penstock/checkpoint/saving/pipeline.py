@@ -309,14 +309,12 @@ class WritePipe:
         self._streams = settings.streams
         self._jobs = number_chunks(planned, settings.chunk_bytes)
         self._planned_bytes = sum(each.size_bytes for each in planned)
-        self._unfilled = iter(self._jobs)
-        self._picking = threading.Lock()
         self._buffers = Buffers(memory, settings)
         self._stamps = Stamps.for_chunks(total_chunks(self._jobs), len(self._jobs))
         for buffer in self._buffers.all:
             buffer.release = partial(self._acknowledge, buffer)
         shared = Shared(
-            next_job=self._next_job,
+            next_job=_deal_out(self._jobs),
             producer=producer,
             buffers=self._buffers,
             stamps=self._stamps,
@@ -332,6 +330,10 @@ class WritePipe:
 
     def __exit__(self, *_: object) -> None:
         self._crew.dismiss()
+        # Each buffer calls back into this object. Without that cycle, staging memory and the tensors that
+        # were copied are freed with the save; with it, they would stay until Python's next collection.
+        for buffer in self._buffers.all:
+            buffer.release = None
 
     def stop(self) -> None:
         """Have all threads give up; safe at any time, from any thread."""
@@ -378,11 +380,18 @@ class WritePipe:
         require_durable(measurement.ledger, uri=storages[0].uri)
         return measurement
 
-    def _next_job(self) -> Job | None:
-        with self._picking:
-            return next(self._unfilled, None)
-
     def _acknowledge(self, buffer: Buffer) -> None:
         """The storage lets go of `buffer`; called from any thread of its."""
         self._stamps.acknowledged[buffer.chunk] = now_ns()
         self._buffers.give_back(buffer, Ownership.IN_FLIGHT)
+
+
+def _deal_out(jobs: Sequence[Job]) -> Callable[[], Job | None]:
+    """A function that returns one job after another, and None when there are no more; for several threads."""
+    remaining, picking = iter(jobs), threading.Lock()
+
+    def next_job() -> Job | None:
+        with picking:
+            return next(remaining, None)
+
+    return next_job

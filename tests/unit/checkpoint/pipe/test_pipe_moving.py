@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import tracemalloc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -460,3 +462,15 @@ def test_progress_adds_up_to_what_was_moved() -> None:
     read_objects([storage], planned, Keyed(), SMALL, progress=progress)
     assert progress.phases == [("writing", 2 * CHUNK + 6), ("reading", 2 * CHUNK + 6)]
     assert progress.moved == 2 * (2 * CHUNK + 6)
+
+
+def test_a_finished_pipe_frees_its_producer_without_garbage_collection() -> None:
+    producer = Keyed()
+    gc.disable()
+    try:
+        write_objects([MemoryStorage()], _objects(3 * CHUNK), producer, SMALL)
+        alive = weakref.ref(producer)
+        del producer
+        assert alive() is None
+    finally:
+        gc.enable()
