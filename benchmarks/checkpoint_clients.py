@@ -20,7 +20,7 @@ from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, chan
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipeSettings
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.progress import Silent
 from penstock.storage import open_storage
 from penstock.workload.checkpoint_model import load_model

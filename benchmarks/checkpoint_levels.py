@@ -31,7 +31,7 @@ from harness import Ratio, ratio_of
 from penstock.checkpoint import Flush, Manager, Single, Xor
 from penstock.checkpoint.commit.catalog import StepCatalog
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 
 NUM_RANKS = 4
 NUM_TENSORS = 4

@@ -35,7 +35,7 @@ from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES
 from penstock.bench.training.harness_limit import EventsInMemory, ZeroCostStorage, measure_harness_limit
 from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
 from penstock.bench.training.training_run import PreparedTraining, prepare_training
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe, write_manifest
 from penstock.dataset.generate import generate

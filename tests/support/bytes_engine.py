@@ -19,7 +19,7 @@ from penstock.checkpoint.formats.checksums import sum_of
 from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
 from penstock.errors import DataDamaged, UsageError
 from penstock.progress import Progress, Silent
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef

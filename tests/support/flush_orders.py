@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.levels.flush.daemon import Daemon
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, OrderedFile
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from penstock.storage import Storage

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Final
 from penstock.checkpoint.commit.catalog import open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Seal
 from penstock.checkpoint.commit.transaction import begin_save
-from penstock.cluster.base_comm import SoloComm
-from penstock.cluster.collectives import all_gather_results
-from penstock.storage.files.access import BufferedAccess
+from penstock.cluster.comm import SoloComm, all_gather_results
+from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import Location
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.errors import Unavailable
 from penstock.storage.capabilities import find_local_paths
 from penstock.storage.residency import evict_file

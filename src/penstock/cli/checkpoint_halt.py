@@ -43,7 +43,7 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
       penstock checkpoint halt /pfs/run --cancel
     """
     from penstock.checkpoint.manager import graceful_stop
-    from penstock.storage.registry import open_here
+    from penstock.storage.uri import open_here
 
     run = options.run
     if sum((options.cancels, options.shows_status, bool(options.reason))) > 1:

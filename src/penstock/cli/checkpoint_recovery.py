@@ -35,7 +35,7 @@ class CacheOptions:
         """The cache level of all ranks. Collective."""
         from penstock.checkpoint.levels.cache import CacheLevel
         from penstock.checkpoint.levels.options import Single
-        from penstock.storage.registry import open_here
+        from penstock.storage.uri import open_here
 
         if len(self.paths) not in (1, comm.size):
             raise UsageError(
@@ -118,7 +118,7 @@ def scavenge(options: _ScavengeOptions, comm: Comm, terminal: Terminal) -> int:
     """
     from penstock.checkpoint.commit.catalog import StepCatalog
     from penstock.checkpoint.levels import recovery
-    from penstock.storage.registry import open_here
+    from penstock.storage.uri import open_here
 
     with options.caches.open(comm) as level, terminal.progress():
         steps = options.caches.select(recovery.list_cached_steps(level, comm))

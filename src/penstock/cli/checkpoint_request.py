@@ -268,6 +268,6 @@ def perform_run(
 
 def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
     """The storage option that `fsync` sets; object services have none, as their writes are always durable."""
-    from penstock.storage.registry import has_option
+    from penstock.storage.uri import has_option
 
     return {"fsync": str(fsync).lower()} if has_option(uri, "fsync") else {}

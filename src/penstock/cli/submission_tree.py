@@ -118,7 +118,7 @@ def _description_path(tree: OwnedTree, options: TreeOptions) -> Path:
 
 def _read_facts(cluster: Path | None) -> ClusterFacts:
     """The facts in the file, which must be complete; else this machine's own."""
-    from penstock.cluster.base_comm import SoloComm
+    from penstock.cluster.comm import SoloComm
     from penstock.cluster.facts.collect_facts import collect_from_ranks
     from penstock.cluster.facts.host_facts import read_cluster_facts
 

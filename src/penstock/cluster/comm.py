@@ -1,16 +1,27 @@
-"""The protocols between ranks: collective calls (`Comm`), and bytes from one rank to another.
+"""Communication between ranks: the `Comm` protocol, helpers on top of it, and what all communicators share.
 
 Every call of a `Comm` is collective: all ranks make the same calls in the same order. Every wait has a limit
 and names what it awaited. Invariant: a call returns on all ranks or raises on all of them that are still
 alive. Point-to-point transfers stand apart because they are not collective: two ranks move bytes while the
 others do something else, and any thread may call.
+
+`all_gather_results` and its kin turn one rank's error of any kind into an error of all ranks before any of
+them enters the next collective call; they need `Comm.gather` alone. `BaseComm` is everything that `Comm`
+promises on top of three ways to move bytes, which MPI and torch.distributed supply.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+import os
+import pickle
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
-from penstock.errors import Unavailable
+from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError, WaitTimeout
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -33,7 +44,7 @@ class Comm(Protocol):
     """The library that carries messages, and its version; "" where nothing has to."""
 
     def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
-        """Return once every rank has come here."""
+        """Return once every rank has called this."""
 
     def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
         """Rank 0's `value`, on every rank; what others pass is ignored."""
@@ -41,7 +52,7 @@ class Comm(Protocol):
     def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
         """Every rank's `value`, in rank order, on every rank."""
 
-    def gather_on_lead(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
+    def gather_on_rank0(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
         """Every rank's `value`, in rank order, on rank 0; nothing elsewhere.
 
         For what grows with the job and only rank 0 needs.
@@ -57,11 +68,11 @@ class PendingTransfer(Protocol):
     """Bytes on their way. Their buffer belongs to the transfer until `wait` returns or raises."""
 
     def wait(self, *, awaiting: str, timeout_s: float) -> None:
-        """Return when they have left, or arrived; `WaitTimeout` in the end, `RankError` if a rank is gone."""
+        """Return when they have left, or arrived. Raises `WaitTimeout`, or `RankError` if a rank is gone."""
 
 
 class PointToPoint(Protocol):
-    """One rank's way to all others. A message meets the receive of the same two ranks and the same tag."""
+    """One rank's channel to all others. A send matches the receive of the same two ranks and the same tag."""
 
     rank: int
     size: int
@@ -70,10 +81,10 @@ class PointToPoint(Protocol):
         """Begin to send the whole of `buffer`."""
 
     def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> PendingTransfer:
-        """Begin to fill the whole of `buffer`, with a message of just that length."""
+        """Begin to fill the whole of `buffer` with a message of exactly that length."""
 
     def close(self) -> None:
-        """Let go of what was made for this transfer; collective."""
+        """Release what was made for these transfers; collective."""
 
 
 @runtime_checkable
@@ -92,3 +103,273 @@ def open_point_to_point(comm: Comm) -> PointToPoint:
         f"{type(comm).__name__} cannot move bytes between two ranks",
         fix="Run under MPI or torch.distributed.",
     )
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    rank: int
+    host: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsendable(_Failure):
+    """Travels instead of a value that cannot be pickled, so that all ranks learn of it in the same call."""
+
+
+def all_gather_results(
+    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
+) -> list[Result]:
+    """Call `work` on each rank; the results of all ranks, in rank order, on every rank. Collective.
+
+    If `work` raises on any rank, every rank raises the same `RankFailed`, which names the lowest such rank;
+    on that rank its cause is the original error. Ctrl-C and `SystemExit` are not caught.
+    """
+    own_error: Exception | None = None
+    outcome: Result | _Failure
+    try:
+        outcome = work()
+    except Exception as error:  # noqa: BLE001 - gathered: no rank may fail alone
+        own_error = error
+        outcome = _Failure(comm.rank, comm.host, format_cause(error))
+    results: list[Result] = []
+    for rank, other in enumerate(comm.gather(outcome, awaiting=awaiting, timeout_s=timeout_s)):
+        if isinstance(other, _Failure):
+            original = own_error if rank == comm.rank else None
+            raise RankFailed(other.rank, other.host, other.cause) from original
+        results.append(other)
+    return results
+
+
+def run_on_all_ranks(
+    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
+) -> Result:
+    """Call `work` on each rank; this rank's own result, which is not sent anywhere. Collective.
+
+    Fails as `all_gather_results` does, except that a process without other ranks raises its own error.
+    """
+    if comm.size == 1:
+        return work()
+    own_results: list[Result] = []
+    all_gather_results(comm, lambda: own_results.append(work()), awaiting=awaiting, timeout_s=timeout_s)
+    return own_results[0]
+
+
+def run_on_rank0(
+    comm: Comm, work: Callable[[], Result], *, awaiting: str, timeout_s: float | None = None
+) -> Result:
+    """Call `work` on rank 0 alone; its result, on every rank. Collective.
+
+    Fails as `all_gather_results` does, except that a process without other ranks raises its own error.
+    """
+    if comm.size == 1:
+        return work()
+
+    def work_on_rank0() -> Result | None:
+        return work() if comm.rank == 0 else None
+
+    results = all_gather_results(comm, work_on_rank0, awaiting=awaiting, timeout_s=timeout_s)
+    return cast("Result", results[0])
+
+
+def format_cause(error: BaseException) -> str:
+    """`error` as one clause: Penstock's own errors are one already, others need the name of their type."""
+    text = str(error).strip()
+    if isinstance(error, PenstockError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+EAGER_POLLS = 200
+FIRST_SLEEP_S = 20e-6
+LONGEST_SLEEP_S = 2e-3
+SLEEP_SHARE = 0.1
+"""A sleep is this part of the wait so far, so that short waits end soon. With doubling sleeps a barrier of 4
+ranks on 2 cores was 250 times slower, because a collective only progresses while its ranks poll."""
+LATE_AFTER_S = 5.0
+"""A wait longer than this, or than half its limit, calls `on_late`: the launcher then knows who waits."""
+
+
+@dataclass(slots=True)
+class PollingWait:
+    """A wait by polling, with one limit for all its steps. Its clock starts at construction.
+
+    Ranks may outnumber cores, so a waiting rank must give up its core to those it waits for: it polls
+    eagerly at first, then sleeps longer and longer. Every wait ends, at the latest with a `WaitTimeout`.
+    """
+
+    awaiting: str
+    timeout_s: float
+    on_late: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _started_s: float = field(init=False)
+    _was_late: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._started_s = self.clock()
+
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Return once `ready()` is true; it is called at least once, even when no time is left."""
+        for _ in range(EAGER_POLLS):
+            if ready():
+                return
+            os.sched_yield()
+        while not ready():
+            waited_s = self.clock() - self._started_s
+            self._check(waited_s)
+            self.sleep(min(max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE), LONGEST_SLEEP_S))
+
+    def _check(self, waited_s: float) -> None:
+        if waited_s >= self.timeout_s:
+            raise WaitTimeout(self.awaiting, self.timeout_s)
+        if not self._was_late and waited_s >= min(LATE_AFTER_S, self.timeout_s / 2):
+            self._was_late = True
+            self.on_late()
+
+
+def reduce_values(values: list[Number], op: Reduction) -> Number:
+    """`values` combined in rank order: the same bits on every rank and in every run."""
+    folds: dict[str, Callable[[list[Number]], Number]] = {"sum": sum, "min": min, "max": max}
+    if op not in folds:
+        raise UsageError(f"{op!r} is not a reduction", fix=f"Use one of {', '.join(folds)}.")
+    return folds[op](values)
+
+
+class BaseComm(ABC):
+    """A `Comm` on top of three collective moves of bytes. Subclasses start transfers and never block.
+
+    A rank that left a call early never makes another one, because the ranks would be out of step.
+    """
+
+    def __init__(self, rank: int, size: int, host: str) -> None:
+        self.rank = rank
+        self.size = size
+        self.host = host
+        self.timeout_s = DEFAULT_TIMEOUT_S
+        self.carrier = ""
+        self.on_late: Callable[[int, str], None] = lambda _call, _awaiting: None
+        """Called once for a call that waits long, with the call's number and what it awaits."""
+        self._call = 0
+        self._left_early: str | None = None
+
+    def barrier(self, *, awaiting: str, timeout_s: float | None = None) -> None:
+        """Return once every rank has called this."""
+        with self._collective(awaiting, timeout_s) as wait:
+            self._move_nothing(wait)
+
+    def broadcast(self, value: T | None, *, awaiting: str, timeout_s: float | None = None) -> T:
+        """Rank 0's `value`, on every rank; a value that cannot be packed is `RankFailed` on all of them."""
+        with self._collective(awaiting, timeout_s) as wait:
+            packed = self._broadcast_bytes(self._pack(value) if self.rank == 0 else None, wait)
+        received: T = self._unpack([packed])[0]
+        return received
+
+    def gather(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
+        """Every rank's `value`, in rank order, on every rank."""
+        with self._collective(awaiting, timeout_s) as wait:
+            packed = self._gather_bytes(self._pack(value), wait)
+        return self._unpack(packed)
+
+    def gather_on_rank0(self, value: T, *, awaiting: str, timeout_s: float | None = None) -> list[T]:
+        """Every rank's `value`, in rank order, on rank 0; nothing elsewhere.
+
+        A value that cannot be packed is `RankFailed` on all ranks.
+        """
+        packed = self._packed(value)
+        # First all ranks agree that every value can be sent: a rank that raised alone would leave the others
+        # waiting in the transfer below.
+        refusal = packed if isinstance(packed, _Unsendable) else None
+        self.gather(refusal, awaiting=awaiting, timeout_s=timeout_s)
+        assert isinstance(packed, bytes), "the gather has raised what could not be packed"
+        with self._collective(awaiting, timeout_s) as wait:
+            payloads = self._gather_bytes_on_rank0(packed, wait)
+        return self._unpack(payloads) if self.rank == 0 else []
+
+    def reduce(
+        self, value: Number, op: Reduction, *, awaiting: str, timeout_s: float | None = None
+    ) -> Number:
+        """The sum, minimum or maximum over ranks: exact for whole numbers of any size."""
+        return reduce_values(self.gather(value, awaiting=awaiting, timeout_s=timeout_s), op)
+
+    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        """All payloads on rank 0. A library that can gather to one rank overrides this to save copies."""
+        return self._gather_bytes(payload, wait)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the job; collective, and the last call."""
+
+    @abstractmethod
+    def _move_nothing(self, wait: PollingWait) -> None: ...
+
+    @abstractmethod
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes: ...
+
+    @abstractmethod
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]: ...
+
+    @contextmanager
+    def _collective(self, awaiting: str, timeout_s: float | None) -> Iterator[PollingWait]:
+        if self._left_early is not None:
+            raise RankError(
+                f"Rank {self.rank} is out of step with the others: it gave up waiting for {self._left_early}",
+                where=f"now at {awaiting}",
+                fix="Stop this job and start it anew; its ranks cannot get back into step.",
+            )
+        call = self._call = self._call + 1
+        self._left_early = awaiting
+        try:
+            limit_s = self.timeout_s if timeout_s is None else timeout_s
+            yield PollingWait(awaiting, limit_s, on_late=lambda: self.on_late(call, awaiting))
+        except RuntimeError as error:
+            if isinstance(error, RankError):
+                raise
+            raise RankError(
+                f"The connection between ranks broke while waiting for {awaiting}: {error}",
+                where=f"rank {self.rank} on {self.host}",
+                fix="Look for a rank that died, or for a network that drops connections.",
+            ) from error
+        self._left_early = None
+
+    def _pack(self, value: object) -> bytes:
+        packed = self._packed(value)
+        return packed if isinstance(packed, bytes) else pickle.dumps(packed, pickle.HIGHEST_PROTOCOL)
+
+    def _packed(self, value: object) -> bytes | _Unsendable:
+        try:
+            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            cause = f"cannot send a {type(value).__name__} to other ranks: {error}"
+            return _Unsendable(self.rank, self.host, cause)
+
+    def _unpack(self, packed: list[bytes]) -> list[Any]:
+        # Ranks of one job trust each other: a process that can send here already runs code as this user.
+        values = [pickle.loads(payload) for payload in packed]  # noqa: S301
+        for value in values:
+            if isinstance(value, _Unsendable):
+                raise RankFailed(value.rank, value.host, value.cause)
+        return values
+
+
+class SoloComm(BaseComm):
+    """Rank 0 of 1. Nothing is awaited, so nothing times out."""
+
+    def __init__(self, host: str = "localhost") -> None:
+        super().__init__(0, 1, host)
+
+    def close(self) -> None:
+        """Do nothing: there is no job to leave."""
+
+    def _move_nothing(self, wait: PollingWait) -> None:
+        """Return at once."""
+
+    def _broadcast_bytes(self, payload: bytes | None, wait: PollingWait) -> bytes:  # noqa: ARG002 - the protocol's
+        assert payload is not None
+        return payload
+
+    def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:  # noqa: ARG002 - the protocol's
+        return [payload]

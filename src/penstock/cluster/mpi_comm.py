@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.cluster.base_comm import BaseComm
-from penstock.cluster.polling import PollingWait
+from penstock.cluster.comm import BaseComm, PollingWait
 from penstock.errors import RankError, Unavailable, WaitTimeout
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from penstock.cluster.base_comm import BaseComm
+from penstock.cluster.comm import BaseComm
 from penstock.errors import RankError, Unavailable, UsageError, WaitTimeout
 
 if TYPE_CHECKING:
-    from penstock.cluster.polling import PollingWait
+    from penstock.cluster.comm import PollingWait
     from penstock.environment import Environment
 
 LONGEST_CALL = timedelta(days=7)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock import __version__
 from penstock.dataset.content import CONTENT_VERSION, Reduction
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
     from penstock.storage import Storage

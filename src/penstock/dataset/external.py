@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Final
 
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.dataset.file_listing import Listing, list_files
 from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.errors import ObjectNotFound, StorageError, UsageError

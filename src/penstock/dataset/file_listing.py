@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final, Self
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.files.file_storage import open_local
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 
 if TYPE_CHECKING:
     from penstock.storage.protocol import ObjectInfo

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.storage.files.file_storage import open_local
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

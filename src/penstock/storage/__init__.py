@@ -1,7 +1,6 @@
 """Where bytes go: one protocol over files, O_DIRECT files, objects and memory. Start at `open_storage`."""
 
-from penstock.storage.counters import Counters
-from penstock.storage.protocol import ObjectInfo, Release, Sink, Source, Storage
-from penstock.storage.registry import open_storage
+from penstock.storage.protocol import Counters, ObjectInfo, Release, Sink, Source, Storage
+from penstock.storage.uri import open_storage
 
 __all__ = ["Counters", "ObjectInfo", "Release", "Sink", "Source", "Storage", "open_storage"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from penstock.errors import Unavailable
-from penstock.storage.wrapping import WrappedStorage
+from penstock.storage.protocol import WrappedStorage
 
 if TYPE_CHECKING:
     from penstock.storage.protocol import ObjectInfo, Storage

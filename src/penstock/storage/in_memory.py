@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
-from penstock.storage.counters import Counters
-from penstock.storage.protocol import ObjectInfo, OptionValue, Release
+from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, Release
 from penstock.storage.uri import Location, check_key, check_prefix, parse_options
 
 if TYPE_CHECKING:

@@ -1,18 +1,20 @@
-"""The narrow waist of storage: what every place that keeps bytes can do, whatever it is made of.
+"""The narrow waist of storage: the protocols that every back end implements and every caller speaks.
 
-Everything that moves bytes (probe, loaders, checkpoint pipe, traces) speaks only these protocols; wrappers
-(tracing, faults, bandwidth limits) implement them around another one. One invariant: a buffer that is handed
-down is never copied, unless the copy is counted by name in `Counters.copied_bytes`.
+Everything that moves bytes (probe, loaders, checkpoint pipeline, traces) knows only `Storage`, `Sink` and
+`Source`; wrappers (tracing, faults, rate limits) implement them around another storage. One invariant: a
+buffer that is handed down is never copied, unless the copy is counted by reason in `Counters.copied_bytes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, Self
 
-if TYPE_CHECKING:
-    from penstock.storage.counters import Counters
+from penstock.errors import ObjectNotFound
 
 OptionValue = str | int | float | bool | tuple[str, ...]
 
@@ -33,15 +35,15 @@ class ObjectInfo:
 class Sink(Protocol):
     """One object being written front to back by one thread: `submit` repeatedly, then `finish` or `abort`.
 
-    Until `finish` returns nobody sees the object; after `abort`, a crash or an error nobody ever does.
+    The object becomes visible when `finish` returns; after `abort`, a crash or an error it never does.
     """
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
-        """Append `buffer`, which stays untouched by the caller until `release` is called.
+        """Append `buffer`, which the caller must not change until `release` is called.
 
         Blocks while as many buffers are in flight as the options allow. Without `release` the caller keeps
-        the buffer as it is until `finish`. Raises the error of an earlier buffer as soon as it is known;
-        also then this buffer is released, once, by `abort` at the latest.
+        the buffer unchanged until `finish`. Raises the error of an earlier buffer as soon as it is known;
+        even then this buffer is released, once, by `abort` at the latest.
         """
 
     def finish(self) -> ObjectInfo:
@@ -62,7 +64,7 @@ class Source(Protocol):
         """Fill all of `buffer` from `offset`, or raise: `ShortTransfer` where the object ends too early."""
 
     def close(self) -> None:
-        """Let go of the object. Safe twice."""
+        """Release the object. Safe to call twice."""
 
 
 class Storage(Protocol):
@@ -74,30 +76,206 @@ class Storage(Protocol):
 
     uri: str
     options: Mapping[str, OptionValue]
-    """How this storage was told to work, whole and with its defaults, for the record of a run."""
+    """All options in effect, defaults included, for the record of a run."""
     counters: Counters
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
         """Begin an object; an older one of this key stays readable until `finish`.
 
-        A size told beforehand saves requests and is checked at `finish`.
+        Declaring the size saves requests; `finish` checks it.
         """
 
     def open(self, key: str) -> Source:
         """Open an object for ranged reads; `ObjectNotFound` if there is none."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below the folder `prefix` ("": all): a stream without order, in bounded memory.
+        """All objects below the folder `prefix` ("": all): an unordered stream, in bounded memory.
 
-        An absent folder is an empty one, as object services know no other; an absent root may be
-        `ObjectNotFound`, because a mistyped path should not look like an empty storage.
+        A missing folder is an empty one, because object services cannot tell the two apart; a missing root
+        may be `ObjectNotFound`, because a mistyped path should not look like an empty storage.
         """
 
     def stat(self, key: str) -> ObjectInfo:
-        """One object's facts; `ObjectNotFound` if there is none."""
+        """Describe one object; `ObjectNotFound` if there is none."""
 
     def delete(self, key: str) -> None:
-        """Remove one object; `ObjectNotFound` if there is none, silence where a service does not tell."""
+        """Remove one object; `ObjectNotFound` if there is none, unless the service does not report that."""
 
     def sync(self, prefix: str = "") -> None:
         """Make every finished object under `prefix`, and its name, survive a power cut."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a storage really did, for the record of a run. Threads change it by `add` and `add_copy` only.
+
+    `copied_bytes` is keyed by the reason of the copy, `requests_by_endpoint` by the endpoint's URL. Counts
+    never decrease.
+    """
+
+    requests: int = 0
+    retries: int = 0
+    errors: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    copied_bytes: Counter[str] = field(default_factory=Counter)
+    requests_by_endpoint: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(
+        self,
+        *,
+        requests: int = 0,
+        retries: int = 0,
+        errors: int = 0,
+        written_bytes: int = 0,
+        read_bytes: int = 0,
+        endpoint: str = "",
+    ) -> None:
+        """Count one event."""
+        with self._lock:
+            self.requests += requests
+            self.retries += retries
+            self.errors += errors
+            self.written_bytes += written_bytes
+            self.read_bytes += read_bytes
+            if endpoint:
+                self.requests_by_endpoint[endpoint] += requests
+
+    def add_copy(self, reason: str, size_bytes: int) -> None:
+        """Count `size_bytes` that had to be copied, and why."""
+        with self._lock:
+            self.copied_bytes[reason] += size_bytes
+
+    def _counts(self) -> dict[str, Any]:
+        return {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "_lock"}
+
+    def snapshot(self) -> Self:
+        """A consistent copy, to subtract from or to record."""
+        with self._lock:
+            return type(self)(**{name: count.__class__(count) for name, count in self._counts().items()})
+
+    def __reduce__(self) -> tuple[type[Self], tuple[object, ...]]:
+        # Ranks send their counters to each other; a lock cannot be pickled.
+        return type(self), tuple(self.snapshot()._counts().values())  # noqa: SLF001 - its own class
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(**{name: count + getattr(other, name) for name, count in self._counts().items()})
+
+    def record(self) -> dict[str, int | dict[str, int]]:
+        """All counts as plain data, for the record of a run."""
+        counts = self._counts().items()
+        return {name: dict(count) if isinstance(count, Counter) else count for name, count in counts}
+
+
+class WrappedStorage:
+    """A `Storage` that delegates to the one `inside`; tracing, faults and rate limits override some methods.
+
+    `uri` and `counters` are those of the storage inside; the wrapper's own options are added to `options`, so
+    that the record of a run shows the wrapping.
+    """
+
+    def __init__(self, inside: Storage, **own_options: OptionValue) -> None:
+        self.inside = inside
+        self.uri = inside.uri
+        self.options: Mapping[str, OptionValue] = {**inside.options, **own_options}
+        self.counters: Counters = inside.counters
+
+    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+        """Begin an object inside."""
+        return self.inside.create(key, size_bytes)
+
+    def open(self, key: str) -> Source:
+        """Open the object inside."""
+        return self.inside.open(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """List the objects inside."""
+        return self.inside.list(prefix)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Describe the object inside."""
+        return self.inside.stat(key)
+
+    def delete(self, key: str) -> None:
+        """Delete the object inside."""
+        self.inside.delete(key)
+
+    def sync(self, prefix: str = "") -> None:
+        """Make the objects inside durable."""
+        self.inside.sync(prefix)
+
+
+class WrappedSink:
+    """A `Sink` that delegates to the one `inside`."""
+
+    def __init__(self, inside: Sink) -> None:
+        self.inside = inside
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        """Submit to the sink inside, which then owes the release."""
+        self.inside.submit(buffer, release)
+
+    def finish(self) -> ObjectInfo:
+        """Finish the sink inside."""
+        return self.inside.finish()
+
+    def abort(self) -> None:
+        """Abort the sink inside."""
+        self.inside.abort()
+
+
+class WrappedSource:
+    """A `Source` that delegates to the one `inside`."""
+
+    def __init__(self, inside: Source) -> None:
+        self.inside = inside
+
+    @property
+    def size_bytes(self) -> int:
+        """The size inside."""
+        return self.inside.size_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Read from the source inside."""
+        self.inside.read_into(offset, buffer)
+
+    def close(self) -> None:
+        """Close the source inside."""
+        self.inside.close()
+
+
+def write_object(
+    storage: Storage,
+    key: str,
+    buffers: Iterable[bytes | bytearray | memoryview],
+    *,
+    size_bytes: int | None = None,
+) -> ObjectInfo:
+    """Write `buffers`, one after the other, as one object; durable and visible once this returns."""
+    sink = storage.create(key, size_bytes)
+    with ExitStack() as undo:
+        # Not only for a StorageError: Ctrl-C, too, must leave nothing behind.
+        undo.callback(sink.abort)
+        for buffer in buffers:
+            sink.submit(memoryview(buffer))
+        info = sink.finish()
+        undo.pop_all()
+    return info
+
+
+def read_object(storage: Storage, key: str) -> bytearray:
+    """All bytes of one object, in memory of their own; `ObjectNotFound` if there is none."""
+    with closing(storage.open(key)) as source:
+        content = bytearray(source.size_bytes)
+        source.read_into(0, memoryview(content))
+    return content
+
+
+def exists(storage: Storage, key: str) -> bool:
+    """Whether the object is there now. Any other failure than its absence is raised."""
+    try:
+        storage.stat(key)
+    except ObjectNotFound:
+        return False
+    return True

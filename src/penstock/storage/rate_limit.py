@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
+from penstock.storage.protocol import WrappedSink, WrappedSource, WrappedStorage
 
 if TYPE_CHECKING:
     from penstock.storage.protocol import Release, Sink, Source, Storage

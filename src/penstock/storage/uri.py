@@ -1,7 +1,8 @@
-"""URIs, keys and options: text from outside becomes a `Location`, a checked key, or typed options.
+"""URIs, keys and options as text, and `open_storage`, the one way from a URI to a `Storage`.
 
 A URI is taken literally, without percent-decoding; what follows a `?` are options:
-`s3://bucket/prefix?client=minio&part_bytes=16MiB`. Invariant: no key that passes `check_key` leaves its root.
+`s3://bucket/prefix?client=minio&part_bytes=16MiB`. A back end is imported when its scheme is first opened, so
+that a program on files never loads an S3 client. Invariant: no key that passes `check_key` leaves its root.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import os
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from penstock.errors import AccessRefused, UsageError
+from penstock.environment import TRACE, Environment, process_environment, untraced
+from penstock.errors import AccessRefused, Unavailable, UsageError
+from penstock.storage.capabilities import SupportsLocalPaths, find_local_paths
+from penstock.storage.protocol import Storage
 from penstock.suggest import did_you_mean
 from penstock.units import parse_bytes, parse_seconds
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 _PATH_SCHEMES = ("file", "direct")
 _BUCKET_SCHEMES = ("s3", "gs", "az", "mem")
@@ -67,9 +70,7 @@ def parse_uri(text: str) -> Location:
     other packages may have either: three slashes, as in `pfs:///scratch`, begin an absolute path.
     """
     if not text:
-        raise UsageError(
-            "An empty string names no storage", fix="Give a path or a URI such as s3://bucket/prefix."
-        )
+        raise UsageError("The storage URI is empty", fix="Give a path or a URI such as s3://bucket/prefix.")
     if is_plain_path(text):
         return Location("file", os.path.abspath(text))
     scheme, _, rest = text.partition("://")
@@ -83,7 +84,7 @@ def parse_uri(text: str) -> Location:
     else:
         root = root.strip("/")
         if not root:
-            raise UsageError(f"{text!r} names no bucket", fix=f"Write {scheme}://bucket/prefix.")
+            raise UsageError(f"{text!r} has no bucket", fix=f"Write {scheme}://bucket/prefix.")
     return Location(scheme, root, _parse_query(text, query))
 
 
@@ -126,24 +127,21 @@ def check_prefix(prefix: str, root_uri: str) -> str:
     return check_key(folder, root_uri) if folder else ""
 
 
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T")
 
-_WORDS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
+_BOOLEANS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
 
 def parse_options(kind: type[T], given: Mapping[str, str], *, where: str) -> T:
-    """A `kind` with the `given` values, parsed after its fields' names and types; the rest are defaults."""
+    """The dataclass `kind` from the `given` texts, each parsed by its field's name and type.
+
+    A field `..._bytes` takes a size such as 16MiB, a field `..._s` a duration such as 250ms.
+    """
     hints = get_type_hints(kind)
-    known = [spec.name for spec in fields(kind) if spec.init]
+    known = [spec.name for spec in fields(kind) if spec.init]  # type: ignore[arg-type]  # a dataclass
     values: dict[str, Any] = {}
     for name, text in given.items():
         if name not in known:
@@ -164,7 +162,7 @@ def _parser(name: str, hint: Any) -> Callable[[str], Any]:
     if get_origin(hint) is tuple:
         return lambda text: tuple(part for part in text.split(",") if part)
     if hint is bool:
-        return _truth
+        return _boolean
     if hint is float:
         return parse_seconds if name.endswith("_s") else _number
     if hint is int:
@@ -178,10 +176,10 @@ def _choice(text: str, choices: tuple[str, ...]) -> str:
     return text
 
 
-def _truth(text: str) -> bool:
-    if text.lower() not in _WORDS:
+def _boolean(text: str) -> bool:
+    if text.lower() not in _BOOLEANS:
         raise UsageError(f"{text!r} is neither true nor false", fix="Write true or false.")
-    return _WORDS[text.lower()]
+    return _BOOLEANS[text.lower()]
 
 
 def _number(text: str) -> float:
@@ -195,3 +193,83 @@ def _whole_number(text: str) -> int:
     if not text.isdecimal():
         raise UsageError(f"{text!r} is not a whole number", fix="Write digits only.")
     return int(text)
+
+
+Opener = Callable[[Location, Environment, int], Storage]
+"""Called with the location (its options included), the environment and this process's rank."""
+
+SCHEMES: Mapping[str, str] = MappingProxyType(
+    {
+        "file": "penstock.storage.files.file_storage:open_buffered",
+        "direct": "penstock.storage.files.file_storage:open_direct",
+        "s3": "penstock.storage.objects:open_objects",
+        "gs": "penstock.storage.objects:open_objects",
+        "az": "penstock.storage.objects:open_objects",
+        "mem": "penstock.storage.in_memory:open_memory",
+    }
+)
+"""Scheme -> `module:function` of its `Opener`."""
+
+Wrapper = Callable[[Storage, Environment], Storage]
+"""Called with a storage that was just opened and the environment that asked for the wrapping."""
+
+WRAPPERS: Mapping[str, str] = MappingProxyType({TRACE: "penstock.trace.capture.traced_storage:trace_storage"})
+"""Variable -> `module:function` of the `Wrapper` that every storage gets where the variable is set."""
+
+ENTRY_POINTS = "penstock.storage"
+"""Other packages' back ends: entry points of this group, named by their scheme."""
+
+
+def open_storage(
+    uri: str, environment: Environment, *, options: Mapping[str, str] | None = None, rank: int = 0
+) -> Storage:
+    """Open the storage that `uri` names. `options` override those of the same name in the URI."""
+    location = parse_uri(uri)
+    merged = Location(location.scheme, location.root, {**location.options, **(options or {})})
+    storage = _opener(merged.scheme)(merged, environment, rank)
+    for variable, wrapper in WRAPPERS.items():
+        if environment.get(variable):
+            wrap: Wrapper = resolve_name(wrapper)
+            storage = wrap(storage, environment)
+    return storage
+
+
+def open_here(path: str | os.PathLike[str], *, rank: int = 0) -> Storage:
+    """Open a path or URI with this process's own environment: for libraries, whose callers pass none."""
+    return open_storage(os.fspath(path), process_environment(), rank=rank)
+
+
+def find_local_paths_at(uri: str, environment: Environment | None = None) -> SupportsLocalPaths | None:
+    """The storage at `uri` if its objects are local files; None for any other, or one unavailable here.
+
+    Opening moves no bytes. Why a storage is unavailable is reported by the caller that opens it for use.
+    """
+    storage = _open_untraced(uri, environment)
+    return None if storage is None else find_local_paths(storage)
+
+
+def has_option(uri: str, name: str, environment: Environment | None = None) -> bool:
+    """Whether the storage at `uri` has an option of this name, such as `fsync`."""
+    storage = _open_untraced(uri, environment)
+    return storage is not None and name in storage.options
+
+
+def _open_untraced(uri: str, environment: Environment | None) -> Storage | None:
+    try:
+        return open_storage(uri, untraced(process_environment() if environment is None else environment))
+    except Unavailable:
+        return None
+
+
+def _opener(scheme: str) -> Opener:
+    opener: Opener
+    if scheme in SCHEMES:
+        opener = resolve_name(SCHEMES[scheme])
+        return opener
+    for entry in entry_points(group=ENTRY_POINTS, name=scheme):
+        opener = entry.load()
+        return opener
+    hint = did_you_mean(scheme, SCHEMES, form="{}://")
+    raise UsageError(
+        f"Unsupported storage scheme {scheme!r}", fix=f"{hint}Known: {', '.join(SCHEMES)}, or a plain path."
+    )

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from penstock.cluster.collectives import all_gather_results
-from penstock.cluster.comm import SupportsPointToPoint, open_point_to_point
+from penstock.cluster.comm import SupportsPointToPoint, all_gather_results, open_point_to_point
 from penstock.cluster.supervision.rank_process import join_ranks
 from penstock.environment import process_environment
 from penstock.errors import RankError, RankFailed, WaitTimeout
@@ -66,7 +65,7 @@ def _gather_keeps_order_and_sizes(comm: Comm) -> None:
 def _a_gather_on_the_lead_is_for_rank_0_alone(comm: Comm) -> None:
     for size_bytes in (comm.rank * 1000, BIG_BYTES, 0):
         mine = bytes([comm.rank % 256]) * size_bytes
-        gathered = comm.gather_on_lead(mine, awaiting="values for rank 0", timeout_s=LIMIT_S)
+        gathered = comm.gather_on_rank0(mine, awaiting="values for rank 0", timeout_s=LIMIT_S)
         if comm.rank != 0:
             assert gathered == [], "others are spared what rank 0 gets"
             continue
@@ -76,7 +75,7 @@ def _a_gather_on_the_lead_is_for_rank_0_alone(comm: Comm) -> None:
     sick = comm.size - 1
     value = (lambda: None) if comm.rank == sick else None
     error = _error_of(
-        RankFailed, lambda: comm.gather_on_lead(value, awaiting="what cannot be packed", timeout_s=LIMIT_S)
+        RankFailed, lambda: comm.gather_on_rank0(value, awaiting="what cannot be packed", timeout_s=LIMIT_S)
     )
     assert error.rank == sick, f"rank {error.rank} is blamed for rank {sick}"
 

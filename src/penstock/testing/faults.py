@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
-from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
+from penstock.storage.protocol import WrappedSink, WrappedSource, WrappedStorage
 
 if TYPE_CHECKING:
     from penstock.storage.protocol import ObjectInfo, Release, Sink, Source, Storage

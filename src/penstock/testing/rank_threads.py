@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.cluster.base_comm import BaseComm
+from penstock.cluster.comm import BaseComm
 from penstock.errors import RankError, WaitTimeout
 
 if TYPE_CHECKING:
-    from penstock.cluster.polling import PollingWait
+    from penstock.cluster.comm import PollingWait
 
 Result = TypeVar("Result")
 

@@ -26,8 +26,16 @@ import numpy as np
 import pytest
 
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, UsageError
-from penstock.storage.object_io import exists, read_object, write_object
-from penstock.storage.protocol import ObjectInfo, OptionValue, Release, Sink, Storage
+from penstock.storage.protocol import (
+    ObjectInfo,
+    OptionValue,
+    Release,
+    Sink,
+    Storage,
+    exists,
+    read_object,
+    write_object,
+)
 
 # ruff: noqa: D102 - a test's name is its sentence
 

@@ -26,7 +26,7 @@ from penstock.bench.probe.measurement import headline_rows, measurement_rows
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
 from penstock.checkpoint.saving.pipeline import PipeSettings
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.cluster.doctor import Diagnosis, examine
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe

@@ -18,7 +18,7 @@ from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
 from penstock.cli import main
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.cluster.counter_coverage import find_coverage
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe

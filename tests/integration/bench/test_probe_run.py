@@ -15,7 +15,7 @@ import pytest
 from penstock.bench.probe import ProbeRequest, ProbeResult, measurement, probe
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_plan import ProbeStep
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import OutOfSpace, StorageError, UsageError
 from penstock.progress import Silent
 from penstock.storage.uri import parse_uri

@@ -12,7 +12,7 @@ from tests.support.s3.server import BUCKET
 
 from penstock.cli import main
 from penstock.storage import open_storage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -28,7 +28,7 @@ from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable

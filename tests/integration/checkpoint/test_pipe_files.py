@@ -11,8 +11,8 @@ from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, wri
 from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, StorageError
-from penstock.storage.files.access import BufferedAccess, DirectAccess
-from penstock.storage.files.file_storage import FileAccess, FileOptions, FileStorage
+from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess
+from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.uri import Location
 from penstock.testing.file_faults import CallFault, FailFileCall, ShortTransfers, faulty_calls
 

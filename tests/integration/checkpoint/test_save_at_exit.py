@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.checkpoint.commit.catalog import StepCatalog
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from pathlib import Path

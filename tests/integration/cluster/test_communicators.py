@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.testing.comm_contract import check_comm
 
 BIN = Path(sys.executable).parent

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import Reduction
 from penstock.dataset.data_files import remove
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe, read_manifest
 from penstock.dataset.generate import data_files, generate
 from penstock.progress import Silent
 from penstock.storage import Storage, open_storage
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 

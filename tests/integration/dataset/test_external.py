@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.external import list_external_files, list_in_parallel
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.progress import Silent

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tests.support.s3.server import BUCKET
 
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe, read_manifest, require_same
 from penstock.dataset.generate import GenerationResult, generate

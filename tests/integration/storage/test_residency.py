@@ -12,8 +12,7 @@ import pytest
 
 from penstock.errors import ObjectNotFound, StorageError, Unavailable
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import write_object
-from penstock.storage.registry import open_storage
+from penstock.storage.protocol import WrappedStorage, write_object
 from penstock.storage.residency import (
     COUNTERS,
     Method,
@@ -26,7 +25,7 @@ from penstock.storage.residency import (
     measure_file_residency,
     measure_residency,
 )
-from penstock.storage.wrapping import WrappedStorage
+from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import arbitrary_bytes
 
 SIZE = 2 * 2**20 + 123

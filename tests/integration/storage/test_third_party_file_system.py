@@ -19,17 +19,17 @@ from penstock.bench.checkpoint.checkpoint_folder import require_room
 from penstock.bench.probe.probe_plan import ProbeRequest
 from penstock.bench.probe.probe_run import probe
 from penstock.checkpoint.commit.catalog import local_path, split_path
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.cluster.counter_coverage import find_coverage
 from penstock.cluster.gates.gate_model import Gate, GateVerdict, PreflightRequest
 from penstock.cluster.gates.preflight import run_preflight
 from penstock.errors import OutOfSpace
 from penstock.progress import Silent
-from penstock.storage import registry
+from penstock.storage import uri
 from penstock.storage.capabilities import find_local_root, uses_page_cache
-from penstock.storage.object_io import read_object, write_object
-from penstock.storage.registry import find_local_paths_at, has_option, open_storage
+from penstock.storage.protocol import read_object, write_object
 from penstock.storage.residency import evict_objects
+from penstock.storage.uri import find_local_paths_at, has_option, open_storage
 from penstock.submission.authoring.data_location import locate_checkpoints
 from penstock.testing.storage_contract import StorageContract
 from penstock.trace.capture.recorder import TraceRecorder
@@ -53,8 +53,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("site-packages")
     (folder / f"{MODULE}.py").write_text(found[1], encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder))
-    entry = EntryPoint("pfs", f"{MODULE}:open_pfs", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints([entry]))
+    entry = EntryPoint("pfs", f"{MODULE}:open_pfs", uri.ENTRY_POINTS)
+    monkeypatch.setattr(uri, "entry_points", EntryPoints([entry]).select)
     yield
     sys.modules.pop(MODULE, None)
 

@@ -21,7 +21,7 @@ from penstock.environment import TRACE, TRACE_RANK
 from penstock.errors import StorageError
 from penstock.storage import open_storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.testing.storage_contract import StorageContract
 from penstock.trace import span, steps, traced, tracing_to
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns

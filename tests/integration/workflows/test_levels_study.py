@@ -11,7 +11,7 @@ import pytest
 from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.workflows.levels_study.study import require_memory, require_torch
 from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, list_rows

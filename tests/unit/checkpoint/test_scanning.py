@@ -23,7 +23,7 @@ from penstock.checkpoint.tools.file_scan import (
 )
 from penstock.progress import Silent
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 from penstock.testing.faults import FailAtCall
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.cluster.polling import EAGER_POLLS, LATE_AFTER_S, LONGEST_SLEEP_S, PollingWait
+from penstock.cluster.comm import EAGER_POLLS, LATE_AFTER_S, LONGEST_SLEEP_S, PollingWait
 from penstock.errors import WaitTimeout
 
 

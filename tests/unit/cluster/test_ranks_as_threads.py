@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.errors import RankError, RankFailed
 from penstock.testing.comm_contract import check_absence, check_comm
 from penstock.testing.rank_threads import ThreadComm, on_ranks

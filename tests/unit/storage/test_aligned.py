@@ -17,7 +17,7 @@ from penstock.storage.aligned import (
     flat,
     round_up,
 )
-from penstock.storage.files.access import aligned_range
+from penstock.storage.files.file_io import aligned_range
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 2**20 + 5])

@@ -4,7 +4,7 @@ import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
-from penstock.storage.counters import Counters
+from penstock.storage.protocol import Counters
 
 
 def test_counters_begin_at_nothing() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.storage.in_memory import FIRST_CAPACITY_BYTES, MemoryStorage
-from penstock.storage.object_io import read_object, write_object
-from penstock.storage.registry import open_storage
+from penstock.storage.protocol import read_object, write_object
+from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import StorageContract, assert_same_bytes
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from penstock.errors import UsageError
 from penstock.storage import open_storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.storage.rate_limit import RateLimitedStorage, TokenBucket
 from penstock.testing.storage_contract import StorageContract
 

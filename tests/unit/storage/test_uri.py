@@ -43,13 +43,13 @@ def test_percent_signs_are_taken_literally() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "names no storage"),
+        ("", "URI is empty"),
         ("no-scheme://x", "is not a URI"),
         ("://x", "is not a URI"),
         ("file://relative/path", "has no absolute path"),
         ("direct://", "has no absolute path"),
-        ("s3://", "names no bucket"),
-        ("s3:///", "names no bucket"),
+        ("s3://", "has no bucket"),
+        ("s3:///", "has no bucket"),
         ("s3://b?client", "sets nothing"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import OutOfSpace, StorageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import exists, read_object, write_object
+from penstock.storage.protocol import exists, read_object, write_object
 from penstock.testing.faults import (
     FailAfter,
     FailAtCall,

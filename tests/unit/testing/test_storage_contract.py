@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from penstock.errors import ObjectNotFound, UsageError
-from penstock.storage.counters import Counters
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import exists
-from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
+from penstock.storage.protocol import Counters, WrappedSink, WrappedSource, WrappedStorage, exists
 from penstock.testing.storage_contract import ReleaseLedger, StorageContract, pieces_of
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from penstock.bench.checkpoint.round_plan import EPOCH, plan_rounds
 from penstock.bench.model_state.state_layout import checkpoint_folder
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.dataset.content import CONTENT_VERSION
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage.capabilities import find_local_paths
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.storage.volumes import nearest_folder, read_volume_id, require_free_space
 
 if TYPE_CHECKING:

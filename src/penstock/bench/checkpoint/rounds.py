@@ -20,7 +20,7 @@ from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM
 from penstock.checkpoint.saving.phase_figures import common_origin_ns, figures_of
 from penstock.checkpoint.saving.pipeline import write_objects
 from penstock.checkpoint.saving.read_pipeline import read_objects
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase

@@ -18,7 +18,7 @@ from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest, Re
 from penstock.bench.loader.sample_decoder import ContentCheck
 from penstock.dataset.formats.format_protocol import COMPUTED
 from penstock.storage.aligned import round_up
-from penstock.storage.wrapping import WrappedSource
+from penstock.storage.protocol import WrappedSource
 
 if TYPE_CHECKING:
     from penstock.bench.compute import PreprocessTimes

@@ -22,7 +22,7 @@ from penstock.errors import ObjectNotFound
 from penstock.results.phase_figures import phase_figures
 from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankEvents, SpanEvent, StepEvent, StepPhase
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.wrapping import WrappedStorage
+from penstock.storage.protocol import WrappedStorage
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import BatchRequest, LoaderOptions

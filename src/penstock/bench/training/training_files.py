@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.dataset.content import Reduction
 from penstock.dataset.data_files import DataFiles
 from penstock.dataset.dataset_manifest import DatasetRecipe, read_manifest, require_same

@@ -30,7 +30,7 @@ from penstock.bench.training.training_plan import (
     plan_training,
 )
 from penstock.bench.training.training_result import STAGES_FILE, EpochStage, Stages, TrainingResult
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.dataset.external import list_external_files
 from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError

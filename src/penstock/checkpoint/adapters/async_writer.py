@@ -29,8 +29,8 @@ from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pip
 from penstock.checkpoint.torch_dcp.writer import RankItems, seal_of
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.object_io import write_object
-from penstock.storage.registry import open_here
+from penstock.storage.protocol import write_object
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

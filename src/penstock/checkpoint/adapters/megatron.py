@@ -20,8 +20,8 @@ from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, Asy
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, Unavailable
 from penstock.storage.files.durable import sync_file, sync_folder
-from penstock.storage.object_io import exists, read_object, write_object
-from penstock.storage.registry import open_here
+from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.uri import open_here
 
 try:
     from megatron.core import dist_checkpointing

@@ -23,7 +23,7 @@ from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.loading.loader import Loader
 from penstock.checkpoint.state.process_group import Members
 from penstock.checkpoint.state.tensors import is_tensor
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import DataDamaged, UsageError
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
 from penstock.checkpoint.formats.checksums import sum_of
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.errors import StorageError, UsageError
-from penstock.storage.object_io import read_object, write_object
-from penstock.storage.registry import open_here
+from penstock.storage.protocol import read_object, write_object
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.protocol import Committed

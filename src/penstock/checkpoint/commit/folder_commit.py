@@ -31,9 +31,9 @@ from penstock.checkpoint.commit.protocol import (
 )
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError, Unavailable, UsageError
-from penstock.storage.files.file_sink import is_unfinished
-from penstock.storage.object_io import exists, read_object, write_object
+from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.process_id import ProcessId, current_process
+from penstock.storage.protocol import exists, read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -31,8 +31,8 @@ from penstock.checkpoint.commit.protocol import (
     require_complete,
 )
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
-from penstock.storage.object_io import read_object, write_object
 from penstock.storage.process_id import ProcessId, current_process
+from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from penstock.checkpoint.commit.folder_commit import FolderDraftStore
 from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, DraftStore, Seal
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
-from penstock.cluster.collectives import all_gather_results, run_on_all_ranks, run_on_rank0
+from penstock.cluster.comm import all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import PenstockError, StorageError
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access, require_conditional_writes
 
@@ -215,7 +215,7 @@ def write_into(
         assert share is not None, "writing gave a share or raised"
         begun_s = clock()
         # Offsets and checksums of a million items go to rank 0 alone, which seals; statistics go to all.
-        shares = comm.gather_on_lead(share, awaiting="the checksums of all ranks")
+        shares = comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
         all_facts = {**facts, "save_id": transaction.draft.save_id}
         committed = transaction.commit(lambda: prepared.seal(shares, all_facts))
         undo.pop_all()

@@ -38,11 +38,10 @@ from penstock.checkpoint.formats.torch_save import (
     with_elements,
 )
 from penstock.checkpoint.state.regions import UNKNOWN, Contents, StoredObject
-from penstock.cluster.collectives import all_gather_results, run_on_all_ranks
+from penstock.cluster.comm import all_gather_results, run_on_all_ranks
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.storage.in_memory import MemorySource
-from penstock.storage.object_io import exists, read_object
-from penstock.storage.wrapping import WrappedStorage
+from penstock.storage.protocol import WrappedStorage, exists, read_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.formats.checksums import Bytes

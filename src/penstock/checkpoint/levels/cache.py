@@ -26,7 +26,7 @@ from penstock.checkpoint.levels.redundancy.parity_layout import build_layout, ch
 from penstock.checkpoint.levels.redundancy.recoverability import Assessment, assess
 from penstock.checkpoint.levels.redundancy.redundancy_record import GroupMember, GroupRecord, RecordedFile
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES, KeyOf, Protector
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.process_id import current_process
 from penstock.storage.uri import parse_uri

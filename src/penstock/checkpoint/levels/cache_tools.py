@@ -20,7 +20,7 @@ from penstock.checkpoint.levels.flush.journal import JournalReader
 from penstock.checkpoint.levels.node_cache import NodeCache
 from penstock.checkpoint.levels.redundancy.recoverability import assess
 from penstock.errors import ObjectNotFound, UsageError
-from penstock.storage.registry import find_local_paths_at, open_here
+from penstock.storage.uri import find_local_paths_at, open_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -16,7 +16,7 @@ from penstock.checkpoint.levels.redundancy.recoverability import NodeShares
 from penstock.checkpoint.levels.redundancy.redundancy_record import GroupRecord, read_record, record_bytes
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.storage.capabilities import find_folder_tree
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping

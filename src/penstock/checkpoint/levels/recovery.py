@@ -24,10 +24,10 @@ from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, co
 from penstock.checkpoint.levels.redundancy.recoverability import choose_home_rank
 from penstock.checkpoint.manager.user_files import parse_writer_rank
 from penstock.checkpoint.tools.verify import damage_in_files
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.errors import DataDamaged, RankFailed, StorageError
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.object_io import read_object
+from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -19,11 +19,10 @@ from penstock.checkpoint.levels.flush.flusher import TrainerFlusher, require_dur
 from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares
 from penstock.checkpoint.levels.redundancy import gf256
 from penstock.checkpoint.manager.step_store import DurableStore, MissingCopy, StepCopy, select_steps
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.storage.capabilities import find_folder_tree
-from penstock.storage.registry import has_option
-from penstock.storage.uri import parse_uri
+from penstock.storage.uri import has_option, parse_uri
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from penstock.cluster.collectives import format_cause
+from penstock.cluster.comm import format_cause
 from penstock.errors import RankFailed, WaitTimeout
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from penstock.checkpoint.plan.load_plan import LoadOptions, NobodyCanRead, rank_
 from penstock.checkpoint.state.leaves import loading_into
 from penstock.checkpoint.state.regions import item_bytes_of
 from penstock.checkpoint.state.tensors import destinations
-from penstock.cluster.collectives import run_on_all_ranks
+from penstock.cluster.comm import run_on_all_ranks
 from penstock.errors import ObjectNotFound
 from penstock.progress import Silent
 from penstock.storage.capabilities import prefer_direct_access

@@ -22,7 +22,7 @@ from penstock.checkpoint.plan.region_arithmetic import overlaps
 from penstock.checkpoint.plan.save_plan import OWN_MARK, stored_name_for
 from penstock.checkpoint.state.leaves import matches
 from penstock.checkpoint.state.regions import UNKNOWN, Boxes, Contents, Ints, StoredBoxes, TensorFacts
-from penstock.cluster.collectives import run_on_all_ranks
+from penstock.cluster.comm import run_on_all_ranks
 from penstock.errors import DataDamaged, UsageError
 from penstock.suggest import nearest
 

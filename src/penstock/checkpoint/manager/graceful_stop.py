@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.cluster.launcher_env import read_slurm_end_s
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

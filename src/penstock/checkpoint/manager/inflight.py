@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.engine import SaveCancelled
-from penstock.cluster.collectives import format_cause
+from penstock.cluster.comm import format_cause
 from penstock.errors import PenstockError, RankFailed, UsageError, WaitTimeout
 from penstock.progress import Silent
 from penstock.units import format_bytes, format_rate

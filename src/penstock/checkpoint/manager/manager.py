@@ -38,7 +38,7 @@ from penstock.checkpoint.manager.step_store import (
 from penstock.checkpoint.state.process_group import own_members
 from penstock.errors import RankError, UsageError
 from penstock.extras import explained_imports
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.checkpoint.commit.catalog import StepCatalog, local_path, parse_step
 from penstock.checkpoint.commit.transaction import begin_save, write_into
-from penstock.cluster.collectives import all_gather_results, format_cause, run_on_rank0
+from penstock.cluster.comm import all_gather_results, format_cause, run_on_rank0
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
 
 if TYPE_CHECKING:

@@ -34,11 +34,11 @@ from penstock.checkpoint.levels.redundancy.recoverability import choose_home_ran
 from penstock.checkpoint.manager.step_store import RestoreSearch, build_restore_error, load_on_all_ranks
 from penstock.checkpoint.state.regions import Boxes, Contents, StoredBoxes
 from penstock.checkpoint.tools.verify import damage_in_files
-from penstock.cluster.collectives import format_cause
+from penstock.cluster.comm import format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.progress import Silent
 from penstock.storage.files.durable import sync_open_file
-from penstock.storage.object_io import read_object
+from penstock.storage.protocol import read_object
 from penstock.storage.uri import check_key
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Self
 import numpy as np
 
 from penstock.errors import ShortTransfer
-from penstock.storage.counters import Counters
+from penstock.storage.protocol import Counters
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

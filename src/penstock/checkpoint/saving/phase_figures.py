@@ -17,7 +17,7 @@ from penstock.checkpoint.saving.measurement import now_ns
 if TYPE_CHECKING:
     from penstock.checkpoint.saving.measurement import Direction, Measurement, StreamRecord
     from penstock.cluster.comm import Comm
-    from penstock.storage.counters import Counters
+    from penstock.storage.protocol import Counters
 
 
 Bottleneck = Literal["storage", "generator", "verifier", "durability"]

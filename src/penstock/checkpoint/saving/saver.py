@@ -38,7 +38,7 @@ from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pip
 from penstock.checkpoint.state.leaves import expand_stateful, leaves_of, matches
 from penstock.checkpoint.state.regions import Boxes, Contents, StoredBoxes, StoredObject
 from penstock.checkpoint.state.tensors import held_of_leaves, is_tensor, mesh_of
-from penstock.cluster.collectives import run_on_all_ranks
+from penstock.cluster.comm import run_on_all_ranks
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
 

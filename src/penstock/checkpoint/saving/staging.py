@@ -21,7 +21,7 @@ from penstock.checkpoint.saving.payloads import links_to
 from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, WritePipe
 from penstock.errors import UsageError, WaitTimeout
 from penstock.storage.aligned import PAGE_BYTES, round_up
-from penstock.storage.wrapping import WrappedStorage
+from penstock.storage.protocol import WrappedStorage
 
 if TYPE_CHECKING:
     from penstock.checkpoint.saving.file_layout import FileImage

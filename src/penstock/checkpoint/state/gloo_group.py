@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.cluster.base_comm import BaseComm
+from penstock.cluster.comm import BaseComm
 from penstock.cluster.torch_comm import LONGEST_CALL, TorchPendingTransfer, broken_connection
 
 if TYPE_CHECKING:
-    from penstock.cluster.polling import PollingWait
+    from penstock.cluster.comm import PollingWait
 
 
 def make_group(ranks: Sequence[int]) -> Any:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.cluster.base_comm import BaseComm
+    from penstock.cluster.comm import BaseComm
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from penstock.checkpoint.tools.tensor_slabs import Elements, Outlet, WriteBuffer
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError
 from penstock.progress import Progress, Silent
-from penstock.storage.object_io import exists, write_object
+from penstock.storage.protocol import exists, write_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.state.regions import StoredObject, TensorFacts

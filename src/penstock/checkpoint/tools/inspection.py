@@ -26,7 +26,7 @@ from penstock.checkpoint.formats.checkpoint_source import (
 from penstock.checkpoint.state.regions import UNKNOWN, item_bytes_of
 from penstock.checkpoint.tools.diff import short_text
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from penstock.storage import Storage

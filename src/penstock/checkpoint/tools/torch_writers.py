@@ -37,7 +37,7 @@ from penstock.checkpoint.formats.manifest import manifest_bytes, manifest_of
 from penstock.checkpoint.formats.objects import object_bytes, pack, unpack
 from penstock.checkpoint.state.regions import UNKNOWN, Contents, StoredBoxes, StoredObject
 from penstock.checkpoint.tools.tensor_slabs import Elements, Outlet, WriteBuffers, slab_bytes, slabs
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 
 if TYPE_CHECKING:
     from penstock.checkpoint.formats.checkpoint_source import Opened

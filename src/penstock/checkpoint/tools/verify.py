@@ -34,7 +34,7 @@ from penstock.checkpoint.tools.file_scan import (
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.object_io import read_object
+from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
     from penstock.storage import Storage

@@ -40,7 +40,7 @@ from penstock.checkpoint.plan.load_plan import LoadOptions, rank_load_plan, shar
 from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
 from penstock.checkpoint.state.process_group import members_of_ranks
 from penstock.checkpoint.state.regions import Boxes, Ints, item_bytes_of
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
 from penstock.progress import Silent
 from penstock.storage.capabilities import prefer_direct_access

@@ -33,11 +33,10 @@ from penstock.checkpoint.saving.payloads import payload_of_bytes, payload_of_ten
 from penstock.checkpoint.saving.saver import WAITING_BUFFER_BYTES
 from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pipe_settings
 from penstock.checkpoint.state.regions import Boxes, TensorFacts
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.registry import has_option
-from penstock.storage.uri import parse_uri
+from penstock.storage.uri import has_option, parse_uri
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -22,7 +22,7 @@ from penstock import __version__
 from penstock.cluster.facts.read_host import soft_limits
 from penstock.cluster.gates.gate_model import ClockOffset, LoginSettings, RankReport, Volume
 from penstock.results.provenance import package_versions
-from penstock.storage.registry import find_local_paths_at
+from penstock.storage.uri import find_local_paths_at
 from penstock.storage.volumes import nearest_folder, read_volume_id
 
 if TYPE_CHECKING:

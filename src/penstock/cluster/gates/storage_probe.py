@@ -19,7 +19,7 @@ from penstock.cluster.gates.gate_model import ProbeView, StorageProbe
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
 from penstock.storage.capabilities import find_local_root
 from penstock.storage.files.file_storage import open_local
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 from penstock.storage.volumes import nearest_folder
 
 if TYPE_CHECKING:

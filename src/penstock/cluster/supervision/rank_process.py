@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from socket import gethostname
 from typing import TYPE_CHECKING
 
-from penstock.cluster.base_comm import SoloComm
-from penstock.cluster.collectives import format_cause
-from penstock.cluster.comm import DEFAULT_TIMEOUT_S
+from penstock.cluster.comm import DEFAULT_TIMEOUT_S, SoloComm, format_cause
 from penstock.cluster.launcher_env import (
     Launcher,
     LauncherRank,
@@ -30,8 +28,7 @@ from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN
 from penstock.errors import PenstockError, RankFailed, Unavailable, UsageError, WaitTimeout
 
 if TYPE_CHECKING:
-    from penstock.cluster.base_comm import BaseComm
-    from penstock.cluster.comm import Comm
+    from penstock.cluster.comm import BaseComm, Comm
     from penstock.cluster.supervision.supervisor import AnnounceFailure
     from penstock.environment import Environment
 

@@ -1,7 +1,7 @@
 """Files as objects: `file:///path` through the page cache, `direct:///path` past it.
 
-Keys become paths in `files.folders`, bytes move in `files.buffered` or `files.direct`, and `files.sink` gives
-a finished object its name. Invariant: what `list` shows is a whole object, unless publish=in_place.
+Keys become paths in `files.folders`, bytes move in `files.file_io`, and `FileSink` commits a finished object.
+Invariant: what `list` shows is a whole object, unless publish=in_place.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
+import secrets
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal
 
+from penstock.environment import Environment
 from penstock.errors import (
     AccessRefused,
     ObjectNotFound,
@@ -24,10 +27,7 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.storage.aligned import flat
-from penstock.storage.counters import Counters
-from penstock.storage.files.access import BufferedAccess, DirectAccess
-from penstock.storage.files.file_io import OpenFile
-from penstock.storage.files.file_sink import FileSink, FileWriter, NewFile, is_unfinished, unfinished_name
+from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess, FileWriter, OpenFile
 from penstock.storage.files.folders import FileFolderTree, VerifiedFolders
 from penstock.storage.files.system_calls import (
     REAL_CALLS,
@@ -36,15 +36,141 @@ from penstock.storage.files.system_calls import (
     map_os_error,
     translate_os_errors,
 )
-from penstock.storage.protocol import ObjectInfo, OptionValue
+from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, Release
 from penstock.storage.uri import Location, check_key, check_prefix, parse_options
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
 
 logger = logging.getLogger(__name__)
 
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
+_UNFINISHED = re.compile(r"\.penstock-[0-9a-f]{16}\.unfinished")
+
+
+def unfinished_name() -> str:
+    """A fresh name for an object that nobody may see yet."""
+    return f".penstock-{secrets.token_hex(8)}.unfinished"
+
+
+def is_unfinished(name: str) -> bool:
+    """Whether `name` is one that only an unfinished object has."""
+    return _UNFINISHED.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewFile:
+    """A file that is being written at `written_path`, to become the object `key` at `final_path`."""
+
+    key: str
+    file: OpenFile
+    written_path: str
+    final_path: str
+    declared_bytes: int | None
+    fsync: bool
+
+
+class FileSink:
+    """A `Sink` into a file.
+
+    `finish` writes out, compares sizes, cuts padding, fsyncs the file, closes, renames, fsyncs the folder:
+    the final name appears in one step, after all bytes are safe, and a crash before it leaves a file that is
+    never listed. If only the folder's fsync fails, the whole object stays visible.
+    """
+
+    def __init__(self, new: NewFile, writer: FileWriter, folders: VerifiedFolders) -> None:
+        self._new = new
+        self._file = new.file
+        self._writer = writer
+        self._folders = folders
+        self._is_ended = False
+        self._is_open = True
+        self._is_unpublished = True
+
+    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+        """Append `buffer`; `release` is called exactly once, also where this raises."""
+        if self._is_ended:
+            if release is not None:
+                release()
+            raise self._ended()
+        self._writer.append(buffer, release)
+
+    def finish(self) -> ObjectInfo:
+        """Complete, check, make durable and publish, in the order that the class names."""
+        if self._is_ended:
+            raise self._ended()
+        self._is_ended = True
+        self._writer.complete()
+        self._check_size("declared", self._new.declared_bytes)
+        with translate_os_errors("Finishing", self._file.uri):
+            facts = self._finish_content()
+        self._publish()
+        return ObjectInfo(key=self._new.key, size_bytes=facts.st_size, modified_s=facts.st_mtime)
+
+    def abort(self) -> None:
+        """Remove what was written. What cannot be removed stays hidden, and the log names it."""
+        self._is_ended = True
+        self._writer.give_up()
+        with self._logged_failures("close"):
+            self._close()
+        if self._is_unpublished:
+            self._is_unpublished = False
+            with self._logged_failures("remove"):
+                self._file.calls.unlink(self._new.written_path)
+
+    def _finish_content(self) -> os.stat_result:
+        calls, descriptor = self._file.calls, self._file.descriptor
+        if self._writer.padding_bytes:
+            calls.ftruncate(descriptor, self._writer.size_bytes)
+        facts = calls.fstat(descriptor)
+        self._check_size("stored", facts.st_size)
+        if self._new.fsync:
+            calls.fsync(descriptor)
+        # Network file systems report late write errors here.
+        self._close()
+        return facts
+
+    def _publish(self) -> None:
+        if self._new.written_path != self._new.final_path:
+            try:
+                self._file.calls.rename(self._new.written_path, self._new.final_path)
+            except OSError as error:
+                raise map_name_clash(error, self._file.uri) from error
+        self._is_unpublished = False
+        if self._new.fsync:
+            self._folders.sync_folder(os.path.dirname(self._new.final_path))
+
+    @contextmanager
+    def _logged_failures(self, doing: str) -> Iterator[None]:
+        # Raised, a failure to clean up would hide why the object was given up.
+        try:
+            yield
+        except FileNotFoundError:
+            logger.debug("%s was already gone", self._new.written_path)
+        except OSError as error:
+            logger.warning("Could not %s an unfinished object: %s (%s)", doing, self._new.written_path, error)
+
+    def _ended(self) -> StorageError:
+        return StorageError(
+            "The object is already finished or aborted", uri=self._file.uri, fix="Create it again."
+        )
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._file.calls.close(self._file.descriptor)
+
+    def _check_size(self, which: str, size_bytes: int | None) -> None:
+        submitted_bytes = self._writer.size_bytes
+        if size_bytes is None or size_bytes == submitted_bytes:
+            return
+        expected, actual = (
+            (size_bytes, submitted_bytes) if which == "declared" else (submitted_bytes, size_bytes)
+        )
+        raise ShortTransfer(
+            f"{submitted_bytes} bytes were submitted, but {size_bytes} {which}",
+            uri=self._file.uri,
+            expected_bytes=expected,
+            actual_bytes=actual,
+            fix="Submit exactly the size given to create(), and let no other process write this file.",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +180,15 @@ class FileOptions:
     fsync: bool = True
     """finish() waits until the file and its name survive a power cut."""
     publish: Literal["rename", "in_place"] = "rename"
-    """rename: nobody sees a half object. in_place: for callers with a commit protocol of their own."""
+    """rename: an unfinished object is never visible. in_place: for callers with their own commit protocol."""
     writes_in_flight: int = 1
-    """1 writes in the caller's thread; more write in that many threads of each sink."""
+    """1 writes in the caller's thread; a larger number writes in that many threads for each sink."""
     preallocate: bool = True
-    """Where the size is told beforehand, its blocks are set aside first: a full disk fails early."""
+    """Allocate the blocks of an object of declared size before writing: a full disk fails early."""
 
     def __post_init__(self) -> None:
         if self.writes_in_flight < 1:
-            raise UsageError("writes_in_flight is below 1", fix="Say how many buffers may be in flight.")
+            raise UsageError("writes_in_flight is below 1", fix="Allow at least one write at a time.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +196,7 @@ class DirectOptions(FileOptions):
     """How files are written and read past the page cache."""
 
     alignment_bytes: int = 4096
-    """Multiple that the device asks of addresses, offsets and lengths."""
+    """Addresses, offsets and lengths are multiples of this, as the device requires."""
     bounce_bytes: int = 4 * 1024 * 1024
     """Size of the buffers that unaligned bytes pass through."""
 
@@ -78,27 +204,14 @@ class DirectOptions(FileOptions):
         FileOptions.__post_init__(self)
         if self.alignment_bytes < 512 or self.alignment_bytes & (self.alignment_bytes - 1):
             raise UsageError(
-                f"alignment_bytes={self.alignment_bytes} is no power of two from 512 up",
+                f"alignment_bytes={self.alignment_bytes} is not a power of two of at least 512",
                 fix="Use the device's block size, 4096 on nearly all.",
             )
         if self.bounce_bytes < self.alignment_bytes or self.bounce_bytes % self.alignment_bytes:
             raise UsageError(
-                f"bounce_bytes={self.bounce_bytes} is no multiple of alignment_bytes",
+                f"bounce_bytes={self.bounce_bytes} is not a multiple of alignment_bytes",
                 fix=f"Use a multiple of {self.alignment_bytes}.",
             )
-
-
-class FileAccess(Protocol):
-    """One way to the bytes of a file: through the page cache, or past it."""
-
-    name: str
-    open_flags: int
-
-    def start_writer(self, file: OpenFile, num_in_flight: int) -> FileWriter:
-        """Begin appending to an empty file."""
-
-    def read_into(self, file: OpenFile, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`, plain bytes, from `offset`; the file was long enough when it was opened."""
 
 
 def open_buffered(location: Location, _environment: Environment, _rank: int) -> FileStorage:
@@ -141,7 +254,7 @@ class FileStorage:
         try:
             return self._begin(key, self._folders.ready(folder), name, size_bytes)
         except ObjectNotFound:
-            # A folder that was there before is gone: look again, once.
+            # A remembered folder has been removed meanwhile: check and make it again, once.
             self._folders.forget()
             return self._begin(key, self._folders.ready(folder), name, size_bytes)
 
@@ -158,19 +271,19 @@ class FileStorage:
         return FileSource(file, self._access, facts.st_size)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All files below `prefix`, each once: links to folders are not entered, unfinished files not shown.
+        """All files below `prefix`, each once, without unfinished ones; links to folders are not followed.
 
-        A root that does not exist is `ObjectNotFound`; a missing folder below it is just empty.
+        A missing root is `ObjectNotFound`; a missing folder below it is empty.
         """
         folder = check_prefix(prefix, self.uri)
         self._folders.require_root()
         return self._list_folder(folder)
 
     def stat(self, key: str) -> ObjectInfo:
-        """One file's facts."""
+        """Describe one file."""
         path = self.local_path(key)
         uri = self._folders.uri_of(path)
-        with translate_os_errors("Looking it up", uri):
+        with translate_os_errors("Looking up", uri):
             facts = self._calls.lstat(path)
             if stat.S_ISLNK(facts.st_mode):
                 facts = self._calls.lstat(self._folders.resolve(path))
@@ -178,7 +291,7 @@ class FileStorage:
         return _describe(key, facts)
 
     def delete(self, key: str) -> None:
-        """Remove one file; of a link, the link. Folders stay, even if empty."""
+        """Remove one file or symbolic link. Folders stay, even if empty."""
         path = self.local_path(key)
         with translate_os_errors("Deleting", self._folders.uri_of(path)):
             self._calls.unlink(path)
@@ -195,7 +308,7 @@ class FileStorage:
                 self._folders.sync_folder(self._folders.existing(folder))
 
     def past_cache(self) -> FileStorage:
-        """The same tree by direct I/O, written in place; buffered, where this file system cannot."""
+        """The same tree by direct I/O, written in place; buffered where the file system has no direct I/O."""
         own = self._options
         chosen = asdict(replace(own, publish="in_place"))
         if isinstance(own, DirectOptions) or not self._takes_direct_access():
@@ -205,13 +318,13 @@ class FileStorage:
         return FileStorage(replace(self._location, scheme="direct"), options, access, calls=self._calls)
 
     def _takes_direct_access(self) -> bool:
-        """Try it on a file that nobody sees: what file systems announce says less than what they do."""
+        # Tried on a hidden file, because what file systems announce says less than what they do.
         path = os.path.join(self._folders.ready(""), unfinished_name())
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_DIRECT, 0o600)
         except OSError as error:
             logger.info("%s is written through the page cache: %s", self.uri, error)
-            # Some kernels make the file before they find that they cannot open it so.
+            # Some kernels create the file before they find that they cannot open it with O_DIRECT.
             with suppress(FileNotFoundError):
                 os.unlink(path)
             return False
@@ -261,10 +374,9 @@ class FileStorage:
         else:
             written_path = final_path
             flags |= os.O_TRUNC | os.O_NOFOLLOW
-        file = self._open_new(written_path, flags)
         new = NewFile(
             key=key,
-            file=OpenFile(file.descriptor, self._folders.uri_of(final_path), self._calls, self.counters),
+            file=replace(self._open_new(written_path, flags), uri=self._folders.uri_of(final_path)),
             written_path=written_path,
             final_path=final_path,
             declared_bytes=size_bytes,
@@ -274,23 +386,23 @@ class FileStorage:
             new, self._access.start_writer(new.file, self._options.writes_in_flight), self._folders
         )
         if size_bytes and self._options.preallocate:
-            self._set_aside(new.file, size_bytes, sink)
+            self._preallocate(new.file, size_bytes, sink)
         return sink
 
-    def _set_aside(self, file: OpenFile, size_bytes: int, sink: FileSink) -> None:
+    def _preallocate(self, file: OpenFile, size_bytes: int, sink: FileSink) -> None:
         try:
             self._calls.fallocate(file.descriptor, size_bytes)
         except OSError as error:
             if error.errno in _NOT_SUPPORTED:
                 return
             sink.abort()
-            raise map_os_error(error, f"Setting {size_bytes} bytes aside", file.uri) from error
+            raise map_os_error(error, f"Allocating {size_bytes} bytes", file.uri) from error
 
     def _open_new(self, path: str, flags: int) -> OpenFile:
         try:
             return self._open_file(path, flags)
         except Unavailable:
-            # Some kernels make the file before they find that its file system lacks O_DIRECT.
+            # Some kernels create the file before they find that they cannot open it with O_DIRECT.
             if flags & os.O_EXCL and os.path.exists(path):
                 self._calls.unlink(path)
             raise
@@ -327,7 +439,7 @@ class FileStorage:
         with translate_os_errors("Listing", self._folders.uri_of(top)):
             for entry in self._folders.walk(top):
                 try:
-                    facts = self._facts_of(entry)
+                    facts = self._stat_entry(entry)
                 except AccessRefused:
                     num_links_out += 1
                     continue
@@ -336,13 +448,13 @@ class FileStorage:
         if num_links_out:
             logger.warning(
                 "%d symbolic links below %s lead out of the root and are not listed: "
-                "open their targets as roots of their own.",
+                "open their targets as separate roots.",
                 num_links_out,
                 self._folders.uri_of(top),
             )
 
-    def _facts_of(self, entry: os.DirEntry[str]) -> os.stat_result | None:
-        """What an entry is, if an object that still exists; `AccessRefused` for a link that leads out."""
+    def _stat_entry(self, entry: os.DirEntry[str]) -> os.stat_result | None:
+        """The status of an object that still exists, else None; `AccessRefused` for a link that leads out."""
         try:
             if entry.is_symlink():
                 facts = self._calls.lstat(self._folders.resolve(entry.path))
@@ -354,7 +466,7 @@ class FileStorage:
         return None
 
     def _sync_tree(self, top: str) -> None:
-        with translate_os_errors("Making it durable", self._folders.uri_of(top)):
+        with translate_os_errors("Syncing", self._folders.uri_of(top)):
             for entry in self._folders.walk(top):
                 with suppress(ObjectNotFound):
                     if entry.is_dir(follow_symlinks=False):
@@ -412,11 +524,11 @@ def _require_regular(facts: os.stat_result, uri: str) -> None:
 
 
 def _no_direct_access(path: str, uri: str) -> Unavailable:
-    """The reason of EINVAL at open; raises instead where `path` is no regular file to begin with."""
+    # open(2) also fails with EINVAL where `path` is not a regular file: that error comes first.
     if os.path.exists(path):
         _require_regular(os.stat(path), uri)
     return Unavailable(
-        "This file system does not take O_DIRECT",
+        "This file system does not support O_DIRECT",
         where=uri,
-        fix="Use file:// instead of direct://, or a place on a local disk.",
+        fix="Use file:// instead of direct://, or a folder on a local disk.",
     )

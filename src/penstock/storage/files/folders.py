@@ -131,7 +131,7 @@ class VerifiedFolders:
             self.sync_folder(os.path.dirname(folder))
 
     def _sync(self, path: str, flags: int) -> None:
-        with translate_os_errors("Making it durable", self.uri_of(path)), ExitStack() as exits:
+        with translate_os_errors("Syncing", self.uri_of(path)), ExitStack() as exits:
             descriptor = self._calls.open(path, os.O_RDONLY | flags, 0)
             exits.callback(self._calls.close, descriptor)
             self._calls.fsync(descriptor)

@@ -19,9 +19,9 @@ from penstock.errors import StorageError, StorageTimeout
 from penstock.storage.objects.errors_map import RequestContext, RequestFailed, map_request_error
 
 if TYPE_CHECKING:
-    from penstock.storage.counters import Counters
     from penstock.storage.objects.client import ObjectClient, SupportsPartUpload, SupportsStreamUpload
     from penstock.storage.objects.requests import Endpoint, RetryingRequests
+    from penstock.storage.protocol import Counters
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from penstock.storage.protocol import ObjectInfo, Release
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.storage.counters import Counters
     from penstock.storage.objects.client import RemoteObject
     from penstock.storage.objects.multipart_upload import Upload
     from penstock.storage.objects.requests import RetryingRequests
+    from penstock.storage.protocol import Counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from penstock.errors import AlreadyThere, ShortTransfer
-from penstock.storage.counters import Counters
 from penstock.storage.objects.client import (
     ObjectClient,
     RemoteObject,
@@ -27,7 +26,7 @@ from penstock.storage.objects.multipart_upload import PartUpload, StreamUpload, 
 from penstock.storage.objects.object_sink import NewObject, ObjectSink
 from penstock.storage.objects.part_cutter import flat_bytes, split_range
 from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, RetryingRequests
-from penstock.storage.protocol import ObjectInfo, OptionValue
+from penstock.storage.protocol import Counters, ObjectInfo, OptionValue
 from penstock.storage.uri import check_key, check_prefix
 
 if TYPE_CHECKING:

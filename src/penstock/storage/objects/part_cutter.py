@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from penstock.storage.counters import Counters
-    from penstock.storage.protocol import Release
+    from penstock.storage.protocol import Counters, Release
 
 
 MIN_PART_BYTES: Final = 5 * 1024 * 1024

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 from penstock.storage.objects.errors_map import RequestContext, RequestFailed, map_request_error
 
 if TYPE_CHECKING:
-    from penstock.storage.counters import Counters
     from penstock.storage.objects.client import ObjectClient
+    from penstock.storage.protocol import Counters
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from penstock.storage.registry import find_local_paths_at
-from penstock.storage.uri import parse_uri
+from penstock.storage.uri import find_local_paths_at, parse_uri
 from penstock.workload.choices import StorageKind
 
 if TYPE_CHECKING:

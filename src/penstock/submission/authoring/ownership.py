@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.errors import DataDamaged, UsageError
 from penstock.results.published_files import write_text
-from penstock.storage.files.file_sink import is_unfinished
+from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.submission.tree_layout import SENTINEL
 from penstock.workload.strict_yaml import parse_yaml

@@ -23,7 +23,7 @@ from penstock.errors import StorageError
 from penstock.results.dlio.output_files import HydraFacts, write_configuration
 from penstock.results.provenance import redacted
 from penstock.results.published_files import write_json, write_text
-from penstock.storage.registry import find_local_paths_at
+from penstock.storage.uri import find_local_paths_at
 from penstock.submission.authoring.result_dir import publish
 from penstock.submission.authoring.run_metadata import (
     LAYOUT_VERSION,

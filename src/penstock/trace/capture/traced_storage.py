@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.environment import TRACE, TRACE_RANK
 from penstock.storage.capabilities import find_local_root, prefer_direct_access
-from penstock.storage.wrapping import WrappedSink, WrappedSource, WrappedStorage
+from penstock.storage.protocol import WrappedSink, WrappedSource, WrappedStorage
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
 from penstock.trace.capture.trace_writer import EventKind, Layer
 

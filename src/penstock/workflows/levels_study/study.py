@@ -21,7 +21,7 @@ import psutil
 
 from penstock import __version__
 from penstock.bench.checkpoint.checkpoint_folder import identify_volume, require_room
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.environment import TRACE, TRACE_RANK
 from penstock.errors import Unavailable, UsageError
 from penstock.storage import open_storage

@@ -18,7 +18,7 @@ from penstock.errors import ObjectNotFound
 from penstock.results.dlio.output_files import log_line, write_log
 from penstock.results.published_files import write_json
 from penstock.results.run_record import read_record
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.submission.authoring.run_metadata import DatasetSize
 from penstock.submission.authoring.write_result_dir import write_metadata_dir
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase

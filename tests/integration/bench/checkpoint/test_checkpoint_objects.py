@@ -18,7 +18,7 @@ from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, chan
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipeSettings
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.progress import Silent
 from penstock.results.run_folder import run_folders

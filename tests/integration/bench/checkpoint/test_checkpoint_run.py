@@ -20,7 +20,7 @@ from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, chan
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipeSettings
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
 from penstock.progress import Silent
@@ -29,12 +29,11 @@ from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.results.step_events import SpanKind
 from penstock.storage import open_storage
-from penstock.storage.files.access import BufferedAccess
+from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import exists, read_object, write_object
+from penstock.storage.protocol import WrappedSink, WrappedStorage, exists, read_object, write_object
 from penstock.storage.uri import Location
-from penstock.storage.wrapping import WrappedSink, WrappedStorage
 from penstock.testing.faults import FailAtCall, Full, Late
 from penstock.testing.file_faults import FailFileCall, faulty_calls
 from penstock.testing.rank_threads import on_ranks

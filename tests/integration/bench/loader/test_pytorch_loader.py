@@ -19,7 +19,7 @@ from tests.support.s3.server import BUCKET
 from penstock.bench.loader.loader_protocol import BatchRequest, OpenStorage, ReadRequest
 from penstock.errors import ObjectNotFound, ShortTransfer, Unavailable, UsageError
 from penstock.storage import open_storage
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 from penstock.workload.choices import ProcessStart
 
 pytest.importorskip("torch")

@@ -14,7 +14,7 @@ from tests.support.s3.server import BUCKET
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate

@@ -16,7 +16,7 @@ from penstock.bench.loader.sample_decoder import ContentCheck
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_result import STAGES_FILE
 from penstock.bench.training.training_run import train
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.formats.format_protocol import FilePlan, FileSurvey, RangeRead

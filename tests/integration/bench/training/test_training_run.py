@@ -20,7 +20,7 @@ from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_files import choose_checked_files, open_files, validate
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
@@ -33,7 +33,7 @@ from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.storage import open_storage
 from penstock.storage.capabilities import uses_page_cache
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.wrapping import WrappedSource, WrappedStorage
+from penstock.storage.protocol import WrappedSource, WrappedStorage
 from penstock.workload.choices import DataFormat, Shuffle
 from penstock.workload.duration import Duration
 from penstock.workload.spec import Dataset, Evaluation, Metric, ReaderSection, Train, Workflow, Workload

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.support.known_steps import assert_known, files_below, save_known, save_known_alone
 
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.testing.crash import Program, count_calls, sweep
 from penstock.testing.file_faults import NoSync, faulty_calls

@@ -16,10 +16,10 @@ from penstock.checkpoint.commit.catalog import open_catalog
 from penstock.checkpoint.commit.folder_commit import FolderDraftStore
 from penstock.checkpoint.commit.protocol import LEASE_S, Draft, Seal
 from penstock.checkpoint.commit.transaction import _LeaseRenewer, begin_save, open_draft_store
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import ObjectNotFound, PenstockError
-from penstock.storage.object_io import write_object
 from penstock.storage.process_id import ProcessId, current_process
+from penstock.storage.protocol import write_object
 from penstock.testing.file_faults import Call, CallFault, CallLog, FailFileCall, NoSync, faulty_calls
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def test_a_commit_whose_name_is_not_known_durable_fails_and_loses_neither_checkp
     save(tmp_path / "counted", 1, log)
     after_exchange = log.names.index("exchange")
     number = log.names[: after_exchange + 1].count("fsync") + 1
-    with pytest.raises(PenstockError, match="Making it durable failed"):
+    with pytest.raises(PenstockError, match="Syncing failed"):
         save(tmp_path, 1, FailFileCall("fsync", number, errno.EIO))
     assert assert_known(files(tmp_path)) == {NAME: 1}
     (older,) = (name for name in names(tmp_path) if name.startswith(".penstock-save"))

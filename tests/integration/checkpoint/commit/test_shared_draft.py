@@ -13,10 +13,10 @@ from penstock.checkpoint.commit.folder_commit import FolderDraftStore
 from penstock.checkpoint.commit.protocol import LEASE_S, MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.shared_draft import SharedDraft
 from penstock.checkpoint.commit.transaction import begin_save
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import StorageError, UsageError
 from penstock.storage.capabilities import find_folder_tree
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 from penstock.testing.file_faults import Call, CallLog, NoSync, faulty_calls
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import OutOfSpace
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.registry import open_here
+from penstock.storage.protocol import WrappedStorage
 from penstock.storage.residency import count_by_mincore
-from penstock.storage.wrapping import WrappedStorage
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,7 @@ from penstock.checkpoint.levels.options import Flush
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import RankFailed, StorageError
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 from penstock.testing.child_processes import exit_code_of
 
 if TYPE_CHECKING:

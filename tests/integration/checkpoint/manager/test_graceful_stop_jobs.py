@@ -16,7 +16,7 @@ from penstock.checkpoint.manager.graceful_stop import StopConditions, find_stop_
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.manager.save_policy import EverySteps
 from penstock.cli.app import app
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from pathlib import Path

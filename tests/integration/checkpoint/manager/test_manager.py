@@ -25,7 +25,7 @@ from penstock.errors import (
     WaitTimeout,
 )
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 from penstock.testing.file_faults import FailFileCall, faulty_calls
 
 if TYPE_CHECKING:

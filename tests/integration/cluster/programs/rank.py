@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.cluster.supervision.rank_process import join_job
 from penstock.environment import process_environment
 from penstock.errors import Unavailable, UsageError

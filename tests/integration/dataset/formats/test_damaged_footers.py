@@ -14,7 +14,7 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
 from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.workload.choices import DataFormat
 from penstock.workload.spec import ParquetColumn, Dataset, Parquet
 

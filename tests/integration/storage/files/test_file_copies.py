@@ -13,11 +13,11 @@ import pytest
 
 from penstock.errors import ObjectNotFound, Unavailable
 from penstock.storage.aligned import aligned_buffer, copy_bytes
-from penstock.storage.files.access import COPY_REASON
+from penstock.storage.files.file_io import COPY_REASON
 from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object, write_object
-from penstock.storage.registry import open_storage
+from penstock.storage.protocol import read_object, write_object
+from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import arbitrary_bytes, assert_same_bytes
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def test_buffered_access_copies_nothing_of_any_shape(tmp_path: Path, num_buffers
 
 def test_where_the_file_system_refuses_direct_access_it_says_what_to_use() -> None:
     storage = open_storage("direct:///proc/self", {})
-    with pytest.raises(Unavailable, match="does not take O_DIRECT") as caught:
+    with pytest.raises(Unavailable, match="does not support O_DIRECT") as caught:
         storage.open("status")
     assert "file://" in caught.value.fix
     with pytest.raises(ObjectNotFound, match="a folder"):

@@ -12,8 +12,8 @@ import pytest
 from penstock.errors import AccessRefused, ObjectNotFound, StorageError
 from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.files.folders import NUM_REMEMBERED
-from penstock.storage.object_io import exists, read_object, write_object
-from penstock.storage.registry import open_storage
+from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.uri import open_storage
 
 VERBS_ON_KEYS = ["create", "open", "stat", "delete", "local_path"]
 

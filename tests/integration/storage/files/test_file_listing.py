@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.storage.object_io import write_object
-from penstock.storage.registry import open_storage
+from penstock.storage.protocol import write_object
+from penstock.storage.uri import open_storage
 
 # Not ru_maxrss: a child that is started by vfork inherits its parent's.
 LISTER = """
 import json, re, sys
 from pathlib import Path
-from penstock.storage.registry import open_storage
+from penstock.storage.uri import open_storage
 def peak_kib():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 storage = open_storage(sys.argv[1], {})

@@ -22,10 +22,10 @@ from hypothesis.stateful import (
 
 from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.aligned import aligned_buffer, copy_bytes
-from penstock.storage.files.access import COPY_REASON
+from penstock.storage.files.file_io import COPY_REASON
 from penstock.storage.files.file_storage import FileStorage
-from penstock.storage.object_io import read_object, write_object
-from penstock.storage.registry import open_storage
+from penstock.storage.protocol import read_object, write_object
+from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes
 
 if TYPE_CHECKING:

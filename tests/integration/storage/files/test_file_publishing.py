@@ -25,12 +25,11 @@ from penstock.errors import (
     StorageTimeout,
     Unavailable,
 )
-from penstock.storage.files.access import BufferedAccess, DirectAccess
-from penstock.storage.files.file_storage import DirectOptions, FileAccess, FileOptions, FileStorage
+from penstock.storage.files.file_io import BufferedAccess, DirectAccess, FileAccess
+from penstock.storage.files.file_storage import DirectOptions, FileOptions, FileStorage
 from penstock.storage.files.system_calls import REAL_CALLS
-from penstock.storage.object_io import exists, read_object, write_object
-from penstock.storage.registry import open_storage
-from penstock.storage.uri import Location
+from penstock.storage.protocol import exists, read_object, write_object
+from penstock.storage.uri import Location, open_storage
 from penstock.testing.file_faults import (
     Call,
     CallFault,
@@ -205,7 +204,7 @@ def test_a_folder_that_was_removed_behind_our_back_is_made_again(tmp_path: Path)
 
 def test_a_known_size_is_set_aside_first_and_a_full_disk_fails_early(tmp_path: Path) -> None:
     storage = files(tmp_path, FailFileCall("fallocate", 1, errno.ENOSPC))
-    with pytest.raises(OutOfSpace, match="Setting 20000 bytes aside") as caught:
+    with pytest.raises(OutOfSpace, match="Allocating 20000 bytes") as caught:
         storage.create("key", 20_000)
     assert caught.value.errno == errno.ENOSPC
     assert names_below(tmp_path) == []
@@ -256,7 +255,7 @@ def test_a_file_system_without_direct_access_is_told_and_nothing_is_left(
     tmp_path: Path, fault: CallFault
 ) -> None:
     storage = files(tmp_path, fault, options=DirectOptions())
-    with pytest.raises(Unavailable, match="does not take O_DIRECT"):
+    with pytest.raises(Unavailable, match="does not support O_DIRECT"):
         storage.create("key")
     assert names_below(tmp_path) == []
 
@@ -410,10 +409,10 @@ def written(storage: FileStorage, ledger: ReleaseLedger) -> bool:
 KILLED_WRITER = """
 import sys
 from pathlib import Path
-from penstock.storage.files.access import BufferedAccess
+from penstock.storage.files.file_io import BufferedAccess
 from penstock.storage.files.file_storage import FileOptions, FileStorage
 from penstock.storage.uri import Location
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 from penstock.testing.file_faults import KillAtFileCall, faulty_calls
 root, number = sys.argv[1], int(sys.argv[2])
 calls = faulty_calls(KillAtFileCall(number))

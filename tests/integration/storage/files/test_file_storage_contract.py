@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 
-from penstock.storage.registry import open_storage
+from penstock.storage.uri import open_storage
 from penstock.testing.storage_contract import StorageContract
 
 if TYPE_CHECKING:

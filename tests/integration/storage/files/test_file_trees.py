@@ -13,9 +13,8 @@ from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.files.file_storage import DirectOptions, FileStorage
 from penstock.storage.files.system_calls import REAL_CALLS
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object, write_object
-from penstock.storage.registry import open_here, open_storage
-from penstock.storage.wrapping import WrappedStorage
+from penstock.storage.protocol import WrappedStorage, read_object, write_object
+from penstock.storage.uri import open_here, open_storage
 from penstock.testing.file_faults import CallLog, FailFileCall, faulty_calls
 
 

@@ -11,8 +11,8 @@ from tests.support.s3.fault_plan import Fault
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound
 from penstock.storage.capabilities import require_conditional_writes
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object
 from penstock.storage.objects import ObjectStorage
+from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
     from tests.support.s3.fake_server import FakeServer

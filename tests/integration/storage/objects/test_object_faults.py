@@ -18,7 +18,7 @@ from tests.support.s3.server import S3Server
 
 from penstock.errors import AccessRefused, ObjectNotFound, ShortTransfer, StorageError, StorageTimeout
 from penstock.storage import Storage
-from penstock.storage.object_io import exists, read_object, write_object
+from penstock.storage.protocol import exists, read_object, write_object
 from penstock.testing.storage_contract import ReleaseLedger, arbitrary_bytes, assert_same_bytes, submit_pieces
 
 if TYPE_CHECKING:

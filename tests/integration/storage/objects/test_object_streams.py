@@ -18,7 +18,7 @@ from tests.support.s3.server import BUCKET
 
 from penstock.errors import StorageError
 from penstock.storage import Storage, open_storage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.testing.storage_contract import arbitrary_bytes, assert_same_bytes
 
 OpenCorner = Callable[..., Storage]

@@ -14,7 +14,7 @@ from tests.support.s3.server import BUCKET, S3Server
 from penstock.environment import process_environment
 from penstock.errors import StorageError, UsageError
 from penstock.storage import Storage, open_storage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 
 OpenCorner = Callable[..., Storage]
 

@@ -8,7 +8,7 @@ import torch
 
 from penstock.environment import process_environment
 from penstock.storage import open_storage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 
 
 class Files(torch.utils.data.Dataset[int]):

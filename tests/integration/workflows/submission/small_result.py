@@ -13,7 +13,7 @@ import yaml
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_request import TrainingRequest
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.environment import process_environment

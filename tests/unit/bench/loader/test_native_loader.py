@@ -17,7 +17,7 @@ from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 
 if TYPE_CHECKING:
     from penstock.storage import Source, Storage

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 from penstock.workload.choices import ProcessStart
 
 pytest.importorskip("torch")

@@ -20,7 +20,7 @@ from penstock.bench.loader.sample_decoder import SAMPLED, ContentCheck, FormatDe
 from penstock.bench.training.batch_requests import BatchPlanner, SampleHandling
 from penstock.bench.training.sample_sharding import RankEpoch, shard_training
 from penstock.bench.training.training_files import TrainingFiles, open_files
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
@@ -28,7 +28,7 @@ from penstock.errors import StorageError
 from penstock.progress import Silent
 from penstock.results.step_events import StepPhase
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat, Shuffle
 from penstock.workload.duration import Distribution, Duration
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ReaderSection, Workload

@@ -19,7 +19,7 @@ from penstock.bench.training.batch_requests import TRANSFER_BYTES, BatchPlanner,
 from penstock.bench.training.harness_limit import ZeroCostStorage, count_limit_steps, object_sizes
 from penstock.bench.training.sample_sharding import RankEpoch, shard_training
 from penstock.bench.training.training_files import TrainingFiles, open_files
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
 from penstock.dataset.generate import generate
@@ -27,8 +27,7 @@ from penstock.errors import ObjectNotFound, ShortTransfer, UsageError
 from penstock.progress import Silent
 from penstock.results.step_events import StepPhase
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import write_object
-from penstock.storage.wrapping import WrappedSource, WrappedStorage
+from penstock.storage.protocol import WrappedSource, WrappedStorage, write_object
 from penstock.workload.choices import Compression, DataFormat, Shuffle
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn, ReaderSection, Train, Workload
 

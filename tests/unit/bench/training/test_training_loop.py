@@ -15,7 +15,7 @@ from penstock.bench.loader.native_loader import NativeLoader, NativeOptions
 from penstock.bench.training.harness_limit import EventsInMemory, measure_harness_limit
 from penstock.bench.training.training_loop import PhaseWork, TrainingLoop, make_phase_works
 from penstock.bench.training.training_run import PreparedTraining, prepare_training
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate

@@ -29,7 +29,7 @@ from penstock.bench.training.training_plan import (
     step_counts,
     summarize_samples,
 )
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
 from penstock.workload.choices import FileAccess, Shuffle
 from penstock.workload.spec import Dataset, Evaluation, ReaderSection, Train, Workflow, Workload

@@ -8,7 +8,7 @@ import pytest
 from tests.support.known_steps import save_known
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, find_checkpoint, open_parent, split_path
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import ObjectNotFound, UsageError
 
 

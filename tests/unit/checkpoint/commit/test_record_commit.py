@@ -17,12 +17,11 @@ from penstock.checkpoint.commit.record_commit import (
     RecordDraftStore,
 )
 from penstock.checkpoint.commit.transaction import begin_save, open_draft_store
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import AlreadyThere, ObjectNotFound, PenstockError, StorageError, Unavailable
 from penstock.storage.in_memory import MemorySource, MemoryStorage
-from penstock.storage.object_io import write_object
 from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.wrapping import WrappedStorage
+from penstock.storage.protocol import WrappedStorage, write_object
 from penstock.testing.faults import FailAtCall, Verb
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from penstock.checkpoint.tools.tensor_slabs import Outlet, WriteBuffers
 from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object
+from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
     from penstock.storage.protocol import ObjectInfo, Release

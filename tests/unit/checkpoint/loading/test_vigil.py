@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from penstock.checkpoint.loading.heartbeat import Stopping, side_by_side
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 

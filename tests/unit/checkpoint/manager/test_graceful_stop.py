@@ -22,7 +22,7 @@ from penstock.checkpoint.manager.graceful_stop import (
 )
 from penstock.errors import DataDamaged, UsageError
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import exists, write_object
+from penstock.storage.protocol import exists, write_object
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -22,9 +22,17 @@ from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, ShortTransfer, StorageError, StorageTimeout, WaitTimeout
 from penstock.progress import Silent
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import exists, read_object, write_object
-from penstock.storage.protocol import ObjectInfo, Release, Sink, Storage
-from penstock.storage.wrapping import WrappedSink, WrappedStorage
+from penstock.storage.protocol import (
+    ObjectInfo,
+    Release,
+    Sink,
+    Storage,
+    WrappedSink,
+    WrappedStorage,
+    exists,
+    read_object,
+    write_object,
+)
 from penstock.testing.faults import FailAtCall, Late, Slow
 
 if TYPE_CHECKING:

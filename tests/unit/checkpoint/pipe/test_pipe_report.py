@@ -20,9 +20,9 @@ from penstock.checkpoint.saving.measurement import (
     union_ns,
 )
 from penstock.checkpoint.saving.phase_figures import bottleneck, common_origin_ns, figures_of
-from penstock.cluster.base_comm import SoloComm
+from penstock.cluster.comm import SoloComm
 from penstock.errors import ShortTransfer
-from penstock.storage.counters import Counters
+from penstock.storage.protocol import Counters
 
 GIB = 2**30
 SECOND = 10**9

@@ -15,7 +15,7 @@ from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pip
 from penstock.checkpoint.state.regions import Boxes, TensorFacts
 from penstock.errors import StorageError, UsageError, WaitTimeout
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object
+from penstock.storage.protocol import read_object
 from penstock.testing.faults import FailAtCall
 
 MIB = 1 << 20

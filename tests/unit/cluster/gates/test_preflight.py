@@ -18,7 +18,7 @@ from penstock.cluster.gates.storage_probe import probe_storage
 from penstock.errors import AccessRefused
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from penstock.dataset.formats.format_protocol import Checksum
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.aligned import BufferPool
 from penstock.storage.in_memory import MemorySink, MemoryStorage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 

@@ -19,7 +19,7 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, read_samples, verify_file, write_file
 from penstock.errors import ObjectNotFound, ShortTransfer
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Dataset, Hdf5, Parquet, ParquetColumn
 

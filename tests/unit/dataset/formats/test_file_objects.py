@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.dataset.formats.file_objects import GatheredRanges, PiecesFile, RecordingFile
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import write_object
+from penstock.storage.protocol import write_object
 
 TEXT = bytes(range(200))
 pieces = st.lists(st.tuples(st.integers(0, 199), st.integers(0, 60)), max_size=8)

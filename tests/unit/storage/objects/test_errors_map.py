@@ -15,13 +15,13 @@ from penstock.errors import (
     Unavailable,
     UsageError,
 )
-from penstock.storage.counters import Counters
 from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
 from penstock.storage.objects.client import CLIENTS, RemoteObject, connect
 from penstock.storage.objects.client_env import ProcessWideSettings, export_credentials
 from penstock.storage.objects.client_settings import resolve_location
 from penstock.storage.objects.errors_map import FailureKind, RequestContext, RequestFailed, map_request_error
 from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, RetryingRequests
+from penstock.storage.protocol import Counters
 from penstock.storage.uri import parse_uri
 
 ASKED = RequestContext("GetObject", "s3://bucket/key", "bucket", "http://host:1", wanted_bytes=10, attempts=3)

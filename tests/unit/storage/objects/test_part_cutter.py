@@ -5,7 +5,6 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.storage.counters import Counters
 from penstock.storage.objects.part_cutter import (
     MAX_PART_BYTES,
     MAX_PARTS,
@@ -17,6 +16,7 @@ from penstock.storage.objects.part_cutter import (
     flat_bytes,
     split_range,
 )
+from penstock.storage.protocol import Counters
 
 MIB = 1024 * 1024
 sizes = st.integers(0, 64 * 1024**4)

@@ -27,7 +27,7 @@ from penstock.checkpoint.levels.flush.flush_folder import DaemonLock, DaemonProg
 from penstock.checkpoint.levels.flush.flush_task import FlushTask, newest_first, retry_delay
 from penstock.checkpoint.levels.flush.journal import Journal, JournalEntry
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError
-from penstock.storage.registry import open_here
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -23,9 +23,9 @@ from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrde
 from penstock.checkpoint.levels.flush.flush_task import retry_delay
 from penstock.checkpoint.levels.flush.flusher import FlushState
 from penstock.checkpoint.levels.flush.journal import JournalReader, SaveState
-from penstock.cluster.collectives import all_gather_results
+from penstock.cluster.comm import all_gather_results
 from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, WaitTimeout
-from penstock.storage.object_io import read_object
+from penstock.storage.protocol import read_object
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:

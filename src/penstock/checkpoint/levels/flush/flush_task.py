@@ -29,7 +29,7 @@ from penstock.checkpoint.levels.flush.journal import JournalEntry, SaveState
 from penstock.checkpoint.manager.step_store import apply_retention
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
-from penstock.storage.object_io import read_object
+from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable

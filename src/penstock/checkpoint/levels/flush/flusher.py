@@ -17,7 +17,7 @@ from penstock.checkpoint.commit.transaction import begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
 from penstock.checkpoint.manager.inflight import start_lasting_worker
 from penstock.checkpoint.manager.step_store import DurableStore, apply_retention
-from penstock.cluster.collectives import all_gather_results, format_cause
+from penstock.cluster.comm import all_gather_results, format_cause
 from penstock.errors import StorageError, WaitTimeout
 from penstock.storage.capabilities import prefer_direct_access
 

@@ -19,7 +19,7 @@ from penstock.environment import process_environment
 from penstock.storage import open_storage
 
 if TYPE_CHECKING:
-    from penstock.cluster.base_comm import BaseComm
+    from penstock.cluster.comm import BaseComm
 
 LOST = (1, 2)
 

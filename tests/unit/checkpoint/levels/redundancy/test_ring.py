@@ -29,7 +29,7 @@ from penstock.checkpoint.levels.redundancy.ring import (
     restore_copies,
 )
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import read_object, write_object
+from penstock.storage.protocol import read_object, write_object
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 
 from penstock.errors import UsageError
-from penstock.storage import registry
+from penstock.storage import uri
 from penstock.storage.files.file_storage import FileStorage
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.registry import open_storage
+from penstock.storage.uri import open_storage
 
 
 def test_each_file_scheme_opens_its_own_access() -> None:
@@ -37,10 +37,10 @@ def test_options_given_beside_the_uri_win_over_its_own() -> None:
     [
         ("file:///x?writes_in_flight=0", "writes_in_flight is below 1"),
         ("direct:///x?writes_in_flight=0", "writes_in_flight is below 1"),
-        ("direct:///x?alignment_bytes=1000", "no power of two"),
-        ("direct:///x?alignment_bytes=256", "no power of two"),
-        ("direct:///x?bounce_bytes=5000", "no multiple of alignment_bytes"),
-        ("direct:///x?bounce_bytes=0", "no multiple of alignment_bytes"),
+        ("direct:///x?alignment_bytes=1000", "not a power of two"),
+        ("direct:///x?alignment_bytes=256", "not a power of two"),
+        ("direct:///x?bounce_bytes=5000", "not a multiple of alignment_bytes"),
+        ("direct:///x?bounce_bytes=0", "not a multiple of alignment_bytes"),
         ("file:///x?publish=never", "not a choice"),
         ("file:///x?alignment_bytes=4096", "Unknown option"),
     ],
@@ -64,15 +64,15 @@ def test_a_scheme_like_no_other_lists_the_known_ones() -> None:
 
 
 def test_another_packages_scheme_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = EntryPoint("theirs", "penstock.storage.in_memory:open_memory", registry.ENTRY_POINTS)
-    other = EntryPoint("other", "nowhere:opener", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda **_: EntryPoints([other, theirs]))
+    theirs = EntryPoint("theirs", "penstock.storage.in_memory:open_memory", uri.ENTRY_POINTS)
+    other = EntryPoint("other", "nowhere:opener", uri.ENTRY_POINTS)
+    monkeypatch.setattr(uri, "entry_points", EntryPoints([other, theirs]).select)
     assert isinstance(open_storage("theirs://place", {}), MemoryStorage)
 
 
 def test_opening_files_loads_no_object_client() -> None:
     program = (
-        "import sys; from penstock.storage.registry import open_storage; open_storage('/tmp', {});"
+        "import sys; from penstock.storage.uri import open_storage; open_storage('/tmp', {});"
         "sys.exit(any(name in sys.modules for name in ('obstore', 'minio', 's3dlio', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

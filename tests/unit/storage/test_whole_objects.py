@@ -6,7 +6,7 @@ import pytest
 
 from penstock.errors import AccessRefused, ObjectNotFound
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.object_io import exists, read_object, write_object
+from penstock.storage.protocol import exists, read_object, write_object
 
 
 def test_an_object_is_its_buffers_in_order() -> None:
