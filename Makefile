@@ -7,12 +7,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PARALLEL ?= --numprocesses auto --dist loadgroup --no-loadscope-reorder
 RECIPE := pyproject.toml constraints.txt tests/peers.txt
 
+# Tests start some thousand processes: without bytecode files, each compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-slow check format bench clean
 
 help:
 	@echo "make demo       a tour of this machine's storage, about a minute; leaves build/demo/report.html"
 	@echo "make test       install all the tests need and run them"
-	@echo "make test-slow  the long sweeps"
+	@echo "make test-slow  the long sweeps, and many examples of each property"
 	@echo "make check      formatting, lint, types, import rules, size limits"
 	@echo "make bench      speed beside peers and the raw limit, against the records in benchmarks/records"
 	@echo "make format     let ruff rewrite what it can"
@@ -27,7 +30,7 @@ test: $(VENV)/.holds-all
 
 test-slow: $(VENV)/.holds-all
 	@bash scripts/components.sh
-	$(BIN)/python -m pytest -m slow --timeout=3600
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough --timeout=3600
 
 check: $(VENV)/.holds-all
 	$(BIN)/ruff format --check .

@@ -17,8 +17,10 @@ pytest.register_assert_rewrite("penstock.testing.storage_contract")
 OBJECT_TESTS = Path(__file__).parent / "integration" / "storage" / "objects"
 
 # Tests hold invariants, benchmarks hold speed: on a busy machine a deadline fails what is right.
-settings.register_profile("penstock", deadline=None)
-settings.load_profile("penstock")
+# `make test` tries few examples of each property, each time other ones; `make test-slow` tries many.
+settings.register_profile("quick", deadline=None, max_examples=25)
+settings.register_profile("thorough", deadline=None, max_examples=300)
+settings.load_profile("quick")
 
 # Whoever starts the tests in the background may have them ignore Ctrl-C, and all programs that they start
 # would inherit that.

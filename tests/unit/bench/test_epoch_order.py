@@ -9,7 +9,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.epoch_order import EpochOrder, RankOrder, Remainder, Shard
@@ -36,7 +36,6 @@ def epoch_of(
     return [list(RankOrder(shard, seed=seed, epoch=epoch, shuffle=shuffle).iterate()) for shard in shards]
 
 
-@settings(max_examples=25)
 @given(divisible(), st.sampled_from([Remainder.ROTATE, Remainder.DROP]), seeds, epochs, shuffles)
 def test_no_item_comes_twice_in_an_epoch_and_what_is_missing_was_said(
     counts: tuple[int, int], division: Remainder, seed: int, epoch: int, shuffle: Shuffle
@@ -51,7 +50,6 @@ def test_no_item_comes_twice_in_an_epoch_and_what_is_missing_was_said(
     assert {len(rank) for rank in ranks} == {shard.num_per_rank}
 
 
-@settings(max_examples=25)
 @given(st.tuples(st.integers(1, 12), st.integers(1, 30)), st.sampled_from(Remainder), seeds, epochs, shuffles)
 def test_where_the_division_is_even_every_item_comes_exactly_once_whatever_the_policy(
     counts: tuple[int, int], division: Remainder, seed: int, epoch: int, shuffle: Shuffle
@@ -63,7 +61,6 @@ def test_where_the_division_is_even_every_item_comes_exactly_once_whatever_the_p
     assert (shard.num_left_out, shard.num_repeated, shard.left_out(epoch)) == (0, 0, ())
 
 
-@settings(max_examples=25)
 @given(divisible(most=2000), epochs)
 def test_what_rotate_leaves_out_of_an_epoch_the_next_includes(counts: tuple[int, int], epoch: int) -> None:
     shard = Shard(*counts, rank=0)
@@ -72,7 +69,6 @@ def test_what_rotate_leaves_out_of_an_epoch_the_next_includes(counts: tuple[int,
     assert len(now) == len(then) == shard.num_left_out
 
 
-@settings(max_examples=25)
 @given(divisible(most=200))
 def test_rotate_leaves_nobody_out_more_often_than_others(counts: tuple[int, int]) -> None:
     num_items, _ = counts
@@ -90,7 +86,6 @@ def test_drop_leaves_out_the_last_items_of_every_epoch() -> None:
     assert shard.num_per_rank == 2
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 300), st.integers(1, 50), seeds, epochs, shuffles)
 def test_pad_reads_everything_and_repeats_only_what_it_counts(
     num_items: int, num_ranks: int, seed: int, epoch: int, shuffle: Shuffle
@@ -104,7 +99,6 @@ def test_pad_reads_everything_and_repeats_only_what_it_counts(
     assert shard.left_out(epoch) == ()
 
 
-@settings(max_examples=25)
 @given(
     divisible(), st.sampled_from([Remainder.ROTATE, Remainder.DROP, Remainder.PAD]), seeds, epochs, shuffles
 )
@@ -240,7 +234,6 @@ def test_fifty_million_items_on_a_thousand_ranks_take_little_memory() -> None:
     assert int(num_positions) == 48_828
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 300), st.integers(1, 12), seeds, epochs)
 def test_runs_are_shuffled_whole_and_stay_in_turn_within(
     num_items: int, run_items: int, seed: int, epoch: int

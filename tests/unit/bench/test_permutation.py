@@ -8,7 +8,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.permutation import MAX_SIZE, InTurn, Permutation
@@ -31,7 +31,6 @@ def test_every_item_comes_exactly_once(size: int) -> None:
     assert np.array_equal(np.sort(whole(size)), np.arange(size))
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 200_000), st.binary(max_size=8))
 def test_every_item_comes_exactly_once_for_any_size_and_key(size: int, identity: bytes) -> None:
     seen = np.zeros(size, dtype=bool)
@@ -39,7 +38,6 @@ def test_every_item_comes_exactly_once_for_any_size_and_key(size: int, identity:
     assert seen.all()
 
 
-@settings(max_examples=25)
 @given(st.integers(1, MAX_SIZE), st.binary(max_size=8), st.data())
 def test_one_position_gives_the_same_as_many_at_any_size(
     size: int, identity: bytes, data: st.DataObject

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.engine import WrittenFile
@@ -95,7 +95,6 @@ def test_a_manifest_comes_back_as_it_was_written() -> None:
     assert [read.names[number] for number in read.files[1].item_name] == ["w", "b"]
 
 
-@settings(max_examples=50)
 @given(
     names=st.lists(st.text(), max_size=4),
     rows=st.lists(st.integers(0, 1 << 50), max_size=5),

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.checksums import sum_of
@@ -61,7 +61,6 @@ def segments_of(content: bytes, cuts: list[int]) -> list[Segment]:
     return found
 
 
-@settings(max_examples=25)
 @given(
     content=st.binary(min_size=1, max_size=9000),
     cuts=st.lists(st.integers(0, 9000), max_size=8),

@@ -44,21 +44,21 @@ def test_a_missing_thread_is_noticed_by_all_others() -> None:
     on_ranks(4, lambda comm: check_absence(comm, limit_s=0.2))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(values=st.lists(VALUES, min_size=1, max_size=5))
 def test_gather_brings_everyone_everything_in_rank_order(values: list[object]) -> None:
     gathered = on_ranks(len(values), lambda comm: comm.gather(values[comm.rank], awaiting="values"))
     assert gathered == [values] * len(values)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(values=st.lists(VALUES, min_size=1, max_size=5))
 def test_broadcast_brings_everyone_rank_0s_value(values: list[object]) -> None:
     received = on_ranks(len(values), lambda comm: comm.broadcast(values[comm.rank], awaiting="a value"))
     assert received == [values[0]] * len(values)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(numbers=st.lists(st.integers(), min_size=1, max_size=5))
 def test_reductions_say_the_same_everywhere(numbers: list[int]) -> None:
     def reduce_all(comm: ThreadComm) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ from hashlib import blake2b, sha256
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.content import CONTENT_VERSION, IRREDUCIBLE, Content, Reduction
@@ -77,7 +77,6 @@ class Reference:
         return whole[offset - first * BLOCK :][:size_bytes]
 
 
-@settings(max_examples=25)
 @given(
     st.integers(0, M64),
     names,
@@ -114,7 +113,6 @@ def test_the_first_bytes_can_be_compared_by_eye() -> None:
     assert made(Content(0, 0), 16).hex() == "7a0fc77af0bd0e3720ec901825f2212c"
 
 
-@settings(max_examples=25)
 @given(reductions, st.integers(0, 2 * BLOCK), st.integers(0, 3 * BLOCK), st.data())
 def test_a_part_is_the_same_as_in_the_whole_at_any_address(
     reduction: Reduction, offset: int, size_bytes: int, data: st.DataObject
@@ -129,7 +127,6 @@ def test_a_part_is_the_same_as_in_the_whole_at_any_address(
     assert not any(buffer[shift + size_bytes :])
 
 
-@settings(max_examples=25)
 @given(reductions, st.integers(0, BLOCK), st.integers(1, 3 * BLOCK), st.data())
 def test_the_first_wrong_byte_is_found_and_right_ones_are_not_accused(
     reduction: Reduction, offset: int, size_bytes: int, data: st.DataObject

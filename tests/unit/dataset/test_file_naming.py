@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.file_naming import NumberedFiles, evaluation_files, training_files
@@ -20,7 +20,6 @@ sets = st.builds(
 )
 
 
-@settings(max_examples=25)
 @given(sets, st.data())
 def test_a_name_leads_back_to_its_number(files: NumberedFiles, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, files.count - 1))
@@ -28,7 +27,6 @@ def test_a_name_leads_back_to_its_number(files: NumberedFiles, data: st.DataObje
     assert len(files) == files.count
 
 
-@settings(max_examples=25)
 @given(sets, st.data())
 def test_a_name_that_differs_anywhere_is_nobodys(files: NumberedFiles, data: st.DataObject) -> None:
     name = files.name(data.draw(st.integers(0, files.count - 1)))

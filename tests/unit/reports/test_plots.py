@@ -6,7 +6,7 @@ import json
 import re
 from xml.etree import ElementTree as ET
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import Environment, PackageLoader
 
@@ -26,7 +26,6 @@ def draw(values: dict[str, float], *, title: str = "throughput", outliers: tuple
 
 
 @given(low=st.floats(-1e6, 1e6), width=st.floats(1e-3, 1e6))
-@settings(max_examples=50)
 def test_ticks_are_few_round_and_inside(low: float, width: float) -> None:
     high = low + width
     found = choose_ticks(low, high)
@@ -36,7 +35,6 @@ def test_ticks_are_few_round_and_inside(low: float, width: float) -> None:
 
 
 @given(numbers=st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=8))
-@settings(max_examples=50)
 def test_every_value_is_a_dot_inside_of_the_drawing(numbers: list[float]) -> None:
     drawing = draw({f"run{position}": number for position, number in enumerate(numbers)})
     root = ET.fromstring(drawing)

@@ -37,9 +37,7 @@ TREES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5),
     max_leaves=12,
 )
-LENIENT = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+LENIENT = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @given(TREES, TREES, TREES)

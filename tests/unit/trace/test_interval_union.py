@@ -64,7 +64,6 @@ def test_each_group_has_the_unions_of_both_sets_and_of_either(
 
 
 @given(rows=ROWS, batch_rows=st.sampled_from([1, 2, 7]))
-@settings(max_examples=25)
 def test_unions_do_not_depend_on_how_events_are_cut_into_batches(
     rows: list[dict[str, Any]], batch_rows: int
 ) -> None:
@@ -103,7 +102,6 @@ def test_groups_keep_their_numbers_from_batch_to_batch_however_many_they_become(
 
 
 @given(rows=KEYED)
-@settings(max_examples=25)
 def test_sql_measures_each_group_as_counting_does(rows: list[tuple[int, int, int]]) -> None:
     table = pa.table(
         {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
@@ -59,7 +59,6 @@ def asked(**changes: Any) -> StudyRequest:
 
 
 @given(st.integers(2, 300), st.integers(2, 20))
-@settings(max_examples=30)
 def test_every_row_has_a_scheme_for_every_checkpoint(ranks: int, parity_every: int) -> None:
     for row in list_rows(ranks, parity_every=parity_every):
         if row.caching is not None:
@@ -134,7 +133,6 @@ def test_room_is_for_what_stays_what_is_written_and_parity() -> None:
 
 
 @given(st.integers(1, 1 << 50))
-@settings(max_examples=40)
 def test_a_default_scale_keeps_checkpoints_at_or_below_the_default_size(total_bytes: int) -> None:
     scaled = total_bytes * default_scale(total_bytes)
     assert scaled <= DEFAULT_TOTAL_BYTES

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
@@ -29,7 +29,6 @@ def utilization(workload: Workload, num: int, bandwidth: Fraction, step_bytes: F
     return computation / max(computation, reading)
 
 
-@settings(max_examples=25)
 @given(st.sampled_from(WORKLOADS), BANDWIDTHS)
 def test_one_more_accelerator_would_miss_the_threshold(workload: Workload, bandwidth: Fraction) -> None:
     found = forecast_accelerators(workload, bandwidth)
@@ -39,7 +38,6 @@ def test_one_more_accelerator_would_miss_the_threshold(workload: Workload, bandw
     assert utilization(workload, found.num_accelerators + 1, bandwidth, found.step_read_bytes) < threshold
 
 
-@settings(max_examples=25)
 @given(st.sampled_from(WORKLOADS), BANDWIDTHS, BANDWIDTHS)
 def test_more_bandwidth_never_feeds_fewer(workload: Workload, first: Fraction, more: Fraction) -> None:
     assert (
@@ -48,7 +46,6 @@ def test_more_bandwidth_never_feeds_fewer(workload: Workload, first: Fraction, m
     )
 
 
-@settings(max_examples=25)
 @given(st.sampled_from(WORKLOADS), st.integers(1, 5000))
 def test_exactly_the_bandwidth_needed_is_enough(workload: Workload, num: int) -> None:
     needed = forecast_accelerators(workload, Fraction(1))

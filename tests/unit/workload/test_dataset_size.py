@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
@@ -43,7 +43,6 @@ def holds(request: DatasetSizingRequest, num_files: int) -> bool:
     return enough_steps and num_samples * request.record_bytes >= 5 * sum(request.host_memory_bytes)
 
 
-@settings(max_examples=25)
 @given(REQUESTS)
 def test_the_files_suffice_and_one_fewer_does_not(request: DatasetSizingRequest) -> None:
     found = size_dataset(request)
@@ -51,7 +50,6 @@ def test_the_files_suffice_and_one_fewer_does_not(request: DatasetSizingRequest)
     assert not holds(request, found.min_files - 1)
 
 
-@settings(max_examples=25)
 @given(REQUESTS, st.integers(-3, 3))
 def test_the_judge_says_what_the_rules_say(request: DatasetSizingRequest, more: int) -> None:
     found = size_dataset(request)
@@ -62,7 +60,6 @@ def test_the_judge_says_what_the_rules_say(request: DatasetSizingRequest, more: 
     assert f"{found.min_files:,} files needed" in verdict.proof
 
 
-@settings(max_examples=25)
 @given(REQUESTS, st.integers(1, 1 << 40), st.integers(1, 1000))
 def test_more_of_anything_never_needs_less(
     request: DatasetSizingRequest, memory: int, accelerators: int
@@ -77,7 +74,6 @@ def test_more_of_anything_never_needs_less(
     assert size_dataset(replace(request, batch_size=request.batch_size + 1)).min_files >= least
 
 
-@settings(max_examples=25)
 @given(REQUESTS)
 def test_the_data_set_holds_the_samples_that_were_counted(request: DatasetSizingRequest) -> None:
     found = size_dataset(request)
@@ -88,7 +84,6 @@ def test_the_data_set_holds_the_samples_that_were_counted(request: DatasetSizing
     )
 
 
-@settings(max_examples=25)
 @given(REQUESTS)
 def test_folders_are_suggested_when_one_would_hold_too_many(request: DatasetSizingRequest) -> None:
     found = size_dataset(request)
@@ -99,7 +94,6 @@ def test_folders_are_suggested_when_one_would_hold_too_many(request: DatasetSizi
         assert found.min_files > (found.num_subfolders - 1) * FILES_PER_FOLDER
 
 
-@settings(max_examples=25)
 @given(REQUESTS)
 def test_the_host_order_does_not_matter(request: DatasetSizingRequest) -> None:
     turned = replace(request, host_memory_bytes=request.host_memory_bytes[::-1])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
@@ -98,13 +98,11 @@ def test_a_broken_value_says_where_it_breaks(text: str, said: str) -> None:
     assert caught.value.fix
 
 
-@settings(max_examples=25)
 @given(VALUES)
 def test_a_formatted_value_is_read_as_itself(value: Any) -> None:
     assert parse_value(format_value(value), source="") == value
 
 
-@settings(max_examples=25)
 @given(st.lists(KEYS, min_size=1, max_size=4), VALUES)
 def test_a_formatted_setting_and_dlios_word_give_the_same_path_and_value(path: list[str], value: Any) -> None:
     text = format_setting(tuple(path), value)

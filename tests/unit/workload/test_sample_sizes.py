@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workload.choices import DataFormat
@@ -55,7 +55,6 @@ def test_parquet_without_columns_has_one_of_the_record_length() -> None:
     assert read_bytes_per_sample(dataset) == 512
 
 
-@settings(max_examples=25)
 @given(COLUMNS)
 def test_what_is_read_and_what_is_not_make_the_row(columns: tuple[ParquetColumn, ...]) -> None:
     dataset = Dataset(format=DataFormat.PARQUET, parquet=Parquet(columns=columns))

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
@@ -122,7 +122,6 @@ def test_a_wrong_time_says_what_is_wrong_with_it(written: Any, said: str) -> Non
     assert said in str(caught.value)
 
 
-@settings(max_examples=25)
 @given(
     st.one_of(
         st.builds(Duration.fixed, TIMES),

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workload.choices import DataFormat, Shuffle
@@ -61,7 +61,6 @@ def test_every_shipped_workload_survives_being_written_and_read(workload: Worklo
     assert again == workload
 
 
-@settings(max_examples=25)
 @given(
     length=st.decimals(min_value="0.01", max_value=10**9, places=2).map(Fraction),
     stdev=st.integers(0, 10**9).map(Fraction),

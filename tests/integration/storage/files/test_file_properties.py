@@ -182,6 +182,4 @@ def test_files_look_like_a_dictionary_whatever_the_order(tmp_path: Path) -> None
     class BelowThisTest(FilesAgainstADictionary):
         parent = tmp_path
 
-    run_state_machine_as_test(
-        BelowThisTest, settings=settings(max_examples=25, stateful_step_count=20, deadline=None)
-    )
+    run_state_machine_as_test(BelowThisTest, settings=settings(stateful_step_count=20, deadline=None))

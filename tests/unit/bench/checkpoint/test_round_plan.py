@@ -6,7 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.cache_eviction import ObjectEviction
@@ -26,7 +26,6 @@ from penstock.errors import UsageError
 from penstock.workload.checkpoint_model import load_model
 
 
-@settings(max_examples=25)
 @given(st.integers(0, 12), st.sets(st.integers(1, 12)), st.data())
 def test_every_round_reads_only_what_is_there_by_then(
     num_writes: int, there: set[int], data: st.DataObject
@@ -56,7 +55,6 @@ def test_checkpoints_lie_in_dlios_folders() -> None:
     assert sum(each.size_bytes for each in plan_objects(layout, 2, 3)) == layout.bytes_of_processes()[2]
 
 
-@settings(max_examples=25)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_with_a_shift_every_rank_reads_what_another_host_wrote_and_all_is_read(sizes: list[int]) -> None:
     hosts = [f"host{number}" for number, size in enumerate(sizes) for _ in range(size)]

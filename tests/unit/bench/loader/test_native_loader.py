@@ -43,7 +43,7 @@ def storage() -> MemoryStorage:
     return _stored(40)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 5), max_size=12),
     st.integers(1, 6),

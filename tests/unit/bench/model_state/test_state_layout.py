@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
@@ -107,7 +107,6 @@ splits = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 6), st.i
 )
 
 
-@settings(max_examples=50)
 @given(
     dims=dimensions,
     num_layers=st.integers(1, 9),
@@ -133,7 +132,6 @@ def test_ranks_add_up_to_the_total_that_parameters_give(
     assert all(file.size_bytes for rank in range(mesh_ranks) for file in small.files_of(rank))
 
 
-@settings(max_examples=25)
 @given(splits, st.data())
 def test_files_have_different_names_and_each_rank_its_own(split: Parallelism, data: st.DataObject) -> None:
     spec = Model(num_layers=3, transformer=Transformer(vocab_size=300, hidden_size=64), parallelism=split)
@@ -148,7 +146,6 @@ def test_files_have_different_names_and_each_rank_its_own(split: Parallelism, da
     assert all(before.stop == after.start for before, after in pairwise(edges))
 
 
-@settings(max_examples=25)
 @given(st.integers(0, 10**12), st.integers(1, 5000))
 def test_shares_differ_by_one_at_most_and_add_up(whole: int, parts: int) -> None:
     shares = even_share(whole, parts, np.arange(parts, dtype=np.int64))
@@ -156,7 +153,6 @@ def test_shares_differ_by_one_at_most_and_add_up(whole: int, parts: int) -> None
     assert shares.max() - shares.min() <= 1
 
 
-@settings(max_examples=25)
 @given(st.integers(1, 200), st.integers(1, 70))
 def test_layers_fill_stages_in_order_and_early_ones_first(num_layers: int, num_stages: int) -> None:
     stages = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.probe.probe_plan import (
@@ -31,7 +31,6 @@ def _sequential(groups: tuple[StepGroup, ...]) -> list[StepGroup]:
     return [group for group in groups if group.steps[0].op == "write"]
 
 
-@settings(max_examples=25)
 @given(requests, st.integers(1, 2000))
 def test_a_group_writes_before_it_reads_and_reads_only_what_it_wrote(
     request: ProbeRequest, num_ranks: int
@@ -45,7 +44,6 @@ def test_a_group_writes_before_it_reads_and_reads_only_what_it_wrote(
             assert step.size_bytes <= first.size_bytes
 
 
-@settings(max_examples=25)
 @given(requests, st.integers(1, 2000))
 def test_sequential_steps_move_the_size_asked_for_up_to_one_block_a_stream(
     request: ProbeRequest, num_ranks: int
@@ -58,7 +56,6 @@ def test_sequential_steps_move_the_size_asked_for_up_to_one_block_a_stream(
         assert request.size_bytes - moved < one_block_each + num_ranks
 
 
-@settings(max_examples=25)
 @given(requests)
 def test_every_combination_of_streams_and_blocks_is_measured(request: ProbeRequest) -> None:
     groups = _sequential(plan_groups(request, "buffered", num_ranks=1))

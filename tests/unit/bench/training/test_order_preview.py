@@ -27,7 +27,7 @@ def _preview(workload: Workload = WORKLOAD, **asked: int) -> OrderPreview:
     return preview_order(workload, division=Remainder.ROTATE, **values)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 4))
 def test_all_ranks_together_get_every_sample_once_where_the_division_is_even(ranks: int, epoch: int) -> None:
     workload = replace(WORKLOAD, dataset=replace(WORKLOAD.dataset, num_files_train=2 * ranks * 3))

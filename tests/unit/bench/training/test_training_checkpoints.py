@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.training.training_checkpoints import count_due, is_due
@@ -42,7 +42,6 @@ def test_checkpoints_follow_chosen_epochs_or_every_so_many_steps(
     between=st.integers(1, 4),
     steps=st.none() | st.integers(1, 7),
 )
-@settings(max_examples=50)
 def test_as_many_are_counted_before_as_are_taken(
     epochs: list[int], after: int, between: int, steps: int | None
 ) -> None:

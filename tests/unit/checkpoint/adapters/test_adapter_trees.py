@@ -43,7 +43,6 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(_TREES)
-@settings(max_examples=25)
 def test_what_is_taken_apart_is_put_together_as_it_was(state: Any) -> None:
     parts = split(state)
     assert TREE_NAME not in parts.tensors

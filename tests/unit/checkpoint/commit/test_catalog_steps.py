@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.commit.catalog import choose_surplus, parse_step, step_dirname
@@ -13,7 +13,6 @@ STEPS = st.sets(st.integers(0, 50), max_size=12)
 
 
 @given(st.integers(0, 10**18))
-@settings(max_examples=50)
 def test_a_step_is_found_by_its_name(step: int) -> None:
     assert parse_step(step_dirname(step)) == step
 
@@ -32,7 +31,6 @@ def test_what_is_no_step_is_refused(step: int) -> None:
 
 
 @given(STEPS, st.integers(1, 6), STEPS)
-@settings(max_examples=50)
 def test_the_newest_stay_and_the_last_whole_one_is_never_removed(
     steps: set[int], keep: int, whole: set[int]
 ) -> None:
@@ -48,7 +46,6 @@ def test_the_newest_stay_and_the_last_whole_one_is_never_removed(
 
 
 @given(STEPS)
-@settings(max_examples=25)
 def test_without_a_number_to_keep_all_stay_and_nothing_is_checked(steps: set[int]) -> None:
     def never(_step: int) -> bool:
         raise AssertionError("nobody needs to know")

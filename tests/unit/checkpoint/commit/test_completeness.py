@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.commit.protocol import require_complete
@@ -13,7 +13,6 @@ FILES = st.dictionaries(st.text("ab_0", min_size=1, max_size=4), st.integers(0, 
 
 
 @given(FILES, FILES)
-@settings(max_examples=50)
 def test_only_exactly_what_was_written_is_whole(found: dict[str, int], expected: dict[str, int]) -> None:
     if found == expected:
         require_complete(found, expected, "file:///run")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
@@ -85,7 +85,6 @@ def write_boxes(folder: Path, whole: np.ndarray[tuple[int, ...], np.dtype[np.int
     (folder / ".metadata").write_bytes(metadata_bytes(DcpMetadata(contents=contents)))
 
 
-@settings(max_examples=25)
 @given(cut=cut_tensors(), most_bytes=st.integers(2, 300))
 def test_slabs_are_put_together_from_any_boxes(
     tmp_path_factory: pytest.TempPathFactory, cut: tuple[tuple[int, ...], Cuts], most_bytes: int

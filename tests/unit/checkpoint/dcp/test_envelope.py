@@ -10,7 +10,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.dcp_item import (
@@ -54,7 +54,6 @@ class ArgumentsReader(pickle.Unpickler):
         return dict if name == "OrderedDict" else lambda *arguments: arguments
 
 
-@settings(max_examples=50)
 @given(dtype=DTYPES, shape=SHAPES)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_torch_reads_an_item_as_the_tensor_it_is(dtype: str, shape: tuple[int, ...]) -> None:
@@ -69,7 +68,6 @@ def test_torch_reads_an_item_as_the_tensor_it_is(dtype: str, shape: tuple[int, .
         assert bytes(tensor.reshape(-1).view(torch.uint8).numpy()) == payload
 
 
-@settings(max_examples=50)
 @given(dtype=DTYPES, shape=SHAPES)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_the_pickle_inside_is_torchs_own_to_the_byte(dtype: str, shape: tuple[int, ...]) -> None:

@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.dcp_item import HEAD_BYTES, envelope, payload_in, tensor_bytes
@@ -38,7 +38,6 @@ def bytes_of(tensor: Any) -> bytes:
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
-@settings(max_examples=50)
 @given(dtype=st.sampled_from(sorted(ELEMENT_TYPES)), shape=st.lists(st.integers(1, 6), max_size=4).map(tuple))
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_the_payload_of_a_stock_item_is_found_by_its_head(dtype: str, shape: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.dcp_metadata import metadata_bytes, read_metadata
@@ -69,7 +69,6 @@ def stock_metadata(draw: st.DrawFn) -> stock.Metadata:
     return stock.Metadata(state, paths, storage, meta, "1.0.0")
 
 
-@settings(max_examples=40)
 @given(theirs=stock_metadata())
 def test_what_torch_wrote_and_we_read_and_write_again_is_to_torch_the_same(theirs: stock.Metadata) -> None:
     read = read_metadata(pickle.dumps(theirs), "here")
@@ -189,7 +188,6 @@ def test_truncated_metadata_is_damaged(share: float) -> None:
         read_metadata(whole[: int(len(whole) * share)], "here")
 
 
-@settings(max_examples=50)
 @given(position=st.integers(0), bit=st.integers(0, 7))
 def test_flipped_bits_are_damage_or_another_reading_but_never_another_error(position: int, bit: int) -> None:
     content = bytearray(pickle.dumps(small_metadata()))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.checksums import sum_of
@@ -112,7 +112,6 @@ def item(content: bytes, begin: int, end: int) -> SummedItem:
 
 
 @given(st.lists(st.integers(1, 8 * PAGE), min_size=1, max_size=6), st.integers(0, 99), st.data())
-@settings(max_examples=25)
 def test_items_are_summed_in_order_whichever_thread_reads(
     lengths: list[int], seed: int, data: st.DataObject
 ) -> None:

@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.saving.buffers import WarmMemory
@@ -67,7 +67,6 @@ def _assert_stored(storage: Storage, planned: Sequence[PlannedObject]) -> None:
         assert read_object(storage, each.key) == _expected(each)
 
 
-@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 5 * CHUNK), max_size=5),
     streams=st.integers(1, 3),

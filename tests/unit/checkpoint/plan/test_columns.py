@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.plan.region_arithmetic import equal_rows, rank_sets, scrambled
@@ -12,7 +12,6 @@ SMALL = st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 2)), min_size=1, m
 
 
 @given(SMALL)
-@settings(max_examples=40)
 def test_rows_are_grouped_in_the_order_of_their_first_appearance(rows: list[tuple[int, int]]) -> None:
     groups = equal_rows(np.array(rows, dtype=np.int64))
     distinct = list(dict.fromkeys(rows))
@@ -28,7 +27,6 @@ def test_rows_that_share_a_hash_stay_apart() -> None:
 
 
 @given(st.lists(st.sets(st.integers(0, 4), min_size=1), min_size=1, max_size=6), st.randoms())
-@settings(max_examples=40)
 def test_groups_of_the_same_ranks_share_a_set(groups: list[set[int]], random: object) -> None:
     pairs = [(number, rank) for number, ranks in enumerate(groups) for rank in ranks for _ in range(2)]
     random.shuffle(pairs)  # type: ignore[attr-defined] # a random.Random

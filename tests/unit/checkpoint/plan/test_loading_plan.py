@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.checkpoint.plan.states import grids, jobs, painted, region, tensor_lists
 
@@ -67,7 +67,6 @@ def reshardings(draw: st.DrawFn) -> tuple[tuple[TensorFacts, ...], StoredBoxes, 
 
 
 @given(reshardings(), OPTIONS)
-@settings(max_examples=30)
 def test_every_wanted_element_arrives_once(
     resharding: tuple[tuple[TensorFacts, ...], StoredBoxes, list[Boxes]], options: LoadOptions
 ) -> None:
@@ -86,7 +85,6 @@ def test_every_wanted_element_arrives_once(
 
 
 @given(reshardings(), OPTIONS)
-@settings(max_examples=30)
 def test_what_one_rank_sends_is_what_the_other_expects(
     resharding: tuple[tuple[TensorFacts, ...], StoredBoxes, list[Boxes]], options: LoadOptions
 ) -> None:
@@ -104,7 +102,6 @@ def test_what_one_rank_sends_is_what_the_other_expects(
 
 
 @given(reshardings(), OPTIONS)
-@settings(max_examples=30)
 def test_reads_are_contiguous_in_their_items_and_hold_what_is_passed_on(
     resharding: tuple[tuple[TensorFacts, ...], StoredBoxes, list[Boxes]], options: LoadOptions
 ) -> None:
@@ -127,7 +124,6 @@ def test_reads_are_contiguous_in_their_items_and_hold_what_is_passed_on(
 
 
 @given(reshardings())
-@settings(max_examples=25)
 def test_replicas_read_each_wanted_byte_once_between_them(
     resharding: tuple[tuple[TensorFacts, ...], StoredBoxes, list[Boxes]],
 ) -> None:
@@ -214,7 +210,6 @@ def test_a_file_that_nobody_can_open_is_named() -> None:
 
 
 @given(st.data())
-@settings(max_examples=25)
 def test_what_nobody_stored_is_counted_as_missing(data: st.DataObject) -> None:
     (facts,) = data.draw(tensor_lists(max_tensors=1).filter(len))
     rows = [(0, *each) for each in data.draw(grids(facts.shape))]

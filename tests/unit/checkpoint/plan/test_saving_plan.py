@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.checkpoint.plan.states import jobs, painted, region
 
@@ -28,7 +28,6 @@ def held_by_all(facts: TensorFacts, num_ranks: int) -> list[Held]:
 
 
 @given(jobs(), st.sampled_from([1, 16, 65536]))
-@settings(max_examples=50)
 def test_every_element_is_written_once_by_a_rank_that_holds_it(job: list[Held], min_cut_bytes: int) -> None:
     shared = share_saving(job, SaveOptions(min_cut_bytes=min_cut_bytes))
     for counts in painted(shared.tensors, shared.boxes):
@@ -46,14 +45,12 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(job: list[Held], 
 
 
 @given(jobs())
-@settings(max_examples=25)
 def test_every_tensor_is_on_record_even_an_empty_one(job: list[Held]) -> None:
     shared = share_saving(job, FINE)
     assert set(shared.boxes.tensor.tolist()) == set(range(len(shared.tensors)))
 
 
 @given(jobs())
-@settings(max_examples=25)
 def test_the_same_job_gives_the_same_plan(job: list[Held]) -> None:
     one, other = share_saving(job, FINE), share_saving(job, FINE)
     assert one.tensors == other.tensors
@@ -62,7 +59,6 @@ def test_the_same_job_gives_the_same_plan(job: list[Held]) -> None:
 
 
 @given(jobs(), st.integers(1, 3), st.sampled_from([None, "w1"]))
-@settings(max_examples=25)
 def test_ranks_deal_their_pieces_to_files_without_losing_one(
     job: list[Held], writers: int, hint: str | None
 ) -> None:
@@ -162,7 +158,6 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused(job: list[Held], co
 
 
 @given(jobs(), jobs())
-@settings(max_examples=50)
 def test_overlaps_are_what_comparing_all_pairs_finds(one: list[Held], other: list[Held]) -> None:
     left = Boxes.concatenated([each.boxes for each in one])
     right = Boxes.concatenated([each.boxes for each in other])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.dcp_item import PAYLOAD_ALIGNMENT
@@ -68,7 +68,6 @@ def _filled(
     return bytes(content), filler.sums(image.name)
 
 
-@settings(max_examples=30)
 @given(
     parts=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=5),
     contents=st.lists(st.binary(max_size=300), max_size=3),

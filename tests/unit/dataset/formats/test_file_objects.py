@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.formats.file_objects import GatheredRanges, PiecesFile, RecordingFile
@@ -19,7 +19,6 @@ def _extents(cuts: list[tuple[int, int]]) -> list[Extent]:
     return [Extent(start, TEXT[start : start + length]) for start, length in cuts]
 
 
-@settings(max_examples=25)
 @given(cuts=pieces, offset=st.integers(0, 199), length=st.integers(1, 40))
 def test_a_file_of_pieces_reads_what_they_hold_and_refuses_the_rest(
     cuts: list[tuple[int, int]], offset: int, length: int
@@ -36,7 +35,6 @@ def test_a_file_of_pieces_reads_what_they_hold_and_refuses_the_rest(
             file.read(length)
 
 
-@settings(max_examples=25)
 @given(cuts=pieces, offset=st.integers(0, 199))
 def test_a_run_begins_where_asked_for(cuts: list[tuple[int, int]], offset: int) -> None:
     run = GatheredRanges(_extents(cuts)).bytes_from(offset)

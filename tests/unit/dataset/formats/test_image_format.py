@@ -57,7 +57,6 @@ def test_a_png_is_its_header_its_rows_and_perhaps_one_chunk_of_padding(size: int
     assert chunks[b"IEND"] == b""
 
 
-@settings(max_examples=25)
 @given(size=st.integers(20_000, 10**7))
 def test_a_png_wastes_little_on_padding_and_is_no_stripe(size: int) -> None:
     grid = png.fit(size)
@@ -65,7 +64,6 @@ def test_a_png_wastes_little_on_padding_and_is_no_stripe(size: int) -> None:
     assert 0.4 < grid.width / grid.height < 2.5
 
 
-@settings(max_examples=25)
 @given(size=st.integers(JpegFormat.smallest_bytes, 10**7))
 def test_a_jpeg_wastes_little_on_comments_and_is_no_stripe(size: int) -> None:
     grid = jpeg.fit(size)

@@ -5,7 +5,7 @@ import zipfile
 import zlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.formats.file_objects import GrowingBuffer
@@ -14,7 +14,6 @@ from penstock.dataset.formats.npz import Member, central_directory, end_of_archi
 LIMIT = 0xFFFFFFFF
 
 
-@settings(max_examples=25)
 @given(bodies=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
 def test_what_is_zipped_comes_out_again(bodies: list[bytes]) -> None:
     archive, entries = bytearray(), []
@@ -47,7 +46,6 @@ def test_a_directory_tells_sizes_and_offsets_of_any_width(size: int, offset: int
     assert member.is_large is (size >= LIMIT)
 
 
-@settings(max_examples=25)
 @given(crcs=st.tuples(st.integers(0, LIMIT), st.integers(0, LIMIT)), size=st.integers(0, 1 << 40))
 def test_no_record_changes_its_length_with_a_sum(crcs: tuple[int, int], size: int) -> None:
     member = Member("x", 5, size)
@@ -65,7 +63,6 @@ class _Taken:
         self.text += bytes(text)
 
 
-@settings(max_examples=25)
 @given(texts=st.lists(st.one_of(st.binary(max_size=20), st.none())))
 def test_an_outbox_hands_over_everything_once_and_in_order(texts: list[bytes | None]) -> None:
     outbox, out = GrowingBuffer(), _Taken()

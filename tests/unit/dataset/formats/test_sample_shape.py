@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.formats.sample_shape import draw_bytes, draw_shape, near_square
@@ -47,7 +47,6 @@ def test_a_shape_is_never_empty_however_wide_the_spread() -> None:
     assert min(shape.size_bytes for shape in shapes) == 1
 
 
-@settings(max_examples=25)
 @given(number=st.integers(1, 10**12))
 def test_two_factors_give_the_number_and_the_first_is_the_smaller(number: int) -> None:
     rows, columns = near_square(number)
@@ -55,14 +54,12 @@ def test_two_factors_give_the_number_and_the_first_is_the_smaller(number: int) -
     assert rows <= columns
 
 
-@settings(max_examples=25)
 @given(number=st.integers(1, 5000))
 def test_no_pair_of_factors_is_closer_to_a_square(number: int) -> None:
     rows, _ = near_square(number)
     assert not any(number % better == 0 for better in range(rows + 1, math.isqrt(number) + 1))
 
 
-@settings(max_examples=25)
 @given(size=st.integers(1, 10**7), kind=st.sampled_from(["uint8", "int16", "float32", "complex128"]))
 def test_a_shape_has_the_size_to_the_nearest_element(size: int, kind: str) -> None:
     shape = draw_shape(Dataset(record_length_bytes=Fraction(size), record_element_type=kind), 1, 1)
@@ -71,7 +68,6 @@ def test_a_shape_has_the_size_to_the_nearest_element(size: int, kind: str) -> No
     assert abs(shape.size_bytes - size) <= max(step / 2, step - size)
 
 
-@settings(max_examples=25)
 @given(size=st.integers(1, 10**6), multiple=st.integers(1, 7))
 def test_rows_can_be_cut_into_equal_parts(size: int, multiple: int) -> None:
     shape = draw_shape(Dataset(record_length_bytes=Fraction(size)), 1, 1, elements_multiple=multiple)

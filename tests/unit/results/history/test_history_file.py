@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import StorageError
@@ -67,7 +67,6 @@ ENTRIES: st.SearchStrategy[HistoryEntry] = st.one_of(
 
 
 @given(entries=st.lists(ENTRIES, max_size=4))
-@settings(max_examples=30)
 def test_entries_come_back_as_they_were_written(entries: list[HistoryEntry]) -> None:
     content = b"".join(map(format_entry, entries))
     assert content.count(b"\n") == len(entries)
@@ -75,7 +74,6 @@ def test_entries_come_back_as_they_were_written(entries: list[HistoryEntry]) -> 
 
 
 @given(cut=st.integers(0, 400))
-@settings(max_examples=50)
 def test_a_torn_last_line_costs_only_itself(cut: int) -> None:
     whole, last = format_entry(began()), format_entry(ended())
     left = last[: min(cut, len(last))]

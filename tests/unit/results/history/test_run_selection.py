@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
@@ -99,7 +99,6 @@ RUNS = st.lists(
     age_days=st.none() | st.integers(0, 30),
     keep_last=st.integers(0, 5),
 )
-@settings(max_examples=50)
 def test_every_run_that_fits_is_taken_or_spared_with_a_reason(
     runs: list[CatalogedRun], outcomes: frozenset[str], age_days: int | None, keep_last: int
 ) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
@@ -111,7 +111,6 @@ def test_runs_that_overlap_do_not_follow_one_another() -> None:
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40), st.booleans()), max_size=12),
     st.integers(0, 60),
 )
-@settings(max_examples=50)
 def test_every_run_is_kept_or_named_and_kept_ones_follow_one_another(
     drawn: list[tuple[int, int, bool]], waited: int
 ) -> None:

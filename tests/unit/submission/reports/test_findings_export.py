@@ -6,7 +6,7 @@ import csv
 import io
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.submission.check import CheckedResult
@@ -59,7 +59,6 @@ def test_a_row_tells_its_result_and_its_finding() -> None:
 
 
 @given(texts=st.lists(TEXTS, min_size=4, max_size=4))
-@settings(max_examples=50)
 def test_texts_come_back_as_they_went_in(texts: list[str]) -> None:
     proof, value, evidence, fix = texts
     finding = Finding(verdict=Verdict.PASS, proof=proof, value=value, evidence=evidence, fix=fix, rule="r")

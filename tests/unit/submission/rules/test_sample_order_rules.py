@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.bench.epoch_order import Remainder
@@ -18,7 +18,6 @@ from penstock.submission.rules.sample_order_rules import digest_of_all
 from penstock.workload.choices import Shuffle
 
 
-@settings(max_examples=30)
 @given(
     num_files=st.integers(1, 40),
     samples_per_file=st.integers(1, 12),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.trace.capture.trace_writer import EventKind, Layer, LineFormatter, RecordedEvent
@@ -65,7 +65,6 @@ def test_opening_and_ending_name_host_unit_rank_and_number_of_events() -> None:
 
 
 @given(path=st.text(min_size=1), began=st.integers(0, 10**15), lasted=st.integers(0, 10**12))
-@settings(max_examples=50)
 def test_whatever_a_path_holds_a_line_is_one_line_of_json(path: str, began: int, lasted: int) -> None:
     writer = LineFormatter("node1", 1, epoch_ns=10**18)
     file, event = writer.events(1, [(READ, began, began + lasted, path, 0, 1, 1, None)]).split(b"\n")[:2]

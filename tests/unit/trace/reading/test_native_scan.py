@@ -92,7 +92,6 @@ def test_what_is_no_number_in_json_is_never_taken_for_one(number: str) -> None:
     assert account.salvaged + account.dropped == 1
 
 
-@settings(max_examples=50)
 @given(content=st.binary(max_size=40))
 def test_utf_8_is_accepted_exactly_where_python_accepts_it(content: bytes) -> None:
     content = bytes(byte for byte in content if byte >= 0x20 and byte not in b'"\\')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
@@ -39,7 +39,6 @@ runs:
 
 
 @given(st.integers(0, 10**12), st.lists(st.integers(1, 10**9), min_size=1, max_size=40))
-@settings(max_examples=50)
 def test_shares_are_whole_in_proportion_and_add_up(total: int, weights: list[int]) -> None:
     shares = share_exactly(total, weights)
     assert sum(shares) == total

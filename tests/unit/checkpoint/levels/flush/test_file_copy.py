@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.checksums import sum_of
@@ -26,7 +26,6 @@ def file_of(content: bytes, items: list[tuple[int, int]]) -> ManifestFile:
     )
 
 
-@settings(max_examples=50)
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=8), st.data())
 def test_a_flipped_byte_of_an_item_is_found_in_blocks_of_any_size(
     content: bytes, edges: list[int], data: st.DataObject

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest  # noqa: TC002 - hypothesis looks at the annotations
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.levels.flush.journal import (
@@ -38,7 +38,6 @@ lines = st.builds(
 )
 
 
-@settings(max_examples=25)
 @given(st.lists(lines, max_size=12), st.integers(0, 400))
 def test_a_journal_cut_anywhere_says_what_its_whole_lines_say(
     tmp_path_factory: pytest.TempPathFactory, written: list[JournalEntry], cut: int
@@ -61,7 +60,6 @@ def test_a_journal_cut_anywhere_says_what_its_whole_lines_say(
     again.close()
 
 
-@settings(max_examples=25)
 @given(st.lists(lines, max_size=12), st.integers(0, 12))
 def test_a_reader_that_looks_in_between_sees_the_same(
     tmp_path_factory: pytest.TempPathFactory, written: list[JournalEntry], first: int

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.levels.redundancy import gf256
@@ -41,7 +41,6 @@ def triples(draw: st.DrawFn) -> tuple[bytes, bytes, bytes]:
 
 
 @given(triples())
-@settings(max_examples=50)
 def test_a_sum_is_the_exclusive_or_and_the_piece_stays(buffers: tuple[bytes, bytes, bytes]) -> None:
     total, piece, _ = map(_buffer, buffers)
     gf256.add(total, piece)
@@ -50,7 +49,6 @@ def test_a_sum_is_the_exclusive_or_and_the_piece_stays(buffers: tuple[bytes, byt
 
 
 @given(triples())
-@settings(max_examples=50)
 def test_both_parities_of_one_pass_are_those_of_two(buffers: tuple[bytes, bytes, bytes]) -> None:
     plain, weighted, piece = map(_buffer, buffers)
     gf256.add_to_both(plain, weighted, piece)
@@ -62,7 +60,6 @@ def test_both_parities_of_one_pass_are_those_of_two(buffers: tuple[bytes, bytes,
 
 
 @given(triples(), st.integers(0, 255))
-@settings(max_examples=50)
 def test_a_scaled_sum_multiplies_every_byte(buffers: tuple[bytes, bytes, bytes], factor: int) -> None:
     total, piece, _ = map(_buffer, buffers)
     gf256.add_scaled(total, piece, factor)

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.levels.redundancy import gf256
@@ -54,7 +54,6 @@ def test_every_member_keeps_one_piece_of_each_parity_and_has_one_role_a_stripe(l
 
 
 @given(layouts, st.integers(0, 2**32 - 1))
-@settings(max_examples=30)
 def test_whoever_is_lost_every_piece_comes_back_bit_for_bit(layout: ParityLayout, seed: int) -> None:
     stripes = [_encoded(layout, stripe, seed) for stripe in range(layout.num_stripes)]
     for num_lost in range(1, layout.parities + 1):

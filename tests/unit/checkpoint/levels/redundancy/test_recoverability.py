@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.levels.redundancy.parity_layout import choose_groups
@@ -126,7 +126,6 @@ def test_every_share_has_a_home_among_those_that_are_there(num_saved: int, num_p
 
 
 @given(st.integers(1, 12), st.sets(st.integers(0, 3)), st.data())
-@settings(max_examples=50)
 def test_whoever_acts_for_a_share_has_it_or_is_its_home(
     num_present: int, lost_hosts: set[int], data: st.DataObject
 ) -> None:

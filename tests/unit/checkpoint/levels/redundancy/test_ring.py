@@ -129,7 +129,6 @@ def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...], actors
 
 
 @given(sizes_of_files, st.integers(0, 1), st.data())
-@settings(max_examples=25)
 def test_any_one_member_comes_back_from_parity_or_copies(
     sizes: Sizes, parities: int, data: st.DataObject
 ) -> None:
