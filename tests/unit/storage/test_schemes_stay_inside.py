@@ -25,6 +25,7 @@ ALLOWED = {
     "submission/rules/dataset_rules.py": "a path in the arguments of a submitted run",
 }
 
+WORDS = re.compile(r"scheme|SCHEMES|://")
 SCHEME_TEXT = re.compile(r"(file|direct|s3|gs|az|mem)?://")
 
 
@@ -86,7 +87,9 @@ def test_no_module_outside_storage_looks_at_a_scheme() -> None:
         f"{name}:{line}"
         for name in modules()
         if name not in ALLOWED
-        for line in decisions(ast.parse((PACKAGE / name).read_text(encoding="utf-8")))
+        for text in [(PACKAGE / name).read_text(encoding="utf-8")]
+        if WORDS.search(text)  # most modules need no parsing
+        for line in decisions(ast.parse(text))
     }
     assert not found, "ask penstock.storage.capabilities instead"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,11 +19,20 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def check(*checks: Any) -> list[CheckResult]:
-    asked = Expectations.model_validate({"runs": {"base": "a", "new": "b"}, "checks": checks})
+Check = Callable[..., list[CheckResult]]
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Check]:
+    """Check expectations against one study: checks only read it."""
     accounts = {"new": [FileAccount(file="t", lines=4, events=2, dropped=2, ranks={0})]}
     with small_study(ROWS, accounts=accounts) as study:
-        return check_all(study, asked)
+
+        def check_expectations(*checks: Any) -> list[CheckResult]:
+            runs = {"base": "a", "new": "b"}
+            return check_all(study, Expectations.model_validate({"runs": runs, "checks": checks}))
+
+        yield check_expectations
 
 
 @pytest.mark.parametrize(
@@ -39,17 +49,17 @@ def check(*checks: Any) -> list[CheckResult]:
         ("findings.F1 == 0", True),
     ],
 )
-def test_a_comparison_of_figures_holds_or_not(text: str, *, holds: bool) -> None:
+def test_a_comparison_of_figures_holds_or_not(check: Check, text: str, *, holds: bool) -> None:
     assert check(text)[0].holds is holds
 
 
-def test_a_failing_check_shows_the_figures_it_saw() -> None:
+def test_a_failing_check_shows_the_figures_it_saw(check: Check) -> None:
     assert check("new.fast.max_union_us < base.fast.max_union_us")[0].seen == (
         "new.fast.max_union_us = 70, base.fast.max_union_us = 50"
     )
 
 
-def test_a_query_must_say_true() -> None:
+def test_a_query_must_say_true(check: Check) -> None:
     good = {"name": "large writes", "sql": "SELECT min(size_bytes) >= 100 FROM events WHERE op = 'write'"}
     bad = {"name": "no rows", "sql": "SELECT true FROM events WHERE false"}
     nested = {
@@ -79,7 +89,7 @@ def test_a_query_must_say_true() -> None:
         ("'a' < 3", "uses"),
     ],
 )
-def test_a_check_that_means_nothing_is_refused(text: str, said: str) -> None:
+def test_a_check_that_means_nothing_is_refused(check: Check, text: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         check(text)
     assert said in str(refused.value)
