@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run_as_rank(words: Sequence[str]) -> None:
     """Run as the rank that this process is: rank 0 of 1 if no launcher started it."""
-    from penstock.cluster.supervision.rank_process import join_job
+    from penstock.cluster.supervision import join_job
 
     environment = process_environment()
     with join_job(environment, timeout_s=LONGEST_WAIT_S) as comm:

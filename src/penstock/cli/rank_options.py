@@ -99,7 +99,7 @@ def ranked(
 def _launch(ranks: RankOptions, environment: Environment) -> int:
     """Start this very command line on all ranks; the exit code is rank 0's."""
     from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name, plan_launch
-    from penstock.cluster.supervision.job_launch import launch_job
+    from penstock.cluster.supervision import launch_job
 
     request = LaunchRequest(
         ranks=ranks.ranks,
@@ -120,7 +120,7 @@ def _launch(ranks: RankOptions, environment: Environment) -> int:
 
 def _join(function: Callable[[Comm], int | None], ranks: RankOptions, environment: Environment) -> int | None:
     """Run the command as the rank that this process is: rank 0 of 1 if no launcher started it."""
-    from penstock.cluster.supervision.rank_process import join_job
+    from penstock.cluster.supervision import join_job
 
     job = join_job(environment, ranks=ranks.ranks, timeout_s=ranks.timeout_s)
     with job as comm, _traced(ranks.trace or environment.get(TRACE), comm):

@@ -7,17 +7,14 @@ said not to, with the reason: nobody's bytes are counted as delivered by guess.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
+from penstock.storage import Storage
 from penstock.storage.capabilities import SupportsEndpoints, find_local_root, unwrap
 from penstock.storage.volumes import nearest_folder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from penstock.storage import Storage
 
 _NETWORK: Final = frozenset(
     {"nfs", "nfs4", "lustre", "beegfs", "ceph", "cifs", "smb3", "pvfs2", "orangefs", "afs", "gpfs"}

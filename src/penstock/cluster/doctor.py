@@ -1,6 +1,6 @@
-"""What is installed and usable on this machine, and what to do about each lack. Looks only, changes nothing.
+"""What is installed and usable on this machine, and how to fix what is not. It changes nothing.
 
-Place in the flow: before everything else. A check never raises: what it cannot find out, it says.
+A check never raises: what it cannot determine, it reports.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from types import MappingProxyType
+from typing import Final, Literal
 
+from penstock.environment import Environment
+from penstock.extras import EXTRAS
 from penstock.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
 
 State = Literal["ok", "limited", "missing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """One thing looked at. `limited` works with less; `missing` does not work; each says the `fix`."""
+    """The result of one check. What is `limited` or `missing` comes with a `fix`."""
 
     area: str
     subject: str
@@ -38,18 +38,18 @@ class Diagnosis:
     fix: str = ""
 
 
-def _judged(area: str, subject: str, found: str, *, good: bool, otherwise: str) -> Diagnosis:
-    """Ok if `good`; else limited, with the fix `otherwise`."""
+def _check(area: str, subject: str, found: str, *, good: bool, otherwise: str) -> Diagnosis:
     if good:
         return Diagnosis(area=area, subject=subject, state="ok", found=found)
     return Diagnosis(area=area, subject=subject, state="limited", found=found, fix=otherwise)
 
 
 def examine(folder: Path, environment: Environment) -> Iterator[Diagnosis]:
-    """Everything worth knowing about this machine and the file system that holds `folder`."""
+    """Check this machine and the file system that holds `folder`."""
     yield from _machine()
     yield from _ranks(environment)
     yield from _object_clients(environment)
+    yield from _packages("packages")
     yield from _file_system(folder)
     yield from _limits()
     yield _clock_resolution()
@@ -58,64 +58,69 @@ def examine(folder: Path, environment: Environment) -> Iterator[Diagnosis]:
 
 
 def _machine() -> Iterator[Diagnosis]:
-    import psutil  # noqa: PLC0415 - only the doctor's visit pays for it
+    import psutil  # noqa: PLC0415 - slow to import
 
     version = ".".join(str(part) for part in sys.version_info[:3])
     yield Diagnosis(area="machine", subject="Python", state="ok", found=f"{version} at {sys.executable}")
     usable = len(os.sched_getaffinity(0))
     total = os.cpu_count() or usable
-    yield _judged(
+    yield _check(
         "machine",
         "cores",
         f"{usable} usable of {total}",
         good=usable == total,
-        otherwise="This process is bound to some cores; ranks will share them.",
+        otherwise="This process is bound to some cores, which its ranks will share.",
     )
     memory = psutil.virtual_memory()
     found = f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}"
     yield Diagnosis(area="machine", subject="memory", state="ok", found=found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Package:
-    area: str
-    distribution: str
-    extra: str
-    purpose: str
-
-
-_RANK_PACKAGES: Final = (
-    _Package("ranks", "mpi4py", "mpi", "ranks under MPI"),
-    _Package("ranks", "torch", "torch", "ranks under torch.distributed, and the checkpoint engine"),
+_EXTRAS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "mpi": ("ranks", "ranks under MPI"),
+        "torch": ("ranks", "ranks under torch.distributed, and the checkpoint engine"),
+        "s3dlio": ("objects", "the client s3dlio"),
+        "minio": ("objects", "the client minio"),
+        "s3torchconnector": ("objects", "the client s3torchconnector"),
+        "bench": ("packages", "training data"),
+        "zstd": ("packages", "compressed checkpoints"),
+        "trace": ("packages", "traces"),
+        "dask": ("packages", "traces that a cluster's workers read"),
+        "pages": ("packages", "HTML pages"),
+    }
 )
-_CLIENT_PACKAGES: Final = (
-    _Package("objects", "obstore", "", "the default client for s3://, gs:// and az://"),
-    _Package("objects", "s3dlio", "s3dlio", "the client s3dlio"),
-    _Package("objects", "minio", "minio", "the client minio"),
-    _Package("objects", "s3torchconnector", "s3torchconnector", "the client s3torchconnector"),
-)
+"""Extra -> the area of the report that its packages belong to, and what they are for."""
+
+_DISTRIBUTIONS: Final = {"PIL": "pillow", "s3torchconnectorclient": "s3torchconnector"}
+"""Modules whose distribution has another name."""
 
 
-def _package(package: _Package) -> Diagnosis:
+def _packages(area: str) -> Iterator[Diagnosis]:
+    for module, extras in EXTRAS.items():
+        extra_area, purpose = _EXTRAS[extras[0]]
+        if extra_area == area:
+            command = f"pip install 'penstock[{extras[0]}]'"
+            yield _package(area, _DISTRIBUTIONS.get(module, module), purpose, command)
+
+
+def _package(area: str, distribution: str, purpose: str, command: str) -> Diagnosis:
     """Whether a package is installed, from its metadata: importing torch takes seconds."""
     try:
-        version = importlib.metadata.version(package.distribution)
+        version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        wanted = f"penstock[{package.extra}]" if package.extra else "penstock"
         return Diagnosis(
-            area=package.area,
-            subject=package.distribution,
+            area=area,
+            subject=distribution,
             state="missing",
             found="not installed",
-            fix=f"For {package.purpose}: pip install '{wanted}'",
+            fix=f"For {purpose}: {command}",
         )
-    return Diagnosis(
-        area=package.area, subject=package.distribution, state="ok", found=f"{version}, for {package.purpose}"
-    )
+    return Diagnosis(area=area, subject=distribution, state="ok", found=f"{version}, for {purpose}")
 
 
 def _ranks(environment: Environment) -> Iterator[Diagnosis]:
-    yield from map(_package, _RANK_PACKAGES)
+    yield from _packages("ranks")
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec", path=environment.get("PATH"))
     yield Diagnosis(
@@ -128,57 +133,60 @@ def _ranks(environment: Environment) -> Iterator[Diagnosis]:
 
 
 def _object_clients(environment: Environment) -> Iterator[Diagnosis]:
-    yield from map(_package, _CLIENT_PACKAGES)
+    yield _package(
+        "objects", "obstore", "the default client for s3://, gs:// and az://", "pip install penstock"
+    )
+    yield from _packages("objects")
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
     lacking = [name for name in names if name not in environment]
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or "AWS itself"
-    yield _judged(
+    yield _check(
         "objects",
         "credentials",
         f"{' and '.join(lacking)} not set" if lacking else f"set, endpoint: {endpoint}",
         good=not lacking,
-        otherwise=f"For s3://: set {', '.join(lacking)}, and AWS_ENDPOINT_URL for a store of your own.",
+        otherwise=f"For s3://: set {', '.join(lacking)}, and AWS_ENDPOINT_URL for a service other than AWS.",
     )
 
 
 def _file_system(folder: Path) -> Iterator[Diagnosis]:
-    import psutil  # noqa: PLC0415 - only the doctor's visit pays for it
+    import psutil  # noqa: PLC0415 - slow to import
 
     place = folder.resolve()
     mounts = [part for part in psutil.disk_partitions(all=True) if place.is_relative_to(part.mountpoint)]
     mount = max(mounts, key=lambda part: len(part.mountpoint), default=None)
     kind = f"{mount.fstype} on {mount.device} at {mount.mountpoint}" if mount else "unknown"
     usage = shutil.disk_usage(place)
-    yield _judged(
+    yield _check(
         "files",
         str(place),
         f"{kind}, {format_bytes(usage.free)} free of {format_bytes(usage.total)}",
         good=usage.free > 0.05 * usage.total,
-        otherwise="A nearly full file system is slower than it can be; make room before measuring.",
+        otherwise="Free some space before measuring: a nearly full file system is slower.",
     )
     yield _direct_io(place)
     yield _shared_memory()
 
 
 def _direct_io(folder: Path) -> Diagnosis:
-    """Whether O_DIRECT opens here. On tmpfs it may, too: success does not prove a disk."""
+    """Whether files open with O_DIRECT here. On tmpfs they may, too: success does not prove a disk."""
     refusal = ""
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".penstock-doctor-") as room:
             os.close(os.open(Path(room, "direct"), os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
     except OSError as error:
         refusal = str(error.strerror)
-    return _judged(
+    return _check(
         "files",
         "O_DIRECT",
         f"refused in {folder}: {refusal}" if refusal else f"opens in {folder}",
         good=not refusal,
-        otherwise="Measure with file:// there, or name a folder on another file system with --at.",
+        otherwise="Measure with file:// there, or pass a folder on another file system as --at.",
     )
 
 
 def _shared_memory() -> Diagnosis:
-    path = Path("/dev/shm")  # noqa: S108 - the very place DataLoader workers and MPI need
+    path = Path("/dev/shm")  # noqa: S108 - where DataLoader workers and MPI share memory
     if not path.is_dir():
         return Diagnosis(
             area="files",
@@ -188,7 +196,7 @@ def _shared_memory() -> Diagnosis:
             fix="Mount a tmpfs there: MPI on one node and DataLoader workers pass memory through it.",
         )
     usage = shutil.disk_usage(path)
-    return _judged(
+    return _check(
         "files",
         str(path),
         f"{format_bytes(usage.free)} free of {format_bytes(usage.total)}",
@@ -218,7 +226,7 @@ def _limits() -> Iterator[Diagnosis]:
     for limit in _LIMITS:
         soft, _hard = resource.getrlimit(limit.kind)
         unlimited = soft == resource.RLIM_INFINITY
-        yield _judged(
+        yield _check(
             "limits",
             limit.subject,
             "unlimited" if unlimited else limit.show(soft),
@@ -236,7 +244,7 @@ def _kernel_switches() -> Iterator[Diagnosis]:
         )
     uring = _first_line(Path("/proc/sys/kernel/io_uring_disabled"))
     if uring:
-        yield _judged(
+        yield _check(
             "limits",
             "io_uring",
             "allowed" if uring == "0" else f"kernel.io_uring_disabled = {uring}",
@@ -244,12 +252,12 @@ def _kernel_switches() -> Iterator[Diagnosis]:
             otherwise="Only other tools need it (fio's io_uring engine); Penstock does not.",
         )
     is_root = os.access("/proc/sys/vm/drop_caches", os.W_OK)
-    yield _judged(
+    yield _check(
         "limits",
         "dropping caches",
         "all caches (root)" if is_root else "own files only (fadvise)",
         good=is_root,
-        otherwise="Run as root to drop everything; for own files fadvise is enough, and is proven.",
+        otherwise="Run as root to drop all caches; for own files fadvise is enough, and is verified.",
     )
 
 
@@ -264,24 +272,24 @@ def _clock_resolution() -> Diagnosis:
     for _ in range(1000):
         time.monotonic_ns()
     cost_s = (time.perf_counter() - start) / 1000
-    return _judged(
+    return _check(
         "clock",
         "monotonic",
         f"{source or 'unknown source'}, {format_seconds(resolution_s)} resolution, "
-        f"{format_seconds(cost_s)} a reading",
+        f"{format_seconds(cost_s)} per reading",
         good=cost_s < 1e-6,
-        otherwise="Reading the clock costs a system call; choose the clock source tsc if there is one.",
+        otherwise="Reading the clock takes a system call; select the clock source tsc if there is one.",
     )
 
 
 class _Timex(ctypes.Structure):
-    """Enough room for the kernel's `struct timex`; only the call's return value is read."""
+    """As large as the kernel's `struct timex`; only the call's return value is used."""
 
     _fields_ = (("modes", ctypes.c_uint), ("rest", ctypes.c_byte * 252))
 
 
 def clock_is_synchronised() -> bool:
-    """Whether the kernel takes this machine's wall clock for synchronised."""
+    """Whether the kernel considers this machine's wall clock synchronised."""
     unsynchronised = 5  # TIME_ERROR of adjtimex(2)
     state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
     return bool(0 <= state < unsynchronised)
@@ -289,12 +297,12 @@ def clock_is_synchronised() -> bool:
 
 def _clock_synchronised() -> Diagnosis:
     good = clock_is_synchronised()
-    return _judged(
+    return _check(
         "clock",
         "synchronised",
-        "yes, says the kernel" if good else "no, says the kernel",
+        "yes, according to the kernel" if good else "no, according to the kernel",
         good=good,
-        otherwise="Durations are right all the same; start chrony to compare times between hosts.",
+        otherwise="Durations are not affected; start chrony to compare times between hosts.",
     )
 
 
@@ -304,10 +312,10 @@ def _programs() -> Iterator[Diagnosis]:
         ("strace", "tests count calls"),
     ):
         found = shutil.which(name)
-        yield _judged(
+        yield _check(
             "programs",
             name,
             found or "not on PATH",
             good=found is not None,
-            otherwise=f"Optional: {purpose}; install your distribution's package {name}.",
+            otherwise=f"Optional: {purpose}; install the package {name} of your distribution.",
         )

@@ -13,14 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from penstock.cluster.host_slots import HostSlots, count_ranks, is_loopback, parse_hostfile, parse_hosts
-from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, user_settings
+from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, PROGRESS_COLUMNS, Environment, user_settings
 from penstock.errors import Unavailable, UsageError
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
 
 LauncherName = Literal["auto", "mpiexec", "mpirun", "srun", "pals"]
 
@@ -146,7 +143,7 @@ def _hydra_options(
 ) -> list[str]:
     """MPICH hands its whole environment to all ranks, on its own connections.
 
-    It must not clean up by itself: that would kill the guards, and spare what the ranks have started.
+    It must not clean up by itself: that would kill the supervisors, and spare what the ranks have started.
     """
     options = ["-genvall", "-disable-auto-cleanup"]
     if request.hostfile is not None:

@@ -1,7 +1,7 @@
-"""Ranks under MPI: non-blocking collectives, polled, so that each wait has a limit and lets go of its core.
+"""Ranks under MPI: non-blocking collectives, polled, so that each wait has a limit and gives up its core.
 
-Loaded only by programs that are ranks already. Invariant: buffers of a wait that was given up stay alive
-until the process ends, because MPI may still write into them.
+Imported only by programs that a launcher started as ranks. Invariant: buffers of a wait that was given up
+stay alive until the process ends, because MPI may still write into them.
 """
 
 from __future__ import annotations
@@ -62,29 +62,30 @@ class MpiComm(BaseComm):
         return received.tobytes()
 
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        sizes_bytes = np.empty(self.size, dtype=np.int64)
-        self._finish(self._mpi.Iallgather(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
-        ends = np.cumsum(sizes_bytes)
-        received = np.empty(int(ends[-1]), dtype=np.uint8)
-        layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
-        mine = np.frombuffer(payload, dtype=np.uint8)
-        self._finish(self._mpi.Iallgatherv(mine, [received, layout]), wait)
-        return [part.tobytes() for part in np.split(received, ends[:-1])]
+        return self._gather(payload, wait, self._mpi.Iallgather, self._mpi.Iallgatherv)
 
-    def _lead_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        return self._gather(payload, wait, self._mpi.Igather, self._mpi.Igatherv)
+
+    def _gather(
+        self,
+        payload: bytes,
+        wait: PollingWait,
+        gather_sizes: Callable[..., MPI.Request],
+        gather_payloads: Callable[..., MPI.Request],
+    ) -> list[bytes]:
+        # On ranks that receive nothing the sizes stay zero, and MPI ignores where they would receive.
         sizes_bytes = np.zeros(self.size, dtype=np.int64)
-        self._finish(self._mpi.Igather(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
+        self._finish(gather_sizes(np.array([len(payload)], dtype=np.int64), sizes_bytes), wait)
         ends = np.cumsum(sizes_bytes)
         received = np.empty(int(ends[-1]), dtype=np.uint8)
         layout = (sizes_bytes.tolist(), (ends - sizes_bytes).tolist())
-        mine = np.frombuffer(payload, dtype=np.uint8)
-        target = [received, layout] if self.rank == 0 else None
-        self._finish(self._mpi.Igatherv(mine, target), wait)
+        self._finish(gather_payloads(np.frombuffer(payload, dtype=np.uint8), [received, layout]), wait)
         return [part.tobytes() for part in np.split(received, ends[:-1])]
 
 
 class MpiPointToPoint:
-    """Point to point through MPI, polled; any thread may call, because MPI was told of threads."""
+    """Point to point through MPI, polled. Any thread may call: MPI is initialized with THREAD_MULTIPLE."""
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         self.rank = communicator.Get_rank()
@@ -126,7 +127,7 @@ class MpiPendingTransfer:
 
 
 def join_mpi(host: str, expected_size: int) -> MpiComm:
-    """Initialise MPI, once per process, and join the world of the launcher's `expected_size` ranks."""
+    """Initialize MPI, once per process, and join the world of the launcher's `expected_size` ranks."""
     try:
         import mpi4py  # noqa: PLC0415 - optional, and its settings come before its import of MPI
 
@@ -149,7 +150,7 @@ def join_mpi(host: str, expected_size: int) -> MpiComm:
         raise RankError(
             f"The launcher started {expected_size} ranks, but MPI sees {comm.size}",
             where=comm.carrier,
-            fix="Launcher and MPI library are of different makes: use the mpiexec that belongs to this MPI, "
-            "or tell srun which one it serves (--mpi=pmi2, --mpi=pmix).",
+            fix="Launcher and library belong to different MPIs: use the mpiexec that belongs to this MPI, "
+            "or tell srun which one to serve (--mpi=pmi2, --mpi=pmix).",
         )
     return comm

@@ -1,7 +1,7 @@
-"""Ranks under torch.distributed: the default process group, or one that a trainer hands over.
+"""Ranks under torch.distributed: the default process group, or one that a trainer passes.
 
-Speaks through tensors in main memory, so the group needs a gloo part. Invariant: nothing of torch's own
-errors gets out; they become errors of ranks.
+Messages are tensors in main memory, so the group needs a gloo backend. Invariant: torch's own errors become
+`RankError`s.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from penstock.cluster.comm import BaseComm
+from penstock.cluster.comm import BaseComm, PollingWait
 from penstock.errors import RankError, Unavailable, UsageError, WaitTimeout
 
 if TYPE_CHECKING:
-    from penstock.cluster.comm import PollingWait
     from penstock.environment import Environment
 
 LONGEST_CALL = timedelta(days=7)
-"""gloo's own limit, out of the way: each call of a `Comm` brings its own."""
+"""gloo's own limit, which must not come first: each call of a `Comm` has one of its own."""
 
 
 class TorchComm(BaseComm):
@@ -36,12 +35,12 @@ class TorchComm(BaseComm):
     ) -> None:
         if not dist.is_initialized():
             raise UsageError(
-                "torch.distributed is not initialised", fix="Call init_process_group before joining."
+                "torch.distributed is not initialized", fix="Call init_process_group before joining."
             )
         if "gloo" not in str(dist.get_backend_config(group)):
             raise UsageError(
-                f"The process group speaks {dist.get_backend(group)}, which cannot carry main memory",
-                fix='Hand over torch.distributed.new_group(backend="gloo").',
+                f"The process group uses {dist.get_backend(group)}, which cannot send main memory",
+                fix='Pass torch.distributed.new_group(backend="gloo").',
             )
         super().__init__(dist.get_rank(group), dist.get_world_size(group), host)
         self.carrier = f"torch.distributed of torch {torch.__version__}"
@@ -77,30 +76,29 @@ class TorchComm(BaseComm):
         return received.numpy().tobytes()
 
     def _gather_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        mine = torch.tensor([len(payload)], dtype=torch.int64)
-        self._finish(dist.all_gather(sizes, mine, group=self._group, async_op=True), wait)
-        # gloo gathers equal shapes only: everyone sends as much as the longest payload.
-        longest = int(max(sizes))
-        padded = _tensor(payload + bytes(longest - len(payload)))
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded, sizes = self._pad(payload, wait)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
         self._finish(dist.all_gather(parts, padded, group=self._group, async_op=True), wait)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def _lead_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+        padded, sizes = self._pad(payload, wait)
+        parts = [torch.empty_like(padded) for _ in range(self.size if self.rank == 0 else 0)]
+        rank0 = dist.get_global_rank(self._group, 0) if self._group is not None else 0
+        self._finish(dist.gather(padded, parts or None, rank0, group=self._group, async_op=True), wait)
+        return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+
+    def _pad(self, payload: bytes, wait: PollingWait) -> tuple[torch.Tensor, list[int]]:
+        """`payload`, padded to the longest one because gloo gathers equal shapes only, and all sizes."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        mine = torch.tensor([len(payload)], dtype=torch.int64)
-        self._finish(dist.all_gather(sizes, mine, group=self._group, async_op=True), wait)
+        own_size = torch.tensor([len(payload)], dtype=torch.int64)
+        self._finish(dist.all_gather(sizes, own_size, group=self._group, async_op=True), wait)
         longest = int(max(sizes))
-        padded = _tensor(payload + bytes(longest - len(payload)))
-        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size if self.rank == 0 else 0)]
-        lead = dist.get_global_rank(self._group, 0) if self._group is not None else 0
-        self._finish(dist.gather(padded, parts or None, lead, group=self._group, async_op=True), wait)
-        return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=False)]
+        return _tensor(payload + bytes(longest - len(payload))), [int(size) for size in sizes]
 
 
 class TorchPointToPoint:
-    """Point to point through gloo, whose waits let go of the GIL and of the core."""
+    """Point to point through gloo, whose waits release the GIL and the core."""
 
     def __init__(self, group: dist.ProcessGroup, host: str) -> None:
         self.rank = dist.get_rank(group)
@@ -110,17 +108,17 @@ class TorchPointToPoint:
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
         """Begin to send the whole of `buffer`."""
-        return self._begun(dist.isend, buffer, group_dst=to, tag=tag)
+        return self._begin(dist.isend, buffer, group_dst=to, tag=tag)
 
     def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> TorchPendingTransfer:
         """Begin to fill the whole of `buffer`."""
-        return self._begun(dist.irecv, buffer, group_src=source, tag=tag)
+        return self._begin(dist.irecv, buffer, group_src=source, tag=tag)
 
     def close(self) -> None:
         """End the group that was made for this transfer."""
         dist.destroy_process_group(self._group)
 
-    def _begun(
+    def _begin(
         self, begin: Callable[..., dist.Work | None], buffer: memoryview, **ends: int
     ) -> TorchPendingTransfer:
         if not buffer.nbytes:
@@ -133,7 +131,7 @@ class TorchPointToPoint:
 
 
 class TorchPendingTransfer:
-    """One send or receive of gloo; nothing moves where nothing was asked for."""
+    """One send or receive of gloo; None is one of no bytes."""
 
     def __init__(self, work: dist.Work | None, place: str) -> None:
         self._work = work
@@ -165,7 +163,7 @@ def _tensor(payload: bytes) -> torch.Tensor:
 
 
 def join_torchrun(environment: Environment, host: str) -> TorchComm:
-    """Make the default group from what torchrun left in `environment`, unless one stands already."""
+    """Make the default group from the variables of torchrun, unless there is one already."""
     if not dist.is_available():
         raise Unavailable(
             "This torch was built without torch.distributed", fix="Install a torch wheel from its makers."

@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from penstock.errors import Unavailable
-from penstock.storage.protocol import WrappedStorage
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import ObjectInfo, Storage
+from penstock.storage.protocol import ObjectInfo, Storage, WrappedStorage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,17 +10,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.environment import Environment
 from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer
 from penstock.storage.protocol import Counters, ObjectInfo, OptionValue, Release
 from penstock.storage.uri import Location, check_key, check_prefix, parse_options
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
 
 Bytes = npt.NDArray[np.uint8]
 

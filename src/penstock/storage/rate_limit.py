@@ -10,14 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.protocol import WrappedSink, WrappedSource, WrappedStorage
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import Release, Sink, Source, Storage
+from penstock.storage.protocol import (
+    Release,
+    Sink,
+    Source,
+    Storage,
+    WrappedSink,
+    WrappedSource,
+    WrappedStorage,
+)
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]

@@ -14,16 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from penstock.errors import Unavailable
 from penstock.storage.capabilities import find_local_paths
 from penstock.storage.files.system_calls import raise_on_failure, translate_os_errors
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import Storage
+from penstock.storage.protocol import Storage
 
 CACHESTAT = 451
 """The system call's number: the same on every architecture that Python runs on, save Alpha."""

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import math
 import random
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
-from penstock.cluster.comm import SupportsPointToPoint, all_gather_results, open_point_to_point
-from penstock.cluster.supervision.rank_process import join_ranks
+from penstock.cluster.comm import Comm, SupportsPointToPoint, all_gather_results, open_point_to_point
+from penstock.cluster.supervision import join_ranks
 from penstock.environment import process_environment
 from penstock.errors import RankError, RankFailed, WaitTimeout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.cluster.comm import Comm
 
 Kind = TypeVar("Kind", bound=Exception)
 

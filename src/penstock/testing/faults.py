@@ -11,13 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
-from penstock.storage.protocol import WrappedSink, WrappedSource, WrappedStorage
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import ObjectInfo, Release, Sink, Source, Storage
+from penstock.storage.protocol import (
+    ObjectInfo,
+    Release,
+    Sink,
+    Source,
+    Storage,
+    WrappedSink,
+    WrappedSource,
+    WrappedStorage,
+)
 
 Verb = Literal["create", "submit", "finish", "abort", "open", "read_into", "list", "stat", "delete", "sync"]
 """A call that a caller of storage makes, on the storage itself or on a sink or source of it."""

@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from penstock.cluster.comm import BaseComm
+from penstock.cluster.comm import BaseComm, PollingWait
 from penstock.errors import RankError, WaitTimeout
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import PollingWait
 
 Result = TypeVar("Result")
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.extras import explained_imports
-from penstock.progress import Silent
+from penstock.progress import Progress, Silent
 from penstock.trace.dimensions import Dimensions
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.questions.events_view import view_events
 from penstock.trace.reading.event_filter import EventFilter
 from penstock.trace.reading.trace_file import RANK_PATTERN
@@ -24,9 +25,6 @@ from penstock.trace.trace_set import TraceSet, open_trace_set
 if TYPE_CHECKING:
     import pyarrow as pa
     from duckdb import DuckDBPyConnection, DuckDBPyRelation
-
-    from penstock.progress import Progress
-    from penstock.trace.event_schema import FileAccount
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -14,8 +15,6 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from penstock.errors import StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from penstock.progress import Progress
     from penstock.trace.questions.events_view import EventsView
 

@@ -17,7 +17,7 @@ import pytest
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT_S = 40.0
-ROLES = {".rank", ".guard", ".worker", ".child", ".detached"}
+ROLES = {".rank", ".supervisor", ".worker", ".child", ".detached"}
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Job:
         return self.process.returncode
 
     def pid_of(self, name: str) -> int:
-        """The process that rank and role `name`, for instance `2.guard`; waits until it is written."""
+        """The process that rank and role `name`, for instance `2.supervisor`; waits until it is written."""
         path = self.directory / name
         wait_until(path.exists)
         return int(path.read_text())

@@ -78,7 +78,7 @@ def test_torch_without_a_process_group_is_a_usage_error() -> None:
     from penstock.cluster.torch_comm import TorchComm
     from penstock.errors import UsageError
 
-    with pytest.raises(UsageError, match="not initialised"):
+    with pytest.raises(UsageError, match="not initialized"):
         TorchComm("here")
 
 

@@ -121,11 +121,11 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_all(jobs: Jobs, after_s: f
 
 def test_a_guard_that_comes_too_late_to_watch_its_launcher_ends_its_rank() -> None:
     program = Path(__file__).parent / "programs" / "orphaned.py"
-    guard = subprocess.run(
+    supervisor = subprocess.run(
         [sys.executable, str(program)], check=False, stdout=subprocess.PIPE, text=True, timeout=30
     )
-    assert guard.returncode == 1
-    assert not psutil.pid_exists(int(guard.stdout))
+    assert supervisor.returncode == 1
+    assert not psutil.pid_exists(int(supervisor.stdout))
 
 
 def test_a_second_interrupt_does_not_leave_anything_behind(jobs: Jobs) -> None:
@@ -154,10 +154,10 @@ def test_a_stopped_rank_is_killed_all_the_same(jobs: Jobs) -> None:
 def test_the_whole_family_is_known_by_one_rank_number(jobs: Jobs) -> None:
     job = jobs.launch(*jobs.rank("sleep", "sleep"))
     rank = psutil.Process(job.pid_of("2.rank"))
-    guard = psutil.Process(job.pid_of("2.guard"))
-    front = psutil.Process(guard.ppid())
-    assert [each.environ()["PMI_RANK"] for each in (front, guard, rank)] == ["2"] * 3
-    assert len({os.getpgid(each.pid) for each in (front, guard, rank)}) == 3
+    supervisor = psutil.Process(job.pid_of("2.supervisor"))
+    front = psutil.Process(supervisor.ppid())
+    assert [each.environ()["PMI_RANK"] for each in (front, supervisor, rank)] == ["2"] * 3
+    assert len({os.getpgid(each.pid) for each in (front, supervisor, rank)}) == 3
     job.process.send_signal(signal.SIGTERM)
     assert job.end() == 130
 
@@ -180,7 +180,7 @@ def test_a_verdict_in_a_foreign_job_is_the_launchers_exit_code(jobs: Jobs) -> No
 
 def test_a_size_that_contradicts_the_launcher_is_told_by_every_rank(jobs: Jobs) -> None:
     program = (
-        "from penstock.cluster.supervision.rank_process import join_job\n"
+        "from penstock.cluster.supervision import join_job\n"
         "from penstock.environment import process_environment\n"
         "with join_job(process_environment(), ranks=4): raise AssertionError\n"
     )

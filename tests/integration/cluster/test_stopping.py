@@ -42,12 +42,16 @@ def test_a_rank_that_is_killed_ends_all(jobs: Jobs, others: str) -> None:
     assert job.leftovers() == []
 
 
-@pytest.mark.parametrize("role", ["rank", "guard", "front"])
+@pytest.mark.parametrize("role", ["rank", "supervisor", "relay"])
 def test_whichever_process_of_a_rank_is_killed_from_outside_all_ends(jobs: Jobs, role: str) -> None:
     job = jobs.launch(*jobs.rank("sleep", "sleep", 2, "workers"))
-    guard = job.pid_of("2.guard")
+    supervisor = job.pid_of("2.supervisor")
     job.pid_of("2.worker")
-    victims = {"rank": job.pid_of("2.rank"), "guard": guard, "front": psutil.Process(guard).ppid()}
+    victims = {
+        "rank": job.pid_of("2.rank"),
+        "supervisor": supervisor,
+        "relay": psutil.Process(supervisor).ppid(),
+    }
     os.kill(victims[role], signal.SIGKILL)
     assert job.end() == 1
     assert "Rank 2 on " in job.stderr
@@ -153,7 +157,7 @@ def test_killing_a_part_of_the_launcher_ends_all(jobs: Jobs, name: str) -> None:
 
 def test_a_signal_to_one_rank_from_its_launcher_interrupts_all(jobs: Jobs) -> None:
     job = jobs.launch(*jobs.rank("sleep", "sleep"))
-    front = psutil.Process(job.pid_of("1.guard")).ppid()
+    front = psutil.Process(job.pid_of("1.supervisor")).ppid()
     os.kill(front, signal.SIGTERM)
     assert job.end() == 130
     assert job.leftovers() == []
@@ -224,10 +228,10 @@ def test_under_a_foreign_mpiexec_rank_0_tells_and_nothing_is_left(jobs: Jobs) ->
 
 def test_under_a_foreign_mpiexec_the_loss_of_rank_0s_guard_ends_all(jobs: Jobs) -> None:
     program = str(Path(__file__).parent / "programs" / "rank.py")
-    argv = jobs.rank("kill-guard", "sleep", 0, "workers")
+    argv = jobs.rank("kill-supervisor", "sleep", 0, "workers")
     job = jobs.run(program, *argv, launcher=(str(BIN / "mpiexec"), "-n", "3"))
     assert job.end() != 0
-    assert job.stderr.count("the process that watched over all ranks is gone") == 1
+    assert job.stderr.count("the control server of the job is gone") == 1
     assert job.leftovers() == []
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cluster import doctor
 from penstock.cluster.doctor import Diagnosis, examine
+from penstock.extras import EXTRAS
 
 if TYPE_CHECKING:
     import pytest
@@ -32,6 +33,11 @@ def test_the_examination_covers_what_a_run_needs_and_leaves_no_trace(tmp_path: P
     needed |= {"locked memory", "monotonic", "synchronised", "fio"}
     assert needed <= subjects.keys()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_packages_of_all_extras_are_listed(tmp_path: Path) -> None:
+    assert {extras[0] for extras in EXTRAS.values()} <= doctor._EXTRAS.keys()
+    assert {"pillow", "numba", "duckdb", "jinja2", "zstandard", "dask"} <= _by_subject(tmp_path).keys()
 
 
 def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

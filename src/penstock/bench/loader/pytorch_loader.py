@@ -291,7 +291,7 @@ def _as_it_is(arrival: Any) -> Any:
 def _leave_the_rank(_worker: int) -> None:
     """In a forked worker: give up the rank's sockets and its way to end.
 
-    Other ranks and the guard see a rank's end by its sockets, so a worker must not hold them open. Their
+    Other ranks and the supervisor see a rank's end by its sockets, so a worker must not hold them open. Their
     numbers stay taken: an object of the rank that closes its own later must not close a file of ours.
     """
     nowhere = os.open(os.devnull, os.O_RDWR)

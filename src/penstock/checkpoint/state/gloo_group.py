@@ -71,7 +71,7 @@ class GroupComm(BaseComm):
         self._finish(self._group.allgather([parts], [_tensor(longest, payload)]), wait)
         return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def _lead_bytes(self, payload: bytes, wait: PollingWait) -> list[bytes]:
+    def _gather_bytes_on_rank0(self, payload: bytes, wait: PollingWait) -> list[bytes]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self._finish(self._group.allgather([sizes], [torch.tensor([len(payload)])]), wait)
         longest = max(int(size) for size in sizes)

@@ -18,13 +18,10 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Protocol
+from typing import IO, Protocol
 
 from penstock.cluster.launcher_command import LaunchRequest, build_launch_plan, find_launcher
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
-
+from penstock.environment import Environment
 
 AT_ONCE = 32
 POLL_S = 0.02

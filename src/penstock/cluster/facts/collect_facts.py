@@ -8,7 +8,9 @@ version; otherwise its host is absent, with the reason.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cluster.facts.host_facts import (
@@ -16,21 +18,17 @@ from penstock.cluster.facts.host_facts import (
     ClusterFacts,
     HostReport,
     PresentHost,
+    Via,
     extract_document,
     parse_facts,
 )
 from penstock.cluster.facts.read_host import ROOT, read_report
+from penstock.environment import Environment
 from penstock.errors import DataDamaged, HostsAbsent, PenstockError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from datetime import datetime
-    from pathlib import Path
-
     from penstock.cluster.comm import Comm
     from penstock.cluster.facts.agent_processes import AgentOutput, QueryHosts
-    from penstock.cluster.facts.host_facts import Via
-    from penstock.environment import Environment
 
 
 LONGEST_STDERR = 4_000

@@ -7,15 +7,12 @@ take the facts of some hosts for those of all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal, Self, TypeVar
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from penstock.errors import DataDamaged, Unavailable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 VERSION: Final = 1
 """Raised with every change that an older reader would misunderstand."""

@@ -14,19 +14,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 from penstock import __version__
 from penstock.cluster.doctor import clock_is_synchronised
 from penstock.cluster.facts.host_facts import Clock, Cpu, Drive, HostReport, Mount, Nic, NumaNode
 from penstock.cluster.facts.redaction import SYSCTLS, redact_environment, redact_mount_option, redact_value
+from penstock.environment import Environment
 from penstock.results.host_facts import memory_bytes, read_meminfo
-
-if TYPE_CHECKING:
-    from typing import Literal
-
-    from penstock.environment import Environment
-
 
 OPEN_FILES: Final = "open files"
 PROCESSES: Final = "processes"

@@ -6,12 +6,8 @@ Pure. Invariant: a value whose name or form hints at a secret never passes, whic
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from penstock.environment import user_settings
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
+from penstock.environment import Environment, user_settings
 
 WITHHELD = "<withheld>"
 

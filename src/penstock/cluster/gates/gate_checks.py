@@ -8,16 +8,22 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
 from penstock.cluster.facts.homogeneity import LARGEST_SKEW_S, check_homogeneity
+from penstock.cluster.facts.host_facts import ClusterFacts
 from penstock.cluster.facts.read_host import BYTES_OF_A_FILE, OPEN_FILES, PROCESSES
-from penstock.cluster.gates.gate_model import Gate, GateFinding, GateVerdict
+from penstock.cluster.gates.gate_model import (
+    ClockOffset,
+    Gate,
+    GateFinding,
+    GateVerdict,
+    LoginSettings,
+    RankReport,
+    StorageProbe,
+    Volume,
+)
 from penstock.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from penstock.cluster.facts.host_facts import ClusterFacts
-    from penstock.cluster.gates.gate_model import ClockOffset, LoginSettings, RankReport, StorageProbe, Volume
 
 Value = TypeVar("Value", bound=Hashable)
 

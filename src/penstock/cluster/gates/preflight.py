@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from penstock.cluster.facts.collect_facts import collect_from_ranks
+from penstock.cluster.facts.host_facts import ClusterFacts
 from penstock.cluster.gates.gate_checks import (
     check_apart,
     check_clock,
@@ -23,11 +24,13 @@ from penstock.cluster.gates.gate_checks import (
     check_versions,
 )
 from penstock.cluster.gates.gate_model import (
+    ClusterState,
     Gate,
     GateFinding,
     GateVerdict,
     MissingReport,
     Preflight,
+    PreflightRequest,
     RankReport,
 )
 from penstock.cluster.gates.rank_measurements import measure_clock_offsets, read_rank_report
@@ -36,8 +39,6 @@ from penstock.errors import PenstockError
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.cluster.facts.host_facts import ClusterFacts
-    from penstock.cluster.gates.gate_model import ClusterState, PreflightRequest
 
 T = TypeVar("T")
 

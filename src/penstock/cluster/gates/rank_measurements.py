@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Final
 
 from penstock import __version__
 from penstock.cluster.facts.read_host import soft_limits
-from penstock.cluster.gates.gate_model import ClockOffset, LoginSettings, RankReport, Volume
+from penstock.cluster.gates.gate_model import ClockOffset, LoginSettings, PreflightRequest, RankReport, Volume
 from penstock.results.provenance import package_versions
 from penstock.storage.uri import find_local_paths_at
 from penstock.storage.volumes import nearest_folder, read_volume_id
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.cluster.gates.gate_model import PreflightRequest
 
 
 _LOGIND = ("etc/systemd/logind.conf", "usr/lib/systemd/logind.conf")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from penstock.cluster.gates.gate_model import ProbeView, StorageProbe
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
+from penstock.storage import Storage
 from penstock.storage.capabilities import find_local_root
 from penstock.storage.files.file_storage import open_local
 from penstock.storage.protocol import write_object
@@ -24,7 +25,6 @@ from penstock.storage.volumes import nearest_folder
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
 
 PREFIX: Final = "penstock-gate-"
 PATIENCE_S: Final = 10.0

@@ -1,7 +1,7 @@
-"""What the processes that watch over ranks say to each other: one JSON line a message, on a socket.
+"""Messages between supervisors, their ranks and the control server: one JSON line each, on a socket.
 
-Apart from the communicators on purpose: this must work when ranks are stuck, dead or not yet joined.
-Invariant: nothing is believed before the other side has proved that it knows the job's token.
+Independent of the communicators on purpose: this must work while ranks are stuck, dead or not yet connected.
+Invariant: a server accepts no message before the other side has proved that it knows the job's token.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import socket
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any, get_args
 
 from penstock.errors import PenstockError, RankError, RankFailed, Unavailable, UsageError
 
@@ -21,7 +22,7 @@ SEND_LIMIT_S = 10.0
 
 
 class Ending(StrEnum):
-    """How a rank can go wrong, as far as the job's exit code and its last words are concerned."""
+    """How a rank failed, as far as the job's exit code and its message depend on it."""
 
     FAILED = "failed"
     TIMED_OUT = "timed out"
@@ -32,14 +33,14 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Challenge:
-    """Server to anyone who connects: prove yourself with this."""
+    """Server to every new connection: the nonce for its proof."""
 
     nonce: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A guard's first word, with the proof."""
+    """A supervisor's first message, with the proof."""
 
     rank: int
     host: str
@@ -48,15 +49,15 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meet:
-    """Rank to its guard, in a job that someone else launched: where the server of this job listens."""
+class ServerAt:
+    """Rank to its supervisor, in a job that another launcher started: where the control server listens."""
 
     address: str
     token: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Late:
+class LongWait:
     """A rank has waited long in its `call`-th collective call."""
 
     rank: int
@@ -66,7 +67,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """Why the job ends. `detail` is for --debug: a traceback, or what was said on standard error."""
+    """Why the job ends. `detail` is for --debug: a traceback, or standard error's last lines."""
 
     rank: int
     host: str
@@ -77,13 +78,8 @@ class Failed:
 
     def error(self) -> PenstockError:
         """The error that the launching process raises for it."""
-        error: PenstockError
-        if self.ending is Ending.USAGE:
-            error = UsageError(self.cause)
-        elif self.ending is Ending.UNAVAILABLE:
-            error = Unavailable(self.cause)
-        else:
-            error = RankFailed(self.rank, self.host, self.cause)
+        kind = {Ending.USAGE: UsageError, Ending.UNAVAILABLE: Unavailable}.get(self.ending)
+        error = kind(self.cause) if kind else RankFailed(self.rank, self.host, self.cause)
         if self.detail:
             error.add_note(self.detail)
         return error
@@ -91,7 +87,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The rank ended in good order. `exit_code` is its own business: a verdict, not a failure."""
+    """The rank finished its work. `exit_code` is a verdict, not a failure."""
 
     rank: int
     exit_code: int = 0
@@ -99,33 +95,33 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Server to all guards: end your rank, and all that it started."""
+    """Server to all supervisors: end the rank and all that it started."""
 
     failure: Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gone:
-    """A guard's answer to `Stop`: nothing of its rank is left."""
+class RankGone:
+    """A supervisor's answer to `Stop`: its rank and all that it started have ended."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave:
-    """Server to all guards: every rank has finished or is gone, so go yourselves."""
+class Dismiss:
+    """Server to all supervisors: every rank has finished or ended, so exit."""
 
 
-Message = Challenge | Hello | Meet | Late | Failed | Finished | Stop | Gone | Leave
-_KINDS = {kind.__name__: kind for kind in (Challenge, Hello, Meet, Late, Failed, Finished, Stop, Gone, Leave)}
+Message = Challenge | Hello | ServerAt | LongWait | Failed | Finished | Stop | RankGone | Dismiss
+_KINDS = {kind.__name__: kind for kind in get_args(Message)}
 
 
 class ChannelBroken(RankError, ConnectionError):
-    """The other side is gone, or speaks another language."""
+    """The other side has closed the connection, or does not follow the protocol."""
 
 
 def encode(message: Message) -> bytes:
-    """One line, its end included."""
+    """The line of a message, its end included."""
     return json.dumps({type(message).__name__: asdict(message)}, ensure_ascii=False).encode() + b"\n"
 
 
@@ -134,14 +130,15 @@ def decode(line: bytes) -> Message:
     try:
         ((name, fields),) = json.loads(line).items()
         if name == "Stop":
-            return Stop(failure=_failure(fields["failure"]))
-        return _failure(fields) if name == "Failed" else _KINDS[name](**fields)
+            return Stop(failure=_decode_failure(fields["failure"]))
+        message: Message = _decode_failure(fields) if name == "Failed" else _KINDS[name](**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ChannelBroken(f"Not a message between guards: {line[:80]!r}") from error
+        raise ChannelBroken(f"Not a message between supervisors: {line[:80]!r}") from error
+    return message
 
 
-def _failure(fields: dict[str, str]) -> Failed:
-    return Failed(**{**fields, "ending": Ending(fields["ending"])})  # type: ignore[arg-type] # checked by decode's caller
+def _decode_failure(fields: dict[str, Any]) -> Failed:
+    return Failed(**{**fields, "ending": Ending(fields["ending"])})
 
 
 class MessageChannel:
@@ -157,39 +154,39 @@ class MessageChannel:
         return self._connection.fileno()
 
     def send(self, message: Message) -> None:
-        """Blocks for `SEND_LIMIT_S` at most; `ChannelBroken` when the other side no longer listens."""
+        """Block for at most `SEND_LIMIT_S`; `ChannelBroken` if the other side no longer reads."""
         try:
             self._connection.sendall(encode(message))
         except OSError as error:
-            raise ChannelBroken(f"The line broke while sending: {error}") from error
+            raise ChannelBroken(f"The connection broke while sending: {error}") from error
 
     def receive(self) -> list[Message]:
-        """The messages of one read; blocks without one. `ChannelBroken` at the end of the line."""
+        """The messages of one read, which blocks; `ChannelBroken` at the end of the stream."""
         try:
             received = self._connection.recv(READ_BYTES)
         except OSError as error:
-            raise ChannelBroken(f"The line broke while receiving: {error}") from error
+            raise ChannelBroken(f"The connection broke while receiving: {error}") from error
         if not received:
-            raise ChannelBroken("The other side hung up")
+            raise ChannelBroken("The other side closed the connection")
         *lines, self._unread = (self._unread + received).split(b"\n")
         if len(self._unread) > LONGEST_LINE_BYTES:
-            raise ChannelBroken("The other side does not end its lines")
+            raise ChannelBroken(f"The other side sent a line of more than {LONGEST_LINE_BYTES} bytes")
         return [decode(line) for line in lines]
 
     def close(self) -> None:
-        """Hang up. Safe twice."""
+        """Close the connection. Safe twice."""
         self._connection.close()
 
 
 def compute_proof(token: str, nonce: str, rank: int) -> str:
-    """What only a holder of `token` can answer to a challenge. The token itself never travels."""
+    """The answer to a challenge, which only a holder of `token` can compute. The token is never sent."""
     return hmac.new(token.encode(), f"{nonce}/{rank}".encode(), hashlib.sha256).hexdigest()
 
 
 def connect_to_server(
     address: str, token: str, *, rank: int, host: str, pid: int, timeout_s: float = 10.0
 ) -> MessageChannel:
-    """Reach the server at `address` (`name[,name...]:port`, tried in turn) and say hello."""
+    """Connect to the server at `address` (`name[,name...]:port`, tried in turn) and authenticate."""
     names, _, port = address.rpartition(":")
     refusals = []
     for name in names.split(","):
@@ -198,8 +195,7 @@ def connect_to_server(
         except OSError as error:
             refusals.append(f"{name}: {error}")
             continue
-        _notice_dead_peers(connection)
-        return _introduce(MessageChannel(connection), token, rank=rank, host=host, pid=pid)
+        return _introduce(open_channel(connection), token, rank=rank, host=host, pid=pid)
     raise RankError(
         f"Rank {rank} cannot reach the process that launched it ({'; '.join(refusals)})",
         where=host,
@@ -207,24 +203,20 @@ def connect_to_server(
     )
 
 
-def _introduce(wire: MessageChannel, token: str, *, rank: int, host: str, pid: int) -> MessageChannel:
-    match wire.receive():
+def _introduce(channel: MessageChannel, token: str, *, rank: int, host: str, pid: int) -> MessageChannel:
+    match channel.receive():
         case [Challenge(nonce=nonce)]:
-            wire.send(Hello(rank=rank, host=host, pid=pid, proof=compute_proof(token, nonce, rank)))
-            return wire
+            channel.send(Hello(rank=rank, host=host, pid=pid, proof=compute_proof(token, nonce, rank)))
+            return channel
         case unexpected:
             raise ChannelBroken(f"Expected a challenge, got {unexpected!r}")
 
 
-def _notice_dead_peers(connection: socket.socket) -> None:
-    """A machine that lost power sends no farewell; without probes its connection stays open for hours."""
+def open_channel(connection: socket.socket) -> MessageChannel:
+    """A channel over TCP that notices a dead peer within seconds."""
+    # A machine that loses power closes nothing; without probes its connection would stay open for hours.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-
-
-def accept_channel(connection: socket.socket) -> MessageChannel:
-    """The server's end of a new connection, before any word was said."""
-    _notice_dead_peers(connection)
     return MessageChannel(connection)

@@ -1,8 +1,8 @@
-"""The server that guards of all ranks report to: the first failure it hears of stops the whole job.
+"""The server that the supervisors of all ranks report to: the first failure stops the whole job.
 
-Runs as one thread of the launching process, or of rank 0's guard in a job that someone else launched.
-Invariant: from the first failure on, every guard is told to stop and none is told to leave before all
-ranks are gone or had `GRACE_S` + `KILL_S` to go.
+Runs as one thread of the launching process, or of rank 0's supervisor in a job that another launcher started.
+Invariant: from the first failure on, every supervisor is told to stop, and none is dismissed before all
+ranks have ended or had `GRACE_S` + `KILL_S` to end.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ import psutil
 from penstock.cluster.supervision.control_protocol import (
     Challenge,
     ChannelBroken,
+    Dismiss,
     Ending,
     Failed,
     Finished,
-    Gone,
     Hello,
-    Late,
-    Leave,
+    LongWait,
     Message,
     MessageChannel,
+    RankGone,
     Stop,
-    accept_channel,
     compute_proof,
+    open_channel,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GRACE_S = 3.0
 """How long an interrupted rank may clean up before it is killed."""
 KILL_S = 3.0
-"""How long the kernel gets to end killed processes: those in the middle of a write take time."""
-ATTENDANCE_S = 1.0
-"""After a timeout: how long the server listens for others that waited too, to name those that did not."""
+"""How long killed processes may take to end: the kernel finishes a write that is under way."""
+MISSING_RANKS_S = 1.0
+"""How long the server waits, after a timeout, for other ranks that timed out, to name those that did not."""
 NAMED_RANKS = 8
 EVERYWHERE = ""
-"""`bind` for ranks on other machines: all interfaces. The token keeps strangers out."""
+"""`bind` for ranks on other machines: all interfaces. The token keeps other users out."""
 
 
 @dataclass(slots=True)
 class _Member:
-    wire: MessageChannel
+    channel: MessageChannel
     rank: int
     host: str
     pid: int
     last_late_call: int = 0
     finished: bool = False
     gone: bool = False
-    hung_up: bool = False
+    disconnected: bool = False
 
 
 class ControlServer:
@@ -79,11 +79,11 @@ class ControlServer:
         self._failure: Failed | None = None
         self._pending: tuple[float, Failed] | None = None
         self._stopped_s: float | None = None
-        self._has_left = False
+        self._is_over = False
         self._wake_out, self._wake_in = socket.socketpair()
         self._requested: list[Failed] = []
         self._closing = False
-        self._strangers: dict[MessageChannel, str] = {}
+        self._unproved: dict[MessageChannel, str] = {}
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="penstock-control", daemon=True)
 
@@ -99,33 +99,33 @@ class ControlServer:
         self._thread.join(timeout=KILL_S)
         self._wake_in.close()
 
-    def forget(self) -> None:
-        """In a process forked off before `with`: close this copy, so that the port ends with its server."""
+    def close_copy(self) -> None:
+        """Close this copy in a process forked before `with`, so that the port closes with its server."""
         self._selector.close()
         for end in (self._listener, self._wake_in, self._wake_out):
             end.close()
 
     @property
     def failure(self) -> Failed | None:
-        """Why the job stops; None while all is well."""
+        """Why the job stops; None while it runs."""
         return self._failure
 
     @property
     def arrived(self) -> set[int]:
-        """The ranks that have said hello."""
+        """The ranks whose supervisors have connected."""
         with self._news:
             return set(self._members)
 
     @property
     def exit_codes(self) -> dict[int, int]:
-        """Of the ranks that finished in good order."""
+        """The exit codes of the ranks that finished."""
         with self._news:
             return dict(self._exit_codes)
 
     @property
     def is_over(self) -> bool:
-        """All ranks have finished, or all are gone, and their guards were told so."""
-        return self._has_left
+        """Whether all ranks have finished or ended, and their supervisors have been dismissed."""
+        return self._is_over
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Return when something changed, or after `timeout_s`."""
@@ -133,12 +133,12 @@ class ControlServer:
             self._news.wait(timeout_s)
 
     def stop(self, failure: Failed) -> None:
-        """Stop the job for a reason from outside. A failure that came earlier stays the reason."""
+        """Stop the job for a reason from outside. An earlier failure stays the reason."""
         self._requested.append(failure)
         self._wake()
 
     def _wake(self) -> None:
-        with suppress(BrokenPipeError):  # it was awake, and has ended already
+        with suppress(BrokenPipeError):  # the thread has ended meanwhile
             self._wake_in.send(b"!")
 
     def _serve(self) -> None:
@@ -148,8 +148,8 @@ class ControlServer:
             while not self._closing:
                 self._serve_once()
         finally:
-            for wire in [*self._strangers, *(member.wire for member in self._members.values())]:
-                wire.close()
+            for channel in [*self._unproved, *(member.channel for member in self._members.values())]:
+                channel.close()
             self._selector.close()
             self._listener.close()
             self._wake_out.close()
@@ -157,92 +157,94 @@ class ControlServer:
     def _serve_once(self) -> None:
         for key, _ in self._selector.select(timeout=0.2):
             if key.fileobj is self._listener:
-                self._admit()
+                self._accept()
             elif key.fileobj is self._wake_out:
                 self._wake_out.recv(64)
             else:
-                self._listen_to(key.fileobj)  # type: ignore[arg-type] # only wires are left
+                self._read(key.fileobj)  # type: ignore[arg-type] # only channels are left
         while self._requested:
             self._fail(self._requested.pop(0))
-        self._act_on_time()
+        self._dismiss_when_settled()
         with self._news:
             self._news.notify_all()
 
-    def _admit(self) -> None:
+    def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        wire = accept_channel(connection)
+        channel = open_channel(connection)
         nonce = secrets.token_hex(16)
-        self._strangers[wire] = nonce
-        self._selector.register(wire, selectors.EVENT_READ)
+        self._unproved[channel] = nonce
+        self._selector.register(channel, selectors.EVENT_READ)
         try:
-            wire.send(Challenge(nonce=nonce))
+            channel.send(Challenge(nonce=nonce))
         except ChannelBroken as error:
-            self._lose(wire, error)
+            self._drop(channel, error)
 
-    def _listen_to(self, wire: MessageChannel) -> None:
+    def _read(self, channel: MessageChannel) -> None:
         try:
-            messages = wire.receive()
+            messages = channel.receive()
         except ChannelBroken as error:
-            self._lose(wire, error)
+            self._drop(channel, error)
             return
         for message in messages:
-            if wire not in self._strangers:
-                self._hear(message)
-            elif not (isinstance(message, Hello) and self._welcome(wire, message)):
-                self._lose(wire, ChannelBroken("It could not prove that it belongs to this job"))
+            if channel not in self._unproved:
+                self._on_message(message)
+            elif not (isinstance(message, Hello) and self._authenticate(channel, message)):
+                self._drop(channel, ChannelBroken("It did not prove that it belongs to this job"))
                 return
 
-    def _welcome(self, wire: MessageChannel, hello: Hello) -> bool:
-        expected = compute_proof(self.token, self._strangers[wire], hello.rank)
+    def _authenticate(self, channel: MessageChannel, hello: Hello) -> bool:
+        expected = compute_proof(self.token, self._unproved[channel], hello.rank)
         if not hmac.compare_digest(expected, hello.proof) or hello.rank in self._members:
             return False
-        del self._strangers[wire]
+        del self._unproved[channel]
         with self._news:
-            self._members[hello.rank] = _Member(wire, hello.rank, hello.host, hello.pid)
+            self._members[hello.rank] = _Member(channel, hello.rank, hello.host, hello.pid)
         if self._failure is not None:
-            self._tell(self._members[hello.rank], Stop(failure=self._failure))
+            self._send(self._members[hello.rank], Stop(failure=self._failure))
         return True
 
-    def _lose(self, wire: MessageChannel, reason: ChannelBroken) -> None:
-        self._selector.unregister(wire)
-        wire.close()
-        if self._strangers.pop(wire, None) is not None:
-            log.warning("A stranger on the control port was turned away: %s", reason)
+    def _drop(self, channel: MessageChannel, reason: ChannelBroken) -> None:
+        self._selector.unregister(channel)
+        channel.close()
+        if self._unproved.pop(channel, None) is not None:
+            logger.warning("Refused a connection to the control port: %s", reason)
             return
-        member = next(member for member in self._members.values() if member.wire is wire)
-        member.gone = member.hung_up = True
+        member = next(member for member in self._members.values() if member.channel is channel)
+        member.gone = member.disconnected = True
         if not member.finished:
-            cause = f"its processes ended without a word (killed?); its guard was process {member.pid}"
+            cause = f"its processes ended unexpectedly (killed?); its supervisor was process {member.pid}"
             self._fail(Failed(rank=member.rank, host=member.host, cause=cause))
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         match message:
-            case Late(rank=rank, call=call):
+            case LongWait(rank=rank, call=call):
                 self._members[rank].last_late_call = call
             case Failed():
-                self._hear_failure(message)
+                self._on_failure(message)
             case Finished(rank=rank, exit_code=exit_code):
                 with self._news:
                     self._members[rank].finished = True
                     self._exit_codes[rank] = exit_code
-            case Gone(rank=rank):
+            case RankGone(rank=rank):
                 self._members[rank].gone = True
             case unexpected:
-                log.warning("A guard said what only servers say: %r", unexpected)
+                logger.warning("Ignored a message that only servers send: %r", unexpected)
 
-    def _hear_failure(self, failure: Failed) -> None:
+    def _on_failure(self, failure: Failed) -> None:
         if failure.ending is not Ending.TIMED_OUT:
             self._fail(failure)
             return
         member = self._members.get(failure.rank)
         if member is not None:
             member.last_late_call = failure.call
+        # The first rank to time out is not to blame: the others that wait in the same call report within a
+        # second, and those that do not are the missing ones.
         if self._pending is None:
-            self._pending = (time.monotonic() + ATTENDANCE_S, failure)
+            self._pending = (time.monotonic() + MISSING_RANKS_S, failure)
 
-    def _act_on_time(self) -> None:
-        self._conclude_attendance()
-        if self._has_left or (self._failure is None and self._pending is not None):
+    def _dismiss_when_settled(self) -> None:
+        self._fail_pending()
+        if self._is_over or (self._failure is None and self._pending is not None):
             return
         outstanding = self.ranks if self._failure is None else len(self._members)
         settled = sum(member.gone or member.finished for member in self._members.values()) == outstanding
@@ -251,17 +253,17 @@ class ControlServer:
         )
         if settled or patience_ran_out:
             for member in self._members.values():
-                self._tell(member, Leave())
-            self._has_left = True
+                self._send(member, Dismiss())
+            self._is_over = True
 
-    def _conclude_attendance(self) -> None:
+    def _fail_pending(self) -> None:
         if self._pending is None or self._failure is not None:
             return
         due_s, failure = self._pending
         if time.monotonic() >= due_s or all(member.gone for member in self._members.values()):
-            self._fail(self._with_attendance(failure))
+            self._fail(self._name_missing_ranks(failure))
 
-    def _with_attendance(self, failure: Failed) -> Failed:
+    def _name_missing_ranks(self, failure: Failed) -> Failed:
         waiting = {m.rank for m in self._members.values() if m.last_late_call == failure.call}
         missing = [rank for rank in range(self.ranks) if rank not in waiting]
         if not missing:
@@ -285,15 +287,15 @@ class ControlServer:
         with self._news:
             self._failure = failure
         for member in self._members.values():
-            self._tell(member, Stop(failure=failure))
+            self._send(member, Stop(failure=failure))
 
-    def _tell(self, member: _Member, message: Message) -> None:
-        if member.hung_up:
+    def _send(self, member: _Member, message: Message) -> None:
+        if member.disconnected:
             return
         try:
-            member.wire.send(message)
+            member.channel.send(message)
         except ChannelBroken as error:
-            log.debug("Rank %d's guard could not be told %r: %s", member.rank, message, error)
+            logger.debug("Could not send %r to the supervisor of rank %d: %s", message, member.rank, error)
 
 
 def _listen(bind: str, backlog: int) -> socket.socket:
@@ -303,7 +305,7 @@ def _listen(bind: str, backlog: int) -> socket.socket:
 
 
 def _allow_open_files(count: int) -> None:
-    """Each rank costs a descriptor, and shells allow 1024 by default, often far below the hard limit."""
+    # Each rank takes a descriptor, and shells allow 1024 by default, often far below the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
@@ -311,9 +313,9 @@ def _allow_open_files(count: int) -> None:
 
 
 def advertise_address(port: int) -> str:
-    """Where ranks on any machine reach a server that listens everywhere, in the form `wire.connect` tries.
+    """Where ranks on any machine reach a server on all interfaces, as `connect_to_server` takes it.
 
-    Loopback comes last: on another machine it would be somebody else.
+    Loopback comes last: on another machine it would reach a different server.
     """
     addresses = [
         address.address

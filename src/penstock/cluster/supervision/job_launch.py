@@ -1,6 +1,6 @@
-"""Run a launch plan to its end: start the launcher, watch over all ranks, and leave no process behind.
+"""Run a launch plan to its end: start the launcher, watch all ranks, and leave no process behind.
 
-The launching process's half of stopping together; guards do theirs beside each rank. Invariant: when
+The launching process's part of supervision; the supervisors do theirs beside each rank. Invariant: when
 `launch_job` returns or raises, the launcher and every rank that this process can reach have ended.
 """
 
@@ -35,13 +35,13 @@ from penstock.errors import RankError, Unavailable, WaitTimeout
 if TYPE_CHECKING:
     from penstock.cluster.launcher_command import LaunchPlan
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0
 POLL_S = 0.1
-LAST_WORDS_LINES = 40
+HELD_BACK_LINES = 40
 AFTER_LAUNCHER_S = 2.0
-"""How long guards may go on after their launcher: some launchers end while the last goodbyes are said."""
+"""How long supervisors may outlive their launcher: some launchers end before the last messages are sent."""
 LAUNCHER_EXIT_S = 5.0
 LAUNCHER_EXIT_AFTER_FAILURE_S = 1.0
 """How long a launcher may take to notice that all its ranks have ended."""
@@ -51,13 +51,13 @@ def launch_job(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) ->
     """Run all ranks to their end; the exit code is rank 0's own.
 
     Rank 0's standard output becomes this process's, all else goes to standard error. Raises the error of
-    the first rank that failed (`RankFailed`, or what it said about usage or this machine), and
-    KeyboardInterrupt for SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
+    the first rank that failed (`RankFailed`, or its `UsageError` or `Unavailable`), and KeyboardInterrupt for
+    SIGINT and SIGTERM, each after all ranks have ended. Call it in the main thread.
     """
     bind = "127.0.0.1" if plan.is_local else EVERYWHERE
     with ControlServer(ranks=plan.ranks, bind=bind) as server, _interrupts_stop(server) as is_launched:
         launcher = _start(plan, server)
-        voices = _Voices(launcher, server)
+        output = _OutputRelay(launcher, server)
         try:
             is_launched.set()
             _watch(plan, launcher, server, start_timeout_s)
@@ -66,16 +66,16 @@ def launch_job(plan: LaunchPlan, *, start_timeout_s: float = START_TIMEOUT_S) ->
             raise
         finally:
             _end_launcher(launcher)
-            voices.finish()
+            output.finish()
     if server.failure is not None:
-        _raise(server.failure, voices)
+        _raise(server.failure, output)
     return server.exit_codes[0]
 
 
 def _start(plan: LaunchPlan, server: ControlServer) -> subprocess.Popen[bytes]:
     address = f"127.0.0.1:{server.port}" if plan.is_local else advertise_address(server.port)
     environment = {**plan.environment, CONTROL_ADDRESS: address, CONTROL_TOKEN: server.token}
-    log.debug("Launching %s", plan.argv)
+    logger.debug("Launching %s", plan.argv)
     try:
         return subprocess.Popen(
             plan.argv,
@@ -83,7 +83,7 @@ def _start(plan: LaunchPlan, server: ControlServer) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # Ctrl-C must reach ranks once, through their guards, and not the launcher, which would kill them.
+            # Ctrl-C must reach ranks once, through their supervisors: the launcher would kill them at once.
             start_new_session=True,
         )
     except OSError as error:
@@ -110,12 +110,12 @@ def _watch(
 
 
 def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
-    """The launcher ended first: all is done, or guards still stop their ranks, or none ever started."""
+    """Wait for the ranks of a launcher that has ended: finished, still stopping, or never started."""
     if not server.arrived and server.failure is None:
         raise RankError(
             f"{plan.launcher.flavour} ended with exit code {launcher.returncode} before any rank had started",
             where=plan.launcher.program,
-            fix="Its own words above say why; the ranks' program must start on every host.",
+            fix="Its messages above say why; the ranks' program must start on every host.",
         )
     _wait_until_over(server, launcher, AFTER_LAUNCHER_S)
     if server.arrived and not server.is_over:
@@ -127,9 +127,9 @@ def _after_launcher(plan: LaunchPlan, launcher: subprocess.Popen[bytes], server:
         missing = sorted(set(range(plan.ranks)) - server.exit_codes.keys())
         raise RankError(
             f"{plan.launcher.flavour} ended with exit code {launcher.returncode}, "
-            f"but {len(missing)} of {plan.ranks} ranks were never heard of (first: rank {missing[0]})",
+            f"but {len(missing)} of {plan.ranks} ranks never reported (first: rank {missing[0]})",
             where=plan.launcher.program,
-            fix="Its own words above say why.",
+            fix="Its messages above say why.",
         )
 
 
@@ -166,22 +166,20 @@ def _end_launcher(launcher: subprocess.Popen[bytes]) -> None:
         _wait_for(launcher, limit_s)
 
 
-def _raise(failure: Failed, voices: _Voices) -> NoReturn:
+def _raise(failure: Failed, output: _OutputRelay) -> NoReturn:
     if failure.ending is Ending.INTERRUPTED:
         raise KeyboardInterrupt
-    held_back = voices.held_back()
+    held_back = output.held_back()
     if held_back:
-        failure = replace(failure, detail=f"{failure.detail}\nSaid meanwhile:\n{held_back}".strip())
+        failure = replace(failure, detail=f"{failure.detail}\nOutput after the failure:\n{held_back}".strip())
     raise failure.error()
 
 
 @contextmanager
 def _interrupts_stop(server: ControlServer) -> Iterator[threading.Event]:
-    """SIGTERM is Ctrl-C by other means: batch systems send it, and ranks must end either way.
-
-    The server is told first: an exception raised in a finaliser is lost, the job's end must not be. While the
-    launcher is being started nothing is raised at all: half started, nobody would end it.
-    """
+    """Stop the job on SIGINT, and on SIGTERM, which batch systems send."""
+    # The server comes first: an exception that is raised in a finaliser is lost, the job's end must not be.
+    # While the launcher is being started nothing is raised, because no handler would end it yet.
     is_launched = threading.Event()
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -197,45 +195,48 @@ def _interrupts_stop(server: ControlServer) -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-class _Voices:
-    """Passes on what ranks and launcher say. From a failure on it holds back: one paragraph says it all."""
+class _OutputRelay:
+    """Copies the output of ranks and launcher to this process's; after a failure only keeps the last lines.
+
+    The error that is raised then tells the cause once, where every stopping rank would add its own.
+    """
 
     def __init__(self, launcher: subprocess.Popen[bytes], server: ControlServer) -> None:
         assert launcher.stdout is not None
         assert launcher.stderr is not None
         self._server = server
-        self._held_back: deque[str] = deque(maxlen=LAST_WORDS_LINES)
+        self._held_back: deque[str] = deque(maxlen=HELD_BACK_LINES)
         self._threads = [
-            threading.Thread(target=self._pass_on, args=ends, name="penstock-voices", daemon=True)
+            threading.Thread(target=self._relay, args=ends, name="penstock-output", daemon=True)
             for ends in ((launcher.stdout, sys.stdout.buffer), (launcher.stderr, sys.stderr.buffer))
         ]
         for thread in self._threads:
             thread.start()
 
     def finish(self) -> None:
-        """Wait until all has been said."""
+        """Wait until all output is copied."""
         for thread in self._threads:
             thread.join(timeout=LAUNCHER_EXIT_S)
 
     def held_back(self) -> str:
-        """The last lines that were not passed on."""
+        """The last lines that were not copied."""
         return "\n".join(self._held_back)
 
-    def _pass_on(self, voice: BufferedReader, to: IO[bytes]) -> None:
-        with voice:
-            # As it comes and not line by line: a progress bar is one line that never ends.
-            while said := voice.read1():
+    def _relay(self, stream: BufferedReader, to: IO[bytes]) -> None:
+        with stream:
+            # In chunks as they arrive, not by lines: a progress bar is one line that never ends.
+            while chunk := stream.read1():
                 if self._server.failure is not None:
-                    self._held_back.extend(said.decode(errors="replace").splitlines())
-                elif not self._write(said, to):
+                    self._held_back.extend(chunk.decode(errors="replace").splitlines())
+                elif not self._write(chunk, to):
                     return
 
-    def _write(self, said: bytes, to: IO[bytes]) -> bool:
+    def _write(self, chunk: bytes, to: IO[bytes]) -> bool:
         try:
-            to.write(said)
+            to.write(chunk)
             to.flush()
         except (OSError, ValueError) as error:
-            cause = f"its output cannot be passed on: {error}"
+            cause = f"its output cannot be written: {error}"
             self._server.stop(Failed(rank=0, host="this machine", cause=cause))
             return False
         return True

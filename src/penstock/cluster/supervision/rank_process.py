@@ -1,7 +1,7 @@
-"""Become a rank: from what a launcher left in the environment to a `Comm`, with a guard beside it.
+"""A rank's process: from what a launcher left in the environment to a `Comm`, with a supervisor beside it.
 
-`join_job` is what a rank's main program runs in. Invariant: however its body ends, the job's server is
-told, so that all ranks stop together or finish together.
+Invariant: however the body of `join_job` ends, the job's server learns of it, so that all ranks stop together
+or finish together.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from socket import gethostname
-from typing import TYPE_CHECKING
 
-from penstock.cluster.comm import DEFAULT_TIMEOUT_S, SoloComm, format_cause
+from penstock.cluster.comm import DEFAULT_TIMEOUT_S, BaseComm, Comm, SoloComm, format_cause
 from penstock.cluster.launcher_env import (
     Launcher,
     LauncherRank,
@@ -23,24 +22,24 @@ from penstock.cluster.launcher_env import (
 )
 from penstock.cluster.supervision.control_protocol import Ending, Failed
 from penstock.cluster.supervision.control_server import EVERYWHERE, ControlServer, advertise_address
-from penstock.cluster.supervision.supervisor import SupervisorChannel, SupervisorConfig, fork_supervisor
-from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN
+from penstock.cluster.supervision.supervisor import (
+    AnnounceFailure,
+    SupervisorChannel,
+    SupervisorConfig,
+    fork_supervisor,
+)
+from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN, Environment
 from penstock.errors import PenstockError, RankFailed, Unavailable, UsageError, WaitTimeout
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import BaseComm, Comm
-    from penstock.cluster.supervision.supervisor import AnnounceFailure
-    from penstock.environment import Environment
 
 LONGEST_CAUSE = 2_000
 LONGEST_DETAIL = 20_000
-"""In characters: a message must stay a line that its reader accepts."""
+"""In characters: a message must not exceed `control_protocol.LONGEST_LINE_BYTES`."""
 
 
 def join_ranks(environment: Environment) -> BaseComm:
-    """Meet the other ranks; collective, as is `close` of what it returns. Without a launcher: a job of one.
+    """Connect to the other ranks; collective, as is `close` of the result. Without a launcher: a job of one.
 
-    No guard comes with it: a rank that dies is noticed by the others' time limits only.
+    Without a supervisor: the other ranks notice one that dies only by their time limits.
     """
     host = host_label(environment, gethostname())
     ranked = detect_rank(environment)
@@ -63,12 +62,12 @@ def join_job(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     announce: AnnounceFailure | None = None,
 ) -> Iterator[Comm]:
-    """Run the body as one rank of its job, and all ranks to one end.
+    """Run the body as one rank of its job, so that all ranks end together.
 
-    Forks (see `fork_supervisor`): enter it before starting threads. What the body raises ends the whole job
-    and leaves this process as SystemExit, its message already reported. An exit code after the body is a
-    verdict: it stops no other rank, and rank 0's becomes the launching process's. `ranks` is checked against
-    the launcher; `announce` is for jobs started by another launcher, where no process of ours waits outside.
+    Forks (see `penstock.cluster.supervision`): enter it before starting threads. What the body raises ends
+    the whole job and leaves this process as SystemExit, its message already reported. An exit code after the
+    body is a verdict: it stops no other rank, and rank 0's becomes the launching process's. `ranks` is
+    checked against the launcher; `announce` reports the failure of a job that another launcher started.
     """
     ranked = detect_rank(environment)
     if ranked is None:
@@ -77,20 +76,20 @@ def join_job(
         return
     require_matching_size(ranked, ranks)
     host = host_label(environment, gethostname())
-    post = _post(ranked, host, environment, announce or _write_to_stderr)
-    line = fork_supervisor(post)
-    with _failures_told(line, ranked.rank, host):
+    config = _config(ranked, host, environment, announce or _write_to_stderr)
+    channel = fork_supervisor(config)
+    with _report_failures(channel, ranked.rank, host):
         comm = join_ranks(environment)
         comm.timeout_s = timeout_s
-        comm.on_late = line.late
-        if post.control is None:
-            _share_server(comm, post, line)
+        comm.on_late = channel.report_long_wait
+        if config.control is None:
+            _announce_server(comm, config, channel)
         yield comm
         comm.close()
-    line.finished()
+    channel.report_finished()
 
 
-def _post(
+def _config(
     ranked: LauncherRank, host: str, environment: Environment, announce: AnnounceFailure
 ) -> SupervisorConfig:
     if CONTROL_ADDRESS in environment:
@@ -100,37 +99,39 @@ def _post(
     return SupervisorConfig(rank=ranked.rank, host=host, announce=announce, server=server)
 
 
-def _share_server(comm: Comm, post: SupervisorConfig, line: SupervisorChannel) -> None:
-    meeting = (advertise_address(post.server.port), post.server.token) if post.server is not None else None
-    address, token = comm.broadcast(meeting, awaiting="rank 0 to say where it watches over the job")
-    line.meet(address, token)
+def _announce_server(comm: Comm, config: SupervisorConfig, channel: SupervisorChannel) -> None:
+    server = None
+    if config.server is not None:
+        server = (advertise_address(config.server.port), config.server.token)
+    address, token = comm.broadcast(server, awaiting="rank 0 to announce the control server's address")
+    channel.announce_server(address, token)
 
 
 @contextmanager
-def _failures_told(line: SupervisorChannel, rank: int, host: str) -> Iterator[None]:
-    """Turn however the body fails into a message for all ranks and an exit of this one."""
+def _report_failures(channel: SupervisorChannel, rank: int, host: str) -> Iterator[None]:
+    """Turn any failure of the body into a message for all ranks and the exit of this one."""
     try:
         try:
             yield
-        except SystemExit as wish:
-            if wish.code not in (None, 0):
-                cause = f"it left with exit code {wish.code} while others were at work"
-                line.failed(Failed(rank=rank, host=host, cause=cause))
-                raise
-            line.finished()
+        except SystemExit as leaving:
+            if leaving.code in (None, 0):
+                channel.report_finished()
+            else:
+                cause = f"it left with exit code {leaving.code} while others were at work"
+                channel.report_failure(Failed(rank=rank, host=host, cause=cause))
             raise
         except Exception as error:  # noqa: BLE001 - gathered: a failure of one rank reaches all
             failure = describe_failure(error, rank, host)
-            line.failed(failure)
+            channel.report_failure(failure)
             sys.exit(failure.error().exit_code)
     except KeyboardInterrupt:
-        # Also when another rank's failure ends this one while it tells of its own.
-        line.failed(Failed(rank=rank, host=host, cause="interrupted", ending=Ending.INTERRUPTED))
+        # Also where another rank's failure interrupts this one while it reports its own.
+        channel.report_failure(Failed(rank=rank, host=host, cause="interrupted", ending=Ending.INTERRUPTED))
         sys.exit(130)
 
 
 def describe_failure(error: Exception, rank: int, host: str) -> Failed:
-    """What the job is told about `error` on this rank; a `RankFailed` keeps blaming the rank it names."""
+    """The message that `error` on this rank becomes; a `RankFailed` keeps naming the rank that it names."""
     if isinstance(error, RankFailed):
         return Failed(rank=error.rank, host=error.host, cause=error.cause)
     endings = {WaitTimeout: Ending.TIMED_OUT, UsageError: Ending.USAGE, Unavailable: Ending.UNAVAILABLE}

@@ -1,9 +1,8 @@
 """One supervisor beside each rank: the process that outlives the rank and ends everything it started.
 
-`fork_supervisor` makes three processes of one. The original, which the launcher knows and may kill, becomes
-the relay; its child is the supervisor; the program goes on as the rank, the supervisor's child. A supervisor
-needs nothing from its rank, neither its GIL nor its life, so a stuck, stopped or killed rank still ends in
-time. Invariant: whichever of the three is killed, what the rank started ends too, even if it detached itself.
+A supervisor needs nothing from its rank, neither its GIL nor its life, so a stuck, stopped or killed rank
+still ends in time. Invariant: whichever of relay, supervisor and rank is killed, what the rank started ends
+too, even if it detached itself.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ import psutil
 
 from penstock.cluster.supervision.control_protocol import (
     ChannelBroken,
+    Dismiss,
     Ending,
     Failed,
     Finished,
-    Gone,
-    Late,
-    Leave,
-    Meet,
+    LongWait,
     Message,
     MessageChannel,
+    RankGone,
+    ServerAt,
     Stop,
     connect_to_server,
 )
@@ -46,14 +45,15 @@ PR_SET_CHILD_SUBREAPER = 36
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 AnnounceFailure = Callable[[Failed], None]
-"""Tells the user why the job stopped: called at most once, in the guard of the lowest rank still there."""
+"""Reports to the user why the job stopped: called at most once, in the supervisor of the lowest rank left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorConfig:
-    """Where a guard stands: whose it is, and whom it reports to.
+    """Which rank a supervisor watches, and where it reports.
 
-    `server` is rank 0's own, in a job that someone else launched; `control` is the launching process's.
+    `control` is the address and token of the launching process's server; `server` is rank 0's own, in a job
+    that another launcher started.
     """
 
     rank: int
@@ -64,72 +64,69 @@ class SupervisorConfig:
 
 
 class SupervisorChannel:
-    """The rank's side of the split: what it tells its guard. Any thread may call."""
+    """The rank's channel to its supervisor. Any thread may call."""
 
-    def __init__(self, wire: MessageChannel, rank: int) -> None:
-        self._wire = wire
+    def __init__(self, channel: MessageChannel, rank: int) -> None:
+        self._channel = channel
         self._rank = rank
         self._lock = threading.Lock()
         self._last_call = 0
 
-    def late(self, call: int, awaiting: str) -> None:
-        """Say that the rank has waited long; see `BaseComm.on_late`."""
+    def report_long_wait(self, call: int, awaiting: str) -> None:
+        """Report that the rank has waited long; see `BaseComm.on_late`."""
         self._last_call = call
-        self._tell(Late(rank=self._rank, call=call, awaiting=awaiting))
+        self._send(LongWait(rank=self._rank, call=call, awaiting=awaiting))
 
-    def meet(self, address: str, token: str) -> None:
-        """Tell the guard where the job's server listens."""
-        self._tell(Meet(address=address, token=token))
+    def announce_server(self, address: str, token: str) -> None:
+        """Report where the job's server listens."""
+        self._send(ServerAt(address=address, token=token))
 
-    def failed(self, failure: Failed) -> None:
-        """Nothing can go on: the whole job stops. This rank is expected to end by itself."""
-        # Only timeouts are about a call, and a rank that timed out was late in that call.
-        self._tell(replace(failure, call=self._last_call))
+    def report_failure(self, failure: Failed) -> None:
+        """Stop the whole job. This rank is expected to end by itself."""
+        # Only timeouts concern a collective call, and a rank that timed out has waited long in that call.
+        self._send(replace(failure, call=self._last_call))
 
-    def finished(self) -> None:
-        """The work is done; whatever this process's exit code will be, it is a verdict and no failure."""
-        self._tell(Finished(rank=self._rank))
+    def report_finished(self) -> None:
+        """Report that the work is done: the exit code of this process is then a verdict, not a failure."""
+        self._send(Finished(rank=self._rank))
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
         with self._lock:
-            self._wire.send(message)
+            self._channel.send(message)
 
 
-def fork_supervisor(post: SupervisorConfig) -> SupervisorChannel:
+def fork_supervisor(config: SupervisorConfig) -> SupervisorChannel:
     """Split this process; returns in the rank only. Call it before any thread is started.
 
     Output that was buffered before the split is written once, by the original process.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    elders = {os.getpid(): "its first process", os.getppid(): "its launcher on this host"}
-    guard = os.fork()
-    if guard:
-        _go_on_as(lambda: _stand_in_front(post, guard))
-    # Launchers clean up by process group: the guard must still be there afterwards.
+    # Noted before the forks, so that a parent that ends before it is watched counts as missing.
+    ancestors = {os.getpid(): "its first process", os.getppid(): "its launcher on this host"}
+    supervisor = os.fork()
+    if supervisor:
+        _run_role(lambda: _relay_signals(config, supervisor))
+    # Launchers clean up by process group: the supervisor must survive that, to end what the rank started.
     os.setpgid(0, 0)
     ours, theirs = socket.socketpair()
     rank = os.fork()
     if rank:
         theirs.close()
-        _go_on_as(lambda: Supervisor(post, MessageChannel(ours), rank=rank, elders=elders).run())
+        _run_role(lambda: Supervisor(config, MessageChannel(ours), rank=rank, ancestors=ancestors).run())
     ours.close()
-    if post.server is not None:
-        post.server.forget()
-    _become_rank(post.rank)
-    return SupervisorChannel(MessageChannel(theirs), post.rank)
-
-
-def _become_rank(rank: int) -> None:
-    # A group of its own: signals of the terminal and the launcher reach the rank through its guard, once.
+    if config.server is not None:
+        config.server.close_copy()
+    # A group of its own: signals of the terminal and the launcher reach the rank once, by its supervisor.
     os.setpgid(0, 0)
-    # A program that a shell started in the background ignores SIGINT; ours must hear its guard.
+    # A program that a shell started in the background ignores SIGINT, which is how supervisors stop ranks.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if rank != 0:
+    if config.rank != 0:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return SupervisorChannel(MessageChannel(theirs), config.rank)
 
 
-def _go_on_as(role: Callable[[], int]) -> NoReturn:
+def _run_role(role: Callable[[], int]) -> NoReturn:
     """Be `role` until it ends, and exit with its code: nothing of the program's own may run here any more."""
     exit_code = 1
     try:
@@ -148,162 +145,164 @@ def _go_on_as(role: Callable[[], int]) -> NoReturn:
         os._exit(exit_code)
 
 
-def _stand_in_front(post: SupervisorConfig, guard: int) -> int:
-    """Pass signals on, and wait for the guard; should it be killed, end what it guarded."""
-    if post.server is not None:
-        post.server.forget()
+def _relay_signals(config: SupervisorConfig, supervisor: int) -> int:
+    """The relay: passes signals to the supervisor and waits for it; what a killed one leaves ends, too."""
+    if config.server is not None:
+        config.server.close_copy()
     for number in _STOPPING_SIGNALS:
-        signal.signal(number, lambda received, _frame: os.kill(guard, received))
-    _, status = os.waitpid(guard, 0)
+        signal.signal(number, lambda received, _frame: os.kill(supervisor, received))
+    _, status = os.waitpid(supervisor, 0)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
-        # The server hears of it by itself; a launcher of ours need not add its own words.
-        return 0 if post.control is not None else 1
+        # The server notices the broken connection; with exit code 0 our launcher does not report it, too.
+        return 0 if config.control is not None else 1
     return code
 
 
 class Supervisor:
-    """The loop of a guard. Words come from the rank's line, the control line, the child's end and signals."""
+    """A supervisor's event loop: messages of the rank and the control server, process ends, and signals."""
 
     def __init__(
-        self, post: SupervisorConfig, line: MessageChannel, *, rank: int, elders: Mapping[int, str]
+        self, config: SupervisorConfig, channel: MessageChannel, *, rank: int, ancestors: Mapping[int, str]
     ) -> None:
-        self._post = post
-        self._line = line
-        self._child = rank
-        self._elders = elders
+        self._config = config
+        self._rank_channel = channel
+        self._rank_pid = rank
+        self._ancestors = ancestors
         self._control: MessageChannel | None = None
         self._failure: Failed | None = None
-        self._says_finished = False
+        self._has_finished = False
         self._rank_ends_itself = False
         self._exit_code: int | None = None
         self._kill_at_s: float | None = None
-        self._may_leave = False
-        self._has_met = False
+        self._is_dismissed = False
+        self._has_connected = False
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Returns the guard's exit code when the rank and all its descendants have ended and all know it."""
-        signals = _signals_as_bytes()
-        pidfd = os.pidfd_open(self._child)
-        self._selector.register(signals, selectors.EVENT_READ, lambda: self._hear_signal(signals))
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._bury(pidfd))
-        self._watch_elders()
-        self._selector.register(self._line, selectors.EVENT_READ, self._hear_rank)
-        with self._post.server or nullcontext():
-            if self._post.control is not None:
-                self._meet(*self._post.control)
+        """Run until the rank and its descendants have ended and that is reported; its own exit code."""
+        signals = _open_signal_socket()
+        pidfd = os.pidfd_open(self._rank_pid)
+        self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signal(signals))
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._on_rank_end(pidfd))
+        self._watch_ancestors()
+        self._selector.register(self._rank_channel, selectors.EVENT_READ, self._on_rank_message)
+        with self._config.server or nullcontext():
+            if self._config.control is not None:
+                self._connect(*self._config.control)
             while not self._is_done():
-                for key, _ in self._selector.select(timeout=self._patience_s()):
+                for key, _ in self._selector.select(timeout=self._until_kill_s()):
                     key.data()
-                self._lose_patience()
-        if self._post.server is not None:
-            # A launcher may have ended this rank for another's failure before that was heard of on the line.
-            self._failure = self._post.server.failure or self._failure
-        if self._failure is not None and self._speaks_for_the_job():
-            self._post.announce(self._failure)
+                self._kill_if_due()
+        if self._config.server is not None:
+            # A launcher may have ended this rank for another's failure before the server's message was read.
+            self._failure = self._config.server.failure or self._failure
+        if self._failure is not None and self._reports_for_job():
+            self._config.announce(self._failure)
         return self._own_exit_code()
 
     def _is_done(self) -> bool:
-        return self._exit_code is not None and (self._may_leave or self._control is None)
+        return self._exit_code is not None and (self._is_dismissed or self._control is None)
 
-    def _speaks_for_the_job(self) -> bool:
-        """One voice a job: the launching process, else rank 0, else whoever is left without a server."""
-        if not self._has_met:
+    def _reports_for_job(self) -> bool:
+        # One report for the job: by the launching process, else by rank 0, else by rank 1 if rank 0 is lost.
+        if not self._has_connected:
             return True
-        if self._post.control is not None:
+        if self._config.control is not None:
             return False
-        return self._post.rank == 0 or (self._control is None and self._post.rank == 1)
+        return self._config.rank == 0 or (self._control is None and self._config.rank == 1)
 
     def _own_exit_code(self) -> int:
-        """Under our own launcher 0: it would only add its own words to what the launching process says."""
-        if self._post.control is not None and self._has_met:
+        # With any other exit code our launcher would add its own report to that of the launching process.
+        if self._config.control is not None and self._has_connected:
             return 0
         if self._failure is not None:
             return 130 if self._failure.ending is Ending.INTERRUPTED else self._failure.error().exit_code
         return self._exit_code or 0
 
-    def _meet(self, address: str, token: str) -> None:
+    def _connect(self, address: str, token: str) -> None:
         try:
             self._control = connect_to_server(
-                address, token, rank=self._post.rank, host=self._post.host, pid=os.getpid()
+                address, token, rank=self._config.rank, host=self._config.host, pid=os.getpid()
             )
         except RankError as error:
             self._stop(self._own_failure(str(error), Ending.FAILED))
             return
-        self._has_met = True
-        self._selector.register(self._control, selectors.EVENT_READ, self._hear_control)
+        self._has_connected = True
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_control_message)
         if self._failure is not None:
             self._report(self._failure)
 
-    def _hear_signal(self, signals: socket.socket) -> None:
+    def _on_signal(self, signals: socket.socket) -> None:
         signals.recv(64)
         self._fail(self._own_failure("interrupted by a signal", Ending.INTERRUPTED))
 
-    def _watch_elders(self) -> None:
-        """What stands between this guard and the job: without its launcher a rank's output goes nowhere."""
-        for pid, name in self._elders.items():
-            if pid <= 0:  # a parent outside this container, whom nobody here can watch
+    def _watch_ancestors(self) -> None:
+        # Without its launcher, a rank's output and exit code would be lost.
+        for pid, name in self._ancestors.items():
+            if pid <= 0:  # a parent outside this container cannot be watched
                 continue
             cause = f"{name}, process {pid}, was killed"
             try:
                 pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:  # a job that is stopped while it starts
+            except ProcessLookupError:  # the job was stopped while it started
                 self._fail(self._own_failure(cause, Ending.FAILED))
             else:
-                self._selector.register(pidfd, selectors.EVENT_READ, partial(self._miss, pidfd, cause))
+                self._selector.register(
+                    pidfd, selectors.EVENT_READ, partial(self._on_ancestor_end, pidfd, cause)
+                )
 
-    def _miss(self, pidfd: int, cause: str) -> None:
+    def _on_ancestor_end(self, pidfd: int, cause: str) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
         self._fail(self._own_failure(cause, Ending.FAILED))
 
-    def _hear_rank(self) -> None:
+    def _on_rank_message(self) -> None:
         try:
-            messages = self._line.receive()
+            messages = self._rank_channel.receive()
         except ChannelBroken:
-            self._selector.unregister(self._line)
+            self._selector.unregister(self._rank_channel)
             return
         for message in messages:
             match message:
-                case Meet(address=address, token=token):
-                    self._meet(address, token)
+                case ServerAt(address=address, token=token):
+                    self._connect(address, token)
                 case Finished():
-                    self._says_finished = True
+                    self._has_finished = True
                 case Failed():
                     self._rank_ends_itself = True
                     self._fail(message)
                 case _:
                     self._report(message)
 
-    def _hear_control(self) -> None:
-        if self._control is None:  # lost while this news was under way
+    def _on_control_message(self) -> None:
+        if self._control is None:  # lost while another event of the same round was handled
             return
         try:
             messages = self._control.receive()
         except ChannelBroken:
-            self._lose_control()
+            self._on_control_lost()
             return
         for message in messages:
             if isinstance(message, Stop):
-                # The server knows more than this rank said: the first cause, and who was missing.
+                # The server knows more than this rank: the first cause, and which ranks were missing.
                 self._failure = message.failure
                 self._stop(message.failure)
-            elif isinstance(message, Leave):
-                self._may_leave = True
+            elif isinstance(message, Dismiss):
+                self._is_dismissed = True
 
-    def _lose_control(self) -> None:
-        """Whoever watched over the job is gone: nobody can say how it goes on, so it ends."""
+    def _on_control_lost(self) -> None:
         assert self._control is not None
         self._selector.unregister(self._control)
         self._control.close()
         self._control = None
-        if not self._may_leave:
-            cause = "the process that watched over all ranks is gone"
+        if not self._is_dismissed:
+            # Without the server no rank would learn of another's failure.
+            cause = "the control server of the job is gone"
             self._stop(Failed(rank=0, host="its host", cause=cause))
 
     def _own_failure(self, cause: str, ending: Ending) -> Failed:
-        return Failed(rank=self._post.rank, host=self._post.host, cause=cause, ending=ending)
+        return Failed(rank=self._config.rank, host=self._config.host, cause=cause, ending=ending)
 
     def _fail(self, failure: Failed) -> None:
         if self._failure is None:
@@ -311,40 +310,39 @@ class Supervisor:
         self._stop(failure)
 
     def _stop(self, failure: Failed) -> None:
-        """End the rank: ask once, so that it can clean up, and kill it when its grace is over."""
+        """End the rank: interrupt it once, so that it can clean up, and kill it after `GRACE_S`."""
         self._failure = self._failure or failure
         if self._exit_code is not None:
-            self._report(Gone(rank=self._post.rank))
+            self._report(RankGone(rank=self._config.rank))
         elif self._kill_at_s is None:
             self._kill_at_s = time.monotonic() + GRACE_S
             if not self._rank_ends_itself:
-                os.kill(self._child, signal.SIGINT)
+                os.kill(self._rank_pid, signal.SIGINT)
 
-    def _patience_s(self) -> float | None:
+    def _until_kill_s(self) -> float | None:
         if self._kill_at_s is None or self._exit_code is not None:
             return None
         return max(0.0, self._kill_at_s - time.monotonic())
 
-    def _lose_patience(self) -> None:
+    def _kill_if_due(self) -> None:
         if self._kill_at_s is not None and self._exit_code is None and time.monotonic() >= self._kill_at_s:
-            os.kill(self._child, signal.SIGKILL)
+            os.kill(self._rank_pid, signal.SIGKILL)
             self._kill_at_s += KILL_S
 
-    def _bury(self, pidfd: int) -> None:
-        """The rank has ended: hear its last words, end what it left, and say how it went."""
+    def _on_rank_end(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        _, status = os.waitpid(self._child, 0)
-        # Forked workers hold the line open: first they end, then its end is heard.
+        _, status = os.waitpid(self._rank_pid, 0)
+        # Forked workers of the rank hold its channel open: they must end before the last messages are read.
         end_processes(psutil.Process().children(recursive=True))
-        if self._line in self._selector.get_map():
-            self._hear_rank()
+        if self._rank_channel in self._selector.get_map():
+            self._on_rank_message()
         code = os.waitstatus_to_exitcode(status)
         self._exit_code = code if code >= 0 else 1
         if self._failure is not None:
-            self._report(Gone(rank=self._post.rank))
-        elif self._says_finished and code >= 0:
-            self._report(Finished(rank=self._post.rank, exit_code=code))
+            self._report(RankGone(rank=self._config.rank))
+        elif self._has_finished and code >= 0:
+            self._report(Finished(rank=self._config.rank, exit_code=code))
         else:
             self._fail(self._own_failure(describe_exit(code), Ending.FAILED))
 
@@ -354,47 +352,41 @@ class Supervisor:
         try:
             self._control.send(message)
         except ChannelBroken:
-            self._lose_control()
+            self._on_control_lost()
 
 
 def describe_exit(code: int) -> str:
-    """A process's end as a clause; a negative `code` is the signal that killed it."""
+    """The end of a process as a clause; a negative `code` is the signal that killed it."""
     if code >= 0:
         return f"its process ended early, with exit code {code}"
     return f"its process was killed by {signal.Signals(-code).name} (signal {-code})"
 
 
 def end_processes(processes: list[psutil.Process]) -> None:
-    """Kill `processes` and all that they start meanwhile, and wait for up to `KILL_S` until they are gone."""
+    """Kill `processes` and all that they start meanwhile; wait up to `KILL_S` until they have ended."""
     deadline_s = time.monotonic() + KILL_S
     while processes and time.monotonic() < deadline_s:
         for process in processes:
-            _kill(process)
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         psutil.wait_procs(processes, timeout=0.2)
-        # Children of the killed are this process's now, if it adopts orphans: nothing escapes by detaching.
+        # This process, if it adopts orphans, is now the parent of their children: none escapes by detaching.
         processes = psutil.Process().children(recursive=True)
 
 
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        return
-
-
 def _adopt_orphans() -> None:
-    """Make this process the parent of every orphan below it, so that none can slip away to init."""
+    """Make this process, rather than init, the parent of every orphan below it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         code = ctypes.get_errno()
         raise Unavailable(
-            f"The kernel refuses to let a guard adopt orphans: {os.strerror(code)}",
-            fix="Run on Linux 3.4 or newer, without a filter on prctl.",
+            f"This process cannot become the parent of orphaned processes: {os.strerror(code)}",
+            fix="Run on Linux 3.4 or newer, and allow prctl in the container's seccomp profile.",
         )
 
 
-def _signals_as_bytes() -> socket.socket:
-    """From here on, signals that mean "stop" arrive as bytes, and none ends this process by itself."""
+def _open_signal_socket() -> socket.socket:
+    """A socket that receives a byte for each signal to stop, none of which ends this process any more."""
     ours, handlers = socket.socketpair()
     handlers.setblocking(False)  # noqa: FBT003 - the socket module's interface
     signal.set_wakeup_fd(handlers.detach())

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from penstock.environment import Environment
 from penstock.storage.objects.client_settings import ObjectOptions, resolve_location
 from penstock.storage.objects.object_storage import ObjectStorage
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
-    from penstock.storage.uri import Location
+from penstock.storage.uri import Location
 
 __all__ = ["ObjectOptions", "ObjectStorage", "open_objects"]
 

@@ -28,6 +28,7 @@ from urllib3.exceptions import (
 )
 
 from penstock.storage.objects.client import RemoteObject
+from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.errors_map import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from minio.credentials.credentials import Credentials
     from minio.datatypes import Object
 
-    from penstock.storage.objects.client_settings import ClientSettings
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
 

@@ -22,13 +22,13 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from penstock.errors import Unavailable
 from penstock.storage.objects.client import RemoteObject
+from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.errors_map import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ClientConfig, RetryConfig
 
-    from penstock.storage.objects.client_settings import ClientSettings
 
 _STATUS = re.compile(r"status: (\d{3})|status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")

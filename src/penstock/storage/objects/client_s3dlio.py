@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -23,10 +23,8 @@ from penstock.errors import UsageError
 from penstock.storage.objects.client import ObjectClient, RemoteObject
 from penstock.storage.objects.client_env import ProcessWideSettings, export_credentials
 from penstock.storage.objects.client_obstore import ObstoreClient
+from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.errors_map import FailureKind, RequestFailed
-
-if TYPE_CHECKING:
-    from penstock.storage.objects.client_settings import ClientSettings
 
 _LIBRARY = ProcessWideSettings("s3dlio")  # the library's state is the process's, and so is what we know of it
 _SECRETS = frozenset({"AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"})

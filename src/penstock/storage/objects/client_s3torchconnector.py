@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from s3torchconnectorclient._mountpoint_s3_client import HeadObjectResult, MountpointS3Client, S3Exception
@@ -19,10 +19,8 @@ from s3torchconnectorclient._mountpoint_s3_client import HeadObjectResult, Mount
 from penstock.errors import UsageError
 from penstock.storage.objects.client import RemoteObject
 from penstock.storage.objects.client_env import export_credentials
+from penstock.storage.objects.client_settings import ClientSettings
 from penstock.storage.objects.errors_map import FailureKind, RequestFailed
-
-if TYPE_CHECKING:
-    from penstock.storage.objects.client_settings import ClientSettings
 
 T = TypeVar("T")
 

@@ -11,17 +11,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
+from penstock.environment import Environment
 from penstock.errors import Unavailable, UsageError
 from penstock.storage.objects.part_cutter import MIN_PART_BYTES
-from penstock.storage.uri import parse_options
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
-    from penstock.storage.protocol import OptionValue
-    from penstock.storage.uri import Location
+from penstock.storage.protocol import OptionValue
+from penstock.storage.uri import Location, parse_options
 
 ClientName = Literal["obstore", "minio", "s3dlio", "s3torchconnector"]
 Payload = Literal["unsigned", "signed"]

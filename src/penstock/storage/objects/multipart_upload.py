@@ -13,15 +13,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 from penstock.errors import StorageError, StorageTimeout
+from penstock.storage.objects.client import ObjectClient, SupportsPartUpload, SupportsStreamUpload
 from penstock.storage.objects.errors_map import RequestContext, RequestFailed, map_request_error
-
-if TYPE_CHECKING:
-    from penstock.storage.objects.client import ObjectClient, SupportsPartUpload, SupportsStreamUpload
-    from penstock.storage.objects.requests import Endpoint, RetryingRequests
-    from penstock.storage.protocol import Counters
+from penstock.storage.objects.requests import Endpoint, RetryingRequests
+from penstock.storage.protocol import Counters
 
 logger = logging.getLogger(__name__)
 

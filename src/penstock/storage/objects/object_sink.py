@@ -9,9 +9,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.errors import ShortTransfer, StorageError
+from penstock.storage.objects.client import RemoteObject
+from penstock.storage.objects.multipart_upload import Upload
 from penstock.storage.objects.part_cutter import (
     MAX_PARTS,
     PartCutter,
@@ -20,14 +21,9 @@ from penstock.storage.objects.part_cutter import (
     choose_part_bytes,
     flat_bytes,
 )
-from penstock.storage.protocol import ObjectInfo, Release
+from penstock.storage.objects.requests import RetryingRequests
+from penstock.storage.protocol import Counters, ObjectInfo, Release
 from penstock.units import format_bytes
-
-if TYPE_CHECKING:
-    from penstock.storage.objects.client import RemoteObject
-    from penstock.storage.objects.multipart_upload import Upload
-    from penstock.storage.objects.requests import RetryingRequests
-    from penstock.storage.protocol import Counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

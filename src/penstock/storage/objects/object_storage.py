@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from penstock.errors import AlreadyThere, ShortTransfer
 from penstock.storage.objects.client import (
@@ -21,6 +21,7 @@ from penstock.storage.objects.client import (
     SupportsStreamUpload,
     connect,
 )
+from penstock.storage.objects.client_settings import ObjectLocation
 from penstock.storage.objects.errors_map import RequestContext, RequestFailed
 from penstock.storage.objects.multipart_upload import PartUpload, StreamUpload, Upload, UploadSpec
 from penstock.storage.objects.object_sink import NewObject, ObjectSink
@@ -28,9 +29,6 @@ from penstock.storage.objects.part_cutter import flat_bytes, split_range
 from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, RetryingRequests
 from penstock.storage.protocol import Counters, ObjectInfo, OptionValue
 from penstock.storage.uri import check_key, check_prefix
-
-if TYPE_CHECKING:
-    from penstock.storage.objects.client_settings import ObjectLocation
 
 
 class ObjectSource:

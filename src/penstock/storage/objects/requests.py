@@ -13,13 +13,11 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from penstock.storage.objects.client import ObjectClient
 from penstock.storage.objects.errors_map import RequestContext, RequestFailed, map_request_error
-
-if TYPE_CHECKING:
-    from penstock.storage.objects.client import ObjectClient
-    from penstock.storage.protocol import Counters
+from penstock.storage.protocol import Counters
 
 T = TypeVar("T")
 

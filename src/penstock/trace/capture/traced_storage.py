@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from penstock.environment import TRACE, TRACE_RANK
+from penstock.environment import TRACE, TRACE_RANK, Environment
 from penstock.storage.capabilities import find_local_root, prefer_direct_access
-from penstock.storage.protocol import WrappedSink, WrappedSource, WrappedStorage
+from penstock.storage.protocol import (
+    ObjectInfo,
+    Release,
+    Sink,
+    Source,
+    Storage,
+    WrappedSink,
+    WrappedSource,
+    WrappedStorage,
+)
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
 from penstock.trace.capture.trace_writer import EventKind, Layer
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
-    from penstock.storage.protocol import ObjectInfo, Release, Sink, Source, Storage
 
 FILES: Final = "POSIX"
 OBJECTS: Final = "OBJECT"

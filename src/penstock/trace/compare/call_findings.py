@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from penstock.trace.compare.trace_study import TraceFinding, Weight
+from penstock.trace.compare.trace_study import Study, TraceFinding, Weight
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_WRITE
 from penstock.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from penstock.trace.compare.trace_study import Study
 
 _SMALL_BYTES = 64 << 10
 _SMALL_SHARE = 0.25

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from penstock.progress import Progress, Silent
 from penstock.trace.compare import study_tables
@@ -15,14 +15,11 @@ from penstock.trace.compare.call_findings import extra_calls, redundant_lookups,
 from penstock.trace.compare.rank_findings import missing_ranks, stragglers, summed_threads
 from penstock.trace.compare.study_tables import file_tables, followed_files
 from penstock.trace.compare.tier_findings import cache_read_by_flush, slower_tier, unserved_reads
-from penstock.trace.compare.trace_study import format_ranges
+from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, format_ranges
 from penstock.trace.questions.answer import Answer, Column, Value, make_columns
 from penstock.trace.questions.breakdowns import ranks
 from penstock.trace.questions.events_view import IS_IO
 from penstock.trace.questions.timeline import timeline
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding
 
 
 def find_mismatches(study: Study) -> Answer:

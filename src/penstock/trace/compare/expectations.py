@@ -11,19 +11,16 @@ import ast
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from penstock.errors import UsageError
 from penstock.trace.compare.comparison import FINDING_RULES, find_all
 from penstock.trace.compare.study_tables import load_report, measures
-from penstock.trace.compare.trace_study import ComparisonSpec
+from penstock.trace.compare.trace_study import ComparisonSpec, Study
 from penstock.trace.questions.events_view import run_query
 from penstock.trace.yaml_documents import YamlDocument
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import Study
 
 _UNUSED_TIER: Final = ("max_sum_us", "max_union_us", "max_thread_us", "run_union_us", "total_bytes")
 

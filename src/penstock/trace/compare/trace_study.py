@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -23,6 +23,7 @@ from penstock.trace.dimensions import (
     parse_phase,
     sql_literal,
 )
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.event_table import read_facts
 from penstock.trace.questions.answer import Answer, Column, Unit, Value
 from penstock.trace.questions.events_view import IS_IO, EventsView, view_events
@@ -30,10 +31,6 @@ from penstock.trace.reading.event_filter import EventFilter
 from penstock.trace.trace_set import find_trace_files, open_trace_set
 from penstock.trace.yaml_documents import YamlDocument
 from penstock.units import parse_rate
-
-if TYPE_CHECKING:
-    from penstock.trace.event_schema import FileAccount
-
 
 PROCESS = "host, pid"
 """Key of a process: the same pid may occur on every host."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.event_batch import (
     BATCH_ROWS,
     EventOrigin,
@@ -26,7 +27,6 @@ from penstock.trace.reading.lenient_json import HashKind, parse_event, parse_lin
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from penstock.trace.event_schema import FileAccount
 
 _OBJECT_LIMIT: Final = 1 << 20
 """Characters after which an object that does not end is taken for damaged."""

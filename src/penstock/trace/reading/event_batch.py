@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow as pa
 
-from penstock.trace.event_schema import COLUMNS, canonical
+from penstock.trace.event_schema import COLUMNS, FileAccount, canonical
 
 if TYPE_CHECKING:
-    from penstock.trace.event_schema import FileAccount
     from penstock.trace.reading.chunks import Chunk
 
 BATCH_ROWS: Final = 1 << 15

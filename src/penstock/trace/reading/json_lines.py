@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import pyarrow.compute as pc
 
+from penstock.trace.event_schema import FileAccount
 from penstock.trace.reading.event_batch import (
     EventOrigin,
     FileContext,
@@ -30,7 +31,6 @@ from penstock.trace.reading.native import open_scanner
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from penstock.trace.event_schema import FileAccount
     from penstock.trace.reading.chunks import Chunk
 
 _FLUSHED_ROWS: Final = 1 << 16

@@ -24,14 +24,12 @@ from penstock.trace.reading.chrome import ChromeDocument
 from penstock.trace.reading.chunks import read_pieces, split_chunks
 from penstock.trace.reading.darshan_dxt import MARK, DarshanDxt
 from penstock.trace.reading.event_batch import EventOrigin, read_lines
-from penstock.trace.reading.event_filter import NO_PREFILTER
+from penstock.trace.reading.event_filter import NO_PREFILTER, BatchFilter, EventFilter, Prefilter
 from penstock.trace.reading.json_lines import JsonLines
 from penstock.trace.reading.strace import FIRST_LINE, Strace
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-    from penstock.trace.reading.event_filter import BatchFilter, EventFilter, Prefilter
 
 
 class Dialect(StrEnum):

@@ -7,8 +7,8 @@ against such sums to the microsecond.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
 from penstock.trace.synthesize.description import (
@@ -20,9 +20,6 @@ from penstock.trace.synthesize.description import (
     ThreadLane,
     TimeBudget,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 _BYTES_A_UNIT = 1 << 20
 """A call's share of its budget: one unit, and one more for each MiB that it moves."""

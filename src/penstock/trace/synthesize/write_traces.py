@@ -10,23 +10,18 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import xxhash
 import yaml
 
 from penstock.errors import StorageError, UsageError
 from penstock.progress import Progress, Silent
-from penstock.trace.synthesize.planned_calls import plan_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from penstock.trace.synthesize.description import FileDamage, Run, SynthesisSpec
-    from penstock.trace.synthesize.planned_calls import PlannedCall
-
+from penstock.trace.synthesize.description import FileDamage, Run, SynthesisSpec
+from penstock.trace.synthesize.planned_calls import PlannedCall, plan_rank
 
 _STREAMS: Final = ("fread", "fwrite")
 _LIBC_LAYER, _PYTHON_LAYER, _TRACER_LAYER = 3, 6, 1

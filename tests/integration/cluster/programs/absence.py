@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-from penstock.cluster.supervision.rank_process import join_ranks
+from penstock.cluster.supervision import join_ranks
 from penstock.environment import process_environment
 from penstock.testing.comm_contract import check_absence
 

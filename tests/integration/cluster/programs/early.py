@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from penstock.cluster.supervision.rank_process import join_job
+from penstock.cluster.supervision import join_job
 from penstock.environment import process_environment
 
 sys.stdout.write("before\n")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from penstock.cluster.launcher_command import LaunchRequest, plan_launch
-from penstock.cluster.supervision.job_launch import launch_job
+from penstock.cluster.supervision import launch_job
 from penstock.environment import process_environment
 from penstock.errors import PenstockError
 

@@ -1,4 +1,4 @@
-"""A guard whose launcher is dead before it can be watched, and whose standard error nobody reads any more."""
+"""A supervisor whose launcher is dead before it can be watched, and whose standard error is closed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 
 from penstock.cluster.supervision.control_protocol import Failed, MessageChannel
-from penstock.cluster.supervision.supervisor import Supervisor, SupervisorConfig, _go_on_as
+from penstock.cluster.supervision.supervisor import Supervisor, SupervisorConfig, _run_role
 
 
 def _forked(seconds: float) -> int:
@@ -36,8 +36,10 @@ def main() -> None:
     os.dup2(broken, sys.stderr.fileno())
     ours, theirs = socket.socketpair()
     theirs.close()
-    post = SupervisorConfig(rank=2, host="here", announce=_say)
-    _go_on_as(lambda: Supervisor(post, MessageChannel(ours), rank=rank, elders={dead: "its launcher"}).run())
+    config = SupervisorConfig(rank=2, host="here", announce=_say)
+    _run_role(
+        lambda: Supervisor(config, MessageChannel(ours), rank=rank, ancestors={dead: "its launcher"}).run()
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cluster.comm import all_gather_results
-from penstock.cluster.supervision.rank_process import join_job
+from penstock.cluster.supervision import join_job
 from penstock.environment import process_environment
 from penstock.errors import Unavailable, UsageError
 
@@ -65,7 +65,7 @@ def interrupt_itself(comm: Comm) -> None:
     time.sleep(FOREVER_S)
 
 
-def kill_guard(comm: Comm) -> None:
+def kill_supervisor(comm: Comm) -> None:
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(FOREVER_S)
 
@@ -102,7 +102,7 @@ SCENES: dict[str, Callable[[Comm], None]] = {
     "exit3": leave_with_3,
     "kill": kill_itself,
     "interrupt": interrupt_itself,
-    "kill-guard": kill_guard,
+    "kill-supervisor": kill_supervisor,
     "sleep": sleep_through,
     "exit0": leave_quietly,
     "crash": crash,
@@ -169,7 +169,7 @@ def main() -> None:
             sys.stdout.write(f'{{"size": {comm.size}, "host": "{comm.host}"}}\n')
         else:
             sys.stdout.write(f"noise of rank {comm.rank}\n")
-        note(directory, comm.rank, rank=os.getpid(), guard=os.getppid())
+        note(directory, comm.rank, rank=os.getpid(), supervisor=os.getppid())
         if "workers" in sys.argv:
             start_workers(directory, comm.rank)
         comm.barrier(awaiting="all ranks to have written their process ids", timeout_s=30.0)

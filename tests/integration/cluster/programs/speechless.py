@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cluster.supervision.rank_process import join_job
+from penstock.cluster.supervision import join_job
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
@@ -23,6 +23,6 @@ with join_job(process_environment(), announce=refuse):
     child = subprocess.Popen(["sleep", "60"])
     directory = Path(sys.argv[1])
     (directory / "0.rank").write_text(str(os.getpid()))
-    (directory / "0.guard").write_text(str(os.getppid()))
+    (directory / "0.supervisor").write_text(str(os.getppid()))
     (directory / "0.child").write_text(str(child.pid))
     raise ValueError("the tank is empty")

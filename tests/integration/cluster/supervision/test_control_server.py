@@ -1,4 +1,4 @@
-"""The control server against real connections, of honest guards and of strangers."""
+"""The control server against real connections, of honest supervisors and of strangers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from penstock.cluster.supervision import control_server
 from penstock.cluster.supervision.control_protocol import (
     Challenge,
     ChannelBroken,
+    Dismiss,
     Ending,
     Failed,
     Finished,
-    Gone,
     Hello,
-    Late,
-    Leave,
+    LongWait,
     Message,
     MessageChannel,
+    RankGone,
     Stop,
     compute_proof,
     connect_to_server,
@@ -37,15 +37,15 @@ FAILURE = Failed(rank=1, host="b", cause="no water", ending=Ending.FAILED, call=
 
 
 @contextmanager
-def guards(server: ControlServer, *hosts: str) -> Iterator[list[MessageChannel]]:
+def supervisors(server: ControlServer, *hosts: str) -> Iterator[list[MessageChannel]]:
     address = f"127.0.0.1:{server.port}"
     with server, ExitStack() as stack:
-        wires = []
+        channels = []
         for rank, host in enumerate(hosts):
-            wires.append(connect_to_server(address, server.token, rank=rank, host=host, pid=os.getpid()))
-            stack.callback(wires[-1].close)
+            channels.append(connect_to_server(address, server.token, rank=rank, host=host, pid=os.getpid()))
+            stack.callback(channels[-1].close)
         settle(server, lambda: len(server.arrived) == len(hosts))
-        yield wires
+        yield channels
 
 
 def settle(server: ControlServer, condition: Callable[[], bool], limit: int = 100) -> None:
@@ -56,8 +56,8 @@ def settle(server: ControlServer, condition: Callable[[], bool], limit: int = 10
     raise AssertionError("the server never came to it")
 
 
-def heard(wire: MessageChannel) -> Message:
-    (message,) = wire.receive()
+def heard(channel: MessageChannel) -> Message:
+    (message,) = channel.receive()
     return message
 
 
@@ -66,12 +66,12 @@ def heard(wire: MessageChannel) -> Message:
     [
         Challenge(nonce="ab"),
         Hello(rank=1, host="å", pid=7, proof="cd"),
-        Late(rank=1, call=2, awaiting="all\nranks"),
+        LongWait(rank=1, call=2, awaiting="all\nranks"),
         FAILURE,
         Stop(failure=FAILURE),
         Finished(rank=0, exit_code=5),
-        Gone(rank=1),
-        Leave(),
+        RankGone(rank=1),
+        Dismiss(),
     ],
 )
 def test_every_message_survives_its_line(message: Message) -> None:
@@ -82,7 +82,7 @@ def test_every_message_survives_its_line(message: Message) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [b"", b"GET / HTTP/1.1", b"{}", b'{"Nobody": {}}', b'{"Leave": {"now": 1}}', b'{"Failed": {}}', b"[1]"],
+    [b"", b"GET / HTTP/1.1", b"{}", b'{"Nobody": {}}', b'{"Dismiss": {"now": 1}}', b'{"Failed": {}}', b"[1]"],
 )
 def test_what_is_no_message_breaks_the_line(line: bytes) -> None:
     with pytest.raises(ChannelBroken, match="Not a message"):
@@ -91,25 +91,25 @@ def test_what_is_no_message_breaks_the_line(line: bytes) -> None:
 
 def test_messages_are_put_together_from_any_pieces() -> None:
     ours, theirs = socket.socketpair()
-    wire = MessageChannel(ours)
-    text = encode(Late(rank=1, call=2, awaiting="x" * 1000)) + encode(Gone(rank=1)) + b'{"Gone"'
+    channel = MessageChannel(ours)
+    text = encode(LongWait(rank=1, call=2, awaiting="x" * 1000)) + encode(RankGone(rank=1)) + b'{"RankGone"'
     theirs.sendall(text[:100])
-    assert wire.receive() == []
+    assert channel.receive() == []
     theirs.sendall(text[100:])
-    assert wire.receive() == [Late(rank=1, call=2, awaiting="x" * 1000), Gone(rank=1)]
+    assert channel.receive() == [LongWait(rank=1, call=2, awaiting="x" * 1000), RankGone(rank=1)]
     theirs.close()
-    with pytest.raises(ChannelBroken, match="hung up"):
-        wire.receive()
+    with pytest.raises(ChannelBroken, match="closed the connection"):
+        channel.receive()
     with pytest.raises(ChannelBroken, match="while sending"):
-        wire.send(Leave())
-    wire.close()
+        channel.send(Dismiss())
+    channel.close()
     with pytest.raises(ChannelBroken, match="while receiving"):
-        wire.receive()
+        channel.receive()
 
 
 def test_a_line_without_end_is_cut() -> None:
     ours, theirs = socket.socketpair()
-    wire = MessageChannel(ours)
+    channel = MessageChannel(ours)
     theirs.setblocking(False)  # noqa: FBT003 - the socket module's interface
 
     def babble() -> None:
@@ -117,22 +117,22 @@ def test_a_line_without_end_is_cut() -> None:
             try:
                 theirs.send(b"x" * 65536)
             except BlockingIOError:
-                wire.receive()
+                channel.receive()
 
-    with pytest.raises(ChannelBroken, match="does not end its lines"):
+    with pytest.raises(ChannelBroken, match="sent a line of more than"):
         babble()
-    wire.close()
+    channel.close()
     theirs.close()
 
 
 def test_ranks_that_finish_are_dismissed_together() -> None:
     server = ControlServer(ranks=2)
-    with guards(server, "a", "b") as (first, second):
+    with supervisors(server, "a", "b") as (first, second):
         first.send(Finished(rank=0, exit_code=5))
         settle(server, lambda: server.exit_codes == {0: 5})
         assert not server.is_over
         second.send(Finished(rank=1))
-        assert heard(first) == heard(second) == Leave()
+        assert heard(first) == heard(second) == Dismiss()
         settle(server, lambda: server.is_over)
     assert server.failure is None
     assert server.exit_codes == {0: 5, 1: 0}
@@ -140,19 +140,19 @@ def test_ranks_that_finish_are_dismissed_together() -> None:
 
 def test_the_first_failure_stops_all_and_stays_the_reason() -> None:
     server = ControlServer(ranks=3)
-    with guards(server, "a", "b", "c") as wires:
-        wires[1].send(FAILURE)
-        assert [heard(wire) for wire in wires] == [Stop(failure=FAILURE)] * 3
-        wires[0].send(Failed(rank=0, host="a", cause="interrupted by the stop"))
-        for rank, wire in enumerate(wires):
-            wire.send(Gone(rank=rank))
-        assert [heard(wire) for wire in wires] == [Leave()] * 3
+    with supervisors(server, "a", "b", "c") as channels:
+        channels[1].send(FAILURE)
+        assert [heard(channel) for channel in channels] == [Stop(failure=FAILURE)] * 3
+        channels[0].send(Failed(rank=0, host="a", cause="interrupted by the stop"))
+        for rank, channel in enumerate(channels):
+            channel.send(RankGone(rank=rank))
+        assert [heard(channel) for channel in channels] == [Dismiss()] * 3
     assert server.failure == FAILURE
 
 
 def test_a_line_that_ends_without_a_word_is_a_dead_rank() -> None:
     server = ControlServer(ranks=2)
-    with guards(server, "a", "b") as (first, second):
+    with supervisors(server, "a", "b") as (first, second):
         second.close()
         stop = heard(first)
     assert isinstance(stop, Stop)
@@ -162,18 +162,18 @@ def test_a_line_that_ends_without_a_word_is_a_dead_rank() -> None:
 
 def test_a_guard_may_hang_up_once_its_rank_has_finished() -> None:
     server = ControlServer(ranks=2)
-    with guards(server, "a", "b") as (first, second):
+    with supervisors(server, "a", "b") as (first, second):
         second.send(Finished(rank=1))
         settle(server, lambda: 1 in server.exit_codes)
         second.close()
         first.send(Finished(rank=0))
-        assert heard(first) == Leave()
+        assert heard(first) == Dismiss()
     assert server.failure is None
 
 
 def test_a_reason_from_outside_stops_all() -> None:
     server = ControlServer(ranks=1)
-    with guards(server, "a") as (only,):
+    with supervisors(server, "a") as (only,):
         server.stop(FAILURE)
         assert heard(only) == Stop(failure=FAILURE)
 
@@ -201,7 +201,7 @@ def test_a_server_that_ends_before_it_is_woken_to_do_so_has_ended_in_order(
 
 def test_a_rank_that_comes_after_the_end_is_stopped_at_once() -> None:
     server = ControlServer(ranks=2)
-    with guards(server, "a") as (first,):
+    with supervisors(server, "a") as (first,):
         first.send(FAILURE)
         assert heard(first) == Stop(failure=FAILURE)
         late = connect_to_server(f"127.0.0.1:{server.port}", server.token, rank=1, host="b", pid=1)
@@ -210,31 +210,31 @@ def test_a_rank_that_comes_after_the_end_is_stopped_at_once() -> None:
 
 
 def test_a_timeout_blames_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_server, "ATTENDANCE_S", 0.3)
+    monkeypatch.setattr(control_server, "MISSING_RANKS_S", 0.3)
     server = ControlServer(ranks=4)
-    with guards(server, "a", "b", "c", "d") as wires:
-        wires[3].send(Late(rank=3, call=7, awaiting="a drink"))
-        wires[1].send(Late(rank=1, call=6, awaiting="an earlier drink"))
-        wires[0].send(Failed(rank=0, host="a", cause="Waited.", ending=Ending.TIMED_OUT, call=7))
-        stop = heard(wires[0])
+    with supervisors(server, "a", "b", "c", "d") as channels:
+        channels[3].send(LongWait(rank=3, call=7, awaiting="a drink"))
+        channels[1].send(LongWait(rank=1, call=6, awaiting="an earlier drink"))
+        channels[0].send(Failed(rank=0, host="a", cause="Waited.", ending=Ending.TIMED_OUT, call=7))
+        stop = heard(channels[0])
     assert isinstance(stop, Stop)
     assert (stop.failure.rank, stop.failure.host) == (1, "b")
     assert stop.failure.cause == "it did not arrive, nor did rank 2. Rank 0 on a: Waited."
 
 
 def test_a_timeout_with_everyone_there_blames_who_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_server, "ATTENDANCE_S", 0.1)
+    monkeypatch.setattr(control_server, "MISSING_RANKS_S", 0.1)
     server = ControlServer(ranks=1)
     failure = Failed(rank=0, host="a", cause="Waited.", ending=Ending.TIMED_OUT, call=1)
-    with guards(server, "a") as (only,):
+    with supervisors(server, "a") as (only,):
         only.send(failure)
         assert heard(only) == Stop(failure=failure)
 
 
 def test_a_crowd_of_missing_ranks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_server, "ATTENDANCE_S", 0.1)
+    monkeypatch.setattr(control_server, "MISSING_RANKS_S", 0.1)
     server = ControlServer(ranks=30)
-    with guards(server, "a") as (only,):
+    with supervisors(server, "a") as (only,):
         only.send(Failed(rank=0, host="a", cause="Waited.", ending=Ending.TIMED_OUT, call=1))
         stop = heard(only)
     assert isinstance(stop, Stop)
@@ -248,33 +248,33 @@ def test_guards_that_never_get_rid_of_their_ranks_are_not_awaited_for_ever(
     monkeypatch.setattr(control_server, "GRACE_S", 0.1)
     monkeypatch.setattr(control_server, "KILL_S", 0.1)
     server = ControlServer(ranks=1)
-    with guards(server, "a") as (only,):
+    with supervisors(server, "a") as (only,):
         only.send(Failed(rank=0, host="a", cause="stuck in the kernel"))
         assert isinstance(heard(only), Stop)
-        assert heard(only) == Leave()
+        assert heard(only) == Dismiss()
 
 
 def test_a_stranger_is_turned_away_and_harms_nobody() -> None:
     server = ControlServer(ranks=1)
-    with guards(server, "a") as (only,):
+    with supervisors(server, "a") as (only,):
         for token in ("wrong", server.token):
             with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger:
-                wire = MessageChannel(stranger)
-                (challenge,) = wire.receive()
+                channel = MessageChannel(stranger)
+                (challenge,) = channel.receive()
                 assert isinstance(challenge, Challenge)
                 # With the right token a second rank 0 is a stranger all the same.
                 proof = compute_proof(token, challenge.nonce, 0)
-                wire.send(Hello(rank=0, host="x", pid=1, proof=proof))
+                channel.send(Hello(rank=0, host="x", pid=1, proof=proof))
                 with pytest.raises(ChannelBroken):
-                    wire.receive()
+                    channel.receive()
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as scanner:
             scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
         with socket.create_connection(("127.0.0.1", server.port), timeout=5) as eager:
             eager.sendall(encode(Finished(rank=0)))
             assert isinstance(MessageChannel(eager).receive()[0], Challenge)
-        only.send(Leave())
+        only.send(Dismiss())
         only.send(Finished(rank=0))
-        assert heard(only) == Leave()
+        assert heard(only) == Dismiss()
     assert server.failure is None
 
 
@@ -294,7 +294,7 @@ def test_a_guard_that_reaches_somebody_else_believes_nothing() -> None:
         def answer() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(encode(Leave()))
+                connection.sendall(encode(Dismiss()))
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -308,11 +308,11 @@ def test_a_server_for_many_machines_is_reached_by_its_advertised_address() -> No
     with server:
         address = advertise_address(server.port)
         assert address.endswith(f",127.0.0.1:{server.port}")
-        wire = connect_to_server(address, server.token, rank=0, host="a", pid=1)
+        channel = connect_to_server(address, server.token, rank=0, host="a", pid=1)
         settle(server, lambda: server.arrived == {0})
-        wire.send(Finished(rank=0))
-        assert heard(wire) == Leave()
-        wire.close()
+        channel.send(Finished(rank=0))
+        assert heard(channel) == Dismiss()
+        channel.close()
 
 
 def test_more_ranks_than_open_files_raise_the_soft_limit() -> None:
@@ -321,7 +321,7 @@ def test_more_ranks_than_open_files_raise_the_soft_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
         server = ControlServer(ranks=300)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(556, hard)
-        server.forget()
+        server.close_copy()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from penstock.cluster.launcher_command import LauncherFlavour, LauncherProgram, LaunchPlan
-from penstock.cluster.supervision.job_launch import launch_job
+from penstock.cluster.supervision import launch_job
 from penstock.cluster.supervision.supervisor import describe_exit
 from penstock.environment import process_environment
 from penstock.errors import RankError, RankFailed, Unavailable
@@ -23,7 +23,7 @@ from penstock.cluster.supervision.control_protocol import Failed, Finished, conn
 from penstock.environment import process_environment
 environment = process_environment()
 address, token = environment["PENSTOCK_CONTROL_ADDRESS"], environment["PENSTOCK_CONTROL_TOKEN"]
-wire = connect_to_server(address, token, rank=0, host="here", pid=1)
+channel = connect_to_server(address, token, rank=0, host="here", pid=1)
 """
 
 
@@ -64,11 +64,11 @@ def test_a_launcher_that_ignores_sigterm_is_killed(capfdbinary: pytest.CaptureFi
 
 def test_a_rank_that_was_never_heard_of_is_counted(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     with pytest.raises(RankFailed, match="its launcher ended with exit code 7"):
-        launch_job(python_plan("wire.send(Finished(rank=0)); sys.exit(7)", ranks=2))
+        launch_job(python_plan("channel.send(Finished(rank=0)); sys.exit(7)", ranks=2))
 
 
 def test_the_exit_code_is_rank_0s(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    program = "print('{}'); wire.send(Finished(rank=0, exit_code=4)); wire.receive()"
+    program = "print('{}'); channel.send(Finished(rank=0, exit_code=4)); channel.receive()"
     assert launch_job(python_plan(program)) == 4
     assert capfdbinary.readouterr().out == b"{}\n"
 
@@ -76,21 +76,21 @@ def test_the_exit_code_is_rank_0s(capfdbinary: pytest.CaptureFixture[bytes]) -> 
 def test_ranks_on_other_machines_are_reached_on_all_interfaces(
     capfdbinary: pytest.CaptureFixture[bytes],
 ) -> None:
-    program = "print(address); wire.send(Finished(rank=0)); wire.receive()"
+    program = "print(address); channel.send(Finished(rank=0)); channel.receive()"
     assert launch_job(python_plan(program, is_local=False)) == 0
     assert capfdbinary.readouterr().out.count(b",") >= 1
 
 
 def test_what_is_said_after_a_failure_is_kept_for_who_asks(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     program = (
-        "wire.send(Failed(rank=0, host='here', cause='no water')); wire.receive();"
+        "channel.send(Failed(rank=0, host='here', cause='no water')); channel.receive();"
         "print('=   BAD TERMINATION'); print('noise', file=sys.stderr)"
     )
     with pytest.raises(RankFailed, match="Rank 0 on here failed: no water") as caught:
         launch_job(python_plan(program))
     out, err = capfdbinary.readouterr()
     assert b"BAD TERMINATION" not in out + err
-    assert "Said meanwhile:" in caught.value.__notes__[0]
+    assert "Output after the failure:" in caught.value.__notes__[0]
     assert "noise" in caught.value.__notes__[0]
 
 
@@ -110,7 +110,7 @@ def test_output_that_nobody_reads_fails_the_job(tmp_path: Path) -> None:
     os.close(writing)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 1
-    assert "its output cannot be passed on" in said
+    assert "its output cannot be written" in said
 
 
 def test_an_end_is_told_by_code_or_by_signal() -> None:

@@ -13,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.trace.event_schema import canonical
-from penstock.trace.reading.chunks import SLACK
+from penstock.trace.event_schema import FileAccount, canonical
+from penstock.trace.reading.chunks import SLACK, Chunk
 from penstock.trace.reading.event_batch import (
     BATCH_SCHEMA,
     BYTE_LAYERS,
@@ -39,8 +39,6 @@ from penstock.trace.reading.native.native_scan import (
 )
 
 if TYPE_CHECKING:
-    from penstock.trace.event_schema import FileAccount
-    from penstock.trace.reading.chunks import Chunk
     from penstock.trace.reading.event_filter import Prefilter
 
 ROWS: Final = 1 << 16

@@ -14,7 +14,7 @@ from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity
 from penstock.checkpoint.state.process_group import Members
-from penstock.cluster.supervision.rank_process import join_ranks
+from penstock.cluster.supervision import join_ranks
 from penstock.environment import process_environment
 from penstock.storage import open_storage
 
