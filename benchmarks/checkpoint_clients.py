@@ -19,7 +19,7 @@ from harness import Ratio, interleave
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Silent
 from penstock.storage import open_storage
@@ -28,7 +28,7 @@ from penstock.workload.checkpoint_model import load_model
 CLIENTS = ("minio", "s3dlio", "s3torchconnector")
 SCALE = Fraction(1, 1000)
 """About 107 MiB, in two objects of 15 and 92 MiB."""
-PIPE = PipeSettings(streams=2, chunk_bytes=8 << 20, buffer_memory_bytes=128 << 20)
+PIPE = PipelineSettings(streams=2, chunk_bytes=8 << 20, buffer_memory_bytes=128 << 20)
 
 
 def measure(repetitions: int) -> list[Ratio]:

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from penstock.checkpoint.api import save
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
-from penstock.checkpoint.loading.loader import Loader
+from penstock.checkpoint.loading.loader import CheckpointLoader
 from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.checkpoint.state.process_group import meeting
+from penstock.checkpoint.state.process_group import borrowed_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class Loaders:
         torch_save(self._state, checkpoint_id=folder / "stock")
         self._memory = WarmMemory(STREAMS * BLOCK_BYTES)
         self._memory.touch()
-        self._loader = Loader()
+        self._loader = CheckpointLoader()
 
     def close(self) -> None:
         """Let the loader's buffers go."""
@@ -105,9 +105,9 @@ class Loaders:
             os.close(descriptor)
 
     def _load(self, state: Mapping[str, object], name: str) -> None:
-        with meeting() as members:
-            opened = open_checkpoint(self._folder / name)
-            self._loader.load_opened(state, opened, members, LoadChoice())
+        with borrowed_group() as group:
+            checkpoint = open_checkpoint(self._folder / name)
+            self._loader.load_from(state, checkpoint, group, LoadChoice())
 
     def _parts(self) -> dict[str, object]:
         return {name: tensor.as_subclass(Rows) for name, tensor in self._state.items()}

@@ -18,9 +18,15 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from harness import Ratio, interleave
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes, read_metadata
-from penstock.checkpoint.plan.load_plan import LoadOptions, rank_load_plan, share_loading
-from penstock.checkpoint.plan.save_plan import Held, SaveOptions, SharedSavePlan, share_saving
-from penstock.checkpoint.state.regions import Boxes, Contents, StoredBoxes, TensorFacts, item_bytes_of
+from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
+from penstock.checkpoint.plan.save_plan import Holdings, SaveOptions, SharedSavePlan, plan_save
+from penstock.checkpoint.state.regions import (
+    CheckpointIndex,
+    Regions,
+    StoredRegions,
+    TensorFacts,
+    element_sizes,
+)
 
 NUM_TENSORS = 1000
 ROWS, COLUMNS = 8192, 1024
@@ -42,11 +48,11 @@ def measure(repetitions: int) -> list[Ratio]:
 
         return timed
 
-    ours = described(share_saving(held, SaveOptions()))
+    ours = described(plan_save(held, SaveOptions()))
     pairs: tuple[tuple[str, Callable[[], object], Callable[[], object]], ...] = (
         (
             "global save plan",
-            lambda: share_saving(held, SaveOptions()),
+            lambda: plan_save(held, SaveOptions()),
             lambda: create_default_global_save_plan(plans),
         ),
         (
@@ -61,7 +67,7 @@ def measure(repetitions: int) -> list[Ratio]:
     return ratios
 
 
-def sharded(num_ranks: int) -> list[Held]:
+def sharded(num_ranks: int) -> list[Holdings]:
     """What ranks hold of tensors that are sharded by rows over all of them."""
     tensors = tuple(
         TensorFacts(f"layers.{number}.weight", "float32", (ROWS, COLUMNS), 4) for number in range(NUM_TENSORS)
@@ -73,23 +79,23 @@ def sharded(num_ranks: int) -> list[Held]:
         offsets[:, 0] = rank * rows
         sizes = np.empty((NUM_TENSORS, 2), dtype=np.int64)
         sizes[:] = rows, COLUMNS
-        held.append(Held(tensors=tensors, boxes=Boxes(np.arange(NUM_TENSORS), offsets, sizes)))
+        held.append(Holdings(tensors=tensors, regions=Regions(np.arange(NUM_TENSORS), offsets, sizes)))
     return held
 
 
-def stored_as(shared: SharedSavePlan) -> StoredBoxes:
+def stored_as(shared: SharedSavePlan) -> StoredRegions:
     """Where the planned pieces would lie, one file a rank."""
-    size = shared.boxes.num_bytes(item_bytes_of(shared.tensors))
+    size = shared.regions.num_bytes(element_sizes(shared.tensors))
     end = np.cumsum(size)
-    return StoredBoxes(
-        shared.boxes, shared.rank, end - size, size, end - size, np.zeros(len(size), dtype=np.bool_)
+    return StoredRegions(
+        shared.regions, shared.rank, end - size, size, end - size, np.zeros(len(size), dtype=np.bool_)
     )
 
 
 def described(shared: SharedSavePlan) -> bytes:
     """The `.metadata` of the planned checkpoint."""
     files = tuple(f"__{rank}_0.distcp" for rank in range(shared.num_ranks))
-    return metadata_bytes(DcpMetadata(contents=Contents(shared.tensors, stored_as(shared), (), files)))
+    return metadata_bytes(DcpMetadata(index=CheckpointIndex(shared.tensors, stored_as(shared), (), files)))
 
 
 def _torch_plans(num_ranks: int) -> list[SavePlan]:
@@ -118,11 +124,11 @@ def main() -> None:
     for num_ranks in (256, 1024):
         held = sharded(num_ranks)
         start_s = time.perf_counter()
-        shared = share_saving(held, SaveOptions())
+        shared = plan_save(held, SaveOptions())
         saved_s = time.perf_counter()
-        item_bytes, options = item_bytes_of(shared.tensors), LoadOptions()
-        plan = share_loading(stored_as(shared), item_bytes, [each.boxes for each in held], options)
-        rank_load_plan(plan, item_bytes, 0, options)
+        item_bytes, options = element_sizes(shared.tensors), LoadOptions()
+        plan = plan_load(stored_as(shared), item_bytes, [each.regions for each in held], options)
+        plan_rank_load(plan, item_bytes, 0, options)
         loaded_s = time.perf_counter()
         print(
             f"{num_ranks} ranks x {NUM_TENSORS} tensors: save planned in {saved_s - start_s:.2f} s, "

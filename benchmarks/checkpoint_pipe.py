@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from harness import Ratio, interleave
 from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, write_objects
+from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
 from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.environment import process_environment
@@ -130,7 +130,7 @@ class Sides:
             f"generate + write + fsync, {streams} stream(s)",
             f"read + verify all, {streams} stream(s)",
         )
-        self._settings = PipeSettings(
+        self._settings = PipelineSettings(
             streams=streams, chunk_bytes=CHUNK_BYTES, buffer_memory_bytes=BUFFER_MEMORY_BYTES
         )
 

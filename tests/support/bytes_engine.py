@@ -14,9 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, Seal
-from penstock.checkpoint.engine import RankShare, SaveCancelled, ShareStats, WrittenFile
-from penstock.checkpoint.formats.checksums import sum_of
-from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
+from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, WrittenFile, WrittenShare
+from penstock.checkpoint.formats.manifest import (
+    Manifest,
+    ManifestFile,
+    checksum_of,
+    manifest_bytes,
+    read_manifest,
+)
 from penstock.errors import DataDamaged, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage.protocol import read_object, write_object
@@ -24,7 +29,7 @@ from penstock.storage.protocol import read_object, write_object
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.engine import LoadChoice, SaveChoice, State, Urgency
-    from penstock.checkpoint.state.process_group import Members
+    from penstock.checkpoint.state.process_group import RankGroup
     from penstock.storage import Storage
 
 METADATA = b"known"
@@ -47,25 +52,25 @@ class BytesEngine:
     spoil: Callable[[], None] | None = None
     is_closed: bool = field(default=False, init=False)
 
-    def prepare(self, state: State, members: Members, choice: SaveChoice) -> _Prepared:
+    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> _Prepared:
         """Agree on nothing: every rank writes all it has."""
         if choice.only is not None and choice.only != "bytes":
             raise UsageError(f"Nothing of the state is called {choice.only}", fix="It has only bytes.")
-        return _Prepared(self, members.comm.rank, state["bytes"])
+        return _Prepared(self, group.comm.rank, state["bytes"])
 
     def load(
         self,
         state: State,
         stored: CheckpointRef,
-        members: Members,
+        group: RankGroup,
         _choice: LoadChoice,
         _progress: Progress | None,
     ) -> None:
         """Read this rank's file, checked against the manifest."""
-        rank = members.comm.rank
+        rank = group.comm.rank
         manifest = read_manifest(read_object(stored.storage, stored.key(MANIFEST_NAME)), stored.uri)
         content = read_object(stored.storage, stored.key(file_of(rank)))
-        if sum_of(content).hex() != manifest.facts.get(f"rank_{rank}"):
+        if checksum_of(content).hex() != manifest.facts.get(f"rank_{rank}"):
             raise DataDamaged(f"{file_of(rank)} is not as it was written", where=stored.uri)
         target = state["bytes"]
         if len(target) != len(content):
@@ -86,7 +91,7 @@ class _Prepared:
     def stage(self, urgent: Urgency = "copy") -> _Staged:
         return _Staged(self.engine, self.rank, bytes(self.content))
 
-    def seal(self, shares: Sequence[RankShare], facts: Mapping[str, Any]) -> Seal:
+    def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, Any]) -> Seal:
         files = [file for share in shares for file in share.files]
         sums = {f"rank_{share.rank}": share.files[0].sums.hex() for share in shares}
         manifest = Manifest(
@@ -95,7 +100,7 @@ class _Prepared:
             world_size=len(shares),
             facts=sums,
             metadata_bytes=len(METADATA),
-            metadata_sum=sum_of(METADATA),
+            metadata_sum=checksum_of(METADATA),
             names=(),
             files=tuple(_described(file) for file in files),
         )
@@ -130,7 +135,7 @@ class _Staged:
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
-    ) -> RankShare:
+    ) -> WrittenShare:
         seen = progress or Silent()
         seen.begin("writing", len(self.content))
         while self.engine.hold is not None and not self.engine.hold.wait(0.01):
@@ -149,10 +154,10 @@ class _Staged:
             item_offset=_NOTHING,
             item_bytes=_NOTHING,
             payload_offset=_NOTHING,
-            sums=sum_of(self.content),
+            sums=checksum_of(self.content),
         )
-        stats = ShareStats(rank=self.rank, payload_bytes=len(self.content), file_bytes=info.size_bytes)
-        return RankShare(rank=self.rank, files=(written,), stats=stats)
+        stats = RankSaveStats(rank=self.rank, payload_bytes=len(self.content), file_bytes=info.size_bytes)
+        return WrittenShare(rank=self.rank, files=(written,), stats=stats)
 
     def cancel(self) -> None:
         self.given_up.set()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from penstock.extras import explained_imports
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.api import Explanation, explain, load, save
+    from penstock.checkpoint.api import DryRun, dry_run, load, save
     from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
     from penstock.checkpoint.loading.loader import LoadReport
     from penstock.checkpoint.manager.graceful_stop import StopConditions
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Daly",
     "DoubleParity",
+    "DryRun",
     "EverySeconds",
     "EverySteps",
-    "Explanation",
     "Flush",
     "LoadPlanner",
     "LoadReport",
@@ -46,7 +46,7 @@ __all__ = [
     "StopConditions",
     "Writer",
     "Xor",
-    "explain",
+    "dry_run",
     "load",
     "save",
 ]
@@ -55,9 +55,9 @@ _PLACES: Final = MappingProxyType(
     {
         "Daly": "manager.save_policy",
         "DoubleParity": "levels.options",
+        "DryRun": "api",
         "EverySeconds": "manager.save_policy",
         "EverySteps": "manager.save_policy",
-        "Explanation": "api",
         "Flush": "levels.options",
         "LoadPlanner": "torch_dcp.planners",
         "LoadReport": "loading.loader",
@@ -72,7 +72,7 @@ _PLACES: Final = MappingProxyType(
         "StopConditions": "manager.graceful_stop",
         "Writer": "torch_dcp.writer",
         "Xor": "levels.options",
-        "explain": "api",
+        "dry_run": "api",
         "load": "api",
         "save": "api",
     }

@@ -6,36 +6,38 @@ each call returns on all ranks with its work done and durable, or raises on all 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
 from penstock.checkpoint.commit.transaction import SaveTarget, write_and_commit
-from penstock.checkpoint.engine import LoadChoice, SaveChoice
+from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, SaveChoice, State
 from penstock.checkpoint.formats.checkpoint_source import open_path_together
-from penstock.checkpoint.loading.loader import Loader, LoadReport
-from penstock.checkpoint.plan.load_plan import LoadOptions, rank_load_plan, share_loading
-from penstock.checkpoint.plan.save_plan import SaveOptions, merge_held
-from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES, WAITING_BUFFER_BYTES, Planner, Saver
+from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
+from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
+from penstock.checkpoint.plan.save_plan import (
+    Holdings,
+    MergedHoldings,
+    SaveOptions,
+    SharedSavePlan,
+    merge_holdings,
+)
+from penstock.checkpoint.saving.saver import (
+    DEFAULT_STAGING_BYTES,
+    WAITING_BUFFER_BYTES,
+    SavePlanCache,
+    Saver,
+    TensorSave,
+)
 from penstock.checkpoint.state.leaves import expand_stateful
-from penstock.checkpoint.state.process_group import meeting
-from penstock.checkpoint.state.regions import StoredBoxes, item_bytes_of
+from penstock.checkpoint.state.process_group import RankGroup, borrowed_group
+from penstock.checkpoint.state.regions import Ints, Regions, StoredRegions, element_sizes
+from penstock.progress import Progress
 from penstock.units import format_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef
-    from penstock.checkpoint.engine import Names, ShareStats, State
-    from penstock.checkpoint.plan.save_plan import Held, Merged, SharedSavePlan
-    from penstock.checkpoint.saving.saver import Prepared
-    from penstock.checkpoint.state.process_group import Members
-    from penstock.checkpoint.state.regions import Boxes, Ints
-    from penstock.progress import Progress
-
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
 """The slowest rank may read so much longer than the fastest."""
@@ -45,8 +47,8 @@ def load(  # noqa: PLR0913 - each is a choice of its own, and none without a def
     state: State,
     path: AnyPath,
     *,
-    only: Names | None = None,
-    exclude: Names | None = None,
+    only: NamePatterns | None = None,
+    exclude: NamePatterns | None = None,
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
     convert_dtypes: bool = False,
@@ -72,24 +74,24 @@ def load(  # noqa: PLR0913 - each is a choice of its own, and none without a def
         convert_dtypes=convert_dtypes,
         trust=trust,
     )
-    with meeting(process_group) as members, closing(Loader()) as loader:
-        members.comm.timeout_s = DEFAULT_TIMEOUT_S
-        opened = open_path_together(path, members.comm)
-        return loader.load_opened(state, opened, members, choice, progress)
+    with borrowed_group(process_group) as group, closing(CheckpointLoader()) as loader:
+        group.comm.timeout_s = DEFAULT_TIMEOUT_S
+        checkpoint = open_path_together(path, group.comm)
+        return loader.load_from(state, checkpoint, group, choice, progress)
 
 
 def save(  # noqa: PLR0913 - a save has as many choices
     state: State,
     path: AnyPath,
     *,
-    only: Names | None = None,
+    only: NamePatterns | None = None,
     dtype: Any = None,
     writers: int = 2,
     separation_hint: str | None = None,
     transforms: Sequence[str] = (),
     process_group: Any = None,
     progress: Progress | None = None,
-) -> tuple[ShareStats, ...]:
+) -> tuple[RankSaveStats, ...]:
     """Save `state` as one checkpoint at `path`; what each rank spent on it, in rank order. Collective.
 
     >>> pc.save({"model": model.state_dict(), "step": 100}, "/pfs/run/step-100")
@@ -100,15 +102,15 @@ def save(  # noqa: PLR0913 - a save has as many choices
     """
     options = SaveOptions(writers=writers, separation_hint=separation_hint)
     saver = Saver(options, staging_bytes=WAITING_BUFFER_BYTES, transforms=transforms)
-    with meeting(process_group) as members, closing(saver):
-        storage, name = open_parent(path, rank=members.comm.rank)
-        prepared = saver.prepare(state, members, SaveChoice(only=only, dtype=dtype))
+    with borrowed_group(process_group) as group, closing(saver):
+        storage, name = open_parent(path, rank=group.comm.rank)
+        prepared = saver.prepare(state, group, SaveChoice(only=only, dtype=dtype))
         target = SaveTarget(storage=storage, name=name, facts={})
         _, stats = write_and_commit(
             prepared,
             prepared.stage("commit"),
             target,
-            members.comm,
+            group.comm,
             timeout_s=DEFAULT_TIMEOUT_S,
             progress=progress,
         )
@@ -122,22 +124,22 @@ class TorchEngine:
         self, options: SaveOptions | None = None, *, staging_bytes: int = DEFAULT_STAGING_BYTES
     ) -> None:
         self._saver = Saver(options or SaveOptions(), staging_bytes=staging_bytes)
-        self._loader = Loader()
+        self._loader = CheckpointLoader()
 
-    def prepare(self, state: State, members: Members, choice: SaveChoice) -> Prepared:
+    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:
         """Let all ranks agree who writes what; collective."""
-        return self._saver.prepare(state, members, choice)
+        return self._saver.prepare(state, group, choice)
 
     def load(
         self,
         state: State,
         stored: CheckpointRef,
-        members: Members,
+        group: RankGroup,
         choice: LoadChoice,
         progress: Progress | None,
     ) -> LoadReport:
         """Fill `state` in place; collective."""
-        return self._loader.load(state, stored, members, choice, progress)
+        return self._loader.load(state, stored, group, choice, progress)
 
     def close(self) -> None:
         """Let go of the memory of both halves."""
@@ -149,7 +151,7 @@ NUM_TENSORS_SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPart:
+class RankTraffic:
     """Bytes of tensors on one rank. What it holds and does not read when loading, others send it."""
 
     rank: int
@@ -160,7 +162,7 @@ class RankPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class PlannedWrite:
     """One piece that a rank writes: `offsets` and `sizes` are in the whole tensor."""
 
     tensor: str
@@ -173,13 +175,13 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class DryRun:
     """Who writes and who reads what. `print` it, or look at its parts."""
 
     unique_bytes: int
     """Of all tensors, each element counted once: so much is written, and so much is read by all together."""
-    ranks: tuple[RankPart, ...]
-    pieces: tuple[Written, ...]
+    ranks: tuple[RankTraffic, ...]
+    pieces: tuple[PlannedWrite, ...]
     """What is written, tensor by tensor."""
     objects: tuple[tuple[str, ...], ...]
     """Names of what is no tensor, by the rank that writes it; `rng@rank3` is rank 3's own."""
@@ -200,7 +202,7 @@ class Explanation:
         return lines
 
     def _about_tensors(self) -> list[str]:
-        by_name: dict[str, list[Written]] = {}
+        by_name: dict[str, list[PlannedWrite]] = {}
         for piece in self.pieces:
             by_name.setdefault(piece.tensor, []).append(piece)
         largest = sorted(by_name, key=lambda name: -sum(piece.size_bytes for piece in by_name[name]))
@@ -214,69 +216,69 @@ class Explanation:
         return lines
 
 
-def explain(state: Mapping[str, Any], *, process_group: Any = None) -> Explanation:
+def dry_run(state: Mapping[str, Any], *, process_group: Any = None) -> DryRun:
     """What `save` and `load` of `state` would do on these ranks. Collective; moves no tensor.
 
-    >>> print(pc.explain({"model": model.state_dict()}))
+    >>> print(pc.dry_run({"model": model.state_dict()}))
 
     Loading is told for the same ranks and placements as saving.
     """
-    from penstock.checkpoint.state.tensors import hold  # noqa: PLC0415 - loads torch
+    from penstock.checkpoint.state.tensors import collect_for_save  # noqa: PLC0415 - loads torch
 
-    with meeting(process_group) as members:
-        held = hold(expand_stateful(state)).held
-        agreed = Planner(members.comm).agree(held, SaveOptions())
-        everybodys: list[Held] = members.comm.gather(held, awaiting="what all ranks hold")
-    merged = merge_held(everybodys)
-    item_bytes = item_bytes_of(merged.tensors)
+    with borrowed_group(process_group) as group:
+        holdings = collect_for_save(expand_stateful(state)).holdings
+        agreed = SavePlanCache(group.comm).agree(holdings, SaveOptions())
+        everybodys: list[Holdings] = group.comm.gather(holdings, awaiting="what all ranks hold")
+    merged = merge_holdings(everybodys)
+    item_bytes = element_sizes(merged.tensors)
     objects = tuple(tuple(each.stored_name for each in rank) for rank in agreed.objects)
-    return Explanation(
-        unique_bytes=int(agreed.shared.boxes.num_bytes(item_bytes).sum()),
+    return DryRun(
+        unique_bytes=int(agreed.shared.regions.num_bytes(item_bytes).sum()),
         ranks=tuple(_parts(agreed.shared, merged, item_bytes)),
         pieces=tuple(_written(agreed.shared, item_bytes)),
         objects=objects,
     )
 
 
-def _parts(shared: SharedSavePlan, merged: Merged, item_bytes: Ints) -> list[RankPart]:
+def _parts(shared: SharedSavePlan, merged: MergedHoldings, item_bytes: Ints) -> list[RankTraffic]:
     options = LoadOptions()
-    wanted = [merged.boxes.take(merged.rank == rank) for rank in range(shared.num_ranks)]
-    plan = share_loading(_as_stored(shared, item_bytes), item_bytes, wanted, options)
+    wanted = [merged.regions.take(merged.rank == rank) for rank in range(shared.num_ranks)]
+    plan = plan_load(_as_stored(shared, item_bytes), item_bytes, wanted, options)
     parts = []
-    for rank, boxes in enumerate(wanted):
-        own = rank_load_plan(plan, item_bytes, rank, options)
+    for rank, regions in enumerate(wanted):
+        own = plan_rank_load(plan, item_bytes, rank, options)
         parts.append(
-            RankPart(
+            RankTraffic(
                 rank=rank,
-                holds_bytes=_sum(boxes, item_bytes),
-                writes_bytes=_sum(shared.boxes.take(shared.rank == rank), item_bytes),
-                reads_bytes=_sum(own.boxes, item_bytes),
-                receives_bytes=_sum(own.receives.boxes, item_bytes),
+                holds_bytes=_sum(regions, item_bytes),
+                writes_bytes=_sum(shared.regions.take(shared.rank == rank), item_bytes),
+                reads_bytes=_sum(own.regions, item_bytes),
+                receives_bytes=_sum(own.receives.regions, item_bytes),
             )
         )
     return parts
 
 
-def _as_stored(shared: SharedSavePlan, item_bytes: Ints) -> StoredBoxes:
+def _as_stored(shared: SharedSavePlan, item_bytes: Ints) -> StoredRegions:
     """The checkpoint that this plan would make, with one file a rank and no envelopes."""
-    size = shared.boxes.num_bytes(item_bytes)
+    size = shared.regions.num_bytes(item_bytes)
     end = np.cumsum(size)
     packed = np.zeros(len(size), dtype=np.bool_)
-    return StoredBoxes(shared.boxes, shared.rank, end - size, size, end - size, packed)
+    return StoredRegions(shared.regions, shared.rank, end - size, size, end - size, packed)
 
 
-def _sum(boxes: Boxes, item_bytes: Ints) -> int:
-    return int(boxes.num_bytes(item_bytes).sum())
+def _sum(regions: Regions, item_bytes: Ints) -> int:
+    return int(regions.num_bytes(item_bytes).sum())
 
 
-def _written(shared: SharedSavePlan, item_bytes: Ints) -> list[Written]:
-    size = shared.boxes.num_bytes(item_bytes)
+def _written(shared: SharedSavePlan, item_bytes: Ints) -> list[PlannedWrite]:
+    size = shared.regions.num_bytes(item_bytes)
     found = []
-    for row in np.argsort(shared.boxes.tensor, kind="stable").tolist():
-        facts = shared.tensors[int(shared.boxes.tensor[row])]
-        offsets, sizes = shared.boxes.box(row, len(facts.shape))
+    for row in np.argsort(shared.regions.tensor, kind="stable").tolist():
+        facts = shared.tensors[int(shared.regions.tensor[row])]
+        offsets, sizes = shared.regions.region(row, len(facts.shape))
         found.append(
-            Written(
+            PlannedWrite(
                 tensor=facts.name,
                 dtype=facts.dtype,
                 shape=facts.shape,
@@ -289,7 +291,7 @@ def _written(shared: SharedSavePlan, item_bytes: Ints) -> list[Written]:
     return found
 
 
-def _ranges(piece: Written) -> str:
+def _ranges(piece: PlannedWrite) -> str:
     """As numpy would slice it: `[0:512, :]`."""
     if not piece.shape:
         return "its one element"

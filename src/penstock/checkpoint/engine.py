@@ -17,14 +17,14 @@ from penstock.errors import PenstockError
 if TYPE_CHECKING:
     from penstock.checkpoint.commit.catalog import CheckpointRef
     from penstock.checkpoint.commit.protocol import Seal
-    from penstock.checkpoint.state.process_group import Members
+    from penstock.checkpoint.state.process_group import RankGroup
     from penstock.checkpoint.state.regions import Ints
     from penstock.progress import Progress
     from penstock.storage import Storage
 
 
 State = Mapping[str, Any]
-Names = str | Sequence[str]
+NamePatterns = str | Sequence[str]
 """One pattern of names, or several: `model.*`."""
 
 
@@ -32,7 +32,7 @@ Names = str | Sequence[str]
 class SaveChoice:
     """What of a state is saved, and as what. None is all of it, as it is."""
 
-    only: Names | None = None
+    only: NamePatterns | None = None
     dtype: Any = None
     """A torch.dtype that tensors of floating point are converted to."""
 
@@ -41,8 +41,8 @@ class SaveChoice:
 class LoadChoice:
     """What of a state is loaded, and how freely."""
 
-    only: Names | None = None
-    exclude: Names | None = None
+    only: NamePatterns | None = None
+    exclude: NamePatterns | None = None
     rename: Mapping[str, str] | None = None
     strict: bool = True
     convert_dtypes: bool = False
@@ -54,14 +54,14 @@ class LoadChoice:
 class Engine(Protocol):
     """Moves states. Collective calls are made by all members in the same order, never two at once."""
 
-    def prepare(self, state: State, members: Members, choice: SaveChoice) -> PreparedSave:
+    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> PreparedSave:
         """Let all ranks agree who writes what; collective."""
 
     def load(
         self,
         state: State,
         stored: CheckpointRef,
-        members: Members,
+        group: RankGroup,
         choice: LoadChoice,
         progress: Progress | None,
     ) -> Any:
@@ -76,7 +76,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareStats:
+class RankSaveStats:
     """What one rank's share of a save cost. `memory_bytes` is what its buffers took."""
 
     rank: int
@@ -106,7 +106,7 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankShare:
+class WrittenShare:
     """What one rank reports to rank 0 when all its files are durable; travels pickled.
 
     `paths` tells where in the nested state the names stand that this rank is to describe.
@@ -114,7 +114,7 @@ class RankShare:
 
     rank: int
     files: tuple[WrittenFile, ...]
-    stats: ShareStats
+    stats: RankSaveStats
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
@@ -145,7 +145,7 @@ class StagedSave(Protocol):
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
-    ) -> RankShare:
+    ) -> WrittenShare:
         """Write all files, each durable, under `key_of(file name)`. Called once, from any thread."""
 
     def cancel(self) -> None:
@@ -161,7 +161,7 @@ class PreparedSave(Protocol):
         Waits for the memory of earlier saves where there is not enough.
         """
 
-    def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
+    def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: what commits the checkpoint, from the shares of all ranks in rank order.
 
         `facts` go into the manifest: at least `step`, where the checkpoint is one.

@@ -24,7 +24,7 @@ from penstock.environment import process_environment, untraced
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-    from penstock.checkpoint.saving.pipeline import PipeSettings
+    from penstock.checkpoint.saving.pipeline import PipelineSettings
     from penstock.cluster.comm import Comm
     from penstock.workload.division_rules import SubmissionDivision
 
@@ -42,11 +42,11 @@ class PipelineOptions:
         "--verify", choice("full", "sample", "off"), "Verify the bytes that are read.", default="full"
     )
 
-    def settings(self) -> PipeSettings:
+    def settings(self) -> PipelineSettings:
         """The pipeline's settings."""
-        from penstock.checkpoint.saving.pipeline import PipeSettings
+        from penstock.checkpoint.saving.pipeline import PipelineSettings
 
-        return PipeSettings(
+        return PipelineSettings(
             streams=self.streams,
             chunk_bytes=self.chunk_bytes,
             buffer_memory_bytes=self.buffer_bytes,

@@ -305,7 +305,7 @@ class _Stages:
     def _perform_checkpoints(self) -> CheckpointResult:
         from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
         from penstock.bench.model_state import LayoutRequest, plan_layout
-        from penstock.checkpoint.saving.pipeline import PipeSettings
+        from penstock.checkpoint.saving.pipeline import PipelineSettings
         from penstock.cli.checkpoint_request import perform_run
         from penstock.workload.checkpoint_model import model_of_workload
 
@@ -316,7 +316,7 @@ class _Stages:
             model=model,
             layout=plan_layout(LayoutRequest(model=model, num_processes=self.comm.size, mode=mode)),
             scale=Fraction(1),
-            pipe=PipeSettings(),
+            pipe=PipelineSettings(),
             results=self.folder.parent,
             run_folder=self.folder,
             command=("penstock-dlio", *self.words),

@@ -25,7 +25,7 @@ from penstock.bench.probe import ProbeRequest, ProbeResult, probe
 from penstock.bench.probe.measurement import headline_rows, measurement_rows
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_run import train
-from penstock.checkpoint.saving.pipeline import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.cluster.doctor import Diagnosis, examine
 from penstock.dataset.content import IRREDUCIBLE
@@ -194,7 +194,7 @@ def _take_checkpoints(
             model=model,
             layout=whole.scaled(scale),
             scale=scale,
-            pipe=PipeSettings(),
+            pipe=PipelineSettings(),
             results=out / "runs",
             command=("penstock", "demo"),
             environment=environment,

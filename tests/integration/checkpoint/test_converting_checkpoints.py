@@ -96,7 +96,7 @@ def test_an_archive_becomes_a_checkpoint_that_stock_torch_reads(
     found = verify(tmp_path / "dcp")
     assert found.is_whole
     assert found.checked_bytes == found.size_bytes
-    stored = open_checkpoint(tmp_path / "dcp").contents.stored
+    stored = open_checkpoint(tmp_path / "dcp").index.stored
     assert stored.packed.all() if compress else (stored.payload_offset % 4096 == 0).all()
 
 

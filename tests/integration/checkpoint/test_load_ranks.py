@@ -25,8 +25,8 @@ import penstock.checkpoint as pc
 from penstock.checkpoint.api import load, save
 from penstock.checkpoint.commit.catalog import find_checkpoint
 from penstock.checkpoint.engine import LoadChoice
-from penstock.checkpoint.loading.loader import Loader
-from penstock.checkpoint.state.process_group import meeting, own_members
+from penstock.checkpoint.loading.loader import CheckpointLoader
+from penstock.checkpoint.state.process_group import borrowed_group, make_own_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import ObjectNotFound, PenstockError, RankFailed, UsageError
@@ -267,14 +267,14 @@ def test_groups_load_apart_and_a_rank_outside_is_told_so(told: Told) -> None:
 
 def groups_again_and_again(rank: int, root: Path) -> None:
     for _ in range(5):
-        members = own_members()
-        check_comm(members.comm)
-        members.close()
+        group = make_own_group()
+        check_comm(group.comm)
+        group.close()
     if rank == 0:
         # A rank that belongs to more groups than others still meets them.
         alone = dist.new_group([0], use_local_synchronization=True)
-        assert own_members(alone).group is None
-    first, second = own_members(), own_members()
+        assert make_own_group(alone).group is None
+    first, second = make_own_group(), make_own_group()
     assert first.comm.gather(rank, awaiting="ranks") == second.comm.gather(rank, awaiting="ranks") == [0, 1]
 
 
@@ -293,15 +293,15 @@ def node_local_files(rank: int, root: Path) -> str:
     dist.barrier()
     found = {f"w{number}": torch.zeros(64, 1024) for number in range(4)}
     here = tuple(path.name for path in own.glob("*.distcp"))
-    with closing(Loader()) as loader, meeting() as members:
+    with closing(CheckpointLoader()) as loader, borrowed_group() as group:
         stored = replace(find_checkpoint(own), readable=here)
-        report = loader.load(found, stored, members, LoadChoice())
+        report = loader.load(found, stored, group, LoadChoice())
         for number, each in enumerate(expected):
             assert found[f"w{number}"].equal(each)
         assert report.read_bytes <= 1.2 * report.received_bytes
         lost = replace(stored, readable=here if rank else ())
         with pytest.raises(ObjectNotFound) as caught:
-            loader.load(found, lost, members, LoadChoice())
+            loader.load(found, lost, group, LoadChoice())
     return str(caught.value)
 
 
@@ -389,7 +389,7 @@ def explained(rank: int, root: Path) -> str:
         "v": distribute_tensor(full, mesh, [Shard(0), Replicate()]),
         "seed": rank,
     }
-    told = pc.explain(state)
+    told = pc.dry_run(state)
     assert told.unique_bytes == 4 << 20
     assert {part.writes_bytes for part in told.ranks} == {2 << 20}
     assert {part.reads_bytes for part in told.ranks} == {2 << 20}

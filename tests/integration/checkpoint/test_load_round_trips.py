@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 from penstock.checkpoint.api import load, save
 from penstock.checkpoint.engine import LoadChoice
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint, open_folder
-from penstock.checkpoint.loading.loader import Loader
+from penstock.checkpoint.loading.loader import CheckpointLoader
 from penstock.checkpoint.loading.reader import ReadSettings
-from penstock.checkpoint.state.process_group import meeting
+from penstock.checkpoint.state.process_group import borrowed_group
 from penstock.checkpoint.torch_dcp.planners import LoadPlanner
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, UsageError
@@ -255,10 +255,10 @@ class Rows:
 def test_an_eighth_of_the_rows_reads_an_eighth_of_the_bytes(tmp_path: Path) -> None:
     big = torch.arange(1 << 21, dtype=torch.float32).reshape(2048, 1024)
     save({"w": big}, tmp_path / "step")
-    opened = open_checkpoint(tmp_path / "step")
+    checkpoint = open_checkpoint(tmp_path / "step")
     rows = Rows(512, 256, big)
-    with meeting() as members:
-        report = Loader().load_opened({"w": rows}, opened, members, LoadChoice())
+    with borrowed_group() as group:
+        report = CheckpointLoader().load_from({"w": rows}, checkpoint, group, LoadChoice())
     assert rows.memory.equal(big[512:768])
     assert report.read_bytes <= 1.1 / 8 * big.nbytes
 
@@ -276,7 +276,7 @@ def largest_file(folder: Path) -> Path:
 @pytest.mark.parametrize("place", ["envelope", "payload", "last byte"])
 def test_a_flipped_bit_is_found_and_named(saved: Path, place: str) -> None:
     path = largest_file(saved)
-    stored = open_checkpoint(saved).contents.stored
+    stored = open_checkpoint(saved).index.stored
     rows = [row for row in range(len(stored)) if stored.item_bytes[row] > 50_000]
     begin, payload = int(stored.item_offset[rows[0]]), int(stored.payload_offset[rows[0]])
     at = {
@@ -346,14 +346,14 @@ def test_a_storage_of_any_alignment_is_read_straight_into_tensors(
             content[flipped] ^= 1
         write_object(storage, f"step/{path.name}", [content])
     found = {"big": torch.zeros(3 << 20), "small": torch.zeros(3)}
-    opened = open_folder(storage, "step", "mem://store/step")
+    checkpoint = open_folder(storage, "step", "mem://store/step")
     small_blocks = ReadSettings(streams=3, block_bytes=1 << 20)
-    with meeting() as members, closing(Loader(small_blocks)) as loader:
+    with borrowed_group() as group, closing(CheckpointLoader(small_blocks)) as loader:
         if flipped is not None:
             with pytest.raises(DataDamaged, match="big is not as it was written"):
-                loader.load_opened(found, opened, members, LoadChoice())
+                loader.load_from(found, checkpoint, group, LoadChoice())
             return
-        loader.load_opened(found, opened, members, LoadChoice())
+        loader.load_from(found, checkpoint, group, LoadChoice())
     assert_same(found, {"big": big, "small": torch.ones(3)})
 
 

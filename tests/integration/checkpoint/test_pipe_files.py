@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, write_objects
+from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
 from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, StorageError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CHUNK = 64 * 1024
-SETTINGS = PipeSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=5 * CHUNK)
+SETTINGS = PipelineSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=5 * CHUNK)
 PLANNED = [PlannedObject("step/a.distcp", 7 * CHUNK + 4097), PlannedObject("step/b.distcp", 5 * CHUNK)]
 
 ACCESSES: dict[str, FileAccess] = {"buffered": BufferedAccess(), "direct": DirectAccess(4096, 1 << 20)}

@@ -11,16 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.engine import WrittenFile
-from penstock.checkpoint.formats.checksums import SUM_BYTES, sum_of
 from penstock.checkpoint.formats.manifest import (
+    SUM_BYTES,
     Manifest,
     ManifestFile,
+    build_manifest,
+    checksum_of,
+    join_manifest,
     manifest_bytes,
-    manifest_of,
     read_manifest,
-    with_manifest,
 )
-from penstock.checkpoint.state.regions import UNKNOWN, Boxes, Contents, StoredBoxes, StoredObject, TensorFacts
+from penstock.checkpoint.state.regions import (
+    UNKNOWN,
+    CheckpointIndex,
+    Regions,
+    StoredObject,
+    StoredRegions,
+    TensorFacts,
+)
 from penstock.errors import DataDamaged, Unavailable
 
 METADATA = b"the metadata"
@@ -30,23 +38,25 @@ def columns(*numbers: int) -> Any:
     return np.array(numbers, dtype=np.int64)
 
 
-def some_contents() -> Contents:
+def some_contents() -> CheckpointIndex:
     """Two tensors, one in two parts, and an object, in two files."""
     tensors = (TensorFacts("w", "float32", (4, 2), 4), TensorFacts("b", "int8", (3,), 1))
-    boxes = Boxes.from_rows([(0, (0, 0), (2, 2)), (0, (2, 0), (2, 2)), (1, (0,), (3,))])
-    stored = StoredBoxes(
-        boxes,
+    regions = Regions.from_rows([(0, (0, 0), (2, 2)), (0, (2, 0), (2, 2)), (1, (0,), (3,))])
+    stored = StoredRegions(
+        regions,
         file=columns(0, 1, 1),
         item_offset=columns(500, 100, 9000),
         item_bytes=columns(600, 600, 587),
         payload_offset=columns(UNKNOWN, UNKNOWN, UNKNOWN),
         packed=np.zeros(3, dtype=np.bool_),
     )
-    return Contents(tensors, stored, (StoredObject("lr", 0, 0, 400),), ("__0_0.distcp", "__1_0.distcp"))
+    return CheckpointIndex(
+        tensors, stored, (StoredObject("lr", 0, 0, 400),), ("__0_0.distcp", "__1_0.distcp")
+    )
 
 
 def sums(*texts: bytes) -> bytes:
-    return b"".join(map(sum_of, texts))
+    return b"".join(map(checksum_of, texts))
 
 
 def some_files() -> tuple[WrittenFile, WrittenFile]:
@@ -70,7 +80,7 @@ def some_files() -> tuple[WrittenFile, WrittenFile]:
 
 
 def some_manifest(**changes: Any) -> Manifest:
-    made = manifest_of(
+    made = build_manifest(
         some_contents(), some_files(), METADATA, step=7, world_size=2, mesh={"dp": 2}, facts={"why": "last"}
     )
     return replace(made, **changes)
@@ -90,7 +100,7 @@ def test_a_manifest_comes_back_as_it_was_written() -> None:
         {"dp": 2},
         {"why": "last"},
     )
-    assert (read.metadata_bytes, read.metadata_sum) == (len(METADATA), sum_of(METADATA))
+    assert (read.metadata_bytes, read.metadata_sum) == (len(METADATA), checksum_of(METADATA))
     assert read.size_bytes == 1100 + 9587
     assert [read.names[number] for number in read.files[1].item_name] == ["w", "b"]
 
@@ -114,7 +124,7 @@ def test_any_manifest_comes_back(names: list[str], rows: list[int], step: int) -
         sums=bytes(SUM_BYTES * len(rows)),
     )
     made = Manifest(
-        step=step % (1 << 60), metadata_bytes=0, metadata_sum=sum_of(), names=tuple(names), files=(file,)
+        step=step % (1 << 60), metadata_bytes=0, metadata_sum=checksum_of(), names=tuple(names), files=(file,)
     )
     assert same(read_manifest(manifest_bytes(made), "here"), made)
 
@@ -138,7 +148,7 @@ def test_a_truncated_or_empty_manifest_is_damaged(missing: int) -> None:
 def resummed(text: bytes) -> bytes:
     """A manifest that somebody changed, with a sum that is right."""
     head, rest = text[:44], text[76:]
-    return head + sum_of(head, rest).hex().encode() + rest
+    return head + checksum_of(head, rest).hex().encode() + rest
 
 
 def test_a_newer_version_is_said_to_be_newer_not_damaged() -> None:
@@ -174,28 +184,28 @@ def test_items_that_cannot_be_are_refused(change: dict[str, Any], complaint: str
 
 
 def test_the_metadatas_items_get_their_payloads_and_sums() -> None:
-    joined = with_manifest(some_contents(), some_manifest(), "here")
-    assert joined.contents.stored.payload_offset.tolist() == [600, 200, 9100]
-    assert [bytes(row) for row in joined.sums] == [sum_of(b"w0"), sum_of(b"w1"), sum_of(b"b")]
-    assert joined.object_sums == (sum_of(b"lr"),)
+    joined = join_manifest(some_contents(), some_manifest(), "here")
+    assert joined.index.stored.payload_offset.tolist() == [600, 200, 9100]
+    assert [bytes(row) for row in joined.sums] == [checksum_of(b"w0"), checksum_of(b"w1"), checksum_of(b"b")]
+    assert joined.object_sums == (checksum_of(b"lr"),)
 
 
 def test_metadata_and_manifest_of_different_checkpoints_do_not_join() -> None:
-    contents = some_contents()
-    moved = replace(contents.stored, item_offset=contents.stored.item_offset + 1)
+    index = some_contents()
+    moved = replace(index.stored, item_offset=index.stored.item_offset + 1)
     with pytest.raises(DataDamaged, match=r"items of __0_0\.distcp"):
-        with_manifest(replace(contents, stored=moved), some_manifest(), "here")
+        join_manifest(replace(index, stored=moved), some_manifest(), "here")
     with pytest.raises(DataDamaged, match=r"does not know the file __9_0\.distcp"):
-        with_manifest(replace(contents, files=("__0_0.distcp", "__9_0.distcp")), some_manifest(), "here")
+        join_manifest(replace(index, files=("__0_0.distcp", "__9_0.distcp")), some_manifest(), "here")
 
 
 def test_a_file_or_an_item_that_was_not_written_stops_the_commit() -> None:
     first, second = some_files()
     with pytest.raises(DataDamaged, match=r"__1_0\.distcp"):
-        manifest_of(some_contents(), (first,), METADATA)
+        build_manifest(some_contents(), (first,), METADATA)
     short = replace(second, item_offset=columns(100), item_bytes=columns(600), sums=sums(b"w1"))
     with pytest.raises(DataDamaged, match=r"items of __1_0\.distcp"):
-        manifest_of(some_contents(), (first, short), METADATA)
+        build_manifest(some_contents(), (first, short), METADATA)
 
 
 def test_files_without_items_are_left_out() -> None:
@@ -207,4 +217,4 @@ def test_files_without_items_are_left_out() -> None:
         payload_offset=columns(),
         sums=b"",
     )
-    assert len(manifest_of(some_contents(), (*some_files(), empty), METADATA).files) == 2
+    assert len(build_manifest(some_contents(), (*some_files(), empty), METADATA).files) == 2

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.tools.file_scan import (
     CrcCheck,
     Refuted,
@@ -56,7 +56,7 @@ def segments_of(content: bytes, cuts: list[int]) -> list[Segment]:
     found = []
     for number, (begin, end) in enumerate(pairwise(edges)):
         part = content[begin:end]
-        check = partial(SumCheck, sum_of(part)) if number % 2 else partial(CrcCheck, zlib.crc32(part))
+        check = partial(SumCheck, checksum_of(part)) if number % 2 else partial(CrcCheck, zlib.crc32(part))
         found.append(Segment(begin, end, str(number), check))
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.state.leaves import expand_stateful, leaves_of, loading_into
+from penstock.checkpoint.state.leaves import expand_stateful, flatten_state, loading_into
 from penstock.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def is_tensor(value: object) -> bool:
 
 
 def names_of(state: dict[Any, Any]) -> list[str]:
-    return [leaf.name for leaf in leaves_of(state, is_tensor)]
+    return [leaf.name for leaf in flatten_state(state, is_tensor)]
 
 
 def test_names_are_the_keys_joined_by_dots() -> None:
@@ -34,13 +34,13 @@ def test_names_are_the_keys_joined_by_dots() -> None:
 
 
 def test_paths_tell_places_in_lists_from_keys() -> None:
-    leaves = leaves_of({"a": [{"1": 0}], 7: {"x": 1}}, is_tensor)
+    leaves = flatten_state({"a": [{"1": 0}], 7: {"x": 1}}, is_tensor)
     assert [leaf.path for leaf in leaves] == [("a", 0, "1"), ("7", "x")]
 
 
 def test_a_leaf_is_put_back_under_its_own_key() -> None:
     state: dict[Any, Any] = {"opt": {0: {"lr": 0.1}}, "list": [Tensor(), 5]}
-    for leaf in leaves_of(state, is_tensor):
+    for leaf in flatten_state(state, is_tensor):
         leaf.put(f"new {leaf.name}")
     assert state == {"opt": {0: {"lr": "new opt.0.lr"}}, "list": ["new list.0", "new list.1"]}
 
@@ -51,7 +51,7 @@ def test_two_leaves_of_one_name_are_refused() -> None:
 
 
 def test_a_place_that_cannot_change_is_told() -> None:
-    (leaf,) = leaves_of({"fixed": MappingProxyType({"x": 1})}, is_tensor)
+    (leaf,) = flatten_state({"fixed": MappingProxyType({"x": 1})}, is_tensor)
     with pytest.raises(UsageError, match=r"'fixed\.x' lies in a mappingproxy, which cannot be changed"):
         leaf.put(2)
 

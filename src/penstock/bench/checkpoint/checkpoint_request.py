@@ -18,7 +18,7 @@ from penstock.workload.choices import CheckpointMode
 
 if TYPE_CHECKING:
     from penstock.bench.model_state import StateLayout
-    from penstock.checkpoint.saving.pipeline import PipeSettings
+    from penstock.checkpoint.saving.pipeline import PipelineSettings
     from penstock.cluster.gates.preflight import PreflightResult
     from penstock.environment import Environment
     from penstock.results.host_facts import ReadHostFacts
@@ -42,7 +42,7 @@ class CheckpointRequest:
     model: CheckpointModel
     layout: StateLayout
     scale: Fraction
-    pipe: PipeSettings
+    pipe: PipelineSettings
     results: Path
     seed: int | None = None
     resumes: bool = False
@@ -87,7 +87,7 @@ class CheckpointRequest:
         }
 
 
-def pipe_document(pipe: PipeSettings) -> Mapping[str, Any]:
+def pipe_document(pipe: PipelineSettings) -> Mapping[str, Any]:
     """How bytes are moved, as plain values."""
     return {
         "streams": pipe.streams,

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.results.checkpoint_figures import FORMAT_VERSION
 from penstock.results.phase_figures import mean_of
+from penstock.storage.protocol import OptionValue
 
 if TYPE_CHECKING:
     from penstock.bench.cache_eviction import ObjectEviction
     from penstock.bench.checkpoint.round_plan import CheckpointRound, Direction
-    from penstock.checkpoint.saving.measurement import StreamRecord, WrongByte
-    from penstock.checkpoint.saving.phase_figures import PhaseFigures
+    from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord, WrongByte
     from penstock.results.io_reconciliation import IoReconciliation
-    from penstock.storage.protocol import OptionValue
 
 
 GIB: Final = 2**30
@@ -35,7 +34,7 @@ class RoundFigures:
     round: CheckpointRound
     began_at_s: float
     ended_at_s: float
-    phase: PhaseFigures
+    phase: PipelineFigures
     cold: ObjectEviction | None = None
     wrong: tuple[WrongByte, ...] = ()
     """Where the first of the wrong bytes are, `MAX_WRONG_PLACES` places at most."""
@@ -140,7 +139,7 @@ def direction_figures(rounds: Sequence[RoundFigures]) -> DirectionFigures | None
     )
 
 
-def _sums(every: Sequence[PhaseFigures]) -> dict[str, Any]:
+def _sums(every: Sequence[PipelineFigures]) -> dict[str, Any]:
     return {
         "num_bytes": sum(phase.moved_bytes for phase in every),
         "verified_bytes": sum(phase.verified_bytes for phase in every),
@@ -149,7 +148,7 @@ def _sums(every: Sequence[PhaseFigures]) -> dict[str, Any]:
     }
 
 
-def _rates(counted: Sequence[PhaseFigures], every: Sequence[PhaseFigures]) -> dict[str, Any]:
+def _rates(counted: Sequence[PipelineFigures], every: Sequence[PipelineFigures]) -> dict[str, Any]:
     """Rates of storage over the rounds that count; that of content over all, as memory does not serve it."""
     rate = mean_of([phase.gib_per_s for phase in counted]) if counted else None
     content, store = _overall(every, "content_busy_s"), _overall(counted, "storage_busy_s")
@@ -164,7 +163,7 @@ def _rates(counted: Sequence[PhaseFigures], every: Sequence[PhaseFigures]) -> di
     }
 
 
-def _latencies(phases: Sequence[PhaseFigures]) -> dict[str, Any]:
+def _latencies(phases: Sequence[PipelineFigures]) -> dict[str, Any]:
     return {
         "max_duration_s": max(phase.duration_s for phase in phases),
         "overhead_percent": math.fsum(phase.overhead_percent for phase in phases) / len(phases),
@@ -187,7 +186,7 @@ _SUMMED: Final = (
 )
 
 
-def merged_streams(phases: Sequence[PhaseFigures]) -> Iterator[StreamRecord]:
+def merged_streams(phases: Sequence[PipelineFigures]) -> Iterator[StreamRecord]:
     """Each stream of each rank over all rounds; none is overwritten by another."""
     merged: dict[tuple[int, int], StreamRecord] = {}
     for stream in (stream for phase in phases for stream in phase.streams):
@@ -215,7 +214,7 @@ def _both(one: StreamRecord, other: StreamRecord) -> StreamRecord:
     )
 
 
-def _overall(phases: Sequence[PhaseFigures], time_name: str) -> float | None:
+def _overall(phases: Sequence[PipelineFigures], time_name: str) -> float | None:
     """All bytes over the sum of one kind of time."""
     elapsed_s = math.fsum(getattr(phase, time_name) for phase in phases)
     return sum(phase.moved_bytes for phase in phases) / GIB / elapsed_s if elapsed_s > 0 else None
@@ -230,7 +229,7 @@ def _most_of_the_time(rounds: Sequence[RoundFigures]) -> str:
     return times.most_common(1)[0][0]
 
 
-def plain_counters(phases: Sequence[PhaseFigures]) -> Mapping[str, Any]:
+def plain_counters(phases: Sequence[PipelineFigures]) -> Mapping[str, Any]:
     """What all storages of a run counted."""
     first, *others = [phase.counters for phase in phases]
     return sum(others, first).record()

@@ -17,7 +17,7 @@ from penstock.bench.cache_eviction import evict_objects
 from penstock.bench.checkpoint.checkpoint_result import MAX_WRONG_PLACES, RoundFigures
 from penstock.bench.checkpoint.round_plan import choose_source_process, plan_objects
 from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM
-from penstock.checkpoint.saving.phase_figures import common_origin_ns, figures_of
+from penstock.checkpoint.saving.measurement import combine_ranks, common_origin_ns
 from penstock.checkpoint.saving.pipeline import write_objects
 from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.cluster.comm import all_gather_results
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.bench.step_recorder import StepRecorder
     from penstock.checkpoint.saving.buffers import WarmMemory
     from penstock.checkpoint.saving.measurement import Measurement
-    from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject
+    from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject
     from penstock.cluster.comm import Comm
     from penstock.storage import Storage
 
@@ -69,7 +69,7 @@ class RoundRunner:
     comm: Comm
     layout: StateLayout
     storages: Sequence[Storage]
-    pipe: PipeSettings
+    pipe: PipelineSettings
     memory: WarmMemory
     seed: int
     shift: int
@@ -94,7 +94,7 @@ class RoundRunner:
             round=each,
             began_at_s=began_at_s,
             ended_at_s=time.time(),
-            phase=figures_of(busy),
+            phase=combine_ranks(busy),
             cold=cold,
             wrong=tuple(place for seen in busy for place in seen.wrong_bytes)[:MAX_WRONG_PLACES],
         )
@@ -164,7 +164,7 @@ class RoundRunner:
         )
 
 
-def fit_pipe(pipe: PipeSettings, planned: Sequence[PlannedObject]) -> PipeSettings:
+def fit_pipe(pipe: PipelineSettings, planned: Sequence[PlannedObject]) -> PipelineSettings:
     """The settings with no more memory and streams than the objects of a checkpoint can use.
 
     Memory is touched before it is timed, and costs seconds a GiB: a small checkpoint should not pay for it.

@@ -16,7 +16,7 @@ from penstock.bench.checkpoint.round_plan import CheckpointRound, plan_objects
 from penstock.bench.checkpoint.rounds import RoundRunner, fit_pipe
 from penstock.bench.training.training_result import CheckpointsTaken
 from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.checkpoint.saving.pipeline import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.dataset.content import Content
 from penstock.progress import Silent
 from penstock.storage.capabilities import find_local_root
@@ -40,7 +40,7 @@ class CheckpointsRequest:
     when: CheckpointSection
     reopen: OpenStorage
     seed: int
-    pipe: PipeSettings = field(default_factory=PipeSettings)
+    pipe: PipelineSettings = field(default_factory=PipelineSettings)
 
 
 def is_due(when: CheckpointSection, epoch: int, step: int, num_steps: int) -> bool:

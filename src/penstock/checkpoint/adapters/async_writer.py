@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,26 +22,23 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from penstock.checkpoint.commit.catalog import AnyPath
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, require_complete
-from penstock.checkpoint.engine import RankShare
+from penstock.checkpoint.engine import WrittenShare
 from penstock.checkpoint.plan.save_plan import SaveOptions
-from penstock.checkpoint.saving.payloads import payload_of_bytes, payload_of_tensor
-from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pipe_settings
-from penstock.checkpoint.torch_dcp.writer import RankItems, seal_of
+from penstock.checkpoint.saving.file_layout import FileLayout, payload_of_bytes, payload_of_tensor
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, pipe_settings
+from penstock.checkpoint.torch_dcp.writer import RankItems, build_seal
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import write_object
 from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.saving.file_layout import FileImage
 
 DEFAULT_STAGING_BYTES = 256 << 20
 TIMEOUT_S = 1800.0
@@ -52,7 +50,7 @@ class Work:
 
     folder: str
     rank: int
-    images: tuple[FileImage, ...]
+    layouts: tuple[FileLayout, ...]
     parts: Mapping[str, Sequence[bytes | torch.Tensor]]
     """By file: the packed object or the tensor of each item, in order."""
     num_bytes: int
@@ -77,7 +75,7 @@ class HostCopy:
 
 def write(rank: int, work: Work, report: str) -> None:  # noqa: ARG001 - callers give the rank first
     """Write one rank's files, each durable, and leave in `report` what became of it."""
-    outcome: RankShare | PenstockError
+    outcome: WrittenShare | PenstockError
     try:
         outcome = _written(work)
     except PenstockError as error:
@@ -140,13 +138,13 @@ class AsyncWriter:
         """All ranks: lay out this rank's files."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         self._items = items = RankItems(plan.items, planner, rank, self._options)
-        images = items.images()
-        if not images:
+        layouts = items.layouts()
+        if not layouts:
             return
         self._work = Work(
             folder=self.checkpoint_id,
             rank=rank,
-            images=images,
+            layouts=layouts,
             parts=_parts_of(items, copies=self._snapshots),
             num_bytes=items.payload_bytes,
             writers=self._options.writers,
@@ -178,11 +176,11 @@ class AsyncWriter:
             error = StorageError("The process that was to write ended early", uri=self.checkpoint_id)
             return _wrap_exception(error)
         report.unlink()
-        return self._items.results(outcome) if isinstance(outcome, RankShare) else _wrap_exception(outcome)
+        return self._items.results(outcome) if isinstance(outcome, WrittenShare) else _wrap_exception(outcome)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator: make it a checkpoint, now that all ranks have written."""
-        seal = seal_of(metadata, results, self.storage_meta(), save_id="")
+        seal = build_seal(metadata, results, self.storage_meta(), save_id="")
         storage = open_here(self.checkpoint_id)
         found = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
         require_complete(found, seal.sizes, storage.uri)
@@ -205,7 +203,7 @@ def _parts_of(items: RankItems, *, copies: bool) -> dict[str, list[bytes | torch
     return items.contents(bytes, part_of)
 
 
-def _written(work: Work) -> RankShare:
+def _written(work: Work) -> WrittenShare:
     payloads = {
         file: [
             payload_of_tensor(each) if isinstance(each, torch.Tensor) else payload_of_bytes(each)
@@ -213,16 +211,16 @@ def _written(work: Work) -> RankShare:
         ]
         for file, of_file in work.parts.items()
     }
-    share = Share(
+    share = SaveShare(
         rank=work.rank,
-        images=work.images,
+        layouts=work.layouts,
         payloads=payloads,
         payload_bytes=work.num_bytes,
         paths={},
         plan_s=0.0,
     )
-    settings = pipe_settings(work.images, work.writers, work.staging_bytes)
+    settings = pipe_settings(work.layouts, work.writers, work.staging_bytes)
     memory = StagingMemory(work.staging_bytes)
-    staged = Staged(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
+    staged = StagedFiles(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
     storage = open_here(work.folder, rank=work.rank)
     return staged.write_to(prefer_direct_access(storage), lambda name: name)

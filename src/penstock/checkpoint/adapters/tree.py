@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future
 from contextlib import closing
 from dataclasses import dataclass
 from socket import gethostname
@@ -16,22 +18,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from penstock.checkpoint.commit.catalog import open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, open_parent
 from penstock.checkpoint.commit.transaction import SaveTarget, write_and_commit
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
-from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
-from penstock.checkpoint.loading.loader import Loader
-from penstock.checkpoint.state.process_group import Members
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
+from penstock.checkpoint.loading.loader import CheckpointLoader
+from penstock.checkpoint.state.process_group import RankGroup
 from penstock.checkpoint.state.tensors import is_tensor
 from penstock.cluster.comm import SoloComm
 from penstock.errors import DataDamaged, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Executor, Future
-
-    from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.formats.checkpoint_source import Opened
     from penstock.checkpoint.saving.saver import Saver
 
 TREE_NAME: Final = "penstock.tree"
@@ -73,9 +70,9 @@ def join(taken_apart: Split) -> Any:
     return tree
 
 
-def alone() -> Members:
+def alone() -> RankGroup:
     """Membership of this process and no other, whatever process groups there are."""
-    return Members(SoloComm(gethostname()))
+    return RankGroup(SoloComm(gethostname()))
 
 
 def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> Future[None]:
@@ -84,13 +81,13 @@ def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> F
     The state may change when this returns.
     """
     storage, name = open_parent(path)
-    members = alone()
-    prepared = saver.prepare(_as_saved(state), members, SaveChoice())
+    group = alone()
+    prepared = saver.prepare(_as_saved(state), group, SaveChoice())
     staged = prepared.stage("copy")
     target = SaveTarget(storage=storage, name=name, facts={})
 
     def finish() -> None:
-        write_and_commit(prepared, staged, target, members.comm, timeout_s=TIMEOUT_S)
+        write_and_commit(prepared, staged, target, group.comm, timeout_s=TIMEOUT_S)
 
     # A state larger than the memory for copies is staged only while it is being written.
     future = worker.submit(finish)
@@ -101,10 +98,10 @@ def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> F
 def save_tree(state: Any, path: AnyPath, saver: Saver) -> None:
     """Save a state as one checkpoint, from this process alone; committed when this returns."""
     storage, name = open_parent(path)
-    members = alone()
-    prepared = saver.prepare(_as_saved(state), members, SaveChoice())
+    group = alone()
+    prepared = saver.prepare(_as_saved(state), group, SaveChoice())
     target = SaveTarget(storage=storage, name=name, facts={})
-    write_and_commit(prepared, prepared.stage("commit"), target, members.comm, timeout_s=TIMEOUT_S)
+    write_and_commit(prepared, prepared.stage("commit"), target, group.comm, timeout_s=TIMEOUT_S)
 
 
 def load_tree(path: AnyPath, *, device: Any = "cpu", trust: bool = False) -> Any:
@@ -113,14 +110,14 @@ def load_tree(path: AnyPath, *, device: Any = "cpu", trust: bool = False) -> Any
     `UsageError` for a checkpoint that has no tree. Without `trust`, the tree must be plain data.
     """
     opened = open_checkpoint(path)
-    if TREE_NAME not in {one.name for one in opened.contents.objects}:
+    if TREE_NAME not in {one.name for one in opened.index.objects}:
         raise UsageError(
             f"{opened.uri} is a checkpoint, but does not say what it was made of",
             fix="Load it into a state that has the parts wanted, with penstock.checkpoint.loading.",
         )
     state: dict[str, Any] = {TREE_NAME: None, **_room(opened, device)}
-    with closing(Loader()) as loader:
-        loader.load_opened(state, opened, alone(), LoadChoice(trust=trust))
+    with closing(CheckpointLoader()) as loader:
+        loader.load_from(state, opened, alone(), LoadChoice(trust=trust))
     try:
         tree, paths = state.pop(TREE_NAME)
         return join(Split(tree, state, dict(paths)))
@@ -133,10 +130,10 @@ def _as_saved(state: Any) -> dict[str, Any]:
     return {**parts.tensors, TREE_NAME: (parts.tree, tuple(parts.paths.items()))}
 
 
-def _room(opened: Opened, device: Any) -> dict[str, torch.Tensor]:
+def _room(opened: CheckpointSource, device: Any) -> dict[str, torch.Tensor]:
     return {
         facts.name: torch.empty(facts.shape, dtype=getattr(torch, facts.dtype), device=device)
-        for facts in opened.contents.tensors
+        for facts in opened.index.tensors
     }
 
 

@@ -7,44 +7,23 @@ and the pointer `latest` is for people and other programs: nothing here ever rea
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from penstock.errors import Unavailable
-from penstock.storage.capabilities import find_folder_tree, find_local_root
-from penstock.storage.uri import parse_uri
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from penstock.storage import Storage
-
-from typing import TYPE_CHECKING
-
-from penstock.checkpoint.commit.folder_commit import FolderCatalog
-from penstock.checkpoint.commit.protocol import Catalog
-from penstock.checkpoint.commit.record_commit import RecordCatalog
-
-if TYPE_CHECKING:
-    from penstock.storage import Storage
-
 import logging
 import os
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
-from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.formats.checksums import sum_of
-from penstock.checkpoint.formats.manifest import read_manifest
-from penstock.errors import StorageError, UsageError
+from penstock.checkpoint.commit.folder_commit import FolderCatalog
+from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Catalog, Committed
+from penstock.checkpoint.commit.record_commit import RecordCatalog
+from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
+from penstock.errors import StorageError, Unavailable, UsageError
+from penstock.storage import Storage
+from penstock.storage.capabilities import find_folder_tree, find_local_root
 from penstock.storage.protocol import read_object, write_object
-from penstock.storage.uri import open_here
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.commit.protocol import Committed
-    from penstock.storage import Storage
-
+from penstock.storage.uri import open_here, parse_uri
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +60,7 @@ class CheckpointRef:
         except (StorageError, Unavailable) as error:
             logger.info("%s is incomplete: %s", self.uri, error)
             return False
-        return sum_of(metadata) == manifest.metadata_sum and all(
+        return checksum_of(metadata) == manifest.metadata_sum and all(
             sizes.get(self.key(file.name)) == file.size_bytes for file in manifest.files
         )
 

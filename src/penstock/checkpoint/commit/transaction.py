@@ -12,6 +12,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,15 +23,13 @@ from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, Draft
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
 from penstock.cluster.comm import all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import PenstockError, StorageError
+from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access, require_conditional_writes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from penstock.checkpoint.engine import PreparedSave, RankShare, ShareStats, StagedSave, Urgency
+    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, Urgency, WrittenShare
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
-    from penstock.storage import Storage
 
 
 logger = logging.getLogger(__name__)
@@ -165,7 +164,7 @@ def write_and_commit(
     timeout_s: float,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[Committed, tuple[ShareStats, ...]]:
+) -> tuple[Committed, tuple[RankSaveStats, ...]]:
     """Write what is staged and commit it; the statistics of each rank, in rank order. Collective."""
     with ExitStack() as undo:
         undo.callback(staged.cancel)
@@ -193,14 +192,14 @@ def write_into(
     timeout_s: float,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[Committed, tuple[ShareStats, ...]]:
+) -> tuple[Committed, tuple[RankSaveStats, ...]]:
     """`write_and_commit` in a transaction that has begun; abandons it on failure. Collective."""
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         undo.callback(transaction.abandon)
-        share: RankShare | None = None
+        share: WrittenShare | None = None
 
-        def write() -> ShareStats:
+        def write() -> RankSaveStats:
             nonlocal share
             share = staged.write_to(transaction.data_storage, transaction.key, progress)
             return share.stats

@@ -17,19 +17,26 @@ import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.formats.checksums import sum_of
-from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes
+from penstock.checkpoint.formats.dcp_item import open_item, payload_in, tensor_bytes, undo_transforms
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, Path, read_metadata
-from penstock.checkpoint.formats.manifest import Manifest, SummedContents, read_manifest, with_manifest
-from penstock.checkpoint.formats.objects import unpack
+from penstock.checkpoint.formats.manifest import (
+    Bytes,
+    ChecksummedIndex,
+    Manifest,
+    checksum_of,
+    join_manifest,
+    read_manifest,
+)
+from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.formats.safetensors import (
     INDEX_NAME,
+    build_index,
     check_index,
-    contents_of,
     read_header,
     read_index,
 )
 from penstock.checkpoint.formats.torch_save import (
+    ReadRange,
     TorchSaveArchive,
     is_plain,
     read_archive,
@@ -37,19 +44,15 @@ from penstock.checkpoint.formats.torch_save import (
     tensors_inside,
     with_elements,
 )
-from penstock.checkpoint.state.regions import UNKNOWN, Contents, StoredObject
+from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, StoredObject
 from penstock.cluster.comm import all_gather_results, run_on_all_ranks
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
+from penstock.storage import Storage
 from penstock.storage.in_memory import MemorySource
-from penstock.storage.protocol import WrappedStorage, exists, read_object
+from penstock.storage.protocol import Source, WrappedStorage, exists, read_object
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.formats.checksums import Bytes
-    from penstock.checkpoint.formats.restricted_pickle import TensorRef
-    from penstock.checkpoint.formats.torch_save import ReadRange
     from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
-    from penstock.storage.protocol import Source
 
 
 class Format(StrEnum):
@@ -62,7 +65,7 @@ class Format(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Opened:
+class CheckpointSource:
     """A checkpoint that was looked into. Reading tensors is up to the caller: ranges of `key(file)`."""
 
     uri: str
@@ -70,10 +73,10 @@ class Opened:
     storage: Storage
     folder: str
     """Where its files lie below the storage's root; empty for the root itself."""
-    contents: Contents
+    index: CheckpointIndex
     paths: Mapping[str, Path] = field(default_factory=dict)
     """Where each name stands in the nested state; names that are missing stand at the top."""
-    summed: SummedContents | None = None
+    summed: ChecksummedIndex | None = None
     """With checksums, where a manifest has them."""
     manifest: Manifest | None = None
     metadata: DcpMetadata | None = None
@@ -85,17 +88,17 @@ class Opened:
 
     def shape(self, row: int) -> tuple[int, ...]:
         """Of one stored box."""
-        boxes = self.contents.stored.boxes
-        return boxes.box(row, len(self.contents.tensors[int(boxes.tensor[row])].shape))[1]
+        regions = self.index.stored.regions
+        return regions.region(row, len(self.index.tensors[int(regions.tensor[row])].shape))[1]
 
     def payload_in(self, row: int, head: Bytes) -> int | None:
         """Where in a row's item its payload begins, by the item's first bytes; None: see `tensor_bytes`."""
-        stored = self.contents.stored
+        stored = self.index.stored
         if stored.packed[row]:
             return None
         if stored.payload_offset[row] != UNKNOWN:
             return int(stored.payload_offset[row] - stored.item_offset[row])
-        dtype = self.contents.tensors[int(stored.boxes.tensor[row])].dtype
+        dtype = self.index.tensors[int(stored.regions.tensor[row])].dtype
         return payload_in(head, int(stored.item_bytes[row]), dtype, self.shape(row))
 
     def tensor_bytes(self, row: int, item: Bytes) -> memoryview:
@@ -103,15 +106,15 @@ class Opened:
         if self.archive is not None:
             return row_major(self.archive.strided[row], memoryview(item))
         descriptors = self.metadata.descriptors(row) if self.metadata else ()
-        dtype = self.contents.tensors[int(self.contents.stored.boxes.tensor[row])].dtype
+        dtype = self.index.tensors[int(self.index.stored.regions.tensor[row])].dtype
         return tensor_bytes(item, dtype, self.shape(row), descriptors=descriptors, where=self.where(row))
 
     def where(self, row: int) -> str:
         """How messages name a row's item: file, tensor and range."""
-        stored = self.contents.stored
+        stored = self.index.stored
         begin = int(stored.item_offset[row])
-        file = self.contents.files[int(stored.file[row])]
-        name = self.contents.tensors[int(stored.boxes.tensor[row])].name
+        file = self.index.files[int(stored.file[row])]
+        name = self.index.tensors[int(stored.regions.tensor[row])].name
         return f"{self.uri}, {file}, {name}, bytes {begin} to {begin + int(stored.item_bytes[row])}"
 
     def descriptors(self, stored: StoredObject) -> tuple[str, ...]:
@@ -121,7 +124,7 @@ class Opened:
     def read_object_item(self, stored: StoredObject) -> bytearray:
         """An object's item as it lies in its file."""
         item = bytearray(stored.size_bytes)
-        with closing(self.storage.open(self.key(self.contents.files[stored.file]))) as source:
+        with closing(self.storage.open(self.key(self.index.files[stored.file]))) as source:
             source.read_into(stored.offset, memoryview(item))
         return item
 
@@ -131,7 +134,7 @@ class Opened:
             return with_elements(self.archive.values[stored.name], self._inner_elements)
         where = f"{self.uri}, {stored.name}"
         item, descriptors = self.read_object_item(stored), self.descriptors(stored)
-        plain = memoryview(unpack(item, descriptors, where) if descriptors else item)
+        plain = memoryview(undo_transforms(item, descriptors, where) if descriptors else item)
         archive = open_item(plain, where)
 
         def elements(tensor: TensorRef) -> bytearray:
@@ -147,13 +150,13 @@ class Opened:
         where = f"{self.uri}, {stored.name}"
         descriptors = self.descriptors(stored)
         item = self.read_object_item(stored)
-        return open_item(unpack(item, descriptors, where) if descriptors else item, where).value
+        return open_item(undo_transforms(item, descriptors, where) if descriptors else item, where).value
 
     def value(self, stored: StoredObject, *, trust: bool = False) -> Any:
         """An object as it was saved. Without `trust`, `UsageError` for one whose reading could run code."""
         where = f"{self.uri}, {stored.name}"
         if self.archive is None:
-            from penstock.checkpoint.formats.objects import load_object  # noqa: PLC0415 - it loads torch
+            from penstock.checkpoint.formats.dcp_item import load_object  # noqa: PLC0415 - it loads torch
 
             item, descriptors = self.read_object_item(stored), self.descriptors(stored)
             return load_object(item, stored.name, descriptors=descriptors, trust=trust, where=where)
@@ -166,7 +169,7 @@ class Opened:
             )
         if not tensors_inside(value):
             return value
-        from penstock.checkpoint.formats.objects import with_tensors  # noqa: PLC0415 - it loads torch
+        from penstock.checkpoint.formats.dcp_item import with_tensors  # noqa: PLC0415 - it loads torch
 
         return with_tensors(value, self._inner_elements)
 
@@ -175,26 +178,26 @@ class Opened:
         assert self.archive is not None, "only archives have values that refer to records"
         offset, size_bytes = self.archive.records[tensor.storage.key]
         record = bytearray(size_bytes)
-        with closing(self.storage.open(self.key(self.contents.files[0]))) as source:
+        with closing(self.storage.open(self.key(self.index.files[0]))) as source:
             source.read_into(offset, memoryview(record))
         return bytearray(row_major(tensor, memoryview(record)))
 
 
-def open_checkpoint(path: AnyPath, *, rank: int = 0) -> Opened:
+def open_checkpoint(path: AnyPath, *, rank: int = 0) -> CheckpointSource:
     """Open the checkpoint at a path or URI: a folder, or one file of `torch.save` or safetensors."""
     storage, name = open_parent(path, rank=rank)
-    uri = uri_of(storage, name)
+    uri = checkpoint_uri(storage, name)
     if _is_file(storage, name):
         return _open_file(storage, name, uri)
-    return open_folder(storage, folder_of(storage, name), uri)
+    return open_folder(storage, find_folder(storage, name), uri)
 
 
-def uri_of(storage: Storage, name: str) -> str:
+def checkpoint_uri(storage: Storage, name: str) -> str:
     """How messages name a checkpoint."""
     return f"{storage.uri}{name}" if storage.uri.endswith("/") else f"{storage.uri}/{name}"
 
 
-def folder_of(storage: Storage, name: str) -> str:
+def find_folder(storage: Storage, name: str) -> str:
     """Where the files of the checkpoint called `name` lie: a commit may have put them elsewhere."""
     try:
         return open_catalog(storage).find(name).folder
@@ -202,7 +205,7 @@ def folder_of(storage: Storage, name: str) -> str:
         return name
 
 
-def open_folder(storage: Storage, folder: str, uri: str) -> Opened:
+def open_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
     """Open the checkpoint whose files lie in a folder of a storage."""
     metadata_key = f"{folder}/{METADATA_NAME}" if folder else METADATA_NAME
     try:
@@ -223,9 +226,9 @@ def _is_file(storage: Storage, name: str) -> bool:
     return True
 
 
-def _open_dcp(storage: Storage, folder: str, uri: str, content: bytearray) -> Opened:
+def _open_dcp(storage: Storage, folder: str, uri: str, content: bytearray) -> CheckpointSource:
     manifest = _manifest(storage, folder, uri)
-    if manifest is not None and (len(content), sum_of(content)) != (
+    if manifest is not None and (len(content), checksum_of(content)) != (
         manifest.metadata_bytes,
         manifest.metadata_sum,
     ):
@@ -235,15 +238,15 @@ def _open_dcp(storage: Storage, folder: str, uri: str, content: bytearray) -> Op
             fix="Load an older checkpoint.",
         )
     metadata = read_metadata(content, f"{uri}/{METADATA_NAME}")
-    summed = with_manifest(metadata.contents, manifest, uri) if manifest is not None else None
+    summed = join_manifest(metadata.index, manifest, uri) if manifest is not None else None
     if summed is not None:
-        metadata = replace(metadata, contents=summed.contents)
-    return Opened(
+        metadata = replace(metadata, index=summed.index)
+    return CheckpointSource(
         uri=uri,
         format=Format.DCP,
         storage=storage,
         folder=folder,
-        contents=metadata.contents,
+        index=metadata.index,
         paths=metadata.paths,
         summed=summed,
         manifest=manifest,
@@ -260,29 +263,29 @@ def _manifest(storage: Storage, folder: str, uri: str) -> Manifest | None:
     return read_manifest(content, f"{uri}/{MANIFEST_NAME}")
 
 
-def _open_file(storage: Storage, name: str, uri: str) -> Opened:
+def _open_file(storage: Storage, name: str, uri: str) -> CheckpointSource:
     """One file: an archive by its first bytes, else safetensors."""
-    with opened_source(storage, name) as (source, read):
+    with open_ranges(storage, name) as (source, read):
         if source.size_bytes >= 4 and bytes(read(0, 2)) in (b"PK", b"\x80\x02"):
             archive = read_archive(read, source.size_bytes, name, uri)
-            return Opened(
+            return CheckpointSource(
                 uri=uri,
                 format=Format.TORCH_SAVE,
                 storage=storage,
                 folder="",
-                contents=archive.contents,
+                index=archive.index,
                 paths=archive.paths,
                 archive=archive,
             )
         tensors = read_header(read, source.size_bytes, uri)
-    contents = contents_of([(name, tensors)], uri)
-    return Opened(uri=uri, format=Format.SAFETENSORS, storage=storage, folder="", contents=contents)
+    index = build_index([(name, tensors)], uri)
+    return CheckpointSource(uri=uri, format=Format.SAFETENSORS, storage=storage, folder="", index=index)
 
 
-def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Opened:
+def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> CheckpointSource:
     index_key = f"{folder}/{INDEX_NAME}" if folder else INDEX_NAME
-    index = read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
-    names = sorted(set(index.values())) if index is not None else _safetensors_names(storage, folder)
+    file_of = read_index(read_object(storage, index_key), uri) if exists(storage, index_key) else None
+    names = sorted(set(file_of.values())) if file_of is not None else _safetensors_names(storage, folder)
     if not names:
         raise ObjectNotFound(
             "There is no checkpoint here: neither .metadata nor safetensors files",
@@ -291,12 +294,12 @@ def _open_safetensors_folder(storage: Storage, folder: str, uri: str) -> Opened:
         )
     files = []
     for name in names:
-        with opened_source(storage, f"{folder}/{name}" if folder else name) as (source, read):
+        with open_ranges(storage, f"{folder}/{name}" if folder else name) as (source, read):
             files.append((name, read_header(read, source.size_bytes, f"{uri}/{name}")))
-    contents = contents_of(files, uri)
-    if index is not None:
-        check_index(index, contents, f"{uri}/{INDEX_NAME}")
-    return Opened(uri=uri, format=Format.SAFETENSORS, storage=storage, folder=folder, contents=contents)
+    index = build_index(files, uri)
+    if file_of is not None:
+        check_index(file_of, index, f"{uri}/{INDEX_NAME}")
+    return CheckpointSource(uri=uri, format=Format.SAFETENSORS, storage=storage, folder=folder, index=index)
 
 
 def _safetensors_names(storage: Storage, folder: str) -> list[str]:
@@ -306,7 +309,7 @@ def _safetensors_names(storage: Storage, folder: str) -> list[str]:
 
 
 @contextmanager
-def opened_source(storage: Storage, key: str) -> Iterator[tuple[Source, ReadRange]]:
+def open_ranges(storage: Storage, key: str) -> Iterator[tuple[Source, ReadRange]]:
     """An object, and ranges of it as bytes; a range beyond its end is damage."""
     with closing(storage.open(key)) as source:
 
@@ -323,7 +326,7 @@ def opened_source(storage: Storage, key: str) -> Iterator[tuple[Source, ReadRang
         yield source, read
 
 
-def require_dcp(opened: Opened) -> DcpMetadata:
+def require_dcp(opened: CheckpointSource) -> DcpMetadata:
     """The metadata of a distributed checkpoint; `UsageError` for other formats."""
     if opened.metadata is None:
         raise UsageError(f"{opened.uri} is no distributed checkpoint but {opened.format}")
@@ -347,7 +350,7 @@ class DescribedStorage(WrappedStorage):
         return MemorySource(np.frombuffer(content, dtype=np.uint8), self.uri, self.counters)
 
 
-def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Opened:
+def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> CheckpointSource:
     """Open the checkpoint in a folder; collective. Formats without `.metadata` are opened by each rank."""
 
     def read() -> dict[str, bytes | None]:
@@ -363,7 +366,7 @@ def open_together(storage: Storage, folder: str, uri: str, comm: Comm) -> Opened
     )
 
 
-def open_path_together(path: AnyPath, comm: Comm) -> Opened:
+def open_path_together(path: AnyPath, comm: Comm) -> CheckpointSource:
     """Open any path or URI that can hold a checkpoint, one file of `torch.save` among them; collective."""
     return run_on_all_ranks(
         comm,

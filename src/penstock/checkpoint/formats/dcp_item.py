@@ -1,28 +1,133 @@
-"""Items of `.distcp` files: one `torch.save` archive per stored region, written and located without torch.
+"""Items of `.distcp` files: one `torch.save` archive per stored region or object, perhaps compressed.
 
 An item is `prefix + payload + suffix`: the archive that `torch.save` could have written of one contiguous
-tensor. Invariant: our payloads are aligned to 4 KiB, so they move with direct I/O; in items of other writers
-a payload offset is only given where the bytes from there on are the tensor's own, in row-major order.
+tensor. Items are written and located without torch, which is imported only to unpickle objects. An item
+behind a stream transform (compression) has no aligned payload and is read whole. Invariants: our payloads are
+aligned to 4 KiB, so they can be moved with direct I/O; in items of other writers a payload offset is given
+only where the bytes from there on are the tensor's own, in row-major order; and no code of a checkpoint runs
+unless the caller says `trust`.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import pickle
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.formats.dtypes import ElementType, contiguous_strides, element_type
-from penstock.checkpoint.formats.objects import unpack
+from penstock.checkpoint.formats.restricted_pickle import TensorRef
 from penstock.checkpoint.formats.torch_save import TorchSaveArchive, read_archive, row_major
-from penstock.checkpoint.state.regions import UNKNOWN
-from penstock.errors import DataDamaged
+from penstock.checkpoint.state.regions import UNKNOWN, ElementType, contiguous_strides, element_type
+from penstock.errors import DataDamaged, Unavailable, UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.formats.checksums import Bytes
+    from penstock.checkpoint.formats.manifest import Bytes
+
+
+ZSTD: Final = "stream.zstd/1"
+"""The one transform that torch has built in."""
+
+
+def apply_transforms(content: Bytes, descriptors: Sequence[str]) -> bytes:
+    """`content` through the transforms in their order, the first one innermost."""
+    packed = bytes(content)
+    for descriptor in descriptors:
+        _require_known(descriptor, UsageError)
+        packed = _compressed(packed)
+    return packed
+
+
+def undo_transforms(content: Bytes, descriptors: Sequence[str], where: str) -> bytes:
+    """What `content` was before its transforms; `Unavailable` names one that is unknown here."""
+    plain = bytes(content)
+    for descriptor in descriptors:
+        _require_known(descriptor, Unavailable)
+        plain = _decompressed(plain, where)
+    return plain
+
+
+def require_known_transforms(descriptors: Sequence[str]) -> None:
+    """Raise `UsageError` unless all can be written here."""
+    for descriptor in descriptors:
+        _require_known(descriptor, UsageError)
+
+
+def _require_known(descriptor: str, error: type[UsageError | Unavailable]) -> None:
+    name, _, version = descriptor.partition("/")
+    if name != "stream.zstd" or version.partition(".")[0] != "1":
+        raise error(
+            f"The stream transform {descriptor!r} is unknown here",
+            fix=f"Known is {ZSTD}. Load checkpoints of other extensions with torch and its extension.",
+        )
+
+
+def _compressed(content: bytes) -> bytes:
+    import zstandard  # noqa: PLC0415 - takes 20 ms, and few checkpoints are compressed
+
+    packed = io.BytesIO()
+    with zstandard.ZstdCompressor().stream_writer(packed, closefd=False) as stream:
+        stream.write(content)
+    return packed.getvalue()
+
+
+def _decompressed(content: bytes, where: str) -> bytes:
+    import zstandard  # noqa: PLC0415 - as above
+
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(content) as stream:
+            return stream.readall()
+    except zstandard.ZstdError as error:
+        raise DataDamaged(f"A compressed item cannot be unpacked: {error}", where=where) from error
+
+
+def load_object(item: Bytes, name: str, *, descriptors: Sequence[str] = (), trust: bool, where: str) -> Any:
+    """The object of one item. Without `trust`, a `UsageError` names what torch does not know as harmless."""
+    import torch  # noqa: PLC0415 - the rest of this module serves programs without torch
+
+    plain = io.BytesIO(undo_transforms(item, descriptors, where) if descriptors else item)
+    try:
+        return torch.load(plain, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        if trust:
+            raise DataDamaged(f"The object {name} cannot be unpickled: {error}", where=where) from error
+        reason = str(error).partition("WeightsUnpickler error:")[2].strip().split("\n")[0]
+        raise UsageError(
+            f"The object {name} is more than data: {reason or error}",
+            where=where,
+            fix="If you trust whoever wrote this checkpoint, load it with trust=True: that runs its code.",
+        ) from error
+    except (RuntimeError, EOFError, ValueError, TypeError, LookupError, AttributeError, ImportError) as error:
+        raise DataDamaged(f"The object {name} cannot be read: {error}", where=where) from error
+
+
+def with_tensors(value: Any, elements: Callable[[TensorRef], bytearray]) -> Any:
+    """A value with real tensors for those it refers to; `elements` gives theirs in row-major order."""
+    if isinstance(value, TensorRef):
+        import torch  # noqa: PLC0415 - see `load_object`
+
+        dtype = getattr(torch, value.dtype)
+        content = elements(value)
+        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return flat.reshape(value.shape)
+    if isinstance(value, Mapping):
+        return type(value)((key, with_tensors(inner, elements)) for key, inner in value.items())  # type: ignore[call-arg]
+    if isinstance(value, list | tuple):
+        return type(value)(with_tensors(inner, elements) for inner in value)
+    return value
+
+
+def object_bytes(value: Any, *, descriptors: Sequence[str] = ()) -> bytes:
+    """An object as the item that stock torch reads."""
+    import torch  # noqa: PLC0415 - see `load_object`
+
+    item = io.BytesIO()
+    torch.save(value, item)
+    return apply_transforms(item.getvalue(), descriptors) if descriptors else item.getvalue()
 
 
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -265,13 +370,13 @@ def tensor_bytes(
     item: Bytes, dtype: str, shape: Sequence[int], *, descriptors: Sequence[str] = (), where: str
 ) -> memoryview:
     """A tensor's elements in row-major order, from its whole item; `DataDamaged` if it is another tensor."""
-    plain = memoryview(unpack(item, descriptors, where) if descriptors else item)
+    plain = memoryview(undo_transforms(item, descriptors, where) if descriptors else item)
     archive = open_item(plain, where)
-    facts = archive.contents.tensors
+    facts = archive.index.tensors
     if [(one.dtype, one.shape) for one in facts] != [(dtype, tuple(shape))]:
         held = ", ".join(f"{one.dtype}{list(one.shape)}" for one in facts) or "no tensor"
         raise DataDamaged(f"An item should hold {dtype}{list(shape)} and holds {held}", where=where)
-    stored = archive.contents.stored
+    stored = archive.index.stored
     if stored.payload_offset[0] != UNKNOWN:
         begin = int(stored.payload_offset[0])
         return plain[begin : begin + facts[0].size_bytes]

@@ -7,24 +7,26 @@ file name leaves the checkpoint's folder; and only names that torch's own metada
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from penstock.checkpoint.formats.dtypes import element_type
-from penstock.checkpoint.formats.restricted_pickle import read_pickle, without_collections
+from penstock.checkpoint.formats.restricted_pickle import read_pickle
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
-    Boxes,
-    Contents,
+    CheckpointIndex,
     Ints,
-    StoredBoxes,
+    Regions,
     StoredObject,
+    StoredRegions,
     TensorFacts,
+    element_type,
 )
 from penstock.errors import AccessRefused, DataDamaged, UsageError
 from penstock.storage.uri import check_key
@@ -41,7 +43,7 @@ VERSION = "1.0.0"
 class DcpMetadata:
     """All that a `.metadata` says."""
 
-    contents: Contents
+    index: CheckpointIndex
     paths: Mapping[str, Path] = field(default_factory=dict)
     transforms: tuple[Descriptors, ...] = ((),)
     row_transform: Ints | None = None
@@ -58,7 +60,7 @@ class DcpMetadata:
 
 def read_metadata(content: bytes | bytearray | memoryview, where: str) -> DcpMetadata:
     """Parse a `.metadata` that torch 2.x or we wrote; `where` names it in errors."""
-    with without_collections():
+    with paused_garbage_collection():
         return _read(content, where)
 
 
@@ -92,14 +94,14 @@ class _Parsing:
         self._objects: list[StoredObject] = []
         self._object_transforms: dict[str, Descriptors] = {}
         self._places = {
-            (index.fqn, getattr(index, "offset", None)): place for index, place in root.storage_data.items()
+            (key.fqn, getattr(key, "offset", None)): place for key, place in root.storage_data.items()
         }
 
     def result(self) -> DcpMetadata:
         parts, places = self._walk()
-        boxes = self._boxes(parts)
-        stored = StoredBoxes(
-            boxes,
+        regions = self._boxes(parts)
+        stored = StoredRegions(
+            regions,
             file=_column(self._file_number(place) for place in places),
             item_offset=_column(place.offset for place in places),
             item_bytes=_column(place.length for place in places),
@@ -112,7 +114,7 @@ class _Parsing:
             stored.packed[:] = row_transform > 0
         meta = getattr(self._root, "storage_meta", None)
         return DcpMetadata(
-            contents=Contents(tuple(self._tensors), stored, tuple(self._objects), self._file_names()),
+            index=CheckpointIndex(tuple(self._tensors), stored, tuple(self._objects), self._file_names()),
             paths=_paths(getattr(self._root, "planner_data", None)),
             transforms=tuple(self._transforms),
             row_transform=row_transform if len(self._transforms) > 1 else None,
@@ -184,7 +186,7 @@ class _Parsing:
                 ) from error
         return tuple(self._files)
 
-    def _boxes(self, parts: list[tuple[int, Any]]) -> Boxes:
+    def _boxes(self, parts: list[tuple[int, Any]]) -> Regions:
         width = max((len(facts.shape) for facts in self._tensors), default=0)
         offsets = np.zeros((len(parts), width), dtype=np.int64)
         sizes = np.ones((len(parts), width), dtype=np.int64)
@@ -195,25 +197,25 @@ class _Parsing:
             chosen = [parts[row][1] for row in rows.tolist()]
             offsets[rows, :num_dims] = _rows((chunk.offsets for chunk in chosen), len(chosen), num_dims)
             sizes[rows, :num_dims] = _rows((chunk.sizes for chunk in chosen), len(chosen), num_dims)
-        self._check_boxes(Boxes(tensor, offsets, sizes))
-        return Boxes(tensor, offsets, sizes)
+        self._check_boxes(Regions(tensor, offsets, sizes))
+        return Regions(tensor, offsets, sizes)
 
-    def _check_boxes(self, boxes: Boxes) -> None:
-        shapes = np.ones((len(self._tensors), boxes.num_dims), dtype=np.int64)
+    def _check_boxes(self, regions: Regions) -> None:
+        shapes = np.ones((len(self._tensors), regions.num_dims), dtype=np.int64)
         for number, facts in enumerate(self._tensors):
             shapes[number, : len(facts.shape)] = facts.shape
-        ends = boxes.offsets + boxes.sizes
-        wrong = ((boxes.offsets < 0) | (boxes.sizes < 0) | (ends > shapes[boxes.tensor])).any(axis=1)
+        ends = regions.offsets + regions.sizes
+        wrong = ((regions.offsets < 0) | (regions.sizes < 0) | (ends > shapes[regions.tensor])).any(axis=1)
         for row in np.flatnonzero(wrong)[:1].tolist():
-            facts = self._tensors[int(boxes.tensor[row])]
-            offsets, sizes = boxes.box(row, len(facts.shape))
+            facts = self._tensors[int(regions.tensor[row])]
+            offsets, sizes = regions.region(row, len(facts.shape))
             part = f"A part of {facts.name} at {list(offsets)}, {list(sizes)} large"
             _refuse(f"{part}, is not in its {list(facts.shape)}", self._where)
 
-    def _check_items(self, stored: StoredBoxes) -> None:
+    def _check_items(self, stored: StoredRegions) -> None:
         wrong = (stored.item_offset < 0) | (stored.item_bytes < 0)
         for row in np.flatnonzero(wrong)[:1].tolist():
-            name = self._tensors[int(stored.boxes.tensor[row])].name
+            name = self._tensors[int(stored.regions.tensor[row])].name
             _refuse(
                 f"{name} lies at {stored.item_offset[row]}, {stored.item_bytes[row]} bytes long", self._where
             )
@@ -290,13 +292,13 @@ class _Pickling:
         self._after_index = b"\x85Rub"
         self._info = known["info"] + b")\x81}(" + words["relative_path"]
         self._word = words
-        contents = metadata.contents
-        self._names = [self._remember(_text(facts.name)) for facts in contents.tensors]
-        self._object_names = [self._remember(_text(stored.name)) for stored in contents.objects]
-        self._files = [self._remember(_text(name)) for name in contents.files]
+        index = metadata.index
+        self._names = [self._remember(_text(facts.name)) for facts in index.tensors]
+        self._object_names = [self._remember(_text(stored.name)) for stored in index.objects]
+        self._files = [self._remember(_text(name)) for name in index.files]
         self._dtypes = {
             name: self._remember(_global("torch", name))
-            for name in dict.fromkeys(facts.dtype for facts in contents.tensors)
+            for name in dict.fromkeys(facts.dtype for facts in index.tensors)
         }
 
     def _remember(self, value: bytes) -> bytes:
@@ -324,11 +326,11 @@ class _Pickling:
 
     def _state(self) -> list[bytes]:
         """Each name, and for a tensor its properties, shape and parts."""
-        contents = self._metadata.contents
-        chunks = self._chunks(contents.stored.boxes)
+        index = self._metadata.index
+        chunks = self._chunks(index.stored.regions)
         parts: list[bytes] = []
         word = self._word
-        for number, facts in enumerate(contents.tensors):
+        for number, facts in enumerate(index.tensors):
             parts += (self._names[number], self._tensor, self._before_dtype, self._dtypes[facts.dtype])
             parts += (self._after_dtype, word["size"], self._size, _dimensions(facts.shape), b"\x85R")
             parts += (word["chunks"], b"](", *chunks[number], b"eub")
@@ -336,13 +338,13 @@ class _Pickling:
             parts += (name, self._object)
         return parts
 
-    def _chunks(self, boxes: Boxes) -> list[list[bytes]]:
+    def _chunks(self, regions: Regions) -> list[list[bytes]]:
         """Each tensor's parts, in the order of the rows."""
-        tensors = self._metadata.contents.tensors
+        tensors = self._metadata.index.tensors
         by_tensor: list[list[bytes]] = [[] for _ in tensors]
         opening, between = self._chunk, b"\x85R" + self._word["sizes"] + self._size
         dims = [len(facts.shape) for facts in tensors]
-        rows = zip(boxes.tensor.tolist(), boxes.offsets.tolist(), boxes.sizes.tolist(), strict=True)
+        rows = zip(regions.tensor.tolist(), regions.offsets.tolist(), regions.sizes.tolist(), strict=True)
         for number, offsets, sizes in rows:
             width = dims[number]
             begin, extent = _dimensions(tuple(offsets[:width])), _dimensions(tuple(sizes[:width]))
@@ -350,9 +352,9 @@ class _Pickling:
         return by_tensor
 
     def _planner_data(self) -> list[bytes]:
-        contents = self._metadata.contents
-        remembered = {facts.name: name for facts, name in zip(contents.tensors, self._names, strict=True)}
-        remembered |= {one.name: name for one, name in zip(contents.objects, self._object_names, strict=True)}
+        index = self._metadata.index
+        remembered = {facts.name: name for facts, name in zip(index.tensors, self._names, strict=True)}
+        remembered |= {one.name: name for one, name in zip(index.objects, self._object_names, strict=True)}
         parts: list[bytes] = []
         for name, path in self._metadata.paths.items():
             parts += (remembered.get(name) or _text(name), _path(path))
@@ -361,7 +363,7 @@ class _Pickling:
     def _objects_stored(self) -> list[bytes]:
         parts: list[bytes] = []
         transforms = self._metadata.object_transforms
-        for name, one in zip(self._object_names, self._metadata.contents.objects, strict=True):
+        for name, one in zip(self._object_names, self._metadata.index.objects, strict=True):
             parts += (self._index, name, _text("index"), b"Nub")
             parts += (self._info, self._files[one.file], self._word["offset"], _number(one.offset))
             parts += (self._word["length"], _number(one.size_bytes))
@@ -369,16 +371,16 @@ class _Pickling:
         return parts
 
     def _boxes_stored(self) -> list[bytes]:
-        stored = self._metadata.contents.stored
+        stored = self._metadata.index.stored
         if not len(stored):
             return []
         begin = [self._index + name + self._index_offset for name in self._names]
         middle = self._after_index + self._info
         files, word = self._files, self._word
-        dims = [len(facts.shape) for facts in self._metadata.contents.tensors]
+        dims = [len(facts.shape) for facts in self._metadata.index.tensors]
         columns = (
-            stored.boxes.tensor,
-            stored.boxes.offsets,
+            stored.regions.tensor,
+            stored.regions.offsets,
             stored.file,
             stored.item_offset,
             stored.item_bytes,
@@ -439,3 +441,15 @@ def _dimensions(numbers: tuple[int, ...]) -> bytes:
 
 def _path(path: Path) -> bytes:
     return b"(" + b"".join(_text(key) if isinstance(key, str) else _number(key) for key in path) + b"t"
+
+
+@contextmanager
+def paused_garbage_collection() -> Iterator[None]:
+    """Without the garbage collector, which takes as long as the reading itself for a million records."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

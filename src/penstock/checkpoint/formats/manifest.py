@@ -1,24 +1,27 @@
-"""`penstock.json`: every byte of a checkpoint, with a checksum for each item.
+"""`penstock.json`, the manifest: every byte of a checkpoint, with an XXH3-128 checksum for each item.
 
-Rank 0 writes it when all files are durable, and before `.metadata`. Invariant: each byte of a checkpoint is
-covered by exactly one thing: an item's checksum, a gap between items (zeros), the checksum of `.metadata`, or
-this file's own.
+Rank 0 writes it when all files are durable, and before `.metadata`. A checksum is 16 bytes, in the order that
+`xxhsum -H2` prints them; it detects damage, not forgery. Invariant: each byte of a checkpoint is covered
+once: by an item's checksum, a gap between items (zeros), the checksum of `.metadata` or the manifest's own.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock import __version__
-from penstock.checkpoint.formats.checksums import SUM_BYTES, sum_of
-from penstock.checkpoint.state.regions import UNKNOWN, Contents, Ints
+from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Ints
 from penstock.errors import AccessRefused, DataDamaged, Unavailable
+from penstock.storage import Storage
+from penstock.storage.aligned import aligned_buffer
 from penstock.storage.uri import check_key
 
 if TYPE_CHECKING:
@@ -26,9 +29,53 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.engine import WrittenFile
 
+
+SUM_BYTES = 16
+BLOCK_BYTES = 16 << 20
+
+Bytes = bytes | bytearray | memoryview
+
+
+class RunningChecksum(Protocol):
+    """A sum that grows with the bytes it is given, in order."""
+
+    def update(self, data: Bytes, /) -> None:
+        """Add the next bytes."""
+
+    def digest(self) -> bytes:
+        """The sum of all bytes so far."""
+
+
+def start_checksum() -> RunningChecksum:
+    """The sum of nothing yet."""
+    return xxhash.xxh3_128()
+
+
+def checksum_of(*buffers: Bytes) -> bytes:
+    """The sum of `buffers`, one after another."""
+    total = start_checksum()
+    for buffer in buffers:
+        total.update(buffer)
+    return total.digest()
+
+
+def checksum_object(storage: Storage, key: str, seen: Callable[[int], None] | None = None) -> bytes:
+    """The sum of one object, read block by block; `seen` is called with the bytes of each."""
+    total = start_checksum()
+    with closing(storage.open(key)) as source:
+        block = aligned_buffer(max(1, min(BLOCK_BYTES, source.size_bytes)))
+        for start in range(0, source.size_bytes, BLOCK_BYTES):
+            part = block[: min(BLOCK_BYTES, source.size_bytes - start)]
+            source.read_into(start, part)
+            total.update(part)
+            if seen is not None:
+                seen(part.nbytes)
+    return total.digest()
+
+
 Fact = str | int | float | bool | None
 
-VERSION: Final = 1
+MANIFEST_VERSION: Final = 1
 _OPENING: Final = b'{"format":"penstock.checkpoint","xxh3_128":"'
 """Every manifest begins so; the hexadecimal sum of all other bytes follows."""
 _HEX: Final = 2 * SUM_BYTES
@@ -84,7 +131,7 @@ class Manifest:
 def manifest_bytes(manifest: Manifest) -> bytes:
     """The file, its own sum included."""
     document = {
-        "version": VERSION,
+        "version": MANIFEST_VERSION,
         "step": manifest.step,
         "save_id": manifest.save_id,
         "written_by": manifest.written_by,
@@ -110,7 +157,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     }
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True, check_circular=False)
     rest = b'",' + text.encode()[1:] + b"\n"
-    return _OPENING + sum_of(_OPENING, rest).hex().encode() + rest
+    return _OPENING + checksum_of(_OPENING, rest).hex().encode() + rest
 
 
 class _Strict(BaseModel):
@@ -181,7 +228,7 @@ def read_manifest(content: bytes | bytearray | memoryview, where: str) -> Manife
 def _check_own_sum(content: bytes, where: str) -> None:
     end = len(_OPENING) + _HEX
     said = content[len(_OPENING) : end]
-    if not content.startswith(_OPENING) or said != sum_of(_OPENING, content[end:]).hex().encode():
+    if not content.startswith(_OPENING) or said != checksum_of(_OPENING, content[end:]).hex().encode():
         raise DataDamaged(
             "The manifest is not as it was written: its own checksum differs",
             where=where,
@@ -196,7 +243,7 @@ def _unreadable(content: bytes, error: ValidationError, where: str) -> DataDamag
     if place == "version":
         version: Any = json.loads(content).get("version")
         return Unavailable(
-            f"The manifest has version {version}, this Penstock knows {VERSION}",
+            f"The manifest has version {version}, this Penstock knows {MANIFEST_VERSION}",
             where=where,
             fix="Read it with the version that wrote it, or a newer one.",
         )
@@ -234,8 +281,8 @@ def _columns(items: _Items) -> Iterable[list[int]]:
     return items.name, items.offset, items.size_bytes, items.payload_offset
 
 
-def manifest_of(
-    contents: Contents,
+def build_manifest(
+    index: CheckpointIndex,
     files: Sequence[WrittenFile],
     metadata: bytes,
     *,
@@ -245,19 +292,19 @@ def manifest_of(
     mesh: Mapping[str, int] | None = None,
     facts: Mapping[str, Fact] | None = None,
 ) -> Manifest:
-    """The manifest of what was written: `contents` as `metadata` tells them, `files` as ranks report them.
+    """The manifest of what was written: `index` as `metadata` tells them, `files` as ranks report them.
 
-    This is the check of coverage, too: an item that `contents` know and no file has, or the other way round,
+    This is the check of coverage, too: an item that `index` know and no file has, or the other way round,
     is a `DataDamaged` that names it.
     """
-    names = (*(facts.name for facts in contents.tensors), *(stored.name for stored in contents.objects))
+    names = (*(facts.name for facts in index.tensors), *(stored.name for stored in index.objects))
     by_name = {file.name: file for file in files if len(file.item_offset)}
-    missing = set(contents.files) ^ set(by_name)
+    missing = set(index.files) ^ set(by_name)
     if missing:
         raise DataDamaged(f"Planned and written files differ: {', '.join(sorted(missing)[:5])}")
-    items = _ItemTable(contents)
+    items = _ItemTable(index)
     entries = []
-    for number, name in enumerate(contents.files):
+    for number, name in enumerate(index.files):
         file = by_name[name]
         rows = items.match(number, name, file.item_offset, file.item_bytes)
         entries.append(
@@ -279,30 +326,30 @@ def manifest_of(
         mesh=mesh or {},
         facts=facts or {},
         metadata_bytes=len(metadata),
-        metadata_sum=sum_of(metadata),
+        metadata_sum=checksum_of(metadata),
         names=names,
         files=tuple(entries),
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SummedContents:
+class ChecksummedIndex:
     """A checkpoint's contents with what its manifest adds: where payloads are, and each item's sum."""
 
-    contents: Contents
+    index: CheckpointIndex
     sums: NDArray[np.uint8]
     """(rows of `contents.stored`, 16): of the item as it lies in the file, its envelope included."""
     object_sums: tuple[bytes, ...]
 
 
-def with_manifest(contents: Contents, manifest: Manifest, where: str) -> SummedContents:
+def join_manifest(index: CheckpointIndex, manifest: Manifest, where: str) -> ChecksummedIndex:
     """Join what `.metadata` and the manifest say of one checkpoint; `DataDamaged` where they disagree."""
-    items = _ItemTable(contents)
+    items = _ItemTable(index)
     by_name = {file.name: file for file in manifest.files}
-    num_rows = len(contents.stored)
+    num_rows = len(index.stored)
     payload = np.full(len(items.name), UNKNOWN, dtype=np.int64)
     sums = np.zeros((len(items.name), SUM_BYTES), dtype=np.uint8)
-    for number, name in enumerate(contents.files):
+    for number, name in enumerate(index.files):
         file = by_name.get(name)
         if file is None:
             raise DataDamaged(f"The manifest does not know the file {name}", where=where)
@@ -310,27 +357,27 @@ def with_manifest(contents: Contents, manifest: Manifest, where: str) -> SummedC
         payload[rows] = file.payload_offset
         sums[rows] = np.frombuffer(file.sums, dtype=np.uint8).reshape(-1, SUM_BYTES)
     # A packed item has no payload of its own, wherever the manifest says that it begins.
-    known = np.where(contents.stored.packed, UNKNOWN, payload[:num_rows])
-    stored = replace(contents.stored, payload_offset=known)
-    return SummedContents(
-        replace(contents, stored=stored),
+    known = np.where(index.stored.packed, UNKNOWN, payload[:num_rows])
+    stored = replace(index.stored, payload_offset=known)
+    return ChecksummedIndex(
+        replace(index, stored=stored),
         sums[:num_rows],
-        tuple(sums[num_rows + number].tobytes() for number in range(len(contents.objects))),
+        tuple(sums[num_rows + number].tobytes() for number in range(len(index.objects))),
     )
 
 
 class _ItemTable:
     """All items of some contents, boxes first, then objects: found by file and offset."""
 
-    def __init__(self, contents: Contents) -> None:
-        objects, stored = contents.objects, contents.stored
-        numbers = np.arange(len(objects), dtype=np.int64) + len(contents.tensors)
-        self.name = np.concatenate([stored.boxes.tensor, numbers])
+    def __init__(self, index: CheckpointIndex) -> None:
+        objects, stored = index.objects, index.stored
+        numbers = np.arange(len(objects), dtype=np.int64) + len(index.tensors)
+        self.name = np.concatenate([stored.regions.tensor, numbers])
         self._file = np.concatenate([stored.file, _ints(one.file for one in objects)])
         self._offset = np.concatenate([stored.item_offset, _ints(one.offset for one in objects)])
         self._bytes = np.concatenate([stored.item_bytes, _ints(one.size_bytes for one in objects)])
         self._order = np.lexsort((self._bytes, self._offset, self._file))
-        self._begins = np.searchsorted(self._file[self._order], np.arange(len(contents.files) + 1))
+        self._begins = np.searchsorted(self._file[self._order], np.arange(len(index.files) + 1))
 
     def match(self, file: int, file_name: str, offsets: Ints, sizes: Ints) -> Ints:
         """The rows of a file's items, whose offsets and sizes must be these, in order."""

@@ -7,20 +7,18 @@ the stand-ins in this module.
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from penstock.checkpoint.formats.dtypes import BY_STORAGE, ELEMENT_TYPES, element_type
+from penstock.checkpoint.state.regions import BY_STORAGE, ELEMENT_TYPES, element_type
 from penstock.errors import DataDamaged
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.formats.checksums import Bytes
+    from penstock.checkpoint.formats.manifest import Bytes
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -55,7 +53,7 @@ _CALLED: dict[tuple[str, str], Callable[..., Any]] = {
 """Callables, and what stands in for them."""
 
 
-class Pickled:
+class PickledRecord:
     """An instance of one of torch's records: its attributes, as they were pickled."""
 
     kind: str
@@ -100,7 +98,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         self._known: dict[tuple[str, str], Any] = dict(_CALLED)
         for module, name in _RECORDS:
             # Plain attribute dictionaries are filled several times faster without a method of our own.
-            bases = (Pickled,) if name in ("TensorProperties", "Metadata") else (object,)
+            bases = (PickledRecord,) if name in ("TensorProperties", "Metadata") else (object,)
             self._known[module, name] = type(name, bases, {"kind": name})
 
     def find_class(self, module: str, name: str) -> Any:
@@ -119,18 +117,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: object) -> NoReturn:  # noqa: ARG002 - pickle's interface
         """Metadata refers to nothing outside itself."""
         raise DataDamaged("It refers to something outside of itself", where=self._where)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Without the garbage collector, which takes as long as the reading itself for a million records."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from penstock.checkpoint.formats.dtypes import BY_SAFETENSORS
-from penstock.checkpoint.state.regions import Contents, StoredBoxes, TensorFacts, whole_boxes
+from penstock.checkpoint.state.regions import (
+    BY_SAFETENSORS,
+    CheckpointIndex,
+    StoredRegions,
+    TensorFacts,
+    whole_regions,
+)
 from penstock.errors import DataDamaged, Unavailable
 
 if TYPE_CHECKING:
@@ -101,7 +106,7 @@ def _facts(name: str, entry: _Entry, where: str) -> TensorFacts:
     return TensorFacts(name, kind.name, tuple(entry.shape), kind.size_bytes)
 
 
-def contents_of(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> Contents:
+def build_index(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str) -> CheckpointIndex:
     """One checkpoint of several files. A tensor that two files hold is damage."""
     tensors = [stored for _, of_file in files for stored in of_file]
     facts = tuple(stored.facts for stored in tensors)
@@ -113,15 +118,15 @@ def contents_of(files: Sequence[tuple[str, Sequence[StoredTensor]]], where: str)
     offsets = np.array([stored.offset for stored in tensors], dtype=np.int64)
     sizes = np.array([one.size_bytes for one in facts], dtype=np.int64)
     file = np.repeat(np.arange(len(files)), [len(of_file) for _, of_file in files])
-    stored_boxes = StoredBoxes(
-        whole_boxes(facts),
+    stored_boxes = StoredRegions(
+        whole_regions(facts),
         file=file.astype(np.int64),
         item_offset=offsets,
         item_bytes=sizes,
         payload_offset=offsets,
         packed=np.zeros(len(facts), dtype=np.bool_),
     )
-    return Contents(facts, stored_boxes, (), tuple(name for name, _ in files))
+    return CheckpointIndex(facts, stored_boxes, (), tuple(name for name, _ in files))
 
 
 def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
@@ -133,16 +138,16 @@ def read_index(content: bytes | bytearray, where: str) -> Mapping[str, str]:
         raise DataDamaged(f"This index tells no file for each tensor: {error}", where=where) from error
 
 
-def check_index(index: Mapping[str, str], contents: Contents, where: str) -> None:
-    """Every tensor lies in the file that the index says, and no tensor is missing."""
-    held = {
-        facts.name: contents.files[int(file)]
-        for facts, file in zip(contents.tensors, contents.stored.file, strict=True)
+def check_index(file_of: Mapping[str, str], index: CheckpointIndex, where: str) -> None:
+    """Raise `DataDamaged` unless every tensor is in the file that the Hugging Face index names."""
+    actual = {
+        facts.name: index.files[int(file)]
+        for facts, file in zip(index.tensors, index.stored.file, strict=True)
     }
-    wrong = [name for name, file in index.items() if held.get(name) != file]
+    wrong = [name for name, file in file_of.items() if actual.get(name) != file]
     if wrong:
         raise DataDamaged(
-            f"{len(wrong)} tensors are not in the files that the index names, {wrong[0]} for one",
+            f"{len(wrong)} tensors are not in the files that the index names, for example {wrong[0]}",
             where=where,
-            fix="A file is missing or from another checkpoint; fetch them again.",
+            fix="A file is missing or belongs to another checkpoint; fetch the files again.",
         )

@@ -14,16 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.formats.dtypes import contiguous_strides, element_type
 from penstock.checkpoint.formats.restricted_pickle import Opaque, TensorRef, read_torch_pickle
-from penstock.checkpoint.state.leaves import leaves_of
+from penstock.checkpoint.state.leaves import flatten_state
 from penstock.checkpoint.state.regions import (
     UNKNOWN,
-    Contents,
-    StoredBoxes,
+    CheckpointIndex,
     StoredObject,
+    StoredRegions,
     TensorFacts,
-    whole_boxes,
+    contiguous_strides,
+    element_type,
+    whole_regions,
 )
 from penstock.errors import DataDamaged, UsageError
 
@@ -152,7 +153,7 @@ SOLE_NAME: Final = "value"
 class TorchSaveArchive:
     """One archive: its contents, the values that are no tensors, and tensors that are not row-major."""
 
-    contents: Contents
+    index: CheckpointIndex
     paths: Mapping[str, Path]
     values: Mapping[str, Any]
     """By object name; `Opaque` where torch alone could say what it is."""
@@ -221,7 +222,7 @@ class _Archive:
 
 def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveArchive:
     state = value if isinstance(value, Mapping) else {SOLE_NAME: value}
-    leaves = leaves_of(state, lambda leaf: isinstance(leaf, TensorRef))
+    leaves = flatten_state(state, lambda leaf: isinstance(leaf, TensorRef))
     tensors = [leaf for leaf in leaves if isinstance(leaf.value, TensorRef)]
     others = [leaf for leaf in leaves if not isinstance(leaf.value, TensorRef)]
     facts = tuple(_facts(leaf.name, leaf.value) for leaf in tensors)
@@ -231,10 +232,10 @@ def _as_checkpoint(archive: _Archive, value: Any, file_name: str) -> TorchSaveAr
     pickle_offset = archive.offset("data.pkl")
     pickle_bytes = archive.record("data.pkl").size_bytes
     return TorchSaveArchive(
-        contents=Contents(
+        index=CheckpointIndex(
             facts,
-            StoredBoxes(
-                whole_boxes(facts),
+            StoredRegions(
+                whole_regions(facts),
                 file=np.zeros(len(places), dtype=np.int64),
                 item_offset=columns[:, 0],
                 item_bytes=columns[:, 1],

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,18 +27,15 @@ from penstock.checkpoint.levels.redundancy.parity_layout import build_layout, ch
 from penstock.checkpoint.levels.redundancy.recoverability import Assessment, assess
 from penstock.checkpoint.levels.redundancy.redundancy_record import GroupMember, GroupRecord, RecordedFile
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES, KeyOf, Protector
-from penstock.cluster.comm import all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results
+from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.process_id import current_process
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from penstock.checkpoint.engine import PreparedSave, RankShare, ShareStats, StagedSave
-    from penstock.cluster.comm import Comm
+    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
     from penstock.progress import Progress
-    from penstock.storage import Storage
 
 Result = TypeVar("Result")
 
@@ -50,12 +48,12 @@ class CachedSave:
 
     name: str
     save_id: str
-    shares: tuple[RankShare, ...]
+    shares: tuple[WrittenShare, ...]
     seal: Seal
     """Of the whole step, over all nodes."""
 
     @property
-    def stats(self) -> tuple[ShareStats, ...]:
+    def stats(self) -> tuple[RankSaveStats, ...]:
         """The statistics of each rank."""
         return tuple(share.stats for share in self.shares)
 
@@ -308,7 +306,9 @@ class CacheLevel:
             all_gather_results(self._comm, commit, awaiting=f"all nodes to commit {name}")
             undo.pop_all()
 
-    def _protect(self, draft: Draft, shares: Sequence[RankShare], scheme: Scheme) -> dict[int, GroupRecord]:
+    def _protect(
+        self, draft: Draft, shares: Sequence[WrittenShare], scheme: Scheme
+    ) -> dict[int, GroupRecord]:
         """Compute and write the parity of all groups; returns their records."""
         groups = self._groups[scheme]
         number = next(number for number, group in enumerate(groups) if self._comm.rank in group)
@@ -326,7 +326,7 @@ class CacheLevel:
             for each, plan in enumerate(plans)
         }
 
-    def _sealed(self, prepared: PreparedSave, shares: Sequence[RankShare], facts: dict[str, Any]) -> Seal:
+    def _sealed(self, prepared: PreparedSave, shares: Sequence[WrittenShare], facts: dict[str, Any]) -> Seal:
         return self._comm.broadcast(
             all_gather_results(
                 self._comm,
@@ -360,7 +360,7 @@ class CacheLevel:
 def _plan_record(
     draft: Draft,
     group: tuple[int, ...],
-    shares: Sequence[RankShare],
+    shares: Sequence[WrittenShare],
     scheme: Scheme,
     *,
     domains: tuple[str, ...],

@@ -8,37 +8,38 @@ what becomes durable was verified against its checksums first, and has the same 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.checkpoint.commit.catalog import parse_step, step_dirname
+from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.commit.transaction import begin_save
-from penstock.checkpoint.engine import RankShare, ShareStats, Urgency, WrittenFile
-from penstock.checkpoint.formats.checksums import sum_of, sum_of_object
-from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, read_manifest
+from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
+from penstock.checkpoint.engine import RankSaveStats, Urgency, WrittenFile, WrittenShare
+from penstock.checkpoint.formats.manifest import (
+    Manifest,
+    ManifestFile,
+    checksum_object,
+    checksum_of,
+    read_manifest,
+)
 from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, copy_files
-from penstock.checkpoint.levels.redundancy.recoverability import choose_home_rank
+from penstock.checkpoint.levels.redundancy.recoverability import Assessment, choose_home_rank
 from penstock.checkpoint.manager.user_files import parse_writer_rank
 from penstock.checkpoint.tools.verify import damage_in_files
 from penstock.cluster.comm import all_gather_results
 from penstock.errors import DataDamaged, RankFailed, StorageError
+from penstock.progress import Progress
+from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog
-    from penstock.checkpoint.commit.transaction import SaveTransaction
     from penstock.checkpoint.levels.cache import CacheLevel
-    from penstock.checkpoint.levels.redundancy.recoverability import Assessment
     from penstock.cluster.comm import Comm
-    from penstock.progress import Progress
-    from penstock.storage import Storage
 
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def _is_damaged(held: CheckpointRef, manifest: Manifest, found: Assessment, rank
     bad = [
         file.name
         for file in found.kept_by(rank)
-        if sum_of_object(prefer_direct_access(held.storage), held.key(file.name)).hex() != file.sum
+        if checksum_object(prefer_direct_access(held.storage), held.key(file.name)).hex() != file.sum
     ]
     for name in bad:
         logger.warning("%s: %s: its checksum differs", held.uri, name)
@@ -86,7 +87,7 @@ def _is_damaged(held: CheckpointRef, manifest: Manifest, found: Assessment, rank
 
 def _sound_manifest(held: CheckpointRef) -> Manifest:
     manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
-    if sum_of(read_object(held.storage, held.key(METADATA_NAME))) != manifest.metadata_sum:
+    if checksum_of(read_object(held.storage, held.key(METADATA_NAME))) != manifest.metadata_sum:
         raise DataDamaged("The checksum of its .metadata differs", where=held.uri)
     return manifest
 
@@ -126,7 +127,7 @@ class FetchedFiles:
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
-    ) -> RankShare:
+    ) -> WrittenShare:
         """Copy this rank's files."""
         copies = [
             FileCopy(from_key=self._stored.key(file.name), to_key=key_of(file.name)) for file in self._mine
@@ -137,13 +138,13 @@ class FetchedFiles:
         if progress is not None:
             progress.begin("bytes", size_bytes)
             progress.advance(size_bytes)
-        return RankShare(
+        return WrittenShare(
             rank=self._rank,
             files=tuple(map(_written, self._mine)),
-            stats=ShareStats(rank=self._rank, payload_bytes=size_bytes, file_bytes=size_bytes),
+            stats=RankSaveStats(rank=self._rank, payload_bytes=size_bytes, file_bytes=size_bytes),
         )
 
-    def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:  # noqa: ARG002 - as saved
+    def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:  # noqa: ARG002 - as saved
         """The manifest and metadata of the durable step."""
         metadata = bytes(read_object(self._stored.storage, self._stored.key(METADATA_NAME)))
         sizes = {file.name: file.size_bytes for file in self._all}

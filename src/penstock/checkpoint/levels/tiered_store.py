@@ -7,41 +7,37 @@ next before an older step is; a step that is to become durable stays in the cach
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.catalog import local_path, parse_step, step_dirname
+from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, parse_step, step_dirname
+from penstock.checkpoint.commit.protocol import Draft
+from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.flush.daemon_flusher import DaemonFlusher
-from penstock.checkpoint.levels.flush.flusher import TrainerFlusher, require_durable
+from penstock.checkpoint.levels.flush.flusher import Flusher, TrainerFlusher, require_durable
+from penstock.checkpoint.levels.options import Flush, Scheme
 from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares
 from penstock.checkpoint.levels.redundancy import gf256
-from penstock.checkpoint.manager.step_store import DurableStore, MissingCopy, StepCopy, select_steps
+from penstock.checkpoint.levels.redundancy.recoverability import Assessment
+from penstock.checkpoint.manager.step_store import DurableStore, MissingCopy, StepCopy, StepSlot, select_steps
 from penstock.cluster.comm import all_gather_results
 from penstock.errors import RankFailed, StorageError, UsageError
+from penstock.progress import Progress
+from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree
 from penstock.storage.uri import has_option, parse_uri
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from penstock.checkpoint.commit.catalog import CheckpointRef
-    from penstock.checkpoint.commit.protocol import Draft
-    from penstock.checkpoint.engine import PreparedSave, ShareStats, StagedSave
-    from penstock.checkpoint.levels.flush.flusher import Flusher
-    from penstock.checkpoint.levels.options import Flush, Scheme
-    from penstock.checkpoint.levels.redundancy.recoverability import Assessment
-    from penstock.checkpoint.manager.step_store import StepSlot
-    from penstock.checkpoint.state.process_group import Members
-    from penstock.progress import Progress
-    from penstock.storage import Storage
+    from penstock.checkpoint.state.process_group import RankGroup
 
 
 def open_flusher(
-    cache: CacheLevel, durable: DurableStore, members: Members, settings: Flush, *, path: str | None
+    cache: CacheLevel, durable: DurableStore, members: RankGroup, settings: Flush, *, path: str | None
 ) -> Flusher:
     """The flusher for these settings: the daemon of each node if it can, else the trainer. Collective.
 
@@ -83,7 +79,7 @@ logger = logging.getLogger(__name__)
 def open_tiered_store(
     plain: DurableStore,
     cache: Storage,
-    flushers: Members,
+    flushers: RankGroup,
     *,
     schemes: Sequence[Scheme],
     flush: Flush | None,
@@ -301,7 +297,7 @@ class CachedSlot:
 
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress
-    ) -> tuple[str, tuple[ShareStats, ...]]:
+    ) -> tuple[str, tuple[RankSaveStats, ...]]:
         """Protect and commit it, and hand it to the flusher if its turn has come."""
         with self._until:
             cached = self._store.save(self._draft, prepared, staged, progress, is_last=self._is_last)

@@ -8,24 +8,22 @@ that read that byte.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from penstock.checkpoint.loading.transport import Incoming, Outgoing
+from penstock.checkpoint.loading.transport import Incoming, Outbox, Outgoing
 from penstock.storage.aligned import copy_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from penstock.checkpoint.loading.reader import Part
-    from penstock.checkpoint.loading.transport import Outbox
     from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
-    from penstock.checkpoint.state.regions import Boxes, TensorFacts
+    from penstock.checkpoint.state.regions import Regions, TensorFacts
 
 Memory = "NDArray[np.uint8]"
 
@@ -116,7 +114,7 @@ class _Share:
     """A tensor's bytes on a device, which take each part as it comes: none is gathered in main memory."""
 
 
-class Landings:
+class Destinations:
     """The `Landing` of a load plan: `begins` says where each read's payload begins in its file."""
 
     def __init__(
@@ -136,7 +134,7 @@ class Landings:
         self._outbox = outbox
         self._messages = messages
         self._takes_any_address = takes_any_address
-        sizes = [self._num_bytes(plan.boxes, row) for row in range(len(plan.row))]
+        sizes = [self._num_bytes(plan.regions, row) for row in range(len(plan.row))]
         self._shares = [_Share(begin, size, size) for begin, size in zip(begins, sizes, strict=True)]
         self._local = _by_read(plan.local)
         self._sends = _by_read(plan.sends)
@@ -195,17 +193,17 @@ class Landings:
         if len(rows) != 1 or number in self._sends or not self._covers(rows[0], number):
             return None
         target = self._targets[int(self._plan.local.want[rows[0]])]
-        return target.straight_on_device(*self._box(self._plan.local.boxes, rows[0]))
+        return target.straight_on_device(*self._box(self._plan.local.regions, rows[0]))
 
     def _covers(self, row: int, number: int) -> bool:
-        return self._num_bytes(self._plan.local.boxes, row) == self._shares[number].num_bytes
+        return self._num_bytes(self._plan.local.regions, row) == self._shares[number].num_bytes
 
     def _own_memory(self, number: int) -> NDArray[np.uint8] | None:
         rows = self._local.get(number, ())
         for row in rows:
             if self._covers(row, number):
                 target = self._targets[int(self._plan.local.want[row])]
-                found = target.straight(*self._box(self._plan.local.boxes, row))
+                found = target.straight(*self._box(self._plan.local.regions, row))
                 if found is not None:
                     return found
         return None
@@ -214,15 +212,15 @@ class Landings:
         local, sends = self._plan.local, self._plan.sends
         for row in self._local.get(number, ()):
             target = self._targets[int(local.want[row])]
-            box = self._box(local.boxes, row)
+            region = self._box(local.regions, row)
             if share.is_own:
-                straight = target.straight(*box)
+                straight = target.straight(*region)
                 if straight is not None and _same_place(straight, memory):
                     continue
-            target.fill(*box, self._cut(number, memory, local.boxes, row))
+            target.fill(*region, self._cut(number, memory, local.regions, row))
         for row in self._sends.get(number, ()):
             message, offset = self._messages[row]
-            content = self._cut(number, memory, sends.boxes, row)
+            content = self._cut(number, memory, sends.regions, row)
             size = content.nbytes
             if size == message.size_bytes and content.flags.c_contiguous:
                 self._outbox.lend(message, content.reshape(-1).view(np.uint8), counts=not share.is_own)
@@ -231,25 +229,25 @@ class Landings:
                 np.copyto(place.view(content.dtype).reshape(content.shape), content)
             self._outbox.filled(message)
 
-    def _cut(self, number: int, memory: NDArray[np.uint8], boxes: Boxes, row: int) -> NDArray[Any]:
+    def _cut(self, number: int, memory: NDArray[np.uint8], regions: Regions, row: int) -> NDArray[Any]:
         """A box inside a share, as words of its element size."""
-        offsets, sizes = self._box(boxes, row)
-        own_offsets, own_sizes = self._box(self._plan.boxes, number)
-        words = memory.view(_word(self._facts(boxes, row).item_bytes)).reshape(own_sizes)
+        offsets, sizes = self._box(regions, row)
+        own_offsets, own_sizes = self._box(self._plan.regions, number)
+        words = memory.view(_word(self._facts(regions, row).item_bytes)).reshape(own_sizes)
         inside = tuple(
             slice(begin - own, begin - own + extent)
             for begin, own, extent in zip(offsets, own_offsets, sizes, strict=True)
         )
         return words[inside]
 
-    def _facts(self, boxes: Boxes, row: int) -> TensorFacts:
-        return self._tensors[int(boxes.tensor[row])]
+    def _facts(self, regions: Regions, row: int) -> TensorFacts:
+        return self._tensors[int(regions.tensor[row])]
 
-    def _box(self, boxes: Boxes, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return boxes.box(row, len(self._facts(boxes, row).shape))
+    def _box(self, regions: Regions, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return regions.region(row, len(self._facts(regions, row).shape))
 
-    def _num_bytes(self, boxes: Boxes, row: int) -> int:
-        return int(np.prod(boxes.sizes[row])) * self._facts(boxes, row).item_bytes
+    def _num_bytes(self, regions: Regions, row: int) -> int:
+        return int(np.prod(regions.sizes[row])) * self._facts(regions, row).item_bytes
 
 
 def _word(item_bytes: int) -> np.dtype[Any]:
@@ -322,23 +320,23 @@ class _Parcel:
     def straight(self) -> NDArray[np.uint8] | None:
         if len(self._rows) > 1:
             return None
-        target, box = self._place(self._rows[0])
-        return target.straight(*box)
+        target, region = self._place(self._rows[0])
+        return target.straight(*region)
 
     def unpack(self, memory: NDArray[np.uint8]) -> None:
         begin = 0
         for row, size in zip(self._rows, self._sizes, strict=True):
-            target, box = self._place(row)
+            target, region = self._place(row)
             content = memory[begin : begin + size]
             if content.ctypes.data % target.facts.item_bytes:
                 content = content.copy()
-            target.fill(*box, content.view(_word(target.facts.item_bytes)).reshape(box[1]))
+            target.fill(*region, content.view(_word(target.facts.item_bytes)).reshape(region[1]))
             begin += size
 
     def _place(self, row: int) -> tuple[Target, tuple[tuple[int, ...], tuple[int, ...]]]:
-        boxes = self._transfers.boxes
-        facts = self._tensors[int(boxes.tensor[row])]
-        return self._targets[int(self._transfers.want[row])], boxes.box(row, len(facts.shape))
+        regions = self._transfers.regions
+        facts = self._tensors[int(regions.tensor[row])]
+        return self._targets[int(self._transfers.want[row])], regions.region(row, len(facts.shape))
 
 
 def _ends(transfers: Transfers) -> list[tuple[int, int]]:
@@ -346,5 +344,5 @@ def _ends(transfers: Transfers) -> list[tuple[int, int]]:
 
 
 def _transfer_bytes(transfers: Transfers, row: int, tensors: Sequence[TensorFacts]) -> int:
-    item_bytes = tensors[int(transfers.boxes.tensor[row])].item_bytes
-    return int(np.prod(transfers.boxes.sizes[row])) * item_bytes
+    item_bytes = tensors[int(transfers.regions.tensor[row])].item_bytes
+    return int(np.prod(transfers.regions.sizes[row])) * item_bytes

@@ -15,14 +15,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.checkpoint.formats.checksums import RunningSum, running_sum
+from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import DataDamaged
 from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.protocol import Source
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
-    from penstock.storage.protocol import Source
 
 
 STEP_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class SummedItem:
     expected: bytes
 
 
-class Landing(Protocol):
+class SpanSink(Protocol):
     """Where the bytes of spans go; called from the reading threads."""
 
     def place(self, span: int, begin: int, end: int) -> memoryview | None:
@@ -120,11 +120,11 @@ class _Item:
     """An item being summed."""
 
     about: SummedItem
-    sum: RunningSum = field(default_factory=running_sum)
+    sum: RunningChecksum = field(default_factory=start_checksum)
     done_bytes: int = 0
 
 
-class Reading:
+class BlockReader:
     """One pass over some blocks."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Reading:
         spans: Sequence[Span],
         *,
         files: OpenFiles,
-        landing: Landing,
+        landing: SpanSink,
         items: Mapping[int, SummedItem],
         progress: Progress,
         wait_for_room: Callable[[], None],
@@ -317,7 +317,7 @@ class Block:
     """The first part's item began in the block before: that one is summed first."""
 
 
-def lay_out(spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int) -> list[Block]:
+def plan_blocks(spans: Sequence[Span], *, block_bytes: int, alignment_bytes: int) -> list[Block]:
     """Blocks for `spans`, which are sorted by file and beginning.
 
     Blocks begin at multiples of `alignment_bytes`, which `block_bytes` is one of as well; they end where the

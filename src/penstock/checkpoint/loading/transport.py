@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 UNSENT_BYTES = 256 << 20
 """Reading pauses while more than this waits to be sent."""
 
-AWAITED = "parts of the checkpoint that other ranks read"
+_AWAITED = "parts of the checkpoint that other ranks read"
 
 
 class Pending(Protocol):
@@ -134,7 +134,7 @@ class Outbox:
             self._lock.notify_all()
 
 
-def run_rounds(lines: Transport, outbox: Outbox, incoming: Sequence[Incoming], timeout_s: float) -> None:
+def run_rounds(item_index: Transport, outbox: Outbox, incoming: Sequence[Incoming], timeout_s: float) -> None:
     """Send and receive everything, in a thread of its own beside the reading ones.
 
     Raises `RankError` and its kinds where the connection breaks or nothing comes for `timeout_s`.
@@ -147,13 +147,13 @@ def run_rounds(lines: Transport, outbox: Outbox, incoming: Sequence[Incoming], t
         into.setdefault(awaited.in_round, []).append(awaited)
     for number in sorted(out.keys() | into.keys()):
         receiving = [
-            (awaited, *_begin_receive(lines, awaited))
+            (awaited, *_begin_receive(item_index, awaited))
             for awaited in sorted(into.get(number, ()), key=lambda each: each.number)
         ]
         sending = []
         for message in out.get(number, ()):
             memory = outbox.wait_filled(message)
-            sending.append((message, lines.send(message.peer, message.number, memory)))
+            sending.append((message, item_index.send(message.peer, message.number, memory)))
         for awaited, memory, pending in receiving:
             pending.wait(timeout_s)
             if awaited.memory is None:
@@ -163,11 +163,11 @@ def run_rounds(lines: Transport, outbox: Outbox, incoming: Sequence[Incoming], t
             outbox.sent(message)
 
 
-def _begin_receive(lines: Transport, awaited: Incoming) -> tuple[NDArray[np.uint8], Pending]:
+def _begin_receive(item_index: Transport, awaited: Incoming) -> tuple[NDArray[np.uint8], Pending]:
     memory = awaited.memory
     if memory is None:
         memory = np.empty(awaited.size_bytes, dtype=np.uint8)
-    return memory, lines.receive(awaited.peer, awaited.number, memory)
+    return memory, item_index.receive(awaited.peer, awaited.number, memory)
 
 
 FIRST_TAG = 1 << 20
@@ -185,11 +185,11 @@ class _GlooPending:
             self._work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             if time.monotonic() - started_s >= timeout_s:
-                raise WaitTimeout(f"{AWAITED}: rank {self._peer}", timeout_s) from error
+                raise WaitTimeout(f"{_AWAITED}: rank {self._peer}", timeout_s) from error
             raise _broken(self._peer, error) from error
 
 
-class GlooLines:
+class GlooTransport:
     """`Lines` of one group with a gloo part, a trainer's or our own; peers are ranks of the group."""
 
     def __init__(self, group: Any) -> None:

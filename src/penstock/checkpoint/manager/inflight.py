@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.engine import SaveCancelled
+from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, StagedSave
 from penstock.cluster.comm import format_cause
 from penstock.errors import PenstockError, RankFailed, UsageError, WaitTimeout
-from penstock.progress import Silent
+from penstock.progress import Progress, Silent
 from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.checkpoint.engine import ShareStats, StagedSave
     from penstock.cluster.comm import Comm
-    from penstock.progress import Progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +30,7 @@ class SaveReport:
 
     step: int
     uri: str
-    ranks: tuple[ShareStats, ...]
+    ranks: tuple[RankSaveStats, ...]
 
     @property
     def payload_bytes(self) -> int:

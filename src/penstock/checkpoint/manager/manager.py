@@ -10,13 +10,24 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.checkpoint.commit.catalog import StepCatalog, step_dirname
+from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, StepCatalog, step_dirname
 from penstock.checkpoint.commit.transaction import stage_on_all_ranks
-from penstock.checkpoint.engine import LoadChoice, SaveChoice
+from penstock.checkpoint.engine import (
+    Engine,
+    LoadChoice,
+    NamePatterns,
+    PreparedSave,
+    SaveChoice,
+    StagedSave,
+    State,
+    Urgency,
+)
 from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single
 from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
 from penstock.checkpoint.manager.inflight import (
@@ -27,31 +38,25 @@ from penstock.checkpoint.manager.inflight import (
     log_failure,
     start_lasting_worker,
 )
-from penstock.checkpoint.manager.save_policy import EVERY_STEP, SaveScheduler
+from penstock.checkpoint.manager.save_policy import EVERY_STEP, SavePolicy, SaveScheduler
 from penstock.checkpoint.manager.step_store import (
     DurableStore,
     RestoreSearch,
     SkippedStep,
+    StepCopy,
+    StepStore,
     build_restore_error,
     load_on_all_ranks,
 )
-from penstock.checkpoint.state.process_group import own_members
+from penstock.checkpoint.state.process_group import RankGroup, make_own_group
 from penstock.errors import RankError, UsageError
 from penstock.extras import explained_imports
+from penstock.progress import Progress
+from penstock.storage import Storage
 from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from types import TracebackType
-
-    from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef
-    from penstock.checkpoint.engine import Engine, Names, PreparedSave, StagedSave, State, Urgency
-    from penstock.checkpoint.manager.save_policy import SavePolicy
-    from penstock.checkpoint.manager.step_store import StepCopy, StepStore
     from penstock.checkpoint.manager.user_files import Restart, UserOutput
-    from penstock.checkpoint.state.process_group import Members
-    from penstock.progress import Progress
-    from penstock.storage import Storage
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long the slowest rank may take to write its share."""
@@ -108,7 +113,7 @@ class Manager:
         if keep is not None and keep < 1:
             raise UsageError(f"keep must be at least 1 or None, not {keep}", fix="None keeps all steps.")
         # Two groups: a background save must not wait for a foreground call of another rank, nor the reverse.
-        self._front, self._back = own_members(process_group), own_members(process_group)
+        self._front, self._back = make_own_group(process_group), make_own_group(process_group)
         self._front.comm.timeout_s = self._back.comm.timeout_s = timeout_s
         self._rank = self._front.comm.rank
         self._storage = _open_storage(durable, self._rank)
@@ -120,7 +125,7 @@ class Manager:
             self._store = _add_cache(
                 durable_store,
                 _open_storage(cache, self._rank),
-                own_members(process_group),
+                make_own_group(process_group),
                 redundancy,
                 flush=flush,
                 keep_cached=keep_cached,
@@ -165,7 +170,7 @@ class Manager:
         step: int,
         state: State,
         *,
-        only: Names | None = None,
+        only: NamePatterns | None = None,
         dtype: Any = None,
         progress: Progress | None = None,
     ) -> SaveReport:
@@ -184,7 +189,7 @@ class Manager:
         state: State,
         *,
         staging: Staging = "copied",
-        only: Names | None = None,
+        only: NamePatterns | None = None,
         dtype: Any = None,
         progress: Progress | None = None,
     ) -> SaveHandle:
@@ -239,8 +244,8 @@ class Manager:
         state: State,
         *,
         step: int | None = None,
-        only: Names | None = None,
-        exclude: Names | None = None,
+        only: NamePatterns | None = None,
+        exclude: NamePatterns | None = None,
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
         convert_dtypes: bool = False,
@@ -381,7 +386,7 @@ def _open_torch_engine(writers: int, separation_hint: str | None, staging_bytes:
 def _add_cache(
     durable: DurableStore,
     cache: Storage,
-    members: Members,
+    members: RankGroup,
     redundancy: Scheme | Sequence[Scheme],
     **choices: Any,
 ) -> StepStore:

@@ -9,22 +9,19 @@ error; whether a copy can be loaded is only known by loading it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from penstock.checkpoint.commit.catalog import StepCatalog, local_path, parse_step
-from penstock.checkpoint.commit.transaction import begin_save, write_into
+from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, local_path, parse_step
+from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save, write_into
 from penstock.cluster.comm import all_gather_results, format_cause, run_on_rank0
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from penstock.checkpoint.commit.catalog import CheckpointRef
-    from penstock.checkpoint.commit.transaction import SaveTransaction
-    from penstock.checkpoint.engine import PreparedSave, ShareStats, StagedSave
+    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
 
@@ -60,7 +57,7 @@ class StepSlot(Protocol):
 
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress
-    ) -> tuple[str, tuple[ShareStats, ...]]:
+    ) -> tuple[str, tuple[RankSaveStats, ...]]:
         """Write what is staged and commit it; its URI and the statistics of each rank. Collective."""
 
     def abandon(self) -> None:
@@ -150,7 +147,7 @@ class DurableSlot:
 
     def complete(
         self, prepared: PreparedSave, staged: StagedSave, progress: Progress
-    ) -> tuple[str, tuple[ShareStats, ...]]:
+    ) -> tuple[str, tuple[RankSaveStats, ...]]:
         """Write and commit, then apply retention."""
         store, step = self._store, parse_step(self._transaction.draft.name)
         committed, stats = write_into(

@@ -15,44 +15,49 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 
 from penstock import __version__
-from penstock.checkpoint.commit.catalog import local_path, parse_step, step_dirname
+from penstock.checkpoint.commit.catalog import CheckpointRef, local_path, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
-from penstock.checkpoint.engine import RankShare, ShareStats, WrittenFile
-from penstock.checkpoint.formats.checksums import sum_of, sum_of_object
+from penstock.checkpoint.engine import RankSaveStats, Urgency, WrittenFile, WrittenShare
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
-from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, manifest_bytes, read_manifest
+from penstock.checkpoint.formats.manifest import (
+    Manifest,
+    ManifestFile,
+    checksum_object,
+    checksum_of,
+    manifest_bytes,
+    read_manifest,
+)
 from penstock.checkpoint.levels.redundancy.recoverability import choose_home_rank
-from penstock.checkpoint.manager.step_store import RestoreSearch, build_restore_error, load_on_all_ranks
-from penstock.checkpoint.state.regions import Boxes, Contents, StoredBoxes
+from penstock.checkpoint.manager.step_store import (
+    RestoreSearch,
+    StepCopy,
+    StepSlot,
+    build_restore_error,
+    load_on_all_ranks,
+)
+from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
 from penstock.checkpoint.tools.verify import damage_in_files
 from penstock.cluster.comm import format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError
-from penstock.progress import Silent
+from penstock.progress import Progress, Silent
+from penstock.storage import Storage
 from penstock.storage.files.durable import sync_open_file
 from penstock.storage.protocol import read_object
 from penstock.storage.uri import check_key
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-    from types import TracebackType
-
-    from penstock.checkpoint.commit.catalog import CheckpointRef
-    from penstock.checkpoint.engine import Urgency
-    from penstock.checkpoint.manager.step_store import StepCopy, StepSlot
     from penstock.cluster.comm import Comm
-    from penstock.progress import Progress
-    from penstock.storage import Storage
 
 
 _CONTENT: Final = "content"
@@ -92,7 +97,7 @@ class UserFilesSave:
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
-    ) -> RankShare:
+    ) -> WrittenShare:
         """Make the files durable in place, then read and checksum them."""
         began_s = time.monotonic()
         sizes = [_sync_user_file(local_path(storage, key_of(name)), self._rank) for name in self._names]
@@ -103,19 +108,19 @@ class UserFilesSave:
             _checksum_file(storage, key_of(name), name, size_bytes, seen)
             for name, size_bytes in zip(self._names, sizes, strict=True)
         )
-        stats = ShareStats(
+        stats = RankSaveStats(
             rank=self._rank,
             payload_bytes=sum(sizes),
             file_bytes=sum(sizes),
             write_s=time.monotonic() - synced_s,
             sync_s=synced_s - began_s,
         )
-        return RankShare(rank=self._rank, files=files, stats=stats)
+        return WrittenShare(rank=self._rank, files=files, stats=stats)
 
-    def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
+    def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """A manifest of whole files, and metadata without tensors."""
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        metadata = metadata_bytes(DcpMetadata(contents=_empty_index(), save_id=save_id))
+        metadata = metadata_bytes(DcpMetadata(index=_empty_index(), save_id=save_id))
         manifest = Manifest(
             step=step if isinstance(step, int) else None,
             save_id=save_id,
@@ -123,7 +128,7 @@ class UserFilesSave:
             world_size=self._num_ranks,
             facts={_CONTENT: _FILES},
             metadata_bytes=len(metadata),
-            metadata_sum=sum_of(metadata),
+            metadata_sum=checksum_of(metadata),
             names=tuple(f"{_WRITER}{share.rank}" for share in shares),
             files=tuple(
                 _build_manifest_file(file, place)
@@ -175,7 +180,7 @@ def _checksum_file(storage: Storage, key: str, name: str, size_bytes: int, progr
         item_offset=np.zeros(1, dtype=np.int64),
         item_bytes=np.array([size_bytes], dtype=np.int64),
         payload_offset=np.zeros(1, dtype=np.int64),
-        sums=sum_of_object(storage, key, progress.advance),
+        sums=checksum_object(storage, key, progress.advance),
     )
 
 
@@ -191,18 +196,18 @@ def _build_manifest_file(file: WrittenFile, writer: int) -> ManifestFile:
     )
 
 
-def _empty_index() -> Contents:
+def _empty_index() -> CheckpointIndex:
     nothing = np.zeros(0, dtype=np.int64)
-    boxes = Boxes.concatenated([])
-    stored = StoredBoxes(
-        boxes,
+    regions = Regions.concatenated([])
+    stored = StoredRegions(
+        regions,
         file=nothing,
         item_offset=nothing,
         item_bytes=nothing,
         payload_offset=nothing,
         packed=np.zeros(0, dtype=np.bool_),
     )
-    return Contents((), stored, (), ())
+    return CheckpointIndex((), stored, (), ())
 
 
 InTurn = Callable[[Callable[[], Any]], Any]

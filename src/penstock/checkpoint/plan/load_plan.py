@@ -7,34 +7,26 @@ and that rank can open the file.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.state.regions import Boxes, Ints
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.checkpoint.plan.region_arithmetic import (
     RankSets,
-    box_table,
-    equal_rows,
-    overlaps,
-    ranges,
-    rank_sets,
-    share_out,
+    divide_among_ranks,
+    expand_ranges,
+    find_overlaps,
+    find_rank_sets,
+    group_equal_rows,
+    region_table,
     split_large,
 )
-from penstock.checkpoint.state.regions import Bools, Boxes, Ints, StoredBoxes
+from penstock.checkpoint.state.regions import Bools, Ints, Regions, StoredRegions
 from penstock.errors import PenstockError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-
-class NobodyCanRead(PenstockError):
+class UnreadableFile(PenstockError):
     """A wanted file can be opened by no rank; `file` counts in the checkpoint's files."""
 
     file: int
@@ -46,11 +38,11 @@ class _Pieces:
 
     want: Ints
     unit: Ints
-    boxes: Boxes
+    regions: Regions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Wishes:
+class _Requests:
     """Which rank wants which of the different wanted boxes, and as which of its rows; sorted by box."""
 
     want: Ints
@@ -65,29 +57,29 @@ class SharedLoadPlan:
     Shares are in the order of files and of positions in them.
     """
 
-    stored: StoredBoxes
+    stored: StoredRegions
     share_unit: Ints
     share_row: Ints
     """The row of `stored` that a share is of."""
-    share_boxes: Boxes
+    share_regions: Regions
     share_rank: Ints
     share_round: Ints
     pieces: _Pieces
-    wishes: _Wishes
+    wishes: _Requests
 
 
-def missing_elements(stored: Boxes, wanted: Boxes) -> Ints:
+def missing_elements(stored: Regions, wanted: Regions) -> Ints:
     """How many elements of each wanted box no stored box has."""
-    met = overlaps(wanted, stored)
+    met = find_overlaps(wanted, stored)
     found = np.zeros(len(wanted), dtype=np.int64)
-    np.add.at(found, met.left, met.boxes.num_elements)
+    np.add.at(found, met.left, met.regions.num_elements)
     return wanted.num_elements - found
 
 
-def share_loading(
-    stored: StoredBoxes,
+def plan_load(
+    stored: StoredRegions,
     item_bytes: Ints,
-    wanted: Sequence[Boxes],
+    wanted: Sequence[Regions],
     options: LoadOptions,
     *,
     readable: Bools | None = None,
@@ -97,43 +89,43 @@ def share_loading(
     `item_bytes` is by tensor number. `readable` says which rank (row) can open which file (column); without
     it all can open all. Elements that nobody stored are for `missing_elements` to find, not for this.
     """
-    every = Boxes.concatenated(wanted)
+    every = Regions.concatenated(wanted)
     ranks = np.repeat(np.arange(len(wanted)), [len(each) for each in wanted])
     rows = np.concatenate([np.arange(len(each)) for each in wanted])
-    groups = equal_rows(box_table(every))
+    groups = group_equal_rows(region_table(every))
     order = np.argsort(groups.number, kind="stable")
-    wishes = _Wishes(groups.number[order], ranks[order], rows[order])
+    wishes = _Requests(groups.number[order], ranks[order], rows[order])
 
-    met = overlaps(every.take(groups.first), stored.boxes)
-    source, boxes = _without_wide_gaps(
-        met.boxes, stored.boxes.take(met.right), item_bytes, options.min_gap_bytes
+    met = find_overlaps(every.take(groups.first), stored.regions)
+    source, regions = _without_wide_gaps(
+        met.regions, stored.regions.take(met.right), item_bytes, options.min_gap_bytes
     )
     want, row = met.left[source], met.right[source]
-    hulls = _hulls(boxes, stored.boxes.take(row))
-    units = equal_rows(np.concatenate([row[:, None], box_table(hulls)], axis=1))
+    hulls = _hulls(regions, stored.regions.take(row))
+    units = group_equal_rows(np.concatenate([row[:, None], region_table(hulls)], axis=1))
     by_unit = np.argsort(units.number, kind="stable")
-    pieces = _Pieces(want[by_unit], units.number[by_unit], boxes.take(by_unit))
-    unit_row, unit_boxes = row[units.first], hulls.take(units.first)
+    pieces = _Pieces(want[by_unit], units.number[by_unit], regions.take(by_unit))
+    unit_row, unit_regions = row[units.first], hulls.take(units.first)
 
     sets = _reader_sets(pieces, wishes, stored.file[unit_row], readable, len(units))
-    total = int(unit_boxes.num_bytes(item_bytes).sum())
-    shares = share_out(
-        unit_boxes, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
+    total = int(unit_regions.num_bytes(item_bytes).sum())
+    shares = divide_among_ranks(
+        unit_regions, item_bytes, sets, len(wanted), min_cut_bytes=_min_cut_bytes(total, len(wanted), options)
     )
     round_bytes = _round_bytes(sets, options)
-    part, parts = split_large(shares.boxes, item_bytes, round_bytes)
+    part, parts = split_large(shares.regions, item_bytes, round_bytes)
     share_unit = shares.source[part]
     share_row = unit_row[share_unit]
-    start = payload_starts(parts, stored.boxes.take(share_row))
+    start = payload_starts(parts, stored.regions.take(share_row))
     in_file = np.lexsort((start, stored.item_offset[share_row], stored.file[share_row]))
-    share_rank, share_boxes = shares.rank[part][in_file], parts.take(in_file)
+    share_rank, share_regions = shares.rank[part][in_file], parts.take(in_file)
     return SharedLoadPlan(
         stored=stored,
         share_unit=share_unit[in_file],
         share_row=share_row[in_file],
-        share_boxes=share_boxes,
+        share_regions=share_regions,
         share_rank=share_rank,
-        share_round=_rounds(share_rank, share_boxes.num_bytes(item_bytes), round_bytes),
+        share_round=_rounds(share_rank, share_regions.num_bytes(item_bytes), round_bytes),
         pieces=pieces,
         wishes=wishes,
     )
@@ -170,7 +162,7 @@ def _run_starts(is_first: Bools) -> Ints:
     return np.maximum.accumulate(np.where(is_first, np.arange(len(is_first)), 0))
 
 
-def payload_starts(inner: Boxes, outer: Boxes) -> Ints:
+def payload_starts(inner: Regions, outer: Regions) -> Ints:
     """Where, in elements, each inner box begins in the row-major payload of its outer box."""
     width = max(inner.num_dims, outer.num_dims)
     inner, outer = inner.widened(width), outer.widened(width)
@@ -180,72 +172,72 @@ def payload_starts(inner: Boxes, outer: Boxes) -> Ints:
     return np.asarray(((inner.offsets - outer.offsets) * strides).sum(axis=1))
 
 
-def _hulls(boxes: Boxes, outer: Boxes) -> Boxes:
-    """The smallest boxes around `boxes` that are contiguous in the payload of `outer`."""
+def _hulls(regions: Regions, outer: Regions) -> Regions:
+    """The smallest boxes around `regions` that are contiguous in the payload of `outer`."""
     width = outer.num_dims
-    boxes = boxes.widened(width)
-    offsets, sizes = boxes.offsets.copy(), boxes.sizes.copy()
-    varies = np.zeros(len(boxes), dtype=np.bool_)
+    regions = regions.widened(width)
+    offsets, sizes = regions.offsets.copy(), regions.sizes.copy()
+    varies = np.zeros(len(regions), dtype=np.bool_)
     for dim in range(width):
         # Behind the first dimension that varies, contiguous means whole.
         offsets[varies, dim] = outer.offsets[varies, dim]
         sizes[varies, dim] = outer.sizes[varies, dim]
-        varies |= boxes.sizes[:, dim] > 1
-    return Boxes(boxes.tensor, offsets, sizes)
+        varies |= regions.sizes[:, dim] > 1
+    return Regions(regions.tensor, offsets, sizes)
 
 
 def _without_wide_gaps(
-    boxes: Boxes, outer: Boxes, item_bytes: Ints, min_gap_bytes: int
-) -> tuple[Ints, Boxes]:
+    regions: Regions, outer: Regions, item_bytes: Ints, min_gap_bytes: int
+) -> tuple[Ints, Regions]:
     """Cut boxes that leave out much of each row of `outer` into rows, so that the gaps need not be read.
 
-    Also says which of `boxes` each part is of.
+    Also says which of `regions` each part is of.
     """
-    source = np.arange(len(boxes))
-    outer = outer.widened(max(boxes.num_dims, outer.num_dims))
-    boxes = boxes.widened(outer.num_dims)
-    for dim in range(boxes.num_dims - 1):
-        hulls = _hulls(boxes, outer.take(source))
-        varies_here = (boxes.sizes[:, :dim] == 1).all(axis=1) & (boxes.sizes[:, dim] > 1)
+    source = np.arange(len(regions))
+    outer = outer.widened(max(regions.num_dims, outer.num_dims))
+    regions = regions.widened(outer.num_dims)
+    for dim in range(regions.num_dims - 1):
+        hulls = _hulls(regions, outer.take(source))
+        varies_here = (regions.sizes[:, :dim] == 1).all(axis=1) & (regions.sizes[:, dim] > 1)
         gap_bytes = (
-            (hulls.num_elements - boxes.num_elements) // boxes.sizes[:, dim] * item_bytes[boxes.tensor]
+            (hulls.num_elements - regions.num_elements) // regions.sizes[:, dim] * item_bytes[regions.tensor]
         )
         cut = varies_here & (gap_bytes >= min_gap_bytes)
         if not cut.any():
             continue
-        count = np.where(cut, boxes.sizes[:, dim], 1)
-        owner, number = ranges(np.zeros(len(count), dtype=np.int64), count)
-        offsets, sizes = boxes.offsets[owner], boxes.sizes[owner]
+        count = np.where(cut, regions.sizes[:, dim], 1)
+        owner, number = expand_ranges(np.zeros(len(count), dtype=np.int64), count)
+        offsets, sizes = regions.offsets[owner], regions.sizes[owner]
         offsets[:, dim] += number
         sizes[cut[owner], dim] = 1
-        source, boxes = source[owner], Boxes(boxes.tensor[owner], offsets, sizes)
-    return source, boxes
+        source, regions = source[owner], Regions(regions.tensor[owner], offsets, sizes)
+    return source, regions
 
 
 def _reader_sets(
-    pieces: _Pieces, wishes: _Wishes, file: Ints, readable: Bools | None, num_units: int
+    pieces: _Pieces, wishes: _Requests, file: Ints, readable: Bools | None, num_units: int
 ) -> RankSets:
     """Which ranks may read each unit: those that want it and can; if none of them can, all that can.
 
     Works on sets of ranks, never on pairs of units and ranks: those are a billion where a thousand ranks all
     want a million units.
     """
-    by_want = rank_sets(wishes.want, wishes.rank, int(wishes.want[-1]) + 1 if len(wishes.want) else 0)
-    unions = rank_sets(pieces.unit, by_want.of_group[pieces.want], num_units)
+    by_want = find_rank_sets(wishes.want, wishes.rank, int(wishes.want[-1]) + 1 if len(wishes.want) else 0)
+    unions = find_rank_sets(pieces.unit, by_want.of_group[pieces.want], num_units)
     number = np.repeat(np.arange(len(unions)), unions.size)
-    owner, place = ranges(by_want.start[unions.members], by_want.size[unions.members])
-    wanting = rank_sets(number[owner], by_want.members[place], len(unions))
+    owner, place = expand_ranges(by_want.start[unions.members], by_want.size[unions.members])
+    wanting = find_rank_sets(number[owner], by_want.members[place], len(unions))
     of_unit = wanting.of_group[unions.of_group]
     if readable is None:
         return RankSets(of_unit, wanting.start, wanting.size, wanting.members)
-    kinds = equal_rows(np.stack([of_unit, file], axis=1))
+    kinds = group_equal_rows(np.stack([of_unit, file], axis=1))
     able = _able_sets(wanting, of_unit[kinds.first], file[kinds.first], readable)
     return RankSets(able.of_group[kinds.number], able.start, able.size, able.members)
 
 
 def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> RankSets:
     """For each pair of a wanting set and a file, who of the set can open it, or else whoever can."""
-    pair, place = ranges(wanting.start[number], wanting.size[number])
+    pair, place = expand_ranges(wanting.start[number], wanting.size[number])
     rank = wanting.members[place]
     able = readable[rank, file[pair]]
     orphans = np.flatnonzero(np.bincount(pair[able], minlength=len(file)) == 0)
@@ -253,12 +245,12 @@ def _able_sets(wanting: RankSets, number: Ints, file: Ints, readable: Bools) -> 
     lost = np.setdiff1d(np.arange(len(orphans)), helped)
     if len(lost):
         missing = int(file[orphans[lost[0]]])
-        raise NobodyCanRead(f"No rank can open file number {missing}", file=missing)
+        raise UnreadableFile(f"No rank can open file number {missing}", file=missing)
     pairs = np.concatenate([pair[able], orphans[helped]])
-    return rank_sets(pairs, np.concatenate([rank[able], helper]), len(file))
+    return find_rank_sets(pairs, np.concatenate([rank[able], helper]), len(file))
 
 
-def rank_load_plan(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
+def plan_rank_load(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options: LoadOptions) -> LoadPlan:
     """What one rank reads, where it goes, and what it gets from others."""
     reads = np.flatnonzero(shared.share_rank == rank)
     out = _deliveries_of_shares(shared, reads)
@@ -269,13 +261,13 @@ def rank_load_plan(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options:
     others = source != rank
 
     def transfers(found: _Deliveries, rows: Bools, peer: Ints) -> Transfers:
-        boxes = found.boxes.take(rows)
-        num_bytes, in_round = boxes.num_bytes(item_bytes), shared.share_round[found.share[rows]]
+        regions = found.regions.take(rows)
+        num_bytes, in_round = regions.num_bytes(item_bytes), shared.share_round[found.share[rows]]
         return Transfers(
             read=np.searchsorted(reads, found.share[rows]),
             peer=peer[rows],
             want=shared.wishes.row[found.wish[rows]],
-            boxes=boxes,
+            regions=regions,
             in_round=in_round,
             message=_messages(peer[rows], in_round, num_bytes, options.message_bytes),
         )
@@ -283,7 +275,7 @@ def rank_load_plan(shared: SharedLoadPlan, item_bytes: Ints, rank: int, options:
     return LoadPlan(
         rank=rank,
         row=shared.share_row[reads],
-        boxes=shared.share_boxes.take(reads),
+        regions=shared.share_regions.take(reads),
         local=transfers(out, mine, to),
         sends=transfers(out, ~mine, to),
         receives=transfers(incoming, others, source),
@@ -296,7 +288,7 @@ class _Deliveries:
 
     share: Ints
     wish: Ints
-    boxes: Boxes
+    regions: Regions
 
 
 def _deliveries_of_shares(shared: SharedLoadPlan, shares: Ints) -> _Deliveries:
@@ -304,13 +296,13 @@ def _deliveries_of_shares(shared: SharedLoadPlan, shares: Ints) -> _Deliveries:
     unit = shared.share_unit[shares]
     begin = np.searchsorted(shared.pieces.unit, unit)
     count = np.searchsorted(shared.pieces.unit, unit, side="right") - begin
-    owner, piece = ranges(begin, count)
-    share, piece, boxes = _common(shared, shares[owner], piece)
+    owner, piece = expand_ranges(begin, count)
+    share, piece, regions = _common(shared, shares[owner], piece)
     want = shared.pieces.want[piece]
     begin = np.searchsorted(shared.wishes.want, want)
     count = np.searchsorted(shared.wishes.want, want, side="right") - begin
-    row, wish = ranges(begin, count)
-    return _ordered(share[row], piece[row], wish, boxes.take(row))
+    row, wish = expand_ranges(begin, count)
+    return _ordered(share[row], piece[row], wish, regions.take(row))
 
 
 def _deliveries_of_wishes(shared: SharedLoadPlan, wishes: Ints) -> _Deliveries:
@@ -319,33 +311,33 @@ def _deliveries_of_wishes(shared: SharedLoadPlan, wishes: Ints) -> _Deliveries:
     sorted_want = shared.pieces.want[by_want]
     want = shared.wishes.want[wishes]
     begin = np.searchsorted(sorted_want, want)
-    owner, place = ranges(begin, np.searchsorted(sorted_want, want, side="right") - begin)
+    owner, place = expand_ranges(begin, np.searchsorted(sorted_want, want, side="right") - begin)
     wish, piece = wishes[owner], by_want[place]
     by_unit = np.argsort(shared.share_unit, kind="stable")
     sorted_unit = shared.share_unit[by_unit]
     unit = shared.pieces.unit[piece]
     begin = np.searchsorted(sorted_unit, unit)
-    row, place = ranges(begin, np.searchsorted(sorted_unit, unit, side="right") - begin)
+    row, place = expand_ranges(begin, np.searchsorted(sorted_unit, unit, side="right") - begin)
     tagged = np.arange(len(row))
-    share, tagged, boxes = _common(shared, by_unit[place], piece[row], tagged)
-    return _ordered(share, piece[row][tagged], wish[row][tagged], boxes)
+    share, tagged, regions = _common(shared, by_unit[place], piece[row], tagged)
+    return _ordered(share, piece[row][tagged], wish[row][tagged], regions)
 
 
 def _common(
     shared: SharedLoadPlan, share: Ints, piece: Ints, tag: Ints | None = None
-) -> tuple[Ints, Ints, Boxes]:
+) -> tuple[Ints, Ints, Regions]:
     """The pairs of shares and pieces that have something in common, and what; `tag` or `piece` of each."""
-    one, other = shared.share_boxes.take(share), shared.pieces.boxes.take(piece)
+    one, other = shared.share_regions.take(share), shared.pieces.regions.take(piece)
     begin = np.maximum(one.offsets, other.offsets)
     end = np.minimum(one.offsets + one.sizes, other.offsets + other.sizes)
     real = (end > begin).all(axis=1)
     kept = piece if tag is None else tag
-    return share[real], kept[real], Boxes(one.tensor[real], begin[real], (end - begin)[real])
+    return share[real], kept[real], Regions(one.tensor[real], begin[real], (end - begin)[real])
 
 
-def _ordered(share: Ints, piece: Ints, wish: Ints, boxes: Boxes) -> _Deliveries:
+def _ordered(share: Ints, piece: Ints, wish: Ints, regions: Regions) -> _Deliveries:
     order = np.lexsort((wish, piece, share))
-    return _Deliveries(share[order], wish[order], boxes.take(order))
+    return _Deliveries(share[order], wish[order], regions.take(order))
 
 
 def _messages(peer: Ints, in_round: Ints, num_bytes: Ints, message_bytes: int) -> Ints:
@@ -393,14 +385,14 @@ class Transfers:
     """The rank at the other end."""
     want: Ints
     """Which of the destination rank's wanted boxes."""
-    boxes: Boxes
+    regions: Regions
     in_round: Ints
     """Rounds of the exchange: all ranks finish one before the next. Local transfers take no notice."""
     message: Ints
     """Transfers with the same peer and number travel together, in this order."""
 
     def __len__(self) -> int:
-        return len(self.boxes)
+        return len(self.regions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -412,7 +404,7 @@ class LoadPlan:
 
     rank: int
     row: Ints
-    boxes: Boxes
+    regions: Regions
     local: Transfers
     sends: Transfers
     receives: Transfers

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.checkpoint.state.regions import Boxes
+from penstock.checkpoint.state.regions import Ints, Regions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from penstock.checkpoint.state.regions import Ints
 
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
@@ -36,12 +34,12 @@ class Groups:
         return len(self.first)
 
 
-def box_table(boxes: Boxes) -> Ints:
+def region_table(regions: Regions) -> Ints:
     """Boxes as the rows of one table."""
-    return np.concatenate([boxes.tensor[:, None], boxes.offsets, boxes.sizes], axis=1)
+    return np.concatenate([regions.tensor[:, None], regions.offsets, regions.sizes], axis=1)
 
 
-def equal_rows(table: Ints) -> Groups:
+def group_equal_rows(table: Ints) -> Groups:
     """Find the rows of `table` that equal each other.
 
     Sorts one column of hashes in place of all columns; should two different rows ever share a hash, the
@@ -64,11 +62,11 @@ def equal_rows(table: Ints) -> Groups:
 def _mixed(table: Ints) -> NDArray[np.uint64]:
     keys = np.zeros(len(table), dtype=np.uint64)
     for column in table.T:
-        keys = scrambled(keys + column.astype(np.uint64))
+        keys = scramble(keys + column.astype(np.uint64))
     return keys
 
 
-def scrambled(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def scramble(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Each number turned into one that looks random, one to one (the finaliser of splitmix64)."""
     keys = keys + _ODD
     for shift, factor in _MIXERS:
@@ -76,7 +74,7 @@ def scrambled(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return keys ^ (keys >> np.uint64(31))
 
 
-def ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
+def expand_ranges(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
     """The whole numbers of ranges, end to end: which range each belongs to, and the number itself."""
     owner = np.repeat(np.arange(len(counts)), counts)
     ends = np.cumsum(counts)
@@ -102,7 +100,7 @@ class RankSets:
         return self.members[begin : begin + self.size[number]]
 
 
-def rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
+def find_rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
     """The set of ranks of each group, from (group, rank) pairs in any order, repeats allowed.
 
     Every group has a pair. Sets are told apart by a 128-bit sum over their members: two different ones of a
@@ -115,40 +113,40 @@ def rank_sets(group: Ints, rank: Ints, num_groups: int) -> RankSets:
     size = np.bincount(group, minlength=num_groups)
     sums = np.empty((num_groups, 3), dtype=np.int64)
     starts = np.cumsum(size) - size
-    once = scrambled(rank.astype(np.uint64))
-    for column, values in enumerate((once, scrambled(once))):
+    once = scramble(rank.astype(np.uint64))
+    for column, values in enumerate((once, scramble(once))):
         totals = np.add.reduceat(values, starts) if num_groups else values
         sums[:, column] = totals.view(np.int64)
     sums[:, 2] = size
-    sets = equal_rows(sums)
+    sets = group_equal_rows(sums)
     set_size = size[sets.first]
-    _, rows = ranges(starts[sets.first], set_size)
+    _, rows = expand_ranges(starts[sets.first], set_size)
     return RankSets(sets.number, np.cumsum(set_size) - set_size, set_size, rank[rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlaps:
-    """`boxes` is what row `left` of the one list and row `right` of the other have in common."""
+    """`regions` is what row `left` of the one list and row `right` of the other have in common."""
 
     left: Ints
     right: Ints
-    boxes: Boxes
+    regions: Regions
 
 
-def lie_apart(boxes: Boxes) -> bool:
-    """Whether no two boxes meet, told at a glance; False: `overlaps` has to look closer."""
-    boxes = boxes.take(np.flatnonzero((boxes.sizes > 0).all(axis=1)))
-    if not len(boxes):
+def are_disjoint(regions: Regions) -> bool:
+    """Whether no two boxes meet, told at a glance; False: `find_overlaps` has to look closer."""
+    regions = regions.take(np.flatnonzero((regions.sizes > 0).all(axis=1)))
+    if not len(regions):
         return True
-    begin, end, _, _ = _along_best_dimension(boxes, boxes)
-    axis = _dense_tensors(boxes)[boxes.tensor] * (int(end.max()) + 1)
+    begin, end, _, _ = _along_best_dimension(regions, regions)
+    axis = _dense_tensors(regions)[regions.tensor] * (int(end.max()) + 1)
     order = np.argsort(axis + begin, kind="stable")
     begins, ends = (axis + begin)[order], (axis + end)[order]
     # Neighbours that do not meet have ends in order, so nobody behind them is met either.
     return bool((ends[:-1] <= begins[1:]).all())
 
 
-def overlaps(left: Boxes, right: Boxes) -> Overlaps:
+def find_overlaps(left: Regions, right: Regions) -> Overlaps:
     """All intersections, ordered by `left`, then `right`; both count in the same tensors.
 
     Looks along one dimension of each tensor, the one with most different beginnings in `right`: there a
@@ -156,13 +154,13 @@ def overlaps(left: Boxes, right: Boxes) -> Overlaps:
     """
     width = max(left.num_dims, right.num_dims)
     left, right = left.widened(width), right.widened(width)
-    full = [np.flatnonzero((boxes.sizes > 0).all(axis=1)) for boxes in (left, right)]
+    full = [np.flatnonzero((regions.sizes > 0).all(axis=1)) for regions in (left, right)]
     wanted, there = left.take(full[0]), right.take(full[1])
     if not len(wanted) or not len(there):
         none = np.zeros(0, dtype=np.int64)
         return Overlaps(none, none, left.take(none))
     first, last, order = _candidates(wanted, there)
-    rows_left, rows_there = ranges(first, np.maximum(last - first, 0))
+    rows_left, rows_there = expand_ranges(first, np.maximum(last - first, 0))
     rows_right = order[rows_there]
     begin = np.maximum(wanted.offsets[rows_left], there.offsets[rows_right])
     end = np.minimum(
@@ -171,12 +169,12 @@ def overlaps(left: Boxes, right: Boxes) -> Overlaps:
     )
     real = (end > begin).all(axis=1)
     rows_left, rows_right = rows_left[real], rows_right[real]
-    common = Boxes(wanted.tensor[rows_left], begin[real], (end - begin)[real])
+    common = Regions(wanted.tensor[rows_left], begin[real], (end - begin)[real])
     in_order = np.lexsort((rows_right, rows_left))
     return Overlaps(full[0][rows_left][in_order], full[1][rows_right][in_order], common.take(in_order))
 
 
-def _candidates(wanted: Boxes, there: Boxes) -> tuple[Ints, Ints, Ints]:
+def _candidates(wanted: Regions, there: Regions) -> tuple[Ints, Ints, Ints]:
     """For each wanted box the places in `order` (rows of `there`) from first to last that it may meet."""
     begin, end, begin_wanted, end_wanted = _along_best_dimension(wanted, there)
     # Tensors are laid end to end on one axis, so that one sorted column serves all of them.
@@ -192,14 +190,14 @@ def _candidates(wanted: Boxes, there: Boxes) -> tuple[Ints, Ints, Ints]:
     return first, last, order
 
 
-def _dense_tensors(*parts: Boxes) -> Ints:
+def _dense_tensors(*parts: Regions) -> Ints:
     """A small number for each tensor that occurs, so that axis positions stay within 64 bits."""
     num_tensors = 1 + max(int(part.tensor.max()) for part in parts)
     occurs = sum(np.bincount(part.tensor, minlength=num_tensors) for part in parts) > 0
     return np.cumsum(occurs) - 1
 
 
-def _along_best_dimension(wanted: Boxes, there: Boxes) -> tuple[Ints, Ints, Ints, Ints]:
+def _along_best_dimension(wanted: Regions, there: Regions) -> tuple[Ints, Ints, Ints, Ints]:
     if there.num_dims == 0:
         zeros, ones = np.zeros(len(there), dtype=np.int64), np.ones(len(there), dtype=np.int64)
         zeros_wanted = np.zeros(len(wanted), dtype=np.int64)
@@ -209,10 +207,10 @@ def _along_best_dimension(wanted: Boxes, there: Boxes) -> tuple[Ints, Ints, Ints
         [_num_beginnings(there.tensor, column, num_tensors) for column in there.offsets.T], axis=0
     )
     found = []
-    for boxes in (there, wanted):
-        dim = best[boxes.tensor][:, None]
-        begin = np.take_along_axis(boxes.offsets, dim, axis=1)[:, 0]
-        found += [begin, begin + np.take_along_axis(boxes.sizes, dim, axis=1)[:, 0]]
+    for regions in (there, wanted):
+        dim = best[regions.tensor][:, None]
+        begin = np.take_along_axis(regions.offsets, dim, axis=1)[:, 0]
+        found += [begin, begin + np.take_along_axis(regions.sizes, dim, axis=1)[:, 0]]
     return found[0], found[1], found[2], found[3]
 
 
@@ -238,79 +236,81 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Shares:
+class RegionShares:
     """Parts of boxes with the rank that has each to its share, in the order of the boxes."""
 
     source: Ints
     """The box that a part was cut from."""
-    boxes: Boxes
+    regions: Regions
     rank: Ints
 
 
-def rows_of(boxes: Boxes, item_bytes: Ints) -> Rows:
+def find_rows(regions: Regions, item_bytes: Ints) -> Rows:
     """What rows each box has; 0-d and one-element boxes are one row."""
-    if boxes.num_dims == 0:
-        ones = np.ones(len(boxes), dtype=np.int64)
-        return Rows(ones * 0, ones, item_bytes[boxes.tensor])
-    dim = np.argmax(boxes.sizes != 1, axis=1).astype(np.int64)
-    count = np.take_along_axis(boxes.sizes, dim[:, None], axis=1)[:, 0]
-    num_bytes = boxes.num_bytes(item_bytes) // np.maximum(count, 1)
+    if regions.num_dims == 0:
+        ones = np.ones(len(regions), dtype=np.int64)
+        return Rows(ones * 0, ones, item_bytes[regions.tensor])
+    dim = np.argmax(regions.sizes != 1, axis=1).astype(np.int64)
+    count = np.take_along_axis(regions.sizes, dim[:, None], axis=1)[:, 0]
+    num_bytes = regions.num_bytes(item_bytes) // np.maximum(count, 1)
     return Rows(dim, count, num_bytes)
 
 
-def share_out(
-    boxes: Boxes, item_bytes: Ints, sets: RankSets, num_ranks: int, *, min_cut_bytes: int
-) -> Shares:
+def divide_among_ranks(
+    regions: Regions, item_bytes: Ints, sets: RankSets, num_ranks: int, *, min_cut_bytes: int
+) -> RegionShares:
     """Divide each box among the ranks of its set, so that all ranks end with as equal loads as can be.
 
-    `sets.of_group` is row by row beside `boxes`. A box below twice `min_cut_bytes` stays whole.
+    `sets.of_group` is row by row beside `regions`. A box below twice `min_cut_bytes` stays whole.
     """
     order = np.argsort(sets.of_group, kind="stable")
-    boxes = boxes.take(order)
+    regions = regions.take(order)
     set_of_box = sets.of_group[order]
-    rows = rows_of(boxes, item_bytes)
+    rows = find_rows(regions, item_bytes)
     num_bytes = rows.count * rows.num_bytes
     ends = np.cumsum(num_bytes)
-    line = _Line(set_of_box, ends - num_bytes, ends, rows, min_cut_bytes)
+    line = _Axis(set_of_box, ends - num_bytes, ends, rows, min_cut_bytes)
     cut_set, position = _fair_cuts(set_of_box, num_bytes, sets, num_ranks)
     source, begin, end, owner = _cut(line, cut_set, position, sets)
-    shares = Shares(order[source], part_of_rows(boxes.take(source), rows.dim[source], begin, end), owner)
+    shares = RegionShares(
+        order[source], slice_rows(regions.take(source), rows.dim[source], begin, end), owner
+    )
     back = np.argsort(shares.source, kind="stable")
-    return Shares(shares.source[back], shares.boxes.take(back), shares.rank[back])
+    return RegionShares(shares.source[back], shares.regions.take(back), shares.rank[back])
 
 
-def part_of_rows(boxes: Boxes, dim: Ints, begin: Ints, end: Ints) -> Boxes:
+def slice_rows(regions: Regions, dim: Ints, begin: Ints, end: Ints) -> Regions:
     """Rows `begin` to `end` of each box, counted along its dimension `dim` from the box's own corner."""
-    if boxes.num_dims == 0:
-        return boxes
-    offsets, sizes = boxes.offsets.copy(), boxes.sizes.copy()
-    at = np.arange(len(boxes))
+    if regions.num_dims == 0:
+        return regions
+    offsets, sizes = regions.offsets.copy(), regions.sizes.copy()
+    at = np.arange(len(regions))
     offsets[at, dim] += begin
     sizes[at, dim] = end - begin
-    return Boxes(boxes.tensor, offsets, sizes)
+    return Regions(regions.tensor, offsets, sizes)
 
 
-def split_large(boxes: Boxes, item_bytes: Ints, limit_bytes: int) -> tuple[Ints, Boxes]:
+def split_large(regions: Regions, item_bytes: Ints, limit_bytes: int) -> tuple[Ints, Regions]:
     """Cut boxes into contiguous parts of at most `limit_bytes`, and say which box each part is of.
 
     Parts are in the order of the boxes, and of memory in each.
     """
-    source = np.arange(len(boxes))
-    for _ in range(boxes.num_dims):
-        rows = rows_of(boxes, item_bytes)
+    source = np.arange(len(regions))
+    for _ in range(regions.num_dims):
+        rows = find_rows(regions, item_bytes)
         step = np.maximum(limit_bytes // np.maximum(rows.num_bytes, 1), 1)
         count = -(-rows.count // step)
         if (count <= 1).all():
             break
-        owner, number = ranges(np.zeros(len(count), dtype=np.int64), np.maximum(count, 1))
+        owner, number = expand_ranges(np.zeros(len(count), dtype=np.int64), np.maximum(count, 1))
         begin = number * step[owner]
         end = np.minimum(begin + step[owner], rows.count[owner])
-        source, boxes = source[owner], part_of_rows(boxes.take(owner), rows.dim[owner], begin, end)
-    return source, boxes
+        source, regions = source[owner], slice_rows(regions.take(owner), rows.dim[owner], begin, end)
+    return source, regions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Line:
+class _Axis:
     """Boxes end to end, those of one set side by side."""
 
     set_of_box: Ints
@@ -334,7 +334,7 @@ def _fair_cuts(set_of_box: Ints, num_bytes: Ints, sets: RankSets, num_ranks: int
     cuts: dict[int, Ints] = {}
     for number in shared[np.lexsort((shared, sets.size[shared]))]:
         ranks = sets.ranks(number)
-        share = level(load[ranks], int(total[number]))
+        share = level_loads(load[ranks], int(total[number]))
         load[ranks] += share
         cuts[int(number)] = set_start[number] + np.cumsum(share)[:-1]
     if not cuts:
@@ -343,7 +343,7 @@ def _fair_cuts(set_of_box: Ints, num_bytes: Ints, sets: RankSets, num_ranks: int
     return cut_set, np.concatenate([cuts[int(number)] for number in shared])
 
 
-def level(load: Ints, amount: int) -> Ints:
+def level_loads(load: Ints, amount: int) -> Ints:
     """How to pour `amount` onto `load` so that the highest ends as low as can be; the parts sum to it."""
     order = np.argsort(load, kind="stable")
     sorted_load = load[order]
@@ -358,15 +358,15 @@ def level(load: Ints, amount: int) -> Ints:
     return share
 
 
-def _cut(line: _Line, cut_set: Ints, position: Ints, sets: RankSets) -> tuple[Ints, Ints, Ints, Ints]:
+def _cut(line: _Axis, cut_set: Ints, position: Ints, sets: RankSets) -> tuple[Ints, Ints, Ints, Ints]:
     """Cut at the row nearest to each position: box, first and end row, and owner of each part."""
     rows = line.rows
-    box, row = _nearest_rows(line, position)
-    position = line.start[box] + row * rows.num_bytes[box] if len(box) else position
-    inside = (row > 0) & (row < rows.count[box])
-    unique = np.unique(np.stack([box[inside], row[inside]], axis=1), axis=0)
+    region, row = _nearest_rows(line, position)
+    position = line.start[region] + row * rows.num_bytes[region] if len(region) else position
+    inside = (row > 0) & (row < rows.count[region])
+    unique = np.unique(np.stack([region[inside], row[inside]], axis=1), axis=0)
     num_parts = 1 + np.bincount(unique[:, 0], minlength=len(line.start))
-    source, part = ranges(np.zeros(len(num_parts), dtype=np.int64), num_parts)
+    source, part = expand_ranges(np.zeros(len(num_parts), dtype=np.int64), num_parts)
     begin = np.zeros(len(source), dtype=np.int64)
     begin[part > 0] = unique[:, 1]
     end = rows.count[source]
@@ -380,13 +380,13 @@ def _cut(line: _Line, cut_set: Ints, position: Ints, sets: RankSets) -> tuple[In
     return source, begin, end, sets.members[sets.start[set_of_part] + share]
 
 
-def _nearest_rows(line: _Line, position: Ints) -> tuple[Ints, Ints]:
-    box = np.searchsorted(line.end, position, side="right")
-    box = np.minimum(box, len(line.end) - 1)
-    size, row_bytes = line.end[box] - line.start[box], np.maximum(line.rows.num_bytes[box], 1)
-    within = position - line.start[box]
+def _nearest_rows(line: _Axis, position: Ints) -> tuple[Ints, Ints]:
+    region = np.searchsorted(line.end, position, side="right")
+    region = np.minimum(region, len(line.end) - 1)
+    size, row_bytes = line.end[region] - line.start[region], np.maximum(line.rows.num_bytes[region], 1)
+    within = position - line.start[region]
     row = (within + row_bytes // 2) // row_bytes
     # A part that would be too small to be worth an item of its own stays with its neighbour.
     small = np.minimum(row * row_bytes, size - row * row_bytes) < line.min_cut_bytes
-    row[small] = np.where(within * 2 < size, 0, line.rows.count[box])[small]
-    return box, row
+    row[small] = np.where(within * 2 < size, 0, line.rows.count[region])[small]
+    return region, row

@@ -7,26 +7,21 @@ ranks write every element of every tensor, or `NotCovered` says which are missin
 from __future__ import annotations
 
 import heapq
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.checkpoint.plan.region_arithmetic import (
-    box_table,
-    equal_rows,
-    lie_apart,
-    overlaps,
-    rank_sets,
-    share_out,
+    are_disjoint,
+    divide_among_ranks,
+    find_overlaps,
+    find_rank_sets,
+    group_equal_rows,
+    region_table,
 )
-from penstock.checkpoint.state.regions import Boxes, TensorFacts, item_bytes_of
+from penstock.checkpoint.state.regions import Ints, Regions, TensorFacts, element_sizes
 from penstock.errors import PenstockError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
-
-    from penstock.checkpoint.state.regions import Ints
 
 
 class NotCovered(PenstockError):
@@ -35,17 +30,17 @@ class NotCovered(PenstockError):
     tensor: str
 
 
-def check_coverage(tensors: Sequence[TensorFacts], boxes: Boxes, *, where: str) -> None:
+def check_coverage(tensors: Sequence[TensorFacts], regions: Regions, *, where: str) -> None:
     """Raise `NotCovered` for the first tensor with a box out of bounds, two that overlap, or a gap.
 
     `where` says what the boxes are of: "the checkpoint at ...", "what the ranks hold".
     """
-    _check_bounds(tensors, boxes, where)
+    _check_bounds(tensors, regions, where)
     shapes = [np.prod(facts.shape, dtype=np.int64) for facts in tensors]
     expected = np.array(shapes, dtype=np.int64)
     covered = np.zeros(len(tensors), dtype=np.int64)
-    np.add.at(covered, boxes.tensor, boxes.num_elements)
-    _check_apart(tensors, boxes, where)
+    np.add.at(covered, regions.tensor, regions.num_elements)
+    _check_apart(tensors, regions, where)
     short = np.flatnonzero(covered != expected)
     if len(short):
         name = tensors[short[0]].name
@@ -58,15 +53,19 @@ def check_coverage(tensors: Sequence[TensorFacts], boxes: Boxes, *, where: str) 
         )
 
 
-def _check_bounds(tensors: Sequence[TensorFacts], boxes: Boxes, where: str) -> None:
+def _check_bounds(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
     width = max((len(facts.shape) for facts in tensors), default=0)
-    boxes = boxes.widened(max(width, boxes.num_dims))
-    limits = _padded_shapes(tensors, boxes.num_dims)
-    outside = (boxes.offsets < 0) | (boxes.sizes < 0) | (boxes.offsets + boxes.sizes > limits[boxes.tensor])
+    regions = regions.widened(max(width, regions.num_dims))
+    limits = _padded_shapes(tensors, regions.num_dims)
+    outside = (
+        (regions.offsets < 0)
+        | (regions.sizes < 0)
+        | (regions.offsets + regions.sizes > limits[regions.tensor])
+    )
     rows = np.flatnonzero(outside.any(axis=1))
     if len(rows):
-        facts = tensors[boxes.tensor[rows[0]]]
-        offsets, sizes = boxes.box(int(rows[0]), len(facts.shape))
+        facts = tensors[regions.tensor[rows[0]]]
+        offsets, sizes = regions.region(int(rows[0]), len(facts.shape))
         raise NotCovered(
             f"A piece of {facts.name!r} at {list(offsets)} of {list(sizes)} leaves its shape"
             f" {list(facts.shape)}",
@@ -83,17 +82,17 @@ def _padded_shapes(tensors: Sequence[TensorFacts], num_dims: int) -> Ints:
     return limits
 
 
-def _check_apart(tensors: Sequence[TensorFacts], boxes: Boxes, where: str) -> None:
-    if lie_apart(boxes):
+def _check_apart(tensors: Sequence[TensorFacts], regions: Regions, where: str) -> None:
+    if are_disjoint(regions):
         return
-    met = overlaps(boxes, boxes)
+    met = find_overlaps(regions, regions)
     twice = np.flatnonzero(met.left != met.right)
     if len(twice):
         row, other = int(met.left[twice[0]]), int(met.right[twice[0]])
-        facts = tensors[boxes.tensor[row]]
+        facts = tensors[regions.tensor[row]]
         pieces = " and ".join(
             f"{list(offsets)} of {list(sizes)}"
-            for offsets, sizes in (boxes.box(each, len(facts.shape)) for each in (row, other))
+            for offsets, sizes in (regions.region(each, len(facts.shape)) for each in (row, other))
         )
         raise NotCovered(
             f"Pieces of {facts.name!r} overlap: {pieces}",
@@ -113,11 +112,11 @@ class HeldObject:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What one rank holds of a state: `boxes` count in its own `tensors`. Replicas hold equal boxes."""
+class Holdings:
+    """What one rank holds of a state: `regions` count in its own `tensors`. Replicas hold equal boxes."""
 
     tensors: tuple[TensorFacts, ...]
-    boxes: Boxes
+    regions: Regions
     objects: tuple[HeldObject, ...] = ()
 
 
@@ -155,7 +154,7 @@ class Bucket:
 
     file: str
     objects: tuple[PlacedObject, ...]
-    boxes: Boxes
+    regions: Regions
     """Count in the plan's `tensors`. A box may be a part of one that the rank holds."""
 
 
@@ -170,8 +169,8 @@ class SavePlan:
     @property
     def num_bytes(self) -> int:
         """Payload bytes of tensors; envelopes and objects come on top."""
-        items = item_bytes_of(self.tensors)
-        return sum(int(bucket.boxes.num_bytes(items).sum()) for bucket in self.buckets)
+        items = element_sizes(self.tensors)
+        return sum(int(bucket.regions.num_bytes(items).sum()) for bucket in self.buckets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,21 +178,21 @@ class SharedSavePlan:
     """What all ranks write: row by row a box and the rank that writes it; every byte exactly once."""
 
     tensors: tuple[TensorFacts, ...]
-    boxes: Boxes
+    regions: Regions
     rank: Ints
     num_ranks: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Merged:
+class MergedHoldings:
     """Boxes of all ranks in common tensor numbers, with the rank that holds each."""
 
     tensors: tuple[TensorFacts, ...]
-    boxes: Boxes
+    regions: Regions
     rank: Ints
 
 
-def merge_held(held: Sequence[Held]) -> Merged:
+def merge_holdings(holdings: Sequence[Holdings]) -> MergedHoldings:
     """Number the tensors of all ranks together, in the order of their first appearance.
 
     Raises `UsageError` where two ranks give one name different dtypes or shapes.
@@ -203,7 +202,7 @@ def merge_held(held: Sequence[Held]) -> Merged:
     first_rank: list[int] = []
     known: dict[int, Ints] = {}
     parts = []
-    for rank, each in enumerate(held):
+    for rank, each in enumerate(holdings):
         # Ranks that hold the same names share one tuple after their exchange.
         if id(each.tensors) not in known:
             for facts in each.tensors:
@@ -216,9 +215,9 @@ def merge_held(held: Sequence[Held]) -> Merged:
             own = [numbers[facts.name] for facts in each.tensors]
             known[id(each.tensors)] = np.array(own, dtype=np.int64)
         common = known[id(each.tensors)]
-        parts.append(Boxes(common[each.boxes.tensor], each.boxes.offsets, each.boxes.sizes))
-    ranks = np.repeat(np.arange(len(held)), [len(each.boxes) for each in held])
-    return Merged(tuple(tensors), Boxes.concatenated(parts), ranks)
+        parts.append(Regions(common[each.regions.tensor], each.regions.offsets, each.regions.sizes))
+    ranks = np.repeat(np.arange(len(holdings)), [len(each.regions) for each in holdings])
+    return MergedHoldings(tuple(tensors), Regions.concatenated(parts), ranks)
 
 
 def _disagreement(one: TensorFacts, one_rank: int, other: TensorFacts, other_rank: int) -> UsageError:
@@ -229,43 +228,43 @@ def _disagreement(one: TensorFacts, one_rank: int, other: TensorFacts, other_ran
     )
 
 
-def share_saving(held: Sequence[Held], options: SaveOptions) -> SharedSavePlan:
-    """Decide which rank writes which box, for all ranks; `held` is in rank order."""
-    merged = merge_held(held)
-    groups = equal_rows(box_table(merged.boxes))
-    unique = merged.boxes.take(groups.first)
+def plan_save(holdings: Sequence[Holdings], options: SaveOptions) -> SharedSavePlan:
+    """Decide which rank writes which box, for all ranks; `holdings` is in rank order."""
+    merged = merge_holdings(holdings)
+    groups = group_equal_rows(region_table(merged.regions))
+    unique = merged.regions.take(groups.first)
     check_coverage(merged.tensors, _without_empty_strays(merged.tensors, unique), where="what the ranks hold")
-    sets = rank_sets(groups.number, merged.rank, len(groups))
-    shares = share_out(
-        unique, item_bytes_of(merged.tensors), sets, len(held), min_cut_bytes=options.min_cut_bytes
+    sets = find_rank_sets(groups.number, merged.rank, len(groups))
+    shares = divide_among_ranks(
+        unique, element_sizes(merged.tensors), sets, len(holdings), min_cut_bytes=options.min_cut_bytes
     )
-    kept = _worth_an_item(merged.tensors, shares.boxes)
+    kept = _worth_an_item(merged.tensors, shares.regions)
     return SharedSavePlan(
         tensors=merged.tensors,
-        boxes=shares.boxes.take(kept),
+        regions=shares.regions.take(kept),
         rank=shares.rank[kept],
-        num_ranks=len(held),
+        num_ranks=len(holdings),
     )
 
 
-def _without_empty_strays(tensors: Sequence[TensorFacts], boxes: Boxes) -> Boxes:
+def _without_empty_strays(tensors: Sequence[TensorFacts], regions: Regions) -> Regions:
     """Boxes without the empty ones of ranks that hold no part of a tensor: those may lie anywhere."""
-    return boxes.take(_worth_an_item(tensors, boxes))
+    return regions.take(_worth_an_item(tensors, regions))
 
 
-def _worth_an_item(tensors: Sequence[TensorFacts], boxes: Boxes) -> Ints:
+def _worth_an_item(tensors: Sequence[TensorFacts], regions: Regions) -> Ints:
     """Rows to keep: every box with elements, and of an empty tensor one, so that it is on record."""
-    is_empty = boxes.num_elements == 0
+    is_empty = regions.num_elements == 0
     tensor_is_empty = np.array([0 in facts.shape for facts in tensors], dtype=np.bool_)
-    rows = np.arange(len(boxes))
-    lone = np.zeros(len(boxes), dtype=np.bool_)
-    candidates = rows[is_empty & tensor_is_empty[boxes.tensor]]
-    _, first = np.unique(boxes.tensor[candidates], return_index=True)
+    rows = np.arange(len(regions))
+    lone = np.zeros(len(regions), dtype=np.bool_)
+    candidates = rows[is_empty & tensor_is_empty[regions.tensor]]
+    _, first = np.unique(regions.tensor[candidates], return_index=True)
     lone[candidates[first]] = True
     return np.asarray(rows[~is_empty | lone])
 
 
-def rank_plans(
+def plan_rank_files(
     shared: SharedSavePlan,
     objects: Sequence[Sequence[PlacedObject]],
     options: SaveOptions,
@@ -279,32 +278,32 @@ def rank_plans(
     hint = options.separation_hint
     begins = [hint is not None and facts.name.startswith(hint) for facts in shared.tensors]
     apart = np.array(begins, dtype=np.bool_)
-    item_bytes = item_bytes_of(shared.tensors)
+    item_bytes = element_sizes(shared.tensors)
     ranks = range(shared.num_ranks) if only is None else (only,)
     order = np.argsort(shared.rank, kind="stable")
     ends = np.searchsorted(shared.rank[order], np.arange(shared.num_ranks + 1))
     plans = []
     for rank in ranks:
-        boxes = shared.boxes.take(order[ends[rank] : ends[rank + 1]])
+        regions = shared.regions.take(order[ends[rank] : ends[rank + 1]])
         mine = objects[rank]
-        is_apart = apart[boxes.tensor]
+        is_apart = apart[regions.tensor]
         mine_apart = [each for each in mine if hint is not None and each.name.startswith(hint)]
         mine_together = [each for each in mine if each not in mine_apart]
         names = (f"__{rank}_", options.writers)
-        buckets = _deal(boxes.take(~is_apart), item_bytes, mine_together, names)
+        buckets = _deal(regions.take(~is_apart), item_bytes, mine_together, names)
         if hint is not None:
             names = (f"{hint}__{rank}_", options.writers)
-            buckets += _deal(boxes.take(is_apart), item_bytes, mine_apart, names)
+            buckets += _deal(regions.take(is_apart), item_bytes, mine_apart, names)
         plans.append(SavePlan(rank=rank, tensors=shared.tensors, buckets=buckets))
     return plans
 
 
 def _deal(
-    boxes: Boxes, item_bytes: Ints, objects: Sequence[PlacedObject], files: tuple[str, int]
+    regions: Regions, item_bytes: Ints, objects: Sequence[PlacedObject], files: tuple[str, int]
 ) -> tuple[Bucket, ...]:
     """LPT: the load of the fullest file is at most 4/3 of the best possible."""
     prefix, num_files = files
-    num_bytes = boxes.num_bytes(item_bytes)
+    num_bytes = regions.num_bytes(item_bytes)
     sizes = num_bytes.tolist() + [each.size_bytes for each in objects]
     loads = [(0, number) for number in range(num_files)]
     chosen: list[list[int]] = [[] for _ in loads]
@@ -317,40 +316,40 @@ def _deal(
     return tuple(
         Bucket(
             file=f"{prefix}{number}.distcp",
-            objects=tuple(objects[row - len(boxes)] for row in rows if row >= len(boxes)),
-            boxes=boxes.take(np.array([row for row in rows if row < len(boxes)], dtype=np.int64)),
+            objects=tuple(objects[row - len(regions)] for row in rows if row >= len(regions)),
+            regions=regions.take(np.array([row for row in rows if row < len(regions)], dtype=np.int64)),
         )
         for number, rows in enumerate(filled)
     )
 
 
-OWN_MARK = "@rank"
+RANK_MARK = "@rank"
 """Stands in a stored name between the leaf's name and the rank whose object it is: `rng@rank3`."""
 
 
-def own_name(name: str, rank: int) -> str:
+def rank_object_name(name: str, rank: int) -> str:
     """What `rank`'s object is stored as where it differs from the common one."""
-    return f"{name}{OWN_MARK}{rank}"
+    return f"{name}{RANK_MARK}{rank}"
 
 
-def place_objects(held: Sequence[Iterable[HeldObject]]) -> list[list[PlacedObject]]:
-    """What each rank writes; `held` is in rank order.
+def assign_objects(holdings: Sequence[Iterable[HeldObject]]) -> list[list[PlacedObject]]:
+    """What each rank writes; `holdings` is in rank order.
 
     The object of the lowest rank has the plain name, which is what stock readers find. Objects that all
     holders share are written by the holder with the fewest bytes so far; those that differ by their owners.
     """
     holders: dict[str, list[tuple[int, HeldObject]]] = {}
-    for rank, objects in enumerate(held):
+    for rank, objects in enumerate(holdings):
         for each in objects:
             holders.setdefault(each.name, []).append((rank, each))
-    load = [0] * len(held)
-    placed: list[list[PlacedObject]] = [[] for _ in held]
+    load = [0] * len(holdings)
+    placed: list[list[PlacedObject]] = [[] for _ in holdings]
     for name, owners in holders.items():
         common = owners[0][1]
         sharers = [rank for rank, each in owners if each.digest == common.digest]
         writes = [(min(sharers, key=lambda rank: load[rank]), name, common.size_bytes)]
         writes += [
-            (rank, own_name(name, rank), each.size_bytes)
+            (rank, rank_object_name(name, rank), each.size_bytes)
             for rank, each in owners
             if each.digest != common.digest
         ]
@@ -360,9 +359,9 @@ def place_objects(held: Sequence[Iterable[HeldObject]]) -> list[list[PlacedObjec
     return placed
 
 
-def stored_name_for(name: str, rank: int, stored: Container[str]) -> str | None:
+def find_stored_name(name: str, rank: int, stored: Container[str]) -> str | None:
     """Under which of the `stored` names `rank` finds the object of its leaf `name`, if any."""
-    own = own_name(name, rank)
+    own = rank_object_name(name, rank)
     if own in stored:
         return own
     return name if name in stored else None

@@ -23,10 +23,10 @@ import numpy as np
 
 from penstock.errors import PenstockError, StorageTimeout, WaitTimeout
 from penstock.storage.aligned import PAGE_BYTES, address_of, round_up
+from penstock.storage.protocol import Release
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.saving.pipeline import PipeSettings
-    from penstock.storage.protocol import Release
+    from penstock.checkpoint.saving.pipeline import PipelineSettings
 
 
 class Ownership(Enum):
@@ -38,7 +38,7 @@ class Ownership(Enum):
     IN_FLIGHT = "in flight"
 
 
-class PipeStopped(PenstockError):
+class PipelineStopped(PenstockError):
     """Another thread failed or the user interrupted: this one gives up, and is not the cause."""
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class Buffer:
         self.ownership = go_to
 
 
-class Buffers:
+class PipelineBuffers:
     """All buffers of one phase, shared by its streams.
 
     A stream takes what is free as long as every other one can still have `MIN_BUFFERS_PER_STREAM`: a storage
     that keeps buffers for long on one stream cannot starve the others for good.
     """
 
-    def __init__(self, memory: WarmMemory, settings: PipeSettings) -> None:
+    def __init__(self, memory: WarmMemory, settings: PipelineSettings) -> None:
         size_bytes = settings.chunk_bytes
         spaced_bytes = round_up(size_bytes, PAGE_BYTES)
         starts = range(0, settings.buffer_memory_bytes - size_bytes + 1, spaced_bytes)
@@ -100,7 +100,7 @@ class Buffers:
             while not self._may_take(stream):
                 self._wait(awaiting)
             if self._is_stopped:
-                raise PipeStopped
+                raise PipelineStopped
             buffer = self._free.pop()
             self._held[stream] += 1
             buffer.stream = stream
@@ -123,7 +123,7 @@ class Buffers:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Whoever takes, or waits to take, gets `PipeStopped`."""
+        """Whoever takes, or waits to take, gets `PipelineStopped`."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -160,7 +160,7 @@ MIN_BUFFERS_PER_STREAM = 2
 """One buffer with the storage and one being filled: with fewer, one side always waits for the other."""
 
 
-class Crew:
+class WorkerGroup:
     """Up to `num_threads` at work; `stop`, called from any of them, makes all others give up soon."""
 
     def __init__(self, num_threads: int, stop: Callable[[], None]) -> None:
@@ -183,7 +183,7 @@ class Crew:
             # They may have stopped for the sake of one whose own end is not noted yet.
             wait_for(self._started)
         failures = [error for each in self._started if each.done() and (error := each.exception())]
-        causes = [error for error in failures if not isinstance(error, PipeStopped)]
+        causes = [error for error in failures if not isinstance(error, PipelineStopped)]
         if failures:
             raise (causes or failures)[0]
 
@@ -249,7 +249,7 @@ class Registrar(Protocol):
         """Let it go."""
 
 
-def pin(memory: WarmMemory, registrar: Registrar | None = None) -> bool:
+def pin_memory(memory: WarmMemory, registrar: Registrar | None = None) -> bool:
     """Have `memory` pinned until it goes; whether it is. It takes as long as a first touch, once.
 
     The pool that memory comes from bounds what is pinned. Without leave to pin so much, copies take longer.

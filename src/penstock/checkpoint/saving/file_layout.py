@@ -1,32 +1,274 @@
-"""The layout of a data file before it is written, and the producer that fills it.
+"""The layout of a data file before it is written, and how tensors and objects are copied into it.
 
-Pure but for `LayoutFiller`: from one bucket of a save plan to the place of every item. Invariant: tensor
-payloads begin at multiples of 4 KiB, items follow in the order of the bucket, every other byte is zero, and
-an item's checksum is over the very bytes that are written.
+The hot loop of a save: each copy runs in the thread that asks for it, with the GIL released, because torch's
+own thread pool would take the cores that other streams need. Invariants: tensor payloads begin at multiples
+of 4 KiB, items follow in the order of the bucket, every other byte is zero, and an item's checksum is over
+the very bytes that are written; a copy from a device sees what the caller's stream had queued when its
+`DeviceStream` was made, and nothing queued later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 
-from penstock.checkpoint.formats.checksums import RunningSum, running_sum
-from penstock.checkpoint.formats.dcp_item import envelope, item_start
-from penstock.checkpoint.formats.objects import pack
-from penstock.checkpoint.saving.payloads import SupportsFetching, payload_of_bytes
+from penstock.checkpoint.formats.dcp_item import apply_transforms, envelope, item_start
+from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
+from penstock.checkpoint.saving.buffers import WarmMemory, pin_memory
+from penstock.checkpoint.state.regions import Ints, TensorFacts
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from penstock.checkpoint.plan.save_plan import Bucket
-    from penstock.checkpoint.saving.payloads import Links, Payload
     from penstock.checkpoint.saving.pipeline import PlannedObject
-    from penstock.checkpoint.state.regions import Ints, TensorFacts
+
+
+class Payload(Protocol):
+    """The bytes of one item's payload."""
+
+    block_bytes: int | None
+    """Copy so much at a time, so that it is still in the processor's cache when it is summed; None: all."""
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `start` on."""
+
+
+class Fetching(Protocol):
+    """What brings tensors from a device."""
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy; `source` is kept alive until the copy is done."""
+
+
+@runtime_checkable
+class SupportsFetching(Protocol):
+    """A `Payload` that a device can bring by itself, while its thread goes on."""
+
+    device: torch.device
+
+    def fetch_into(self, start: int, target: memoryview, link: Fetching) -> None:
+        """Begin to fill `target` with the bytes from `start` on."""
+
+
+HOT_BLOCK_BYTES = 512 * 1024
+"""Fits into the second-level cache of a core, and takes far longer to copy than Python needs for the call."""
+
+
+class PlainPayload:
+    """Bytes in a row: packed objects, and contiguous tensors in the memory of this host."""
+
+    block_bytes: int | None = HOT_BLOCK_BYTES
+
+    def __init__(self, content: NDArray[np.uint8]) -> None:
+        self._content = content
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        """Copy a slice."""
+        np.copyto(np.frombuffer(target, dtype=np.uint8), self._content[start : start + len(target)])
+
+
+class StridedPayload:
+    """A tensor in the memory of this host whose elements do not lie in a row."""
+
+    block_bytes: int | None = HOT_BLOCK_BYTES
+
+    def __init__(self, elements: NDArray[Any]) -> None:
+        self._elements = elements
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        """Gather a range of elements, in row-major order."""
+        row = np.frombuffer(target, dtype=self._elements.dtype)
+        begin = start // self._elements.itemsize
+        for piece, place in split_range(self._elements.shape, begin, begin + row.size):
+            source = self._elements[piece]
+            np.copyto(row[place].reshape(source.shape), source)
+
+
+class TorchPayload:
+    """A tensor that torch has to fetch or convert: on another device, or saved as another dtype."""
+
+    block_bytes: int | None = None
+
+    def __init__(self, memory: torch.Tensor, dtype: torch.dtype) -> None:
+        self.device = memory.device
+        self._memory = memory
+        self._dtype = dtype
+
+    def copy_into(self, start: int, target: memoryview) -> None:
+        """Have torch copy a range of elements."""
+        for place, source in self._pairs(start, target):
+            place.copy_(source)
+
+    def fetch_into(self, start: int, target: memoryview, link: Fetching) -> None:
+        """Have the device begin to copy a range of elements."""
+        for place, source in self._pairs(start, target):
+            link.fetch(place, source)
+
+    def _pairs(self, start: int, target: memoryview) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        row = torch.frombuffer(target, dtype=self._dtype)
+        begin = start // self._dtype.itemsize
+        for piece, place in split_range(tuple(self._memory.shape), begin, begin + row.numel()):
+            source = self._memory[piece]
+            yield row[place].view(source.shape), source
+
+
+def payload_of_bytes(content: bytes) -> Payload:
+    """The payload of a packed object."""
+    return PlainPayload(np.frombuffer(content, dtype=np.uint8))
+
+
+def payload_of_tensor(memory: torch.Tensor, dtype: torch.dtype | None = None) -> Payload:
+    """The payload of a box: its elements in row-major order, as `dtype` where that is another one."""
+    memory = memory.detach().resolve_conj().resolve_neg()
+    wanted = memory.dtype if dtype is None else dtype
+    if wanted != memory.dtype or memory.device.type != "cpu":
+        return TorchPayload(memory, wanted)
+    if memory.is_contiguous():
+        return PlainPayload(memory.reshape(-1).view(torch.uint8).numpy())
+    if memory.dim() == 0:
+        memory = memory.reshape(1)
+    return StridedPayload(memory.view(_PLAIN_TYPES[memory.dtype.itemsize]).numpy())
+
+
+_PLAIN_TYPES = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""numpy has no bfloat16 and no float8: what is only copied is spoken of as something of the same width."""
+
+
+def split_range(shape: Sequence[int], begin: int, end: int) -> list[tuple[tuple[int | slice, ...], slice]]:
+    """Elements `begin` to `end` of a row-major array as few rectangular pieces.
+
+    Each with the index that selects it, and its place among the elements from `begin` on. At most two pieces
+    for each dimension: the rest of a row, whole rows, the beginning of a row.
+    """
+    pieces: list[tuple[tuple[int | slice, ...], slice]] = []
+    _collect_pieces(pieces, (), shape, (begin, end), 0)
+    return pieces
+
+
+def _collect_pieces(
+    pieces: list[tuple[tuple[int | slice, ...], slice]],
+    outer: tuple[int, ...],
+    shape: Sequence[int],
+    wanted: tuple[int, int],
+    place: int,
+) -> None:
+    begin, end = wanted
+    if begin >= end:
+        return
+    if not shape:
+        pieces.append((outer or (...,), slice(place, place + 1)))  # type: ignore[arg-type]
+        return
+    inner = int(np.prod(shape[1:], dtype=np.int64))
+    first, last = -(-begin // inner), end // inner
+    if first > last:
+        # All of it lies within one row.
+        row = begin // inner
+        _collect_pieces(pieces, (*outer, row), shape[1:], (begin - row * inner, end - row * inner), place)
+        return
+    if begin < first * inner:
+        row = first - 1
+        _collect_pieces(pieces, (*outer, row), shape[1:], (begin - row * inner, inner), place)
+    if first < last:
+        start = place + first * inner - begin
+        pieces.append(((*outer, slice(first, last)), slice(start, start + (last - first) * inner)))
+    if last * inner < end:
+        start = place + last * inner - begin
+        _collect_pieces(pieces, (*outer, last), shape[1:], (0, end - last * inner), start)
+
+
+ASYNCHRONOUS = "cuda"
+"""The kind of devices that copy by themselves here, AMD's among them."""
+SYNCHRONIZED = "xpu"
+"""The kind whose work is waited for, as threads copy in streams of their own. Others have no streams."""
+
+
+class DeviceModule(Protocol):
+    """What is asked of `torch.cuda`, and of torch's modules of other devices."""
+
+    def Stream(self, device: torch.device) -> Any:  # noqa: N802 - torch's name
+        """A stream of our own."""
+
+    def Event(self, *, blocking: bool) -> Any:  # noqa: N802 - torch's name
+        """What can be waited for."""
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream that the calling thread works in."""
+
+    def stream(self, stream: Any) -> Any:
+        """A context in which the thread works in another stream."""
+
+
+class DeviceStream:
+    """A side stream of one device. Made in the caller's thread; any thread may fetch through it."""
+
+    def __init__(self, device: torch.device, module: DeviceModule) -> None:
+        self._module = module
+        self._stream = module.Stream(device)
+        # The device waits, not this thread: what it was asked for may take as long as a step of training.
+        self._stream.wait_stream(module.current_stream(device))
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin to copy, converting to the target's dtype on the device. Both stay alive until `catch_up`."""
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def catch_up(self) -> None:
+        """Return when all copies that were begun are done."""
+        # A blocking event lets this thread sleep, as others have bytes to sum and to write.
+        event = self._module.Event(blocking=True)
+        event.record(self._stream)
+        event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DeviceStreams:
+    """Those of one save."""
+
+    by_device: Mapping[torch.device, DeviceStream]
+
+    def catch_up(self) -> None:
+        """Return when all copies that were begun are done."""
+        for link in self.by_device.values():
+            link.catch_up()
+
+    def pin(self, memory: WarmMemory) -> None:
+        """Have devices copy straight to `memory`, where there are any."""
+        if self.by_device:
+            pin_memory(memory)
+
+
+def open_device_streams(
+    payloads: Mapping[str, Sequence[Payload]],
+    module_of: Callable[[torch.device], DeviceModule] = torch.get_device_module,
+) -> DeviceStreams:
+    """A link to each device that payloads lie on. Called in the thread after whose work they are taken."""
+    devices = {
+        payload.device: None
+        for of_file in payloads.values()
+        for payload in of_file
+        if isinstance(payload, SupportsFetching)
+    }
+    for device in devices:
+        if device.type == SYNCHRONIZED:
+            module_of(device).current_stream(device).synchronize()
+    return DeviceStreams(
+        {device: DeviceStream(device, module_of(device)) for device in devices if device.type == ASYNCHRONOUS}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FileItem:
     """One item in its file: `prefix`, `payload_bytes` from elsewhere, `suffix`, from `offset` on."""
 
     offset: int
@@ -51,11 +293,11 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class FileImage:
+class FileLayout:
     """One data file: its items in order, objects first, as in the bucket."""
 
     name: str
-    items: tuple[Item, ...]
+    items: tuple[FileItem, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -69,39 +311,39 @@ class FileImage:
         return table[:, 0].copy(), table[:, 1].copy(), table[:, 2].copy()
 
 
-def lay_out(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileImage:
+def lay_out_file(bucket: Bucket, tensors: Sequence[TensorFacts]) -> FileLayout:
     """The image of a bucket's file: its objects one after another, then each box in its envelope."""
-    items: list[Item] = []
+    items: list[FileItem] = []
     position = 0
     for placed in bucket.objects:
-        items.append(Item(position, b"", placed.size_bytes, b""))
+        items.append(FileItem(position, b"", placed.size_bytes, b""))
         position += placed.size_bytes
-    for row, number in enumerate(bucket.boxes.tensor.tolist()):
+    for row, number in enumerate(bucket.regions.tensor.tolist()):
         facts = tensors[number]
-        _, sizes = bucket.boxes.box(row, len(facts.shape))
+        _, sizes = bucket.regions.region(row, len(facts.shape))
         around = envelope(facts.dtype, sizes)
         start = item_start(position, len(around.prefix))
-        items.append(Item(start, around.prefix, around.payload_bytes, around.suffix))
+        items.append(FileItem(start, around.prefix, around.payload_bytes, around.suffix))
         position = items[-1].end
-    return FileImage(bucket.file, tuple(items))
+    return FileLayout(bucket.file, tuple(items))
 
 
 def pack_file(
-    image: FileImage, payloads: Sequence[Payload], transforms: Sequence[str]
-) -> tuple[FileImage, list[Payload]]:
+    layout: FileLayout, payloads: Sequence[Payload], transforms: Sequence[str]
+) -> tuple[FileLayout, list[Payload]]:
     """A file with each of its items packed, one after another without gaps, and their payloads."""
-    items: list[Item] = []
+    items: list[FileItem] = []
     packed: list[Payload] = []
     position = 0
-    for item, payload in zip(image.items, payloads, strict=True):
-        content = pack(_whole(item, payload), transforms)
-        items.append(Item(position, b"", len(content), b""))
+    for item, payload in zip(layout.items, payloads, strict=True):
+        content = apply_transforms(_whole(item, payload), transforms)
+        items.append(FileItem(position, b"", len(content), b""))
         packed.append(payload_of_bytes(content))
         position += len(content)
-    return FileImage(image.name, tuple(items)), packed
+    return FileLayout(layout.name, tuple(items)), packed
 
 
-def _whole(item: Item, payload: Payload) -> bytearray:
+def _whole(item: FileItem, payload: Payload) -> bytearray:
     """An item with its envelope."""
     content = bytearray(item.prefix) + bytearray(item.payload_bytes) + item.suffix
     start = len(item.prefix)
@@ -118,12 +360,12 @@ Summing = Literal["while copying", "afterwards"]
 class _Cursor:
     """How far one file is: the item that its end so far stands in, or before."""
 
-    image: FileImage
+    layout: FileLayout
     number: int = 0
 
     @property
-    def item(self) -> Item | None:
-        return self.image.items[self.number] if self.number < len(self.image.items) else None
+    def item(self) -> FileItem | None:
+        return self.layout.items[self.number] if self.number < len(self.layout.items) else None
 
 
 @dataclass(slots=True)
@@ -131,7 +373,7 @@ class _Sums:
     """The sums of one file's items, from its bytes in order."""
 
     cursor: _Cursor
-    sum: RunningSum = field(default_factory=running_sum)
+    sum: RunningChecksum = field(default_factory=start_checksum)
     done: list[bytes] = field(default_factory=list)
 
     def add(self, offset: int, content: memoryview) -> None:
@@ -147,11 +389,11 @@ class _Sums:
 
     def pass_item(self) -> None:
         self.done.append(self.sum.digest())
-        self.sum = running_sum()
+        self.sum = start_checksum()
         self.cursor.number += 1
 
 
-class ImageFiller:
+class LayoutFiller:
     """A `Producer` of images: `payloads` has one for each item of each file, by file name.
 
     `links` bring the payloads of devices; where there is one, nothing can be summed while it is copied.
@@ -159,17 +401,17 @@ class ImageFiller:
 
     def __init__(
         self,
-        images: Sequence[FileImage],
+        layouts: Sequence[FileLayout],
         payloads: Mapping[str, Sequence[Payload]],
         *,
-        links: Links,
+        links: DeviceStreams,
         summing: Summing,
     ) -> None:
         self._payloads = payloads
         self._links = links
         self._sums_hot = summing == "while copying" and not links.by_device
-        self._cursors = {image.name: _Cursor(image) for image in images}
-        self._sums = {image.name: _Sums(_Cursor(image)) for image in images}
+        self._cursors = {layout.name: _Cursor(layout) for layout in layouts}
+        self._sums = {layout.name: _Sums(_Cursor(layout)) for layout in layouts}
 
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """The next bytes of a file."""
@@ -204,7 +446,7 @@ class ImageFiller:
     def sums(self, name: str) -> bytes:
         """The sums of a file's items, once it is filled and settled to its end."""
         sums = self._sums[name]
-        while sums.cursor.item is not None and sums.cursor.item.end == sums.cursor.image.size_bytes:
+        while sums.cursor.item is not None and sums.cursor.item.end == sums.cursor.layout.size_bytes:
             sums.pass_item()
         return b"".join(sums.done)
 

@@ -1,28 +1,30 @@
-"""What one rank measured of one pipeline phase: timestamps, byte counts, and the check that they add up.
+"""What the ranks measured of a pipeline phase: timestamps and byte counts of one rank, figures of all.
 
-Timestamps go to columns that are allocated beforehand, so timing costs no memory while bytes flow. Invariant:
-each cell is written once, and a ledger that does not add up is an error, never just a slower rate.
+Timestamps go to columns that are allocated beforehand, so timing costs no memory while bytes flow.
+Invariants: each cell is written once; a ledger that does not add up is an error, never a slower rate; the
+rate of all ranks is all bytes over the time from the earliest first byte to the latest durable one, so no
+rank can hide behind the others.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from penstock.errors import ShortTransfer
-from penstock.storage.protocol import Counters
+from penstock.storage.protocol import Counters, Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.checkpoint.saving.pipeline import PlannedObject
-    from penstock.storage.protocol import Storage
 
     Column = NDArray[np.int64]
+    from penstock.cluster.comm import Comm
 
 
 _NS_PER_S = 1e9
@@ -51,7 +53,7 @@ class StreamFacts:
     content_stall_ns: int = 0
 
 
-class Tally:
+class CounterDeltas:
     """What the storages of a phase count meanwhile: made when it begins, asked when it is over."""
 
     def __init__(self, storages: Sequence[Storage], num_streams: int) -> None:
@@ -94,9 +96,9 @@ class PhaseFacts:
 
 def measure(
     phase: PhaseFacts,
-    stamps: Stamps,
+    stamps: Timestamps,
     streams: Sequence[StreamFacts],
-    tally: Tally,
+    tally: CounterDeltas,
     *,
     wrong_bytes: tuple[WrongByte, ...] = (),
 ) -> Measurement:
@@ -131,7 +133,7 @@ def measure(
     )
 
 
-def _ledger(phase: PhaseFacts, stamps: Stamps, streams: Sequence[StreamFacts]) -> Ledger:
+def _ledger(phase: PhaseFacts, stamps: Timestamps, streams: Sequence[StreamFacts]) -> Ledger:
     made_bytes = _bytes_at(stamps, stamps.content_end)
     moved_bytes = _bytes_at(stamps, stamps.acknowledged)
     if phase.direction == "read":
@@ -147,7 +149,7 @@ def _ledger(phase: PhaseFacts, stamps: Stamps, streams: Sequence[StreamFacts]) -
 
 
 def _record(
-    phase: PhaseFacts, stamps: Stamps, number: int, facts: StreamFacts, counted: Counters
+    phase: PhaseFacts, stamps: Timestamps, number: int, facts: StreamFacts, counted: Counters
 ) -> StreamRecord:
     mine = (stamps.stream == number) & (stamps.acknowledged != 0)
     objects = stamps.object_stream == number
@@ -167,7 +169,7 @@ def _record(
     )
 
 
-def _bytes_at(stamps: Stamps, station: Column) -> int:
+def _bytes_at(stamps: Timestamps, station: Column) -> int:
     """Bytes of all chunks that reached a station."""
     return int(stamps.size_bytes[station != 0].sum())
 
@@ -286,7 +288,7 @@ now_ns = time.monotonic_ns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stamps:
+class Timestamps:
     """Nanoseconds of CLOCK_MONOTONIC, one row a chunk; 0 where something did not happen.
 
     Content is made or verified from `content_begin` to `content_end`; the storage has a chunk from
@@ -328,7 +330,7 @@ class Stamps:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ObjectJob:
     """One planned object on its way; its chunks are numbered from `first_chunk`."""
 
     number: int
@@ -337,17 +339,166 @@ class Job:
     num_chunks: int
 
 
-def number_chunks(planned: Sequence[PlannedObject], chunk_bytes: int) -> tuple[Job, ...]:
+def number_chunks(planned: Sequence[PlannedObject], chunk_bytes: int) -> tuple[ObjectJob, ...]:
     """Every object with its range of chunk numbers; an empty object has none."""
-    jobs: list[Job] = []
+    jobs: list[ObjectJob] = []
     first = 0
     for number, each in enumerate(planned):
         num_chunks = -(-each.size_bytes // chunk_bytes)
-        jobs.append(Job(number, each, first, num_chunks))
+        jobs.append(ObjectJob(number, each, first, num_chunks))
         first += num_chunks
     return tuple(jobs)
 
 
-def total_chunks(jobs: Sequence[Job]) -> int:
+def total_chunks(jobs: Sequence[ObjectJob]) -> int:
     """Of all objects."""
     return jobs[-1].first_chunk + jobs[-1].num_chunks if jobs else 0
+
+
+Bottleneck = Literal["storage", "generator", "verifier", "durability"]
+
+_DRAIN_SHARE = 0.5
+"""Of the duration: a longer wait at the end than this is what the phase consisted of."""
+
+
+def find_bottleneck(measurement: Measurement) -> Bottleneck:
+    """What the phase waited for most.
+
+    Content that waits for buffers has the storage ahead of it; a storage that waits for content (or, reading,
+    for buffers that are still being verified) has the content ahead.
+    """
+    duration_ns = max(measurement.end_ns - measurement.first_submit_ns, 1)
+    if measurement.direction == "write":
+        if (measurement.end_ns - measurement.last_submit_ns) / duration_ns > _DRAIN_SHARE:
+            return "durability"
+        return "generator" if measurement.storage_stall_s > measurement.content_stall_s else "storage"
+    return "verifier" if measurement.storage_stall_s > measurement.content_stall_s else "storage"
+
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFigures:
+    """A phase over all ranks. Of set-up, pipeline, drain and busy times the longest of any rank stands here.
+
+    `duration_s` runs from the earliest first submit to the latest durable end. `content` is what was
+    generated or verified. Stalls and `call_time_sum_s` are sums over all streams, good for diagnosis only.
+    Rates of what did not happen (verification that was switched off) are None.
+    """
+
+    direction: Direction
+    ranks: int
+    moved_bytes: int
+    verified_bytes: int
+    wrong_bytes: int
+    """Places, at most one a chunk."""
+    duration_s: float
+    gib_per_s: float
+    mean_gib_per_s: float
+    min_gib_per_s: float
+    max_duration_s: float
+    setup_s: float
+    pipeline_s: float
+    drain_s: float
+    storage_busy_s: float
+    content_busy_s: float
+    call_time_sum_s: float
+    content_stall_s: float
+    storage_stall_s: float
+    content_gib_per_s: float | None
+    storage_gib_per_s: float | None
+    content_to_storage: float | None
+    overhead_percent: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    bottleneck: Bottleneck
+    slowest_rank: int
+    streams: tuple[StreamRecord, ...]
+    counters: Counters
+
+    def record(self) -> dict[str, object]:
+        """All figures as plain data, for the record of a run."""
+        plain: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
+        plain["streams"] = [asdict(stream) for stream in self.streams]
+        plain["counters"] = self.counters.record()
+        return plain
+
+
+def common_origin_ns(comm: Comm, awaiting: str) -> int:
+    """A moment that all ranks share, by each one's own clock: those of different hosts do not agree."""
+    comm.barrier(awaiting=awaiting)
+    return now_ns()
+
+
+def combine_ranks(measurements: Sequence[Measurement]) -> PipelineFigures:
+    """One phase from the measurements of all ranks, in rank order."""
+    begins = [each.first_submit_ns - each.origin_ns for each in measurements]
+    ends = [each.end_ns - each.origin_ns for each in measurements]
+    own_s = [max(end - begin, 1) / _NS_PER_S for begin, end in zip(begins, ends, strict=True)]
+    moved = [moved_bytes(each) for each in measurements]
+    rates = [size / _GIB / took_s for size, took_s in zip(moved, own_s, strict=True)]
+    duration_s = max(max(ends) - min(begins), 1) / _NS_PER_S
+    slowest = measurements[int(np.argmax(own_s))]
+    content_rate = _rate(measurements, [each.content_busy_s for each in measurements])
+    storage_rate = _rate(measurements, [each.storage_busy_s for each in measurements])
+    latencies_ms = np.concatenate([each.latencies_ns for each in measurements]) / 1e6
+    p50, p99, most = (
+        np.percentile(latencies_ms, (50, 99, 100)).tolist() if latencies_ms.size else (0.0, 0.0, 0.0)
+    )
+    first, *others = [each.counters for each in measurements]
+    return PipelineFigures(
+        direction=slowest.direction,
+        ranks=len(measurements),
+        moved_bytes=sum(moved),
+        verified_bytes=sum(each.ledger.verified_bytes for each in measurements),
+        wrong_bytes=sum(len(each.wrong_bytes) for each in measurements),
+        duration_s=duration_s,
+        gib_per_s=sum(moved) / _GIB / duration_s,
+        mean_gib_per_s=float(np.mean(rates)),
+        min_gib_per_s=min(rates),
+        max_duration_s=max(own_s),
+        setup_s=max(each.first_submit_ns - each.entered_ns for each in measurements) / _NS_PER_S,
+        pipeline_s=max(each.last_submit_ns - each.first_submit_ns for each in measurements) / _NS_PER_S,
+        drain_s=max(each.end_ns - each.last_submit_ns for each in measurements) / _NS_PER_S,
+        storage_busy_s=max(each.storage_busy_s for each in measurements),
+        content_busy_s=max(each.content_busy_s for each in measurements),
+        call_time_sum_s=sum(each.call_time_sum_s for each in measurements),
+        content_stall_s=sum(each.content_stall_s for each in measurements),
+        storage_stall_s=sum(each.storage_stall_s for each in measurements),
+        content_gib_per_s=content_rate,
+        storage_gib_per_s=storage_rate,
+        content_to_storage=content_rate / storage_rate if content_rate and storage_rate else None,
+        overhead_percent=_overhead_percent(slowest),
+        p50_ms=p50,
+        p99_ms=p99,
+        max_ms=most,
+        bottleneck=find_bottleneck(slowest),
+        slowest_rank=slowest.rank,
+        streams=tuple(stream for each in measurements for stream in each.streams),
+        counters=sum(others, first),
+    )
+
+
+def moved_bytes(measurement: Measurement) -> int:
+    """What the storage acknowledged, or gave."""
+    ledger = measurement.ledger
+    return ledger.read_bytes if measurement.direction == "read" else ledger.acknowledged_bytes
+
+
+def _rate(measurements: Sequence[Measurement], busy_s: Sequence[float]) -> float | None:
+    """GiB/s of all ranks together while they were at it; over moved bytes, so that rates can be compared."""
+    rates = [
+        moved_bytes(each) / _GIB / took_s
+        for each, took_s in zip(measurements, busy_s, strict=True)
+        if took_s > 0
+    ]
+    return sum(rates) if rates else None
+
+
+def _overhead_percent(measurement: Measurement) -> float:
+    """The share of a rank's time in which neither the storage nor the content was at work."""
+    duration_s = max(measurement.end_ns - measurement.first_submit_ns, 1) / _NS_PER_S
+    at_work_s = max(measurement.storage_busy_s, measurement.content_busy_s)
+    return max(0.0, (duration_s - at_work_s) / duration_s * 100)

@@ -15,23 +15,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
+from typing import Literal, Protocol, Self, runtime_checkable
 
 from penstock.checkpoint.saving.buffers import (
     MIN_BUFFERS_PER_STREAM,
     Buffer,
-    Buffers,
-    Crew,
     Ownership,
-    PipeStopped,
+    PipelineBuffers,
+    PipelineStopped,
     WarmMemory,
+    WorkerGroup,
 )
 from penstock.checkpoint.saving.measurement import (
-    Job,
+    CounterDeltas,
+    Measurement,
+    ObjectJob,
     PhaseFacts,
-    Stamps,
     StreamFacts,
-    Tally,
+    Timestamps,
     measure,
     now_ns,
     number_chunks,
@@ -40,11 +41,7 @@ from penstock.checkpoint.saving.measurement import (
 )
 from penstock.errors import ShortTransfer, UsageError
 from penstock.progress import Progress, Silent
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.saving.measurement import Measurement
-    from penstock.storage.protocol import Sink, Storage
-
+from penstock.storage.protocol import Sink, Storage
 
 VerifyMode = Literal["full", "sample", "off"]
 FillOrder = Literal["chunk by chunk", "all first"]
@@ -95,7 +92,7 @@ class Verifier(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipeSettings:
+class PipelineSettings:
     """How a rank moves its objects. `streams` objects are under way at once, each with a writer of its own.
 
     Reading, `streams` requests are under way at once. `silence_s` is how long a storage may take and give
@@ -124,26 +121,26 @@ class PipeSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class StreamContext:
     """What all lanes of a phase have in common; `next_job` gives each job to one of them."""
 
-    next_job: Callable[[], Job | None]
+    next_job: Callable[[], ObjectJob | None]
     producer: Producer
-    buffers: Buffers
-    stamps: Stamps
+    buffers: PipelineBuffers
+    stamps: Timestamps
     chunk_bytes: int
     order: FillOrder
 
 
-class Lane:
+class StreamWorker:
     """One stream, and what it counts by itself for the record."""
 
-    def __init__(self, stream: int, shared: Shared) -> None:
+    def __init__(self, stream: int, shared: StreamContext) -> None:
         self._stream = stream
         self._shared = shared
         # Jobs, each followed by its chunks; None when there are no more, or the phase stopped.
-        self._ready: SimpleQueue[Job | Buffer | None] = SimpleQueue()
-        self._unsettled: deque[tuple[Job, Buffer | None]] = deque()
+        self._ready: SimpleQueue[ObjectJob | Buffer | None] = SimpleQueue()
+        self._unsettled: deque[tuple[ObjectJob, Buffer | None]] = deque()
         self._is_stopped = False
         self.filled: Future[None] = Future()
         """Done when this stream needs the producer's source no more; failed where it gave up before."""
@@ -158,7 +155,7 @@ class Lane:
     def fill(self) -> None:
         """Fill buffers, object after object, until no job is left."""
         with ExitStack() as undo:
-            undo.callback(self.filled.set_exception, PipeStopped())
+            undo.callback(self.filled.set_exception, PipelineStopped())
             self._fill_all()
             undo.pop_all()
         self.filled_ns = now_ns()
@@ -168,7 +165,7 @@ class Lane:
 
     def write(self, storage: Storage, progress: Progress) -> None:
         """Submit what is filled, object after object, each durable before the next begins."""
-        while isinstance(job := self._next_ready(), Job):
+        while isinstance(job := self._next_ready(), ObjectJob):
             self._write_object(job, storage, progress)
 
     def _fill_all(self) -> None:
@@ -182,7 +179,7 @@ class Lane:
         if isinstance(producer, SupportsSettling):
             producer.catch_up()
 
-    def _note(self, job: Job, buffer: Buffer | None) -> None:
+    def _note(self, job: ObjectJob, buffer: Buffer | None) -> None:
         self._unsettled.append((job, buffer))
         if self._shared.order == "chunk by chunk":
             self._settle_all()
@@ -192,7 +189,7 @@ class Lane:
         producer = self._shared.producer
         while self._unsettled:
             if self._is_stopped:
-                raise PipeStopped
+                raise PipelineStopped
             job, buffer = self._unsettled.popleft()
             if buffer is None:
                 self._ready.put(job)
@@ -202,7 +199,7 @@ class Lane:
             buffer.hand_on(Ownership.FILLING, Ownership.READY)
             self._ready.put(buffer)
 
-    def _fill_chunk(self, job: Job, number: int) -> Buffer:
+    def _fill_chunk(self, job: ObjectJob, number: int) -> Buffer:
         shared, stamps, chunk = self._shared, self._shared.stamps, job.first_chunk + number
         awaited_ns = now_ns()
         buffer = shared.buffers.take(self._stream, job.planned.key)
@@ -217,17 +214,17 @@ class Lane:
         stamps.content_end[chunk] = now_ns()
         return buffer
 
-    def _next_ready(self) -> Job | Buffer | None:
+    def _next_ready(self) -> ObjectJob | Buffer | None:
         awaited_ns = now_ns()
         ready = self._ready.get()
         if self._is_stopped:
-            raise PipeStopped
+            raise PipelineStopped
         if self.facts.num_objects:
             # Before a stream's first object there is nothing that could be stalled: that is set-up.
             self.facts.storage_stall_ns += now_ns() - awaited_ns
         return ready
 
-    def _write_object(self, job: Job, storage: Storage, progress: Progress) -> None:
+    def _write_object(self, job: ObjectJob, storage: Storage, progress: Progress) -> None:
         stamps, planned = self._shared.stamps, job.planned
         stamps.object_stream[job.number] = self._stream
         stamps.opening[job.number, 0] = now_ns()
@@ -255,7 +252,7 @@ class Lane:
     def _submit_next(self, sink: Sink) -> int:
         buffer = self._next_ready()
         if not isinstance(buffer, Buffer):
-            raise PipeStopped
+            raise PipelineStopped
         # Once submitted it is not ours to look at: its next owner may have it already.
         chunk, size_bytes, stamps = buffer.chunk, buffer.size_bytes, self._shared.stamps
         buffer.hand_on(Ownership.READY, Ownership.IN_FLIGHT)
@@ -269,7 +266,7 @@ def write_objects(
     storages: Sequence[Storage],
     planned: Sequence[PlannedObject],
     producer: Producer,
-    settings: PipeSettings,
+    settings: PipelineSettings,
     *,
     memory: WarmMemory | None = None,
     rank: int = 0,
@@ -285,11 +282,11 @@ def write_objects(
     entered_ns = now_ns()
     memory = memory or WarmMemory(settings.buffer_memory_bytes)
     memory.touch(settings.buffer_memory_bytes)
-    with WritePipe(planned, producer, settings, memory=memory, entered_ns=entered_ns) as pipe:
+    with WritePipeline(planned, producer, settings, memory=memory, entered_ns=entered_ns) as pipe:
         return pipe.write_to(storages, rank=rank, origin_ns=origin_ns, progress=progress)
 
 
-class WritePipe:
+class WritePipeline:
     """One phase of writing. It fills buffers from the beginning, and empties them once told where to.
 
     Use it as a context: leaving it early gives up, and whatever is unfinished is aborted.
@@ -299,7 +296,7 @@ class WritePipe:
         self,
         planned: Sequence[PlannedObject],
         producer: Producer,
-        settings: PipeSettings,
+        settings: PipelineSettings,
         *,
         memory: WarmMemory,
         entered_ns: int | None = None,
@@ -309,11 +306,11 @@ class WritePipe:
         self._streams = settings.streams
         self._jobs = number_chunks(planned, settings.chunk_bytes)
         self._planned_bytes = sum(each.size_bytes for each in planned)
-        self._buffers = Buffers(memory, settings)
-        self._stamps = Stamps.for_chunks(total_chunks(self._jobs), len(self._jobs))
+        self._buffers = PipelineBuffers(memory, settings)
+        self._stamps = Timestamps.for_chunks(total_chunks(self._jobs), len(self._jobs))
         for buffer in self._buffers.all:
             buffer.release = partial(self._acknowledge, buffer)
-        shared = Shared(
+        shared = StreamContext(
             next_job=_deal_out(self._jobs),
             producer=producer,
             buffers=self._buffers,
@@ -321,8 +318,8 @@ class WritePipe:
             chunk_bytes=settings.chunk_bytes,
             order=order,
         )
-        self._lanes = tuple(Lane(stream, shared) for stream in range(settings.streams))
-        self._crew = Crew(2 * settings.streams, self.stop)
+        self._lanes = tuple(StreamWorker(stream, shared) for stream in range(settings.streams))
+        self._crew = WorkerGroup(2 * settings.streams, self.stop)
         self._fillers = [self._crew.start(lane.fill) for lane in self._lanes]
 
     def __enter__(self) -> Self:
@@ -362,7 +359,7 @@ class WritePipe:
         """Empty the buffers into storage until everything is durable; what the phase was seen to do."""
         progress = progress or Silent()
         progress.begin("writing", self._planned_bytes)
-        tally = Tally(storages, self._streams)
+        tally = CounterDeltas(storages, self._streams)
         self._buffers.expect_returns()
         writers = [
             self._crew.start(lane.write, storages[stream % len(storages)], progress)
@@ -386,11 +383,11 @@ class WritePipe:
         self._buffers.give_back(buffer, Ownership.IN_FLIGHT)
 
 
-def _deal_out(jobs: Sequence[Job]) -> Callable[[], Job | None]:
+def _deal_out(jobs: Sequence[ObjectJob]) -> Callable[[], ObjectJob | None]:
     """A function that returns one job after another, and None when there are no more; for several threads."""
     remaining, picking = iter(jobs), threading.Lock()
 
-    def next_job() -> Job | None:
+    def next_job() -> ObjectJob | None:
         with picking:
             return next(remaining, None)
 

@@ -13,13 +13,21 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final, Self
 
-from penstock.checkpoint.saving.buffers import Buffer, Buffers, Crew, Ownership, PipeStopped, WarmMemory
+from penstock.checkpoint.saving.buffers import (
+    Buffer,
+    Ownership,
+    PipelineBuffers,
+    PipelineStopped,
+    WarmMemory,
+    WorkerGroup,
+)
 from penstock.checkpoint.saving.measurement import (
-    Job,
+    CounterDeltas,
+    Measurement,
+    ObjectJob,
     PhaseFacts,
-    Stamps,
     StreamFacts,
-    Tally,
+    Timestamps,
     WrongByte,
     measure,
     now_ns,
@@ -29,11 +37,10 @@ from penstock.checkpoint.saving.measurement import (
 )
 from penstock.errors import ShortTransfer
 from penstock.progress import Progress, Silent
+from penstock.storage.protocol import Source, Storage
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.saving.measurement import Measurement
-    from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, Verifier
-    from penstock.storage.protocol import Source, Storage
+    from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, Verifier
 
 MOST_WRONG_BYTES: Final = 1000
 """So many places are kept; a phase with more is not worth listing further."""
@@ -43,7 +50,7 @@ def read_objects(
     storages: Sequence[Storage],
     planned: Sequence[PlannedObject],
     verifier: Verifier | None,
-    settings: PipeSettings,
+    settings: PipelineSettings,
     *,
     memory: WarmMemory | None = None,
     rank: int = 0,
@@ -65,44 +72,44 @@ def read_objects(
         entered_ns=entered_ns,
         planned_bytes=sum(each.size_bytes for each in planned),
     )
-    with ReadPipe(planned, verifier, settings, memory=memory) as pipe:
+    with ReadPipeline(planned, verifier, settings, memory=memory) as pipe:
         return pipe.read_from(storages, phase, progress or Silent())
 
 
 @dataclass(slots=True)
-class _Reading:
+class _OpenObject:
     """One object while it is being read: opened by whoever needs it first, closed by whoever is last."""
 
-    job: Job
+    job: ObjectJob
     chunks_left: int
     source: Source | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class ReadPipe:
+class ReadPipeline:
     """One phase of reading. Use it as a context: leaving it early gives up and closes everything."""
 
     def __init__(
         self,
         planned: Sequence[PlannedObject],
         verifier: Verifier | None,
-        settings: PipeSettings,
+        settings: PipelineSettings,
         *,
         memory: WarmMemory,
     ) -> None:
         self._settings = settings
         self._verifier = verifier
         self._jobs = number_chunks(planned, settings.chunk_bytes)
-        self._readings = tuple(_Reading(job, job.num_chunks) for job in self._jobs)
+        self._readings = tuple(_OpenObject(job, job.num_chunks) for job in self._jobs)
         self._chunks = self._all_chunks()
         self._picking = threading.Lock()
-        self._buffers = Buffers(memory, settings)
-        self._stamps = Stamps.for_chunks(total_chunks(self._jobs), len(self._jobs))
+        self._buffers = PipelineBuffers(memory, settings)
+        self._stamps = Timestamps.for_chunks(total_chunks(self._jobs), len(self._jobs))
         self._facts = [StreamFacts() for _ in range(settings.streams)]
         self._unverified: SimpleQueue[Buffer | None] = SimpleQueue()
         self._is_stopped = False
         self._wrong: list[WrongByte] = []
-        self._crew = Crew(2 * settings.streams, self.stop)
+        self._crew = WorkerGroup(2 * settings.streams, self.stop)
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +130,7 @@ class ReadPipe:
         """Read and verify everything; what the phase was seen to do."""
         progress.begin("reading", phase.planned_bytes)
         streams = range(self._settings.streams)
-        tally = Tally(storages, len(streams))
+        tally = CounterDeltas(storages, len(streams))
         self._buffers.expect_returns()
         verifiers = [self._crew.start(self._verify, stream) for stream in streams]
         readers = [
@@ -139,12 +146,12 @@ class ReadPipe:
         require_read(measurement.ledger, uri=storages[0].uri)
         return measurement
 
-    def _all_chunks(self) -> Iterator[tuple[_Reading, int]]:
+    def _all_chunks(self) -> Iterator[tuple[_OpenObject, int]]:
         for reading in self._readings:
             for number in range(reading.job.num_chunks):
                 yield reading, number
 
-    def _next_chunk(self) -> tuple[_Reading, int] | None:
+    def _next_chunk(self) -> tuple[_OpenObject, int] | None:
         with self._picking:
             return next(self._chunks, None)
 
@@ -172,7 +179,7 @@ class ReadPipe:
                 self._close(reading)
 
     def _read_chunk(
-        self, stream: int, storage: Storage, reading: _Reading, number: int, buffer: Buffer
+        self, stream: int, storage: Storage, reading: _OpenObject, number: int, buffer: Buffer
     ) -> None:
         stamps, planned, chunk_bytes = self._stamps, reading.job.planned, self._settings.chunk_bytes
         chunk = reading.job.first_chunk + number
@@ -190,7 +197,7 @@ class ReadPipe:
         if is_last:
             self._close(reading)
 
-    def _source(self, stream: int, storage: Storage, reading: _Reading) -> Source:
+    def _source(self, stream: int, storage: Storage, reading: _OpenObject) -> Source:
         planned, span = reading.job.planned, self._stamps.opening[reading.job.number]
         with reading.lock:
             if reading.source is None:
@@ -202,7 +209,7 @@ class ReadPipe:
                 _check_size(reading.source, planned, storage.uri)
             return reading.source
 
-    def _is_to_verify(self, job: Job, number: int) -> bool:
+    def _is_to_verify(self, job: ObjectJob, number: int) -> bool:
         if self._verifier is None or self._settings.verify == "off":
             return False
         is_sampled = number % self._settings.sample_every == 0 or number == job.num_chunks - 1
@@ -226,11 +233,11 @@ class ReadPipe:
         awaited_ns = now_ns()
         buffer = self._unverified.get()
         if self._is_stopped:
-            raise PipeStopped
+            raise PipelineStopped
         self._facts[stream].content_stall_ns += now_ns() - awaited_ns
         return buffer
 
-    def _close(self, reading: _Reading) -> None:
+    def _close(self, reading: _OpenObject) -> None:
         with reading.lock:
             source, reading.source = reading.source, None
         if source is not None:

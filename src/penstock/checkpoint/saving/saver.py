@@ -27,37 +27,45 @@ import torch
 import xxhash
 
 from penstock.checkpoint.commit.protocol import Seal
-from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
-from penstock.checkpoint.formats.manifest import manifest_bytes, manifest_of
-from penstock.checkpoint.formats.objects import require_known
-from penstock.checkpoint.formats.restricted_pickle import without_collections
-from penstock.checkpoint.plan.save_plan import SaveOptions, place_objects, rank_plans, share_saving
-from penstock.checkpoint.saving.file_layout import lay_out, pack_file
-from penstock.checkpoint.saving.payloads import payload_of_bytes, payload_of_tensor
-from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pipe_settings
-from penstock.checkpoint.state.leaves import expand_stateful, leaves_of, matches
-from penstock.checkpoint.state.regions import Boxes, Contents, StoredBoxes, StoredObject
-from penstock.checkpoint.state.tensors import held_of_leaves, is_tensor, mesh_of
+from penstock.checkpoint.engine import NamePatterns, SaveChoice, State, Urgency, WrittenShare
+from penstock.checkpoint.formats.dcp_item import require_known_transforms
+from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes, paused_garbage_collection
+from penstock.checkpoint.formats.manifest import Fact, build_manifest, manifest_bytes
+from penstock.checkpoint.plan.save_plan import (
+    Bucket,
+    HeldObject,
+    Holdings,
+    PlacedObject,
+    SaveOptions,
+    SavePlan,
+    SharedSavePlan,
+    assign_objects,
+    plan_rank_files,
+    plan_save,
+)
+from penstock.checkpoint.saving.file_layout import (
+    Payload,
+    lay_out_file,
+    pack_file,
+    payload_of_bytes,
+    payload_of_tensor,
+)
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, pipe_settings
+from penstock.checkpoint.state.leaves import Leaf, expand_stateful, flatten_state, matches_pattern
+from penstock.checkpoint.state.regions import (
+    CheckpointIndex,
+    Regions,
+    StoredObject,
+    StoredRegions,
+    TensorFacts,
+)
+from penstock.checkpoint.state.tensors import LocalState, collect_leaves, device_mesh_sizes, is_tensor
 from penstock.cluster.comm import run_on_all_ranks
 from penstock.errors import UsageError
 from penstock.storage.aligned import round_up
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import Names, RankShare, SaveChoice, State, Urgency
-    from penstock.checkpoint.formats.manifest import Fact
-    from penstock.checkpoint.plan.save_plan import (
-        Bucket,
-        Held,
-        HeldObject,
-        PlacedObject,
-        SavePlan,
-        SharedSavePlan,
-    )
-    from penstock.checkpoint.saving.payloads import Payload
-    from penstock.checkpoint.state.leaves import Leaf
-    from penstock.checkpoint.state.process_group import Members
-    from penstock.checkpoint.state.regions import TensorFacts
-    from penstock.checkpoint.state.tensors import Holding
+    from penstock.checkpoint.state.process_group import RankGroup
     from penstock.cluster.comm import Comm
 
 
@@ -76,32 +84,32 @@ class AgreedSave:
 
     def plan_of(self, rank: int) -> SavePlan:
         """What one rank writes."""
-        return rank_plans(self.shared, self.objects, self.options, only=rank)[0]
+        return plan_rank_files(self.shared, self.objects, self.options, only=rank)[0]
 
     def plans(self) -> list[SavePlan]:
         """What each rank writes, in rank order: for rank 0, which describes the whole checkpoint."""
-        return rank_plans(self.shared, self.objects, self.options)
+        return plan_rank_files(self.shared, self.objects, self.options)
 
 
 @dataclass(frozen=True, slots=True)
-class _Outline:
+class _HoldingsDigest:
     """What each rank always sends: digests, and its objects, which change from step to step."""
 
     tensors: bytes
-    held: bytes
+    holdings: bytes
     objects: tuple[HeldObject, ...]
     known: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Whole:
+class _FullHoldings:
     """What each rank sends where a plan is to be made. Of equal lists of tensors only the first travels."""
 
     tensors: tuple[TensorFacts, ...] | None
-    boxes: Boxes
+    regions: Regions
 
 
-class Planner:
+class SavePlanCache:
     """Plans saves of one communicator's ranks, and remembers the last few plans."""
 
     def __init__(self, comm: Comm) -> None:
@@ -110,33 +118,35 @@ class Planner:
         self.num_planned = 0
         """How often a plan had to be made; for figures and tests."""
 
-    def agree(self, held: Held, options: SaveOptions) -> AgreedSave:
+    def agree(self, holdings: Holdings, options: SaveOptions) -> AgreedSave:
         """Collective: the plan for what all ranks hold. Raises the same on all ranks."""
-        table = _digest_tensors(held.tensors)
-        mine = _Outline(table, _digest_boxes(table, held.boxes, options), held.objects, tuple(self._plans))
+        table = _digest_tensors(holdings.tensors)
+        mine = _HoldingsDigest(
+            table, _digest_boxes(table, holdings.regions, options), holdings.objects, tuple(self._plans)
+        )
         outlines = self._comm.gather(mine, awaiting="all ranks to say what they hold")
-        objects = tuple(tuple(each) for each in place_objects([each.objects for each in outlines]))
-        key = xxhash.xxh3_128_digest(b"".join(each.held for each in outlines))
+        objects = tuple(tuple(each) for each in assign_objects([each.objects for each in outlines]))
+        key = xxhash.xxh3_128_digest(b"".join(each.holdings for each in outlines))
         if all(key in each.known for each in outlines):
             self._plans.move_to_end(key)
             return AgreedSave(shared=self._plans[key], objects=objects, options=options)
-        shared = share_saving(self._exchange(held, outlines), options)
+        shared = plan_save(self._exchange(holdings, outlines), options)
         self.num_planned += 1
         self._plans[key] = shared
         while len(self._plans) > NUM_KEPT_PLANS:
             self._plans.popitem(last=False)
         return AgreedSave(shared=shared, objects=objects, options=options)
 
-    def _exchange(self, held: Held, outlines: Sequence[_Outline]) -> list[Held]:
+    def _exchange(self, holdings: Holdings, outlines: Sequence[_HoldingsDigest]) -> list[Holdings]:
         first = {each.tensors: rank for rank, each in reversed(list(enumerate(outlines)))}
         speaks = first[outlines[self._comm.rank].tensors] == self._comm.rank
-        whole = _Whole(held.tensors if speaks else None, held.boxes)
+        whole = _FullHoldings(holdings.tensors if speaks else None, holdings.regions)
         wholes = self._comm.gather(whole, awaiting="all ranks to say what they hold, piece by piece")
         found = []
         for outline, each in zip(outlines, wholes, strict=True):
             tensors = wholes[first[outline.tensors]].tensors
             assert tensors is not None, "the first rank with a list of tensors sends it"
-            found.append(replace(held, tensors=tensors, boxes=each.boxes, objects=()))
+            found.append(replace(holdings, tensors=tensors, regions=each.regions, objects=()))
         return found
 
 
@@ -145,10 +155,10 @@ def _digest_tensors(tensors: Sequence[TensorFacts]) -> bytes:
     return xxhash.xxh3_128_digest("".join(lines).encode())
 
 
-def _digest_boxes(table: bytes, boxes: Boxes, options: SaveOptions) -> bytes:
+def _digest_boxes(table: bytes, regions: Regions, options: SaveOptions) -> bytes:
     digest = xxhash.xxh3_128(table)
     digest.update(repr(options).encode())
-    for column in (boxes.tensor, boxes.offsets, boxes.sizes):
+    for column in (regions.tensor, regions.offsets, regions.sizes):
         digest.update(repr(column.shape).encode())
         digest.update(np.ascontiguousarray(column).tobytes())
     return digest.digest()
@@ -177,49 +187,49 @@ class Saver:
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         transforms: Sequence[str] = (),
     ) -> None:
-        require_known(transforms)
+        require_known_transforms(transforms)
         self._transforms = tuple(transforms)
         self._options = options or SaveOptions()
         self._memory = StagingMemory(staging_bytes)
-        self._planners: WeakKeyDictionary[Comm, Planner] = WeakKeyDictionary()
+        self._planners: WeakKeyDictionary[Comm, SavePlanCache] = WeakKeyDictionary()
 
-    def prepare(self, state: State, members: Members, choice: SaveChoice) -> Prepared:
+    def prepare(self, state: State, group: RankGroup, choice: SaveChoice) -> TensorSave:
         """Let all ranks agree who writes what of `state`. Collective."""
         began_s = time.perf_counter()
-        comm = members.comm
-        holding = run_on_all_ranks(comm, lambda: _held(state, choice), awaiting=AWAITED)
-        planner = self._planners.setdefault(comm, Planner(comm))
-        agreed = planner.agree(holding.held, self._options)
+        comm = group.comm
+        local_state = run_on_all_ranks(comm, lambda: _collect(state, choice), awaiting=AWAITED)
+        planner = self._planners.setdefault(comm, SavePlanCache(comm))
+        agreed = planner.agree(local_state.holdings, self._options)
         share = run_on_all_ranks(
-            comm, lambda: self._share(agreed, comm.rank, holding, choice), awaiting=AWAITED
+            comm, lambda: self._share(agreed, comm.rank, local_state, choice), awaiting=AWAITED
         )
-        return Prepared(
+        return TensorSave(
             agreed,
             replace(share, plan_s=time.perf_counter() - began_s),
             self._memory,
             num_ranks=comm.size,
-            mesh=mesh_of(holding.leaves),
+            mesh=device_mesh_sizes(local_state.leaves),
             writers=self._options.writers,
             transforms=self._transforms,
             timeout_s=comm.timeout_s,
         )
 
-    def _share(self, agreed: AgreedSave, rank: int, holding: Holding, choice: SaveChoice) -> Share:
+    def _share(self, agreed: AgreedSave, rank: int, local_state: LocalState, choice: SaveChoice) -> SaveShare:
         plan = agreed.plan_of(rank)
-        images = [lay_out(bucket, plan.tensors) for bucket in plan.buckets]
-        payloads = [_payloads(bucket, plan, holding, choice.dtype) for bucket in plan.buckets]
+        layouts = [lay_out_file(bucket, plan.tensors) for bucket in plan.buckets]
+        payloads = [_payloads(bucket, plan, local_state, choice.dtype) for bucket in plan.buckets]
         if self._transforms:
             packed = [
-                pack_file(image, of_file, self._transforms)
-                for image, of_file in zip(images, payloads, strict=True)
+                pack_file(layout, of_file, self._transforms)
+                for layout, of_file in zip(layouts, payloads, strict=True)
             ]
-            images, payloads = [image for image, _ in packed], [of_file for _, of_file in packed]
-        return Share(
+            layouts, payloads = [layout for layout, _ in packed], [of_file for _, of_file in packed]
+        return SaveShare(
             rank=rank,
-            images=tuple(images),
-            payloads={image.name: of_file for image, of_file in zip(images, payloads, strict=True)},
+            layouts=tuple(layouts),
+            payloads={layout.name: of_file for layout, of_file in zip(layouts, payloads, strict=True)},
             payload_bytes=plan.num_bytes,
-            paths=_own_paths(agreed, plan, holding),
+            paths=_own_paths(agreed, plan, local_state),
         )
 
     def close(self) -> None:
@@ -227,13 +237,13 @@ class Saver:
         self._memory.clear()
 
 
-class Prepared:
+class TensorSave:
     """A `PreparedSave` of tensors in this process."""
 
     def __init__(
         self,
         agreed: AgreedSave,
-        share: Share,
+        share: SaveShare,
         memory: StagingMemory,
         *,
         num_ranks: int,
@@ -251,14 +261,16 @@ class Prepared:
         self._writers = writers
         self._timeout_s = timeout_s
 
-    def stage(self, urgent: Urgency = "copy") -> Staged:
+    def stage(self, urgent: Urgency = "copy") -> StagedFiles:
         """Begin to copy this rank's share."""
         budget_bytes = self._memory.budget_bytes
         if urgent == "commit":
             budget_bytes = min(budget_bytes, WAITING_BUFFER_BYTES)
-        settings = pipe_settings(self._share.images, self._writers, budget_bytes)
-        needed_bytes = sum(round_up(image.size_bytes, settings.chunk_bytes) for image in self._share.images)
-        return Staged(
+        settings = pipe_settings(self._share.layouts, self._writers, budget_bytes)
+        needed_bytes = sum(
+            round_up(layout.size_bytes, settings.chunk_bytes) for layout in self._share.layouts
+        )
+        return StagedFiles(
             self._share,
             self._memory,
             settings,
@@ -266,28 +278,28 @@ class Prepared:
             timeout_s=self._timeout_s,
         )
 
-    def seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
+    def seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
         """On rank 0: metadata and manifest of what all ranks have written."""
         # A million items make millions of short-lived objects, and collecting among them doubles the time.
-        with without_collections():
+        with paused_garbage_collection():
             return self._seal(shares, facts)
 
-    def _seal(self, shares: Sequence[RankShare], facts: Mapping[str, object]) -> Seal:
-        contents = contents_of(self._agreed.plans(), shares, packed=bool(self._transforms))
+    def _seal(self, shares: Sequence[WrittenShare], facts: Mapping[str, object]) -> Seal:
+        index = index_written_files(self._agreed.plans(), shares, packed=bool(self._transforms))
         paths = {name: path for share in shares for name, path in share.paths.items()}
         named = {key: cast("Fact", value) for key, value in facts.items() if key not in ("step", "save_id")}
         save_id, step = str(facts.get("save_id", "")), facts.get("step")
-        described = DcpMetadata(contents=contents, paths=paths, save_id=save_id)
+        described = DcpMetadata(index=index, paths=paths, save_id=save_id)
         if self._transforms:
             described = replace(
                 described,
                 transforms=((), self._transforms),
-                row_transform=np.ones(len(contents.stored), dtype=np.int64),
-                object_transforms={each.name: self._transforms for each in contents.objects},
+                row_transform=np.ones(len(index.stored), dtype=np.int64),
+                object_transforms={each.name: self._transforms for each in index.objects},
             )
         metadata = metadata_bytes(described)
-        manifest = manifest_of(
-            contents,
+        manifest = build_manifest(
+            index,
             [file for share in shares for file in share.files],
             metadata,
             step=step if isinstance(step, int) else None,
@@ -303,7 +315,9 @@ class Prepared:
         )
 
 
-def contents_of(plans: Sequence[SavePlan], shares: Sequence[RankShare], *, packed: bool) -> Contents:
+def index_written_files(
+    plans: Sequence[SavePlan], shares: Sequence[WrittenShare], *, packed: bool
+) -> CheckpointIndex:
     """Where everything lies, from what was planned and what ranks report; both are in rank order."""
     pairs = [
         (bucket, file)
@@ -315,36 +329,36 @@ def contents_of(plans: Sequence[SavePlan], shares: Sequence[RankShare], *, packe
         for row, placed in enumerate(bucket.objects):
             offset, size = int(file.item_offset[row]), int(file.item_bytes[row])
             objects.append(StoredObject(placed.stored_name, number, offset, size, packed))
-    boxes = Boxes.concatenated([bucket.boxes for bucket, _ in pairs])
+    regions = Regions.concatenated([bucket.regions for bucket, _ in pairs])
     rows = [(file, slice(len(bucket.objects), None)) for bucket, file in pairs]
     nothing = np.zeros(0, dtype=np.int64)
-    stored = StoredBoxes(
-        boxes,
-        file=np.repeat(np.arange(len(pairs)), [len(bucket.boxes) for bucket, _ in pairs]),
+    stored = StoredRegions(
+        regions,
+        file=np.repeat(np.arange(len(pairs)), [len(bucket.regions) for bucket, _ in pairs]),
         item_offset=np.concatenate([nothing, *(file.item_offset[own] for file, own in rows)]),
         item_bytes=np.concatenate([nothing, *(file.item_bytes[own] for file, own in rows)]),
         payload_offset=np.concatenate([nothing, *(file.payload_offset[own] for file, own in rows)]),
-        packed=np.full(len(boxes), packed),
+        packed=np.full(len(regions), packed),
     )
     tensors = plans[0].tensors if plans else ()
-    return Contents(tensors, stored, tuple(objects), tuple(file.name for _, file in pairs))
+    return CheckpointIndex(tensors, stored, tuple(objects), tuple(file.name for _, file in pairs))
 
 
-def _held(state: State, choice: SaveChoice) -> Holding:
+def _collect(state: State, choice: SaveChoice) -> LocalState:
     """What this rank holds of what is to be saved, with the dtypes that it is to be saved as."""
-    holding = held_of_leaves(
-        _chosen(leaves_of(expand_stateful(state), is_tensor), choice.only), pack_objects=True
+    local_state = collect_leaves(
+        _chosen(flatten_state(expand_stateful(state), is_tensor), choice.only), pack_objects=True
     )
     if choice.dtype is None:
-        return holding
-    tensors = tuple(_as_dtype(facts, choice.dtype) for facts in holding.held.tensors)
-    return replace(holding, held=replace(holding.held, tensors=tensors))
+        return local_state
+    tensors = tuple(_as_dtype(facts, choice.dtype) for facts in local_state.holdings.tensors)
+    return replace(local_state, holdings=replace(local_state.holdings, tensors=tensors))
 
 
-def _chosen(leaves: Sequence[Leaf], only: Names | None) -> Sequence[Leaf]:
+def _chosen(leaves: Sequence[Leaf], only: NamePatterns | None) -> Sequence[Leaf]:
     if only is None:
         return leaves
-    chosen = [leaf for leaf in leaves if matches(leaf.name, only)]
+    chosen = [leaf for leaf in leaves if matches_pattern(leaf.name, only)]
     if leaves and not chosen:
         raise UsageError(
             f"No part of the state matches only={only!r}",
@@ -359,20 +373,24 @@ def _as_dtype(facts: TensorFacts, dtype: torch.dtype) -> TensorFacts:
     return replace(facts, dtype=str(dtype).removeprefix("torch."), item_bytes=dtype.itemsize)
 
 
-def _payloads(bucket: Bucket, plan: SavePlan, holding: Holding, dtype: torch.dtype | None) -> list[Payload]:
-    payloads = [payload_of_bytes(holding.objects[placed.name]) for placed in bucket.objects]
-    for row, number in enumerate(bucket.boxes.tensor.tolist()):
+def _payloads(
+    bucket: Bucket, plan: SavePlan, local_state: LocalState, dtype: torch.dtype | None
+) -> list[Payload]:
+    payloads = [payload_of_bytes(local_state.objects[placed.name]) for placed in bucket.objects]
+    for row, number in enumerate(bucket.regions.tensor.tolist()):
         facts = plan.tensors[number]
-        view = holding.view(facts.name, *bucket.boxes.box(row, len(facts.shape)))
+        view = local_state.view(facts.name, *bucket.regions.region(row, len(facts.shape)))
         payloads.append(payload_of_tensor(view, dtype if view.is_floating_point() else None))
     return payloads
 
 
-def _own_paths(agreed: AgreedSave, plan: SavePlan, holding: Holding) -> dict[str, tuple[str | int, ...]]:
+def _own_paths(
+    agreed: AgreedSave, plan: SavePlan, local_state: LocalState
+) -> dict[str, tuple[str | int, ...]]:
     """The places of what this rank is the first to write: together, ranks tell each once."""
-    paths = {leaf.name: leaf.path for leaf in holding.leaves}
+    paths = {leaf.name: leaf.path for leaf in local_state.leaves}
     shared = agreed.shared
-    numbers, first = np.unique(shared.boxes.tensor, return_index=True)
+    numbers, first = np.unique(shared.regions.tensor, return_index=True)
     mine = numbers[shared.rank[first] == plan.rank].tolist()
     own = {plan.tensors[number].name: paths[plan.tensors[number].name] for number in mine}
     for bucket in plan.buckets:

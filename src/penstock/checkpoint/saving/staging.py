@@ -11,25 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from penstock.checkpoint.engine import RankShare, SaveCancelled, ShareStats, WrittenFile
-from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, PipeStopped, WarmMemory
-from penstock.checkpoint.saving.file_layout import ImageFiller
-from penstock.checkpoint.saving.measurement import now_ns
-from penstock.checkpoint.saving.payloads import links_to
-from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, WritePipe
+from penstock.checkpoint.engine import RankSaveStats, SaveCancelled, WrittenFile, WrittenShare
+from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, PipelineStopped, WarmMemory
+from penstock.checkpoint.saving.file_layout import FileLayout, LayoutFiller, Payload, open_device_streams
+from penstock.checkpoint.saving.measurement import Measurement, now_ns
+from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, WritePipeline
 from penstock.errors import UsageError, WaitTimeout
+from penstock.progress import Progress
 from penstock.storage.aligned import PAGE_BYTES, round_up
-from penstock.storage.protocol import WrappedStorage
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.saving.file_layout import FileImage
-    from penstock.checkpoint.saving.measurement import Measurement
-    from penstock.checkpoint.saving.payloads import Payload
-    from penstock.progress import Progress
-    from penstock.storage.protocol import Sink, Storage
-
+from penstock.storage.protocol import Sink, Storage, WrappedStorage
 
 MOST_CHUNK_BYTES = 16 << 20
 """Larger writes are no faster, and make the last one of a file a longer wait."""
@@ -38,35 +29,35 @@ _NS_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class SaveShare:
     """What one rank is to write: its files and where their payloads are."""
 
     rank: int
-    images: tuple[FileImage, ...]
+    layouts: tuple[FileLayout, ...]
     payloads: Mapping[str, Sequence[Payload]]
     payload_bytes: int
     paths: Mapping[str, tuple[str | int, ...]]
     plan_s: float = 0.0
 
 
-def pipe_settings(images: Sequence[FileImage], writers: int, buffer_bytes: int) -> PipeSettings:
+def pipe_settings(layouts: Sequence[FileLayout], writers: int, buffer_bytes: int) -> PipelineSettings:
     """How to write these files with at most `buffer_bytes` of buffers, and no more than they need."""
-    streams = max(1, min(writers, len(images)))
-    largest = max((image.size_bytes for image in images), default=0)
+    streams = max(1, min(writers, len(layouts)))
+    largest = max((layout.size_bytes for layout in layouts), default=0)
     # A file is at least two chunks, so that one is written while the other is filled.
     wanted = min(MOST_CHUNK_BYTES, round_up(max(-(-largest // 2), 1), PAGE_BYTES))
     room = buffer_bytes // (MIN_BUFFERS_PER_STREAM * streams) // PAGE_BYTES * PAGE_BYTES
     chunk_bytes = max(min(wanted, room), PAGE_BYTES)
-    needed = sum(round_up(image.size_bytes, chunk_bytes) for image in images)
+    needed = sum(round_up(layout.size_bytes, chunk_bytes) for layout in layouts)
     least = MIN_BUFFERS_PER_STREAM * streams * chunk_bytes
-    return PipeSettings(
+    return PipelineSettings(
         streams=streams,
         chunk_bytes=chunk_bytes,
         buffer_memory_bytes=max(min(needed, buffer_bytes // chunk_bytes * chunk_bytes), least),
     )
 
 
-class Staged:
+class StagedFiles:
     """A `StagedSave` whose files are images filled from payloads.
 
     With `copies_first`, for which there is memory for all of the share, nothing is summed or written before
@@ -75,9 +66,9 @@ class Staged:
 
     def __init__(
         self,
-        share: Share,
+        share: SaveShare,
         memory: StagingMemory,
-        settings: PipeSettings,
+        settings: PipelineSettings,
         *,
         copies_first: bool,
         timeout_s: float,
@@ -91,17 +82,17 @@ class Staged:
             borrowed = memory.borrow(settings.buffer_memory_bytes, timeout_s)
             undo.callback(memory.give_back, borrowed)
             self._began_ns = now_ns()
-            links = links_to(share.payloads)
+            links = open_device_streams(share.payloads)
             links.pin(borrowed)
-            self._filler = ImageFiller(
-                share.images,
+            self._filler = LayoutFiller(
+                share.layouts,
                 share.payloads,
                 links=links,
                 summing="afterwards" if copies_first else "while copying",
             )
-            planned = [PlannedObject(image.name, image.size_bytes) for image in share.images]
+            planned = [PlannedObject(layout.name, layout.size_bytes) for layout in share.layouts]
             self._pipe = undo.enter_context(
-                WritePipe(
+                WritePipeline(
                     planned,
                     self._filler,
                     settings,
@@ -116,12 +107,12 @@ class Staged:
         """Return when the tensors may change."""
         try:
             self._pipe.wait_filled(timeout_s)
-        except PipeStopped as error:
+        except PipelineStopped as error:
             raise SaveCancelled from error
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
-    ) -> RankShare:
+    ) -> WrittenShare:
         """Write all files, each durable; afterwards the memory is free for the next save."""
         self._take()
         with self._undo:
@@ -131,11 +122,11 @@ class Staged:
                 seen = self._pipe.write_to(
                     [_Keyed(storage, key_of)], rank=self._share.rank, progress=progress
                 )
-            except PipeStopped as error:
+            except PipelineStopped as error:
                 raise SaveCancelled from error
-        return RankShare(
+        return WrittenShare(
             rank=self._share.rank,
-            files=tuple(self._written(image) for image in self._share.images),
+            files=tuple(self._written(layout) for layout in self._share.layouts),
             stats=self._stats(seen),
             paths=self._share.paths,
         )
@@ -154,19 +145,19 @@ class Staged:
                 raise SaveCancelled
             self._is_taken = True
 
-    def _written(self, image: FileImage) -> WrittenFile:
-        offset, size, payload = image.columns()
+    def _written(self, layout: FileLayout) -> WrittenFile:
+        offset, size, payload = layout.columns()
         return WrittenFile(
-            name=image.name,
-            size_bytes=image.size_bytes,
+            name=layout.name,
+            size_bytes=layout.size_bytes,
             item_offset=offset,
             item_bytes=size,
             payload_offset=payload,
-            sums=self._filler.sums(image.name),
+            sums=self._filler.sums(layout.name),
         )
 
-    def _stats(self, seen: Measurement) -> ShareStats:
-        return ShareStats(
+    def _stats(self, seen: Measurement) -> RankSaveStats:
+        return RankSaveStats(
             rank=self._share.rank,
             payload_bytes=self._share.payload_bytes,
             file_bytes=seen.ledger.durable_bytes,

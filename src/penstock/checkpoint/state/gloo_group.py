@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from penstock.cluster.comm import BaseComm
+from penstock.cluster.comm import BaseComm, PollingWait
 from penstock.cluster.torch_comm import LONGEST_CALL, TorchPendingTransfer, broken_connection
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import PollingWait
 
 
 def make_group(ranks: Sequence[int]) -> Any:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import Names
+    from penstock.checkpoint.engine import NamePatterns
 
 
 IsTensor = Callable[[object], bool]
@@ -42,7 +42,7 @@ class Leaf:
         self._holder[self._key] = value
 
 
-def leaves_of(state: Mapping[Any, Any], is_tensor: IsTensor) -> list[Leaf]:
+def flatten_state(state: Mapping[Any, Any], is_tensor: IsTensor) -> list[Leaf]:
     """All leaves, in the order of the state. Two that would get one name are a `UsageError`."""
     leaves: dict[str, Leaf] = {}
     for key, value in state.items():
@@ -108,7 +108,7 @@ def loading_into(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             state[key] = inner[key]
 
 
-def matches(name: str, patterns: Names) -> bool:
+def matches_pattern(name: str, patterns: NamePatterns) -> bool:
     """Whether one of the patterns is for `name`; upper and lower case differ."""
     each = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in each)

@@ -12,17 +12,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from socket import gethostname
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.cluster.comm import SoloComm
+from penstock.cluster.comm import BaseComm, SoloComm
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import BaseComm
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Members:
+class RankGroup:
     """The ranks that this one saves and loads with. `group` is torch's; None for a single rank."""
 
     comm: BaseComm
@@ -33,47 +30,47 @@ class Members:
         self.comm.close()
 
 
-def own_members(process_group: Any = None) -> Members:
+def make_own_group(process_group: Any = None) -> RankGroup:
     """A new group with the ranks of `process_group` (None: all), for work that runs beside the training.
 
     Collective over these ranks alone. Its messages never mix with those of the trainer.
     """
-    return members_of_ranks(_list_ranks(process_group))
+    return make_group_of(_list_ranks(process_group))
 
 
-def members_of_ranks(ranks: Sequence[int]) -> Members:
+def make_group_of(ranks: Sequence[int]) -> RankGroup:
     """A new group of these ranks, by their numbers in the job. Collective over them alone."""
     if len(ranks) < 2:
-        return Members(SoloComm(gethostname()))
+        return RankGroup(SoloComm(gethostname()))
     from penstock.checkpoint.state.gloo_group import GroupComm, make_group  # noqa: PLC0415 - loads torch
 
     group = make_group(ranks)
-    return Members(GroupComm(gethostname(), group), group)
+    return RankGroup(GroupComm(gethostname(), group), group)
 
 
-def borrowed_members(process_group: Any = None) -> Members:
+def borrow_group(process_group: Any = None) -> RankGroup:
     """The caller's group if it speaks gloo, else a new one: for work that ends before the call returns."""
     ranks = _list_ranks(process_group)
     if len(ranks) < 2:
-        return Members(SoloComm(gethostname()))
+        return RankGroup(SoloComm(gethostname()))
     import torch.distributed as dist  # noqa: PLC0415 - already loaded by now
 
     from penstock.cluster.torch_comm import TorchComm  # noqa: PLC0415 - likewise
 
     if "gloo" not in str(dist.get_backend_config(process_group)):
-        return own_members(process_group)
+        return make_own_group(process_group)
     group = dist.group.WORLD if process_group is None else process_group
-    return Members(TorchComm(gethostname(), group), group)
+    return RankGroup(TorchComm(gethostname(), group), group)
 
 
 @contextmanager
-def meeting(process_group: Any = None) -> Iterator[Members]:
+def borrowed_group(process_group: Any = None) -> Iterator[RankGroup]:
     """Borrowed members for one call."""
-    members = borrowed_members(process_group)
+    group = borrow_group(process_group)
     try:
-        yield members
+        yield group
     finally:
-        members.close()
+        group.close()
 
 
 def _list_ranks(process_group: Any) -> list[int]:

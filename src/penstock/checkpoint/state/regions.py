@@ -1,4 +1,4 @@
-"""Parts of tensors and the index of a checkpoint, as numpy columns.
+"""Element types, parts of tensors and the index of a checkpoint, as numpy columns. Needs no torch.
 
 Planners, the readers and writers of every format, and loading exchange these records. Invariant: a region is
 in the global coordinates of its tensor, and all columns of a record have the same length.
@@ -6,12 +6,16 @@ in the global coordinates of its tensor, and all columns of a record have the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.errors import UsageError
+from penstock.suggest import did_you_mean
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -37,7 +41,7 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Boxes:
+class Regions:
     """Rectangular parts of numbered tensors, one a row.
 
     `tensor` (n) counts in a tuple of `TensorFacts` kept beside; `offsets` and `sizes` are (n, width), where
@@ -63,25 +67,25 @@ class Boxes:
         return np.asarray(np.prod(self.sizes, axis=1, dtype=np.int64))
 
     def num_bytes(self, item_bytes: Ints) -> Ints:
-        """Of each box; `item_bytes` is by tensor number, see `item_bytes_of`."""
+        """Of each box; `item_bytes` is by tensor number, see `element_sizes`."""
         return self.num_elements * item_bytes[self.tensor]
 
-    def take(self, rows: Ints | Bools | slice) -> Boxes:
+    def take(self, rows: Ints | Bools | slice) -> Regions:
         """Some of the boxes, in the order of `rows`; these very ones where `rows` are all in order."""
         if isinstance(rows, np.ndarray) and len(rows) == len(self) and _is_all(rows):
             return self
-        return Boxes(self.tensor[rows], self.offsets[rows], self.sizes[rows])
+        return Regions(self.tensor[rows], self.offsets[rows], self.sizes[rows])
 
-    def widened(self, num_dims: int) -> Boxes:
+    def widened(self, num_dims: int) -> Regions:
         """The same boxes with columns for `num_dims` dimensions, not fewer than now."""
         extra = num_dims - self.num_dims
         if extra == 0:
             return self
         room = ((0, 0), (0, extra))
         offsets = np.pad(self.offsets, room)
-        return Boxes(self.tensor, offsets, np.pad(self.sizes, room, constant_values=1))
+        return Regions(self.tensor, offsets, np.pad(self.sizes, room, constant_values=1))
 
-    def box(self, row: int, num_dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def region(self, row: int, num_dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and sizes of one box of a tensor of `num_dims` dimensions."""
         return (
             tuple(self.offsets[row, :num_dims].tolist()),
@@ -100,7 +104,7 @@ class Boxes:
         return cls(np.array([tensor for tensor, _, _ in rows], dtype=np.int64), offsets, sizes)
 
     @classmethod
-    def concatenated(cls, parts: Sequence[Boxes]) -> Self:
+    def concatenated(cls, parts: Sequence[Regions]) -> Self:
         """All boxes of `parts`, which count in the same tensors, one after another."""
         width = max((part.num_dims for part in parts), default=0)
         wide = [part.widened(width) for part in parts]
@@ -118,28 +122,28 @@ def _is_all(rows: Ints | Bools) -> bool:
     return bool(rows.all() if rows.dtype == np.bool_ else (rows == np.arange(len(rows))).all())
 
 
-def item_bytes_of(tensors: Sequence[TensorFacts]) -> Ints:
+def element_sizes(tensors: Sequence[TensorFacts]) -> Ints:
     """Bytes of one element, by tensor number."""
     return np.array([tensor.item_bytes for tensor in tensors], dtype=np.int64)
 
 
-def whole_boxes(tensors: Sequence[TensorFacts]) -> Boxes:
+def whole_regions(tensors: Sequence[TensorFacts]) -> Regions:
     """One box for each tensor, all of it."""
-    return Boxes.from_rows(
+    return Regions.from_rows(
         [(number, (0,) * len(facts.shape), facts.shape) for number, facts in enumerate(tensors)]
     )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StoredBoxes:
-    """Where the boxes of a checkpoint lie: row by row beside `boxes`.
+class StoredRegions:
+    """Where the boxes of a checkpoint lie: row by row beside `regions`.
 
     An item is what a file holds for one box: an envelope and the payload, which is the box's elements in
     row-major order. `payload_offset` is in the file, or `UNKNOWN`. Of a `packed` item (a stream transform,
     a compressed archive member) only the whole can be read; its payload has no place of its own.
     """
 
-    boxes: Boxes
+    regions: Regions
     file: Ints
     """Counts in a tuple of file names kept beside."""
     item_offset: Ints
@@ -148,12 +152,12 @@ class StoredBoxes:
     packed: Bools
 
     def __len__(self) -> int:
-        return len(self.boxes)
+        return len(self.regions)
 
-    def take(self, rows: Ints | Bools | slice) -> StoredBoxes:
+    def take(self, rows: Ints | Bools | slice) -> StoredRegions:
         """Some of the rows, in the order of `rows`."""
-        return StoredBoxes(
-            self.boxes.take(rows),
+        return StoredRegions(
+            self.regions.take(rows),
             self.file[rows],
             self.item_offset[rows],
             self.item_bytes[rows],
@@ -174,11 +178,84 @@ class StoredObject:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Contents:
+class CheckpointIndex:
     """All that a checkpoint holds and where, whatever format it was written in."""
 
     tensors: tuple[TensorFacts, ...]
-    stored: StoredBoxes
+    stored: StoredRegions
     objects: tuple[StoredObject, ...]
     files: tuple[str, ...]
     """Keys relative to the checkpoint's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """One element type. Names that a format has no word for are None."""
+
+    name: str
+    size_bytes: int
+    typed_storage: str | None
+    """The class in `torch` that archives name for its storage; None: torch archives it as plain bytes."""
+    safetensors: str | None
+
+
+def _table(*rows: tuple[str, int, str | None, str | None]) -> Mapping[str, ElementType]:
+    return MappingProxyType({row[0]: ElementType(*row) for row in rows})
+
+
+ELEMENT_TYPES: Mapping[str, ElementType] = _table(
+    ("float32", 4, "FloatStorage", "F32"),
+    ("float64", 8, "DoubleStorage", "F64"),
+    ("float16", 2, "HalfStorage", "F16"),
+    ("bfloat16", 2, "BFloat16Storage", "BF16"),
+    ("int8", 1, "CharStorage", "I8"),
+    ("int16", 2, "ShortStorage", "I16"),
+    ("int32", 4, "IntStorage", "I32"),
+    ("int64", 8, "LongStorage", "I64"),
+    ("uint8", 1, "ByteStorage", "U8"),
+    ("bool", 1, "BoolStorage", "BOOL"),
+    ("complex64", 8, "ComplexFloatStorage", "C64"),
+    ("complex128", 16, "ComplexDoubleStorage", None),
+    ("complex32", 4, None, None),
+    ("uint16", 2, None, "U16"),
+    ("uint32", 4, None, "U32"),
+    ("uint64", 8, None, "U64"),
+    ("float8_e4m3fn", 1, None, "F8_E4M3"),
+    ("float8_e5m2", 1, None, "F8_E5M2"),
+    ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ"),
+    ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ"),
+    ("float8_e8m0fnu", 1, None, "F8_E8M0"),
+    ("float4_e2m1fn_x2", 1, None, None),
+    ("bits8", 1, None, None),
+    ("bits16", 2, None, None),
+    ("bits1x8", 1, None, None),
+    ("bits2x4", 1, None, None),
+    ("bits4x2", 1, None, None),
+)
+"""By name. Types that torch itself cannot save (its sub-byte and bare quantized ones) are not here."""
+
+BY_STORAGE: Mapping[str, ElementType] = MappingProxyType(
+    {kind.typed_storage: kind for kind in ELEMENT_TYPES.values() if kind.typed_storage}
+)
+BY_SAFETENSORS: Mapping[str, ElementType] = MappingProxyType(
+    {kind.safetensors: kind for kind in ELEMENT_TYPES.values() if kind.safetensors}
+)
+
+
+def element_type(name: str) -> ElementType:
+    """The type of this name, with or without `torch.` before it; `UsageError` names the nearest."""
+    bare = name.removeprefix("torch.")
+    kind = ELEMENT_TYPES.get(bare)
+    if kind is None:
+        hint = did_you_mean(bare, ELEMENT_TYPES).strip() or f"Known: {', '.join(ELEMENT_TYPES)}."
+        raise UsageError(f"No tensor element type is called {name!r}", fix=hint)
+    return kind
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a row-major tensor; as torch counts them where a dimension is 0."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))

@@ -17,9 +17,9 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from penstock.checkpoint.plan.save_plan import Held, HeldObject
-from penstock.checkpoint.state.leaves import Leaf, leaves_of
-from penstock.checkpoint.state.regions import Boxes, TensorFacts
+from penstock.checkpoint.plan.save_plan import HeldObject, Holdings
+from penstock.checkpoint.state.leaves import Leaf, flatten_state
+from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class LocalShard:
     """A box of a tensor that this rank holds, and the memory with its elements, strided as it may be."""
 
     offsets: tuple[int, ...]
@@ -50,21 +50,21 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class LocalState:
     """What this rank holds of a state: what planners see of it, and the memory and bytes behind."""
 
     leaves: tuple[Leaf, ...]
-    held: Held
-    pieces: Mapping[str, Sequence[Piece]]
+    holdings: Holdings
+    shards: Mapping[str, Sequence[LocalShard]]
     """By tensor name; none where this rank has no part of a sharded tensor."""
     objects: Mapping[str, bytes]
     """Leaves that are no tensors, as torch saves them; empty where nobody asked for them."""
 
     def view(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The memory of a box, which lies in one of the pieces of tensor `name`."""
-        for piece in self.pieces[name]:
-            if piece.contains(offsets, sizes):
-                return piece.view(offsets, sizes)
+        for shard in self.shards[name]:
+            if shard.contains(offsets, sizes):
+                return shard.view(offsets, sizes)
         raise UsageError(
             f"This rank holds no piece of {name!r} with {list(sizes)} elements at {list(offsets)}",
             fix="Write and read only what the plan gave to this rank.",
@@ -82,53 +82,53 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, ShardedTensor) or hasattr(type(value), "__create_chunk_list__")
 
 
-def hold(state: Mapping[str, Any]) -> Holding:
+def collect_for_save(state: Mapping[str, Any]) -> LocalState:
     """What this rank holds of `state`, to save it. Packs everything that is no tensor."""
-    return _held(leaves_of(state, is_tensor), pack_objects=True)
+    return _collect(flatten_state(state, is_tensor), pack_objects=True)
 
 
-def destinations(state: Mapping[str, Any]) -> Holding:
+def collect_for_load(state: Mapping[str, Any]) -> LocalState:
     """What this rank holds of `state`, to load into it."""
-    return _held(leaves_of(state, is_tensor), pack_objects=False)
+    return _collect(flatten_state(state, is_tensor), pack_objects=False)
 
 
-def held_of_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> Holding:
+def collect_leaves(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
     """The same for some leaves of a state."""
-    return _held(leaves, pack_objects=pack_objects)
+    return _collect(leaves, pack_objects=pack_objects)
 
 
-def _held(leaves: Sequence[Leaf], *, pack_objects: bool) -> Holding:
+def _collect(leaves: Sequence[Leaf], *, pack_objects: bool) -> LocalState:
     tensors: list[TensorFacts] = []
     rows: list[tuple[int, Sequence[int], Sequence[int]]] = []
-    pieces: dict[str, list[Piece]] = {}
+    shards: dict[str, list[LocalShard]] = {}
     objects: dict[str, bytes] = {}
     packed: dict[tuple[type, str], bytes] = {}
     for leaf in leaves:
         if is_tensor(leaf.value):
-            pieces[leaf.name] = pieces_of(leaf.name, leaf.value)
-            rows += [(len(tensors), piece.offsets, piece.sizes) for piece in pieces[leaf.name]]
-            tensors.append(facts_of(leaf.name, leaf.value))
+            shards[leaf.name] = local_shards(leaf.name, leaf.value)
+            rows += [(len(tensors), shard.offsets, shard.sizes) for shard in shards[leaf.name]]
+            tensors.append(tensor_facts(leaf.name, leaf.value))
         elif pack_objects:
             objects[leaf.name] = _packed(leaf.value, packed)
     held_objects = tuple(
         HeldObject(name=name, size_bytes=len(content), digest=xxhash.xxh3_128_digest(content))
         for name, content in objects.items()
     )
-    held = Held(tensors=tuple(tensors), boxes=Boxes.from_rows(rows), objects=held_objects)
-    return Holding(tuple(leaves), held, pieces, objects)
+    holdings = Holdings(tensors=tuple(tensors), regions=Regions.from_rows(rows), objects=held_objects)
+    return LocalState(tuple(leaves), holdings, shards, objects)
 
 
-def facts_of(name: str, value: torch.Tensor | ShardedTensor) -> TensorFacts:
+def tensor_facts(name: str, value: torch.Tensor | ShardedTensor) -> TensorFacts:
     """What is the same of a tensor on all ranks."""
     dtype = str(value.dtype).removeprefix("torch.")
     return TensorFacts(name, dtype, tuple(value.size()), value.dtype.itemsize)
 
 
-def pieces_of(name: str, value: torch.Tensor | ShardedTensor) -> list[Piece]:
+def local_shards(name: str, value: torch.Tensor | ShardedTensor) -> list[LocalShard]:
     """The boxes of a tensor that this rank holds; empty boxes of DTensors that have no row here, too."""
     if isinstance(value, ShardedTensor):
         return [
-            Piece(
+            LocalShard(
                 tuple(shard.metadata.shard_offsets),
                 tuple(shard.metadata.shard_sizes),
                 _plain(name, shard.tensor),
@@ -139,10 +139,10 @@ def pieces_of(name: str, value: torch.Tensor | ShardedTensor) -> list[Piece]:
         return _pieces_of_dtensor(name, value)
     if hasattr(type(value), "__create_chunk_list__"):
         return _pieces_of_chunks(name, value)
-    return [Piece((0,) * value.dim(), tuple(value.size()), _plain(name, value))]
+    return [LocalShard((0,) * value.dim(), tuple(value.size()), _plain(name, value))]
 
 
-def mesh_of(leaves: Sequence[Leaf]) -> dict[str, int]:
+def device_mesh_sizes(leaves: Sequence[Leaf]) -> dict[str, int]:
     """Size of each dimension of the state's device mesh, outermost first; empty where nothing is on one.
 
     Where tensors are on several meshes, that of most dimensions is told: the others are parts of it.
@@ -155,7 +155,7 @@ def mesh_of(leaves: Sequence[Leaf]) -> dict[str, int]:
     return dict(zip(names, map(int, largest.mesh.shape), strict=True))
 
 
-def _pieces_of_dtensor(name: str, value: DTensor) -> list[Piece]:
+def _pieces_of_dtensor(name: str, value: DTensor) -> list[LocalShard]:
     if value.device_mesh.get_coordinate() is None:
         return []
     if any(placement.is_partial() for placement in value.placements):
@@ -171,16 +171,16 @@ def _pieces_of_dtensor(name: str, value: DTensor) -> list[Piece]:
             where=f"placements {value.placements}",
             fix="Save it with even shards, or redistribute it to Shard placements first.",
         )
-    return [Piece(tuple(chunks[0].offsets), tuple(chunks[0].sizes), _plain(name, local))]
+    return [LocalShard(tuple(chunks[0].offsets), tuple(chunks[0].sizes), _plain(name, local))]
 
 
-def _pieces_of_chunks(name: str, value: Any) -> list[Piece]:
-    pieces = []
+def _pieces_of_chunks(name: str, value: Any) -> list[LocalShard]:
+    shards = []
     for number, chunk in enumerate(value.__create_chunk_list__()):
         index = MetadataIndex(name, chunk.offsets, number)
         memory = _plain(name, value.__get_tensor_shard__(index))
-        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), memory))
-    return pieces
+        shards.append(LocalShard(tuple(chunk.offsets), tuple(chunk.sizes), memory))
+    return shards
 
 
 def _plain(name: str, value: torch.Tensor) -> torch.Tensor:

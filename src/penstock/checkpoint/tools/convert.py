@@ -10,22 +10,24 @@ import json
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
-from penstock.checkpoint.formats.checkpoint_source import Format, Opened, open_checkpoint, uri_of
-from penstock.checkpoint.formats.dtypes import element_type
+from penstock.checkpoint.formats.checkpoint_source import (
+    CheckpointSource,
+    Format,
+    checkpoint_uri,
+    open_checkpoint,
+)
 from penstock.checkpoint.formats.safetensors import INDEX_NAME
-from penstock.checkpoint.state.leaves import matches
+from penstock.checkpoint.state.leaves import matches_pattern
+from penstock.checkpoint.state.regions import StoredObject, TensorFacts, element_type
 from penstock.checkpoint.tools.tensor_slabs import Elements, Outlet, WriteBuffers, slab_bytes, slabs
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError
 from penstock.progress import Progress, Silent
+from penstock.storage import Storage
 from penstock.storage.protocol import exists, write_object
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.state.regions import StoredObject, TensorFacts
-    from penstock.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +37,18 @@ class Selection:
     tensors: tuple[int, ...]
     objects: tuple[StoredObject, ...]
 
-    def num_bytes(self, opened: Opened) -> int:
+    def num_bytes(self, opened: CheckpointSource) -> int:
         """Of all chosen tensors."""
-        return sum(opened.contents.tensors[number].size_bytes for number in self.tensors)
+        return sum(opened.index.tensors[number].size_bytes for number in self.tensors)
 
 
-def select(opened: Opened, only: Sequence[str]) -> Selection:
+def select(opened: CheckpointSource, only: Sequence[str]) -> Selection:
     """What matches one of the patterns; all without patterns. Nothing at all is a `UsageError`."""
 
     def is_chosen(name: str) -> bool:
-        return not only or matches(name, only)
+        return not only or matches_pattern(name, only)
 
-    contents = opened.contents
+    contents = opened.index
     chosen = Selection(
         tuple(number for number, facts in enumerate(contents.tensors) if is_chosen(facts.name)),
         tuple(one for one in contents.objects if is_chosen(one.name)),
@@ -105,7 +107,7 @@ def header_bytes(tensors: Sequence[TensorFacts]) -> bytes:
 
 
 def write_safetensors(
-    opened: Opened,
+    opened: CheckpointSource,
     chosen: Selection,
     storage: Storage,
     shards: Sequence[tuple[str, Shard]],
@@ -116,7 +118,7 @@ def write_safetensors(
     buffers, total = WriteBuffers(), 0
     with closing(Elements(opened)) as elements:
         for key, shard in shards:
-            tensors = [opened.contents.tensors[number] for number in shard.tensors]
+            tensors = [opened.index.tensors[number] for number in shard.tensors]
             header = header_bytes(tensors)
             size_bytes = len(header) + sum(facts.size_bytes for facts in tensors)
             sink = storage.create(key, size_bytes)
@@ -132,10 +134,10 @@ def write_safetensors(
     return total
 
 
-def require_writable(opened: Opened, chosen: Selection) -> None:
+def require_writable(opened: CheckpointSource, chosen: Selection) -> None:
     """`UsageError` for what the format has no room for."""
     for number in chosen.tensors:
-        facts = opened.contents.tensors[number]
+        facts = opened.index.tensors[number]
         if element_type(facts.dtype).safetensors is None:
             raise UsageError(
                 f"safetensors has no word for {facts.dtype}, the type of {facts.name}",
@@ -150,10 +152,10 @@ def require_writable(opened: Opened, chosen: Selection) -> None:
 
 
 def append_tensor(
-    opened: Opened, elements: Elements, tensor: int, outlet: Outlet, progress: Progress
+    opened: CheckpointSource, elements: Elements, tensor: int, outlet: Outlet, progress: Progress
 ) -> None:
     """Append all elements of one tensor in row-major order."""
-    facts = opened.contents.tensors[tensor]
+    facts = opened.index.tensors[tensor]
     elements.require_whole(tensor)
     for slab in slabs(facts.shape, facts.item_bytes, outlet.room_bytes):
         buffer, num_bytes = outlet.buffer(), slab_bytes(slab, facts)
@@ -162,9 +164,9 @@ def append_tensor(
         progress.advance(num_bytes)
 
 
-def write_index(opened: Opened, storage: Storage, folder: str, shards: Sequence[Shard]) -> None:
+def write_index(opened: CheckpointSource, storage: Storage, folder: str, shards: Sequence[Shard]) -> None:
     """Write which file each tensor is in, as Hugging Face's loaders want it."""
-    tensors = opened.contents.tensors
+    tensors = opened.index.tensors
     document = {
         "metadata": {"total_size": sum(tensors[one].size_bytes for shard in shards for one in shard.tensors)},
         "weight_map": {tensors[number].name: shard.name for shard in shards for number in shard.tensors},
@@ -231,7 +233,7 @@ def convert(
     size_bytes = _write(opened, chosen, storage, name, to=to, options=options, progress=progress)
     return Conversion(
         source=opened.uri,
-        target=uri_of(storage, name),
+        target=checkpoint_uri(storage, name),
         format=to,
         num_tensors=len(chosen.tensors),
         num_objects=len(chosen.objects),
@@ -242,7 +244,7 @@ def convert(
 
 
 def _write(
-    opened: Opened,
+    opened: CheckpointSource,
     chosen: Selection,
     storage: Storage,
     name: str,
@@ -253,7 +255,7 @@ def _write(
 ) -> int:
     # The writers of torch's formats load torch, which a conversion to safetensors does without.
     if to is Format.DCP:
-        from penstock.checkpoint.formats.objects import ZSTD  # noqa: PLC0415
+        from penstock.checkpoint.formats.dcp_item import ZSTD  # noqa: PLC0415
         from penstock.checkpoint.tools.torch_writers import write_dcp  # noqa: PLC0415
 
         descriptors = (ZSTD,) if options.compress else ()
@@ -268,7 +270,7 @@ def _write(
     if name.endswith(".safetensors"):
         shards = [(name, Shard(name, chosen.tensors))]
         return write_safetensors(opened, chosen, storage, shards, progress)
-    planned = plan_shards(opened.contents.tensors, chosen.tensors, options.shard_bytes)
+    planned = plan_shards(opened.index.tensors, chosen.tensors, options.shard_bytes)
     keyed = [(f"{name}/{shard.name}", shard) for shard in planned]
     size_bytes = write_safetensors(opened, chosen, storage, keyed, progress)
     write_index(opened, storage, name, planned)
@@ -286,7 +288,8 @@ def _require_free(storage: Storage, name: str) -> None:
             taken = False
     if taken:
         raise UsageError(
-            f"{uri_of(storage, name)} is there already", fix="Convert to a new name; nothing is overwritten."
+            f"{checkpoint_uri(storage, name)} is there already",
+            fix="Convert to a new name; nothing is overwritten.",
         )
 
 
@@ -308,11 +311,11 @@ def _verified(source: AnyPath, progress: Progress) -> tuple[str, ...]:
     return () if found.is_checked else ("The source has no checksums: it was taken over as it is.",)
 
 
-def _left_out(opened: Opened, chosen: Selection) -> tuple[str, ...]:
-    kept = {opened.contents.tensors[number].name for number in chosen.tensors}
+def _left_out(opened: CheckpointSource, chosen: Selection) -> tuple[str, ...]:
+    kept = {opened.index.tensors[number].name for number in chosen.tensors}
     kept |= {one.name for one in chosen.objects}
-    everything = [facts.name for facts in opened.contents.tensors]
-    everything += [one.name for one in opened.contents.objects]
+    everything = [facts.name for facts in opened.index.tensors]
+    everything += [one.name for one in opened.index.objects]
     return tuple(name for name in everything if name not in kept)
 
 

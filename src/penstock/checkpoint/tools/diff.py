@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from penstock.checkpoint.formats.checkpoint_source import Opened, open_checkpoint
+from penstock.checkpoint.commit.catalog import AnyPath
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.formats.torch_save import is_plain
 from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.state.regions import StoredObject, TensorFacts
 from penstock.checkpoint.tools.tensor_slabs import Elements, slab_bytes, slabs
 from penstock.progress import Progress, Silent
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.state.regions import StoredObject, TensorFacts
 
 SLAB_BYTES: Final = 16 << 20
 _LONGEST_TEXT: Final = 100
@@ -96,7 +96,7 @@ def _names(first: Mapping[str, object], second: Mapping[str, object], only: Sequ
 class _Comparing:
     """Tensors of two checkpoints, side by side."""
 
-    def __init__(self, first: Opened, second: Opened, progress: Progress) -> None:
+    def __init__(self, first: CheckpointSource, second: CheckpointSource, progress: Progress) -> None:
         self._opened = (first, second)
         self._elements = (Elements(first), Elements(second))
         self._progress = progress
@@ -111,7 +111,7 @@ class _Comparing:
     def tensors(self, only: Sequence[str]) -> Iterator[Compared]:
         """Every tensor of either, in the order of the first."""
         first, second = (
-            {facts.name: number for number, facts in enumerate(opened.contents.tensors)}
+            {facts.name: number for number, facts in enumerate(opened.index.tensors)}
             for opened in self._opened
         )
         names = list(_names(first, second, only))
@@ -123,7 +123,7 @@ class _Comparing:
                 self._progress.advance(self._facts(0, first[name]).size_bytes)
 
     def _facts(self, which: int, number: int) -> TensorFacts:
-        return self._opened[which].contents.tensors[number]
+        return self._opened[which].index.tensors[number]
 
     def _compare(self, name: str, first: int | None, second: int | None) -> Compared:
         texts = [
@@ -211,18 +211,18 @@ def _form(facts: TensorFacts) -> str:
     return f"{facts.dtype}{list(facts.shape)}"
 
 
-def _summed_boxes(opened: Opened, elements: Elements, tensor: int) -> set[tuple[bytes, ...]] | None:
+def _summed_boxes(opened: CheckpointSource, elements: Elements, tensor: int) -> set[tuple[bytes, ...]] | None:
     """The boxes of a tensor with their sums, if it has any that tell of plain elements."""
     rows = elements.rows(tensor)
-    stored = opened.contents.stored
+    stored = opened.index.stored
     if opened.summed is None or stored.packed[rows].any():
         return None
-    columns = (stored.boxes.offsets, stored.boxes.sizes, opened.summed.sums)
+    columns = (stored.regions.offsets, stored.regions.sizes, opened.summed.sums)
     return {tuple(column[row].tobytes() for column in columns) for row in rows.tolist()}
 
 
-def _objects(first: Opened, second: Opened, only: Sequence[str]) -> Iterator[Compared]:
-    ours, theirs = ({stored.name: stored for stored in opened.contents.objects} for opened in (first, second))
+def _objects(first: CheckpointSource, second: CheckpointSource, only: Sequence[str]) -> Iterator[Compared]:
+    ours, theirs = ({stored.name: stored for stored in opened.index.objects} for opened in (first, second))
     for name in _names(ours, theirs, only):
         if name not in theirs:
             yield Compared(name=name, outcome=Outcome.ONLY_FIRST, first=_text(first, ours[name]))
@@ -232,7 +232,9 @@ def _objects(first: Opened, second: Opened, only: Sequence[str]) -> Iterator[Com
             yield _compare_objects(first, ours[name], second, theirs[name])
 
 
-def _compare_objects(first: Opened, one: StoredObject, second: Opened, other: StoredObject) -> Compared:
+def _compare_objects(
+    first: CheckpointSource, one: StoredObject, second: CheckpointSource, other: StoredObject
+) -> Compared:
     made = first.comparable(one), second.comparable(other)
     outcome = Outcome.SAME if made[0] == made[1] else Outcome.VALUES
     if not (is_plain(made[0]) and is_plain(made[1])):
@@ -243,7 +245,7 @@ def _compare_objects(first: Opened, one: StoredObject, second: Opened, other: St
     return Compared(name=one.name, outcome=outcome, first=_text(first, one), second=_text(second, other))
 
 
-def _text(opened: Opened, stored: StoredObject) -> str:
+def _text(opened: CheckpointSource, stored: StoredObject) -> str:
     return short_text(opened.safe_value(stored))
 
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 from isal import isal_zlib
 
-from penstock.checkpoint.formats.checksums import RunningSum, running_sum
+from penstock.checkpoint.formats.manifest import RunningChecksum, start_checksum
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.errors import StorageError
+from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, round_up
+from penstock.storage.protocol import Source
 
 if TYPE_CHECKING:
     from penstock.progress import Progress
-    from penstock.storage import Storage
-    from penstock.storage.protocol import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -67,7 +67,7 @@ class SumCheck:
 
     def __init__(self, expected: bytes) -> None:
         self._expected = expected
-        self._sum: RunningSum = running_sum()
+        self._sum: RunningChecksum = start_checksum()
 
     def update(self, content: memoryview) -> None:
         """Add to the sum."""

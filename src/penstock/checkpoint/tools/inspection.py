@@ -9,27 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, parse_step
 from penstock.checkpoint.commit.protocol import METADATA_NAME
 from penstock.checkpoint.formats.checkpoint_source import (
+    CheckpointSource,
     Format,
-    Opened,
+    checkpoint_uri,
     open_checkpoint,
     open_folder,
     require_dcp,
-    uri_of,
 )
-from penstock.checkpoint.state.regions import UNKNOWN, item_bytes_of
+from penstock.checkpoint.state.regions import UNKNOWN, element_sizes
 from penstock.checkpoint.tools.diff import short_text
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
+from penstock.storage import Storage
 from penstock.storage.uri import open_here
-
-if TYPE_CHECKING:
-    from penstock.storage import Storage
 
 
 class State(StrEnum):
@@ -78,7 +76,7 @@ def _listed_alone(path: AnyPath) -> Listed:
     except ObjectNotFound as error:
         raise ObjectNotFound(
             "There are no checkpoints here",
-            uri=uri_of(storage, name),
+            uri=checkpoint_uri(storage, name),
             fix="Name the folder that a run's checkpoints lie in, or one of them.",
         ) from error
 
@@ -90,8 +88,8 @@ def _listed(storage: Storage, name: str) -> Listed:
     facts = storage.stat(committed.key(METADATA_NAME))
     state, complaint, step, num_tensors = State.DAMAGED, "", parse_step(name), 0
     try:
-        opened = open_folder(storage, committed.folder, uri_of(storage, name))
-        num_tensors = len(opened.contents.tensors)
+        opened = open_folder(storage, committed.folder, checkpoint_uri(storage, name))
+        num_tensors = len(opened.index.tensors)
         step = opened.manifest.step if opened.manifest and opened.manifest.step is not None else step
         _require_sizes(opened, {key: info.size_bytes for key, info in found.items()})
         state = State.COMMITTED if opened.manifest is not None else State.UNSUMMED
@@ -109,7 +107,7 @@ def _listed(storage: Storage, name: str) -> Listed:
     )
 
 
-def _require_sizes(opened: Opened, sizes: Mapping[str, int]) -> None:
+def _require_sizes(opened: CheckpointSource, sizes: Mapping[str, int]) -> None:
     """All files are there, and reach as far as they must."""
     for name, needed in _needed_sizes(opened).items():
         actual = sizes.get(opened.key(name))
@@ -120,10 +118,10 @@ def _require_sizes(opened: Opened, sizes: Mapping[str, int]) -> None:
             raise StorageError(f"The file {name} has {actual} bytes, {needed} are needed", uri=opened.uri)
 
 
-def _needed_sizes(opened: Opened) -> dict[str, int]:
+def _needed_sizes(opened: CheckpointSource) -> dict[str, int]:
     if opened.manifest is not None:
         return {file.name: file.size_bytes for file in opened.manifest.files}
-    contents = opened.contents
+    contents = opened.index
     ends = np.zeros(len(contents.files), dtype=np.int64)
     np.maximum.at(ends, contents.stored.file, contents.stored.item_offset + contents.stored.item_bytes)
     for one in contents.objects:
@@ -194,21 +192,21 @@ def show(path: AnyPath) -> Shown:
             ShownObject(
                 name=one.name,
                 size_bytes=one.size_bytes,
-                file=opened.contents.files[one.file],
+                file=opened.index.files[one.file],
                 value=_short_value(opened, number),
             )
-            for number, one in enumerate(opened.contents.objects)
+            for number, one in enumerate(opened.index.objects)
         ),
     )
 
 
-def _shown_tensors(opened: Opened) -> tuple[ShownTensor, ...]:
-    contents, stored = opened.contents, opened.contents.stored
-    order = np.argsort(stored.boxes.tensor, kind="stable")
-    begins = np.searchsorted(stored.boxes.tensor[order], np.arange(len(contents.tensors) + 1))
-    widths = item_bytes_of(contents.tensors)
+def _shown_tensors(opened: CheckpointSource) -> tuple[ShownTensor, ...]:
+    contents, stored = opened.index, opened.index.stored
+    order = np.argsort(stored.regions.tensor, kind="stable")
+    begins = np.searchsorted(stored.regions.tensor[order], np.arange(len(contents.tensors) + 1))
+    widths = element_sizes(contents.tensors)
     sizes = np.zeros(len(contents.tensors), dtype=np.int64)
-    np.add.at(sizes, stored.boxes.tensor, stored.boxes.num_bytes(widths))
+    np.add.at(sizes, stored.regions.tensor, stored.regions.num_bytes(widths))
     shown = []
     for number, facts in enumerate(contents.tensors):
         rows = order[begins[number] : begins[number + 1]]
@@ -227,8 +225,8 @@ def _shown_tensors(opened: Opened) -> tuple[ShownTensor, ...]:
     return tuple(shown)
 
 
-def _note(opened: Opened, rows: list[int]) -> str:
-    stored = opened.contents.stored
+def _note(opened: CheckpointSource, rows: list[int]) -> str:
+    stored = opened.index.stored
     if any(stored.packed[row] for row in rows):
         if opened.archive is not None:
             return "strided: read whole"
@@ -242,9 +240,9 @@ def _note(opened: Opened, rows: list[int]) -> str:
 _LARGEST_READ = 1 << 16
 
 
-def _short_value(opened: Opened, number: int) -> str:
+def _short_value(opened: CheckpointSource, number: int) -> str:
     """A value as text, if that is worth a look and it is one that can be told without running anything."""
-    one = opened.contents.objects[number]
+    one = opened.index.objects[number]
     if one.size_bytes > _LARGEST_READ and opened.archive is None:
         return ""
     try:

@@ -6,18 +6,15 @@ one was read to its last byte before that.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, split_path
-from penstock.checkpoint.formats.checkpoint_source import uri_of
+from penstock.checkpoint.formats.checkpoint_source import checkpoint_uri
 from penstock.checkpoint.tools.inspection import Listed, State, list_all
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +55,7 @@ def remove(
         stays = _require_another(path, listed, name, verified=verified, progress=progress or Silent())
     open_catalog(storage).remove(committed)
     return Removed(
-        uri=uri_of(storage, name),
+        uri=checkpoint_uri(storage, name),
         step=one.step,
         size_bytes=one.size_bytes,
         num_files=one.num_files,

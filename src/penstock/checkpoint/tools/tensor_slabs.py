@@ -20,10 +20,10 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.state.regions import UNKNOWN, Ints, TensorFacts
 from penstock.errors import DataDamaged
 from penstock.storage.capabilities import prefer_direct_access
+from penstock.storage.protocol import Sink, Source
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.formats.checkpoint_source import Opened
-    from penstock.storage.protocol import Sink, Source
+    from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ def slab_bytes(slab: Slab, facts: TensorFacts) -> int:
 class Elements:
     """The elements of an opened checkpoint's tensors, read by slabs. For one thread; close it."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: CheckpointSource) -> None:
         self._opened = opened
         self._storage = prefer_direct_access(opened.storage)
         self._sources: dict[int, Source] = {}
         self._decoded: tuple[int, memoryview] | None = None
         self._begins: dict[int, int | None] = {}
-        tensor = opened.contents.stored.boxes.tensor
+        tensor = opened.index.stored.regions.tensor
         self._order = np.argsort(tensor, kind="stable")
-        self._first = np.searchsorted(tensor[self._order], np.arange(len(opened.contents.tensors) + 1))
+        self._first = np.searchsorted(tensor[self._order], np.arange(len(opened.index.tensors) + 1))
 
     def rows(self, tensor: int) -> Ints:
         """The stored boxes of a tensor."""
@@ -75,18 +75,18 @@ class Elements:
 
     def require_whole(self, tensor: int) -> None:
         """`DataDamaged` unless all elements of a tensor are stored, each once."""
-        facts = self._opened.contents.tensors[tensor]
-        boxes = self._opened.contents.stored.boxes.take(self.rows(tensor))
-        if int(boxes.num_elements.sum()) != math.prod(facts.shape):
+        facts = self._opened.index.tensors[tensor]
+        regions = self._opened.index.stored.regions.take(self.rows(tensor))
+        if int(regions.num_elements.sum()) != math.prod(facts.shape):
             raise DataDamaged(
-                f"Of {facts.name} {int(boxes.num_elements.sum())} elements are stored, it has "
+                f"Of {facts.name} {int(regions.num_elements.sum())} elements are stored, it has "
                 f"{math.prod(facts.shape)}",
                 where=self._opened.uri,
             )
 
     def read_slab(self, tensor: int, slab: Slab, target: memoryview) -> None:
         """Fill `target`, which is as long as the slab."""
-        facts = self._opened.contents.tensors[tensor]
+        facts = self._opened.index.tensors[tensor]
         dim, shape = len(slab.prefix), facts.shape or (1,)
         element = np.dtype({16: "c16"}.get(facts.item_bytes, f"u{facts.item_bytes}"))
         whole = np.frombuffer(target, dtype=element).reshape(slab.end - slab.begin, *shape[dim + 1 :])
@@ -114,7 +114,7 @@ class Elements:
         part[...] = between
 
     def _box(self, row: int, num_dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        offsets, sizes = self._opened.contents.stored.boxes.box(row, num_dims)
+        offsets, sizes = self._opened.index.stored.regions.region(row, num_dims)
         # Of tensors without dimensions the columns may be empty.
         return offsets or (0,), sizes or (1,)
 
@@ -132,7 +132,7 @@ class Elements:
 
     def read_item(self, row: int) -> bytearray:
         """A box's whole item."""
-        stored = self._opened.contents.stored
+        stored = self._opened.index.stored
         item = bytearray(int(stored.item_bytes[row]))
         self._source(row).read_into(int(stored.item_offset[row]), memoryview(item))
         return item
@@ -144,7 +144,7 @@ class Elements:
         self._sources.clear()
 
     def _payload_begin(self, row: int) -> int | None:
-        stored = self._opened.contents.stored
+        stored = self._opened.index.stored
         if stored.payload_offset[row] != UNKNOWN:
             return int(stored.payload_offset[row])
         if row not in self._begins:
@@ -156,9 +156,9 @@ class Elements:
         return self._begins[row]
 
     def _source(self, row: int) -> Source:
-        number = int(self._opened.contents.stored.file[row])
+        number = int(self._opened.index.stored.file[row])
         if number not in self._sources:
-            key = self._opened.key(self._opened.contents.files[number])
+            key = self._opened.key(self._opened.index.files[number])
             self._sources[number] = self._storage.open(key)
         return self._sources[number]
 

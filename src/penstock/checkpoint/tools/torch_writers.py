@@ -21,36 +21,43 @@ from isal import isal_zlib
 from penstock.checkpoint.commit.protocol import Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.engine import WrittenFile
-from penstock.checkpoint.formats.checksums import running_sum, sum_of
 from penstock.checkpoint.formats.dcp_item import (
     Record,
+    apply_transforms,
     begin_record,
     directory,
     end_record,
     envelope,
     item_start,
+    object_bytes,
     small_record,
+    undo_transforms,
 )
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
-from penstock.checkpoint.formats.dtypes import contiguous_strides, element_type
-from penstock.checkpoint.formats.manifest import manifest_bytes, manifest_of
-from penstock.checkpoint.formats.objects import object_bytes, pack, unpack
-from penstock.checkpoint.state.regions import UNKNOWN, Contents, StoredBoxes, StoredObject
+from penstock.checkpoint.formats.manifest import build_manifest, checksum_of, manifest_bytes, start_checksum
+from penstock.checkpoint.state.regions import (
+    UNKNOWN,
+    CheckpointIndex,
+    StoredObject,
+    StoredRegions,
+    contiguous_strides,
+    element_type,
+)
 from penstock.checkpoint.tools.tensor_slabs import Elements, Outlet, WriteBuffers, slab_bytes, slabs
 from penstock.cluster.comm import SoloComm
+from penstock.storage import Storage
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.formats.checkpoint_source import Opened
+    from penstock.checkpoint.formats.checkpoint_source import CheckpointSource
     from penstock.checkpoint.tools.convert import Selection
     from penstock.progress import Progress
-    from penstock.storage import Storage
 
 
 _FILE: Final = "__0_0.distcp"
 
 
 def write_dcp(
-    opened: Opened,
+    opened: CheckpointSource,
     chosen: Selection,
     storage: Storage,
     name: str,
@@ -90,17 +97,17 @@ class _Items:
 
 class _DcpWriting:
     def __init__(
-        self, opened: Opened, chosen: Selection, descriptors: tuple[str, ...], progress: Progress
+        self, opened: CheckpointSource, chosen: Selection, descriptors: tuple[str, ...], progress: Progress
     ) -> None:
         self._opened = opened
         self._objects = chosen.objects
         self._descriptors = descriptors
         self._progress = progress
-        self._tensors = tuple(opened.contents.tensors[number] for number in chosen.tensors)
-        new_number = np.full(len(opened.contents.tensors), -1, dtype=np.int64)
+        self._tensors = tuple(opened.index.tensors[number] for number in chosen.tensors)
+        new_number = np.full(len(opened.index.tensors), -1, dtype=np.int64)
         new_number[list(chosen.tensors)] = np.arange(len(chosen.tensors))
         self._new_number = new_number
-        self._rows = np.flatnonzero(new_number[opened.contents.stored.boxes.tensor] >= 0)
+        self._rows = np.flatnonzero(new_number[opened.index.stored.regions.tensor] >= 0)
         self._items = _Items()
 
     def write(self, place: SaveTransaction) -> WrittenFile:
@@ -113,7 +120,9 @@ class _DcpWriting:
                 self._write_whole(outlet, self._object_item(one))
             for row in self._rows.tolist():
                 if self._descriptors:
-                    self._write_whole(outlet, pack(self._plain_item(elements, row), self._descriptors))
+                    self._write_whole(
+                        outlet, apply_transforms(self._plain_item(elements, row), self._descriptors)
+                    )
                 else:
                     self._write_row(outlet, elements, row)
             sink.finish()
@@ -133,16 +142,16 @@ class _DcpWriting:
         if opened.archive is not None:
             return object_bytes(opened.value(one), descriptors=self._descriptors)
         item, packed = bytes(opened.read_object_item(one)), opened.descriptors(one)
-        plain = unpack(item, packed, f"{opened.uri}, {one.name}") if packed else item
-        return pack(plain, self._descriptors)
+        plain = undo_transforms(item, packed, f"{opened.uri}, {one.name}") if packed else item
+        return apply_transforms(plain, self._descriptors)
 
     def _write_whole(self, outlet: Outlet, item: bytes) -> None:
-        self._items.add(outlet.position, len(item), outlet.position, sum_of(item))
+        self._items.add(outlet.position, len(item), outlet.position, checksum_of(item))
         outlet.write(item)
 
     def _dtype(self, row: int) -> str:
-        contents = self._opened.contents
-        return contents.tensors[int(contents.stored.boxes.tensor[row])].dtype
+        contents = self._opened.index
+        return contents.tensors[int(contents.stored.regions.tensor[row])].dtype
 
     def _plain_item(self, elements: Elements, row: int) -> bytes:
         around = envelope(self._dtype(row), self._opened.shape(row))
@@ -155,7 +164,7 @@ class _DcpWriting:
         around = envelope(self._dtype(row), self._opened.shape(row))
         start = item_start(outlet.position, len(around.prefix))
         outlet.write(bytes(start - outlet.position))
-        total = running_sum()
+        total = start_checksum()
         total.update(around.prefix)
         outlet.write(around.prefix)
         for begin_bytes in range(0, around.payload_bytes, outlet.room_bytes):
@@ -174,8 +183,8 @@ class _DcpWriting:
         metadata = self._metadata(file)
         content = metadata_bytes(metadata)
         source = self._opened.manifest
-        manifest = manifest_of(
-            metadata.contents,
+        manifest = build_manifest(
+            metadata.index,
             [file],
             content,
             step=source.step if source else None,
@@ -185,11 +194,11 @@ class _DcpWriting:
 
     def _metadata(self, file: WrittenFile) -> DcpMetadata:
         opened, num_objects = self._opened, len(self._objects)
-        old, num_rows = opened.contents.stored, len(self._rows)
-        boxes = old.boxes.take(self._rows)
+        old, num_rows = opened.index.stored, len(self._rows)
+        regions = old.regions.take(self._rows)
         is_packed = bool(self._descriptors)
-        stored = StoredBoxes(
-            type(boxes)(self._new_number[boxes.tensor], boxes.offsets, boxes.sizes),
+        stored = StoredRegions(
+            type(regions)(self._new_number[regions.tensor], regions.offsets, regions.sizes),
             file=np.zeros(num_rows, dtype=np.int64),
             item_offset=file.item_offset[num_objects:],
             item_bytes=file.item_bytes[num_objects:],
@@ -203,7 +212,7 @@ class _DcpWriting:
         files = (file.name,) if len(file.item_offset) else ()
         names = [*(facts.name for facts in self._tensors), *(one.name for one in objects)]
         return DcpMetadata(
-            contents=Contents(self._tensors, stored, objects, files),
+            index=CheckpointIndex(self._tensors, stored, objects, files),
             paths=_paths(opened, names),
             transforms=((), self._descriptors) if is_packed else ((),),
             row_transform=np.ones(num_rows, dtype=np.int64) if is_packed else None,
@@ -211,7 +220,7 @@ class _DcpWriting:
         )
 
 
-def _paths(opened: Opened, names: Sequence[str]) -> Mapping[str, tuple[str | int, ...]]:
+def _paths(opened: CheckpointSource, names: Sequence[str]) -> Mapping[str, tuple[str | int, ...]]:
     """Every name needs a path, in the order of the state: stock readers build whole states from them."""
     order = {name: place for place, name in enumerate(opened.paths)}
     ordered = sorted(names, key=lambda name: order.get(name, len(order)))
@@ -289,7 +298,13 @@ class _Pickler(pickle.Pickler):
 
 
 def write_torch(
-    opened: Opened, chosen: Selection, storage: Storage, key: str, *, trust: bool, progress: Progress
+    opened: CheckpointSource,
+    chosen: Selection,
+    storage: Storage,
+    key: str,
+    *,
+    trust: bool,
+    progress: Progress,
 ) -> int:
     """Write the chosen parts as the nested state that they were; the file's bytes."""
     pickled = io.BytesIO()
@@ -317,11 +332,11 @@ def write_torch(
     return archive.outlet.position
 
 
-def _nested_state(opened: Opened, chosen: Selection, *, trust: bool) -> Any:
+def _nested_state(opened: CheckpointSource, chosen: Selection, *, trust: bool) -> Any:
     """The nested state, with stand-ins for tensors."""
     leaves: dict[str, Any] = {}
     for number, tensor in enumerate(chosen.tensors):
-        facts = opened.contents.tensors[tensor]
+        facts = opened.index.tensors[tensor]
         leaves[facts.name] = _TensorOf(number, facts.dtype, facts.shape)
     for one in chosen.objects:
         leaves[one.name] = opened.value(one, trust=trust)
@@ -368,10 +383,10 @@ class _ArchiveWriter:
         self._records.append(record)
 
     def add_tensor(
-        self, name: str, opened: Opened, elements: Elements, tensor: int, progress: Progress
+        self, name: str, opened: CheckpointSource, elements: Elements, tensor: int, progress: Progress
     ) -> None:
         """A tensor's elements, slab by slab."""
-        facts, offset, crc32 = opened.contents.tensors[tensor], self.outlet.position, 0
+        facts, offset, crc32 = opened.index.tensors[tensor], self.outlet.position, 0
         elements.require_whole(tensor)
         self.outlet.write(begin_record(f"archive/{name}", offset, align=_ALIGNMENT))
         for slab in slabs(facts.shape, facts.item_bytes, self.outlet.room_bytes):

@@ -10,14 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_parent
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME
-from penstock.checkpoint.formats.checkpoint_source import Format, Opened, folder_of, open_checkpoint, uri_of
-from penstock.checkpoint.formats.checksums import sum_of
-from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, read_manifest
-from penstock.checkpoint.formats.objects import require_known, unpack
+from penstock.checkpoint.formats.checkpoint_source import (
+    CheckpointSource,
+    Format,
+    checkpoint_uri,
+    find_folder,
+    open_checkpoint,
+)
+from penstock.checkpoint.formats.dcp_item import require_known_transforms, undo_transforms
+from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, checksum_of, read_manifest
 from penstock.checkpoint.formats.torch_save import ReadRange, data_offset, read_directory
 from penstock.checkpoint.tools.file_scan import (
     STRETCH_BYTES,
@@ -33,12 +38,9 @@ from penstock.checkpoint.tools.file_scan import (
 )
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress, Silent
+from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.protocol import read_object
-
-if TYPE_CHECKING:
-    from penstock.storage import Storage
-    from penstock.storage.protocol import Source
+from penstock.storage.protocol import Source, read_object
 
 _MOST_NAMES: Final = 5
 """So many items are named of those that cannot be checked."""
@@ -78,8 +80,8 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
     Damage is returned, not raised, also that of the manifest or of `.metadata`.
     """
     storage, name = open_parent(path)
-    uri = uri_of(storage, name)
-    folder = folder_of(storage, name)
+    uri = checkpoint_uri(storage, name)
+    folder = find_folder(storage, name)
     try:
         content = read_object(storage, f"{folder}/{MANIFEST_NAME}")
     except (ObjectNotFound, StorageError):
@@ -152,7 +154,7 @@ def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterat
     except StorageError as error:
         yield wrong(what=f"cannot be read: {error}")
     else:
-        if len(content) != manifest.metadata_bytes or sum_of(content) != manifest.metadata_sum:
+        if len(content) != manifest.metadata_bytes or checksum_of(content) != manifest.metadata_sum:
             yield wrong(what="its checksum differs")
 
 
@@ -198,7 +200,7 @@ def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification
         Verification,
         uri=opened.uri,
         format=opened.format,
-        num_files=len(opened.contents.files),
+        num_files=len(opened.index.files),
         num_items=len(items),
         size_bytes=sum(item.size_bytes for item in items),
     )
@@ -233,7 +235,7 @@ def _notes_of_unknown(items: Sequence[_Item]) -> Iterator[str]:
 
 def _can_unpack(descriptors: Sequence[str]) -> bool:
     try:
-        require_known(descriptors)
+        require_known_transforms(descriptors)
     except UsageError:
         return False
     return True
@@ -251,14 +253,14 @@ class _Item:
     """The stream transforms that it went through."""
 
 
-def _items(opened: Opened) -> Iterator[_Item]:
-    contents = opened.contents
+def _items(opened: CheckpointSource) -> Iterator[_Item]:
+    contents = opened.index
     if opened.format is Format.TORCH_SAVE:
         (file,) = contents.files
         yield _Item(file, 0, opened.storage.stat(opened.key(file)).size_bytes, "")
         return
     stored = contents.stored
-    columns = (stored.file, stored.item_offset, stored.item_bytes, stored.boxes.tensor)
+    columns = (stored.file, stored.item_offset, stored.item_bytes, stored.regions.tensor)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for row, (file, begin, size, tensor) in enumerate(rows):
         through = opened.metadata.descriptors(row) if opened.metadata else ()
@@ -325,7 +327,7 @@ class _PackedCheck:
     def complaint(self) -> str | None:
         """Unpack it, and look at each of its records."""
         try:
-            plain = memoryview(unpack(self._content, self._item.descriptors, self._item.name))
+            plain = memoryview(undo_transforms(self._content, self._item.descriptors, self._item.name))
             return _complaint_of_archive(plain, self._item.name)
         except DataDamaged as error:
             return error.what

@@ -35,19 +35,22 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from penstock.checkpoint.engine import LoadChoice
-from penstock.checkpoint.formats.objects import load_object
-from penstock.checkpoint.loading.requests import Selection, select
-from penstock.checkpoint.plan.save_plan import SaveOptions, place_objects, share_saving
-from penstock.checkpoint.state.tensors import destinations, hold
+from penstock.checkpoint.engine import LoadChoice, NamePatterns
+from penstock.checkpoint.formats.dcp_item import load_object
+from penstock.checkpoint.loading.requests import LeafSelection, select_leaves
+from penstock.checkpoint.plan.save_plan import (
+    Holdings,
+    PlacedObject,
+    SaveOptions,
+    SharedSavePlan,
+    assign_objects,
+    plan_save,
+)
+from penstock.checkpoint.state.tensors import LocalState, collect_for_load, collect_for_save
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-
-    from penstock.checkpoint.engine import Names
-    from penstock.checkpoint.plan.save_plan import Held, PlacedObject, SharedSavePlan
-    from penstock.checkpoint.state.tensors import Holding
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -60,16 +63,16 @@ class LoadPlanner(DefaultLoadPlanner):
     def __init__(
         self,
         *,
-        only: Names | None = None,
-        exclude: Names | None = None,
+        only: NamePatterns | None = None,
+        exclude: NamePatterns | None = None,
         rename: dict[str, str] | None = None,
         strict: bool = True,
         trust: bool = False,
     ) -> None:
         super().__init__(allow_partial_load=not strict)
         self._choice = LoadChoice(only=only, exclude=exclude, rename=rename, strict=strict, trust=trust)
-        self._holding: Holding | None = None
-        self.selection: Selection | None = None
+        self._local_state: LocalState | None = None
+        self.selection: LeafSelection | None = None
 
     def set_up_planner(
         self,
@@ -79,15 +82,15 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """All ranks: look at what this rank has room for."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
-        self._holding = destinations(state_dict)
+        self._local_state = collect_for_load(state_dict)
 
     def create_local_plan(self) -> LoadPlan:
         """All ranks: which stored chunks go into which of this rank's pieces."""
-        assert self._holding is not None, "torch calls set_up_planner first"
+        assert self._local_state is not None, "torch calls set_up_planner first"
         assert self.metadata is not None, "torch calls set_up_planner with it"
         stored = self.metadata.state_dict_metadata
-        names = [leaf.name for leaf in self._holding.leaves]
-        self.selection = select(names, stored, self._choice, rank=_rank())
+        names = [leaf.name for leaf in self._local_state.leaves]
+        self.selection = select_leaves(names, stored, self._choice, rank=_rank())
         items: list[ReadItem] = []
         for name, stored_name in self.selection.stored_names.items():
             about = stored[stored_name]
@@ -99,36 +102,36 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """An object has come: unpickle it as harmless data, or as anything with `trust`; put it in place."""
-        assert self._holding is not None, "torch calls set_up_planner first"
+        assert self._local_state is not None, "torch calls set_up_planner first"
         name = read_item.dest_index.fqn
         found = load_object(value.getvalue(), name, trust=self._choice.trust, where="this checkpoint")
-        (leaf,) = (each for each in self._holding.leaves if each.name == name)
+        (leaf,) = (each for each in self._local_state.leaves if each.name == name)
         leaf.put(found)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """The live memory that a read goes to."""
-        assert self._holding is not None, "torch calls set_up_planner first"
+        assert self._local_state is not None, "torch calls set_up_planner first"
         index = read_item.dest_index
         corner = tuple(index.offset or (0,) * len(read_item.lengths))
         begin = [at + inside for at, inside in zip(corner, read_item.dest_offsets, strict=True)]
-        return self._holding.view(index.fqn, begin, tuple(read_item.lengths))
+        return self._local_state.view(index.fqn, begin, tuple(read_item.lengths))
 
     def _tensor_items(self, name: str, stored_name: str, about: TensorStorageMetadata) -> list[ReadItem]:
-        assert self._holding is not None, "torch calls set_up_planner first"
-        if name not in self._holding.pieces:
+        assert self._local_state is not None, "torch calls set_up_planner first"
+        if name not in self._local_state.shards:
             raise UsageError(
                 f"{name!r} is no tensor in the state, but {stored_name!r} is one in the checkpoint",
                 fix="Give the state a tensor there, or leave this part out with exclude=.",
             )
-        (facts,) = (each for each in self._holding.held.tensors if each.name == name)
+        (facts,) = (each for each in self._local_state.holdings.tensors if each.name == name)
         if facts.shape != tuple(about.size):
             raise UsageError(
                 f"{name!r} is {list(facts.shape)} in the state and {list(about.size)} in the checkpoint",
                 fix="Build the state with the configuration it was saved with, or leave this part out.",
             )
         chunks = [
-            ChunkStorageMetadata(_torch_size(piece.offsets), _torch_size(piece.sizes))
-            for piece in self._holding.pieces[name]
+            ChunkStorageMetadata(_torch_size(shard.offsets), _torch_size(shard.sizes))
+            for shard in self._local_state.shards[name]
         ]
         items = create_read_items_for_chunk_list(stored_name, about, chunks)
         return [
@@ -162,10 +165,10 @@ def _rank() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _PlannerFacts:
     """What each rank sends to the coordinator beside its empty plan, and what its own plan brings back."""
 
-    held: Held
+    holdings: Holdings
     paths: dict[str, tuple[str | int, ...]]
 
 
@@ -178,7 +181,7 @@ class SavePlanner(DefaultSavePlanner):
     def __init__(self, *, min_cut_bytes: int = 64 * 1024) -> None:
         super().__init__()
         self._options = SaveOptions(min_cut_bytes=min_cut_bytes)
-        self._holding: Holding | None = None
+        self._local_state: LocalState | None = None
         self._plain_names: dict[str, str] = {}
 
     def set_up_planner(
@@ -189,20 +192,20 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """All ranks: look at what this rank holds."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self._holding = hold(state_dict)
+        self._local_state = collect_for_save(state_dict)
 
     def create_local_plan(self) -> SavePlan:
         """All ranks: tell the coordinator what this rank holds; it decides who writes what."""
-        assert self._holding is not None, "torch calls set_up_planner first"
-        paths = {leaf.name: leaf.path for leaf in self._holding.leaves}
-        self.plan = SavePlan([], planner_data=_Told(self._holding.held, paths))
+        assert self._local_state is not None, "torch calls set_up_planner first"
+        paths = {leaf.name: leaf.path for leaf in self._local_state.leaves}
+        self.plan = SavePlan([], planner_data=_PlannerFacts(self._local_state.holdings, paths))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Coordinator: divide what all ranks hold."""
-        told: list[_Told] = [plan.planner_data for plan in all_plans]
-        shared = share_saving([each.held for each in told], self._options)
-        objects = place_objects([each.held.objects for each in told])
+        told: list[_PlannerFacts] = [plan.planner_data for plan in all_plans]
+        shared = plan_save([each.holdings for each in told], self._options)
+        objects = assign_objects([each.holdings.objects for each in told])
         plans = [
             replace(
                 plan,
@@ -226,13 +229,13 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The memory of a box, live and perhaps strided, or a packed object."""
-        assert self._holding is not None, "torch calls set_up_planner first"
+        assert self._local_state is not None, "torch calls set_up_planner first"
         name = write_item.index.fqn
         if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(self._holding.objects[self._plain_names.get(name, name)])
+            return io.BytesIO(self._local_state.objects[self._plain_names.get(name, name)])
         assert write_item.tensor_data is not None, "every other item is a tensor's"
         chunk = write_item.tensor_data.chunk
-        memory = self._holding.view(name, tuple(chunk.offsets), tuple(chunk.sizes))
+        memory = self._local_state.view(name, tuple(chunk.offsets), tuple(chunk.sizes))
         # Readers other than torch's own know nothing of views that stand for their conjugates.
         return memory.resolve_conj().resolve_neg()
 
@@ -245,10 +248,10 @@ def _plain_names(objects: list[PlacedObject]) -> dict[str, str]:
 def _write_items(shared: SharedSavePlan, objects: list[PlacedObject], rank: int) -> list[WriteItem]:
     """One rank's part in torch's words."""
     items = [WriteItem(MetadataIndex(each.stored_name), WriteItemType.BYTE_IO) for each in objects]
-    mine = shared.boxes.take(shared.rank == rank)
+    mine = shared.regions.take(shared.rank == rank)
     for row, number in enumerate(mine.tensor.tolist()):
         facts = shared.tensors[number]
-        offsets, sizes = mine.box(row, len(facts.shape))
+        offsets, sizes = mine.region(row, len(facts.shape))
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
             properties=TensorProperties(dtype=getattr(torch, facts.dtype)),

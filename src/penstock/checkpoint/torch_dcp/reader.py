@@ -20,26 +20,34 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from penstock.checkpoint.api import DEFAULT_TIMEOUT_S
-from penstock.checkpoint.formats.checkpoint_source import Opened, open_checkpoint
+from penstock.checkpoint.commit.catalog import AnyPath
+from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
-from penstock.checkpoint.loading.execute import Means, move, recheck
-from penstock.checkpoint.loading.heartbeat import side_by_side
+from penstock.checkpoint.loading.execute import (
+    CancelToken,
+    LoadContext,
+    execute_plan,
+    run_with_heartbeat,
+    verify_cut_items,
+)
 from penstock.checkpoint.loading.loader import item_contents, item_targets, unpack
 from penstock.checkpoint.loading.placement import Target, wait_for_devices
 from penstock.checkpoint.loading.reader import ReadBuffers, ReadSettings
 from penstock.checkpoint.loading.requests import (
-    as_lines,
-    check_whole,
-    located,
+    ByteItemIndex,
+    LoadRequests,
+    build_matched_requests,
+    check_covered,
+    index_byte_items,
+    locate_payloads,
     unlocated_rows,
-    wishes_for,
     with_payloads,
 )
-from penstock.checkpoint.loading.transport import GlooLines
-from penstock.checkpoint.plan.load_plan import LoadOptions, rank_load_plan, share_loading
+from penstock.checkpoint.loading.transport import GlooTransport
+from penstock.checkpoint.plan.load_plan import LoadOptions, plan_load, plan_rank_load
 from penstock.checkpoint.plan.load_plan import LoadPlan as SharedPlan
-from penstock.checkpoint.state.process_group import members_of_ranks
-from penstock.checkpoint.state.regions import Boxes, Ints, item_bytes_of
+from penstock.checkpoint.state.process_group import make_group_of
+from penstock.checkpoint.state.regions import CheckpointIndex, Ints, Regions, element_sizes
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
 from penstock.progress import Silent
@@ -48,23 +56,18 @@ from penstock.storage.capabilities import prefer_direct_access
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-    from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.loading.heartbeat import Stopping
-    from penstock.checkpoint.loading.requests import ByteItemIndex, Wishes
-    from penstock.checkpoint.state.regions import Contents
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _RankRequest:
     """What a rank tells the coordinator beside torch's plan: who it is and what it wants, in our columns."""
 
     rank: int
-    boxes: Boxes
+    regions: Regions
     objects: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Assigned:
+class _RankAssignment:
     """What the coordinator tells each rank: its part, who else takes part, and where payloads begin."""
 
     plan: SharedPlan
@@ -86,18 +89,18 @@ class Reader(StorageReader):
         self._converts = convert_dtypes
         self._buffers = ReadBuffers(ReadSettings())
         self._options = LoadOptions()
-        self._opened: Opened | None = None
+        self._checkpoint: CheckpointSource | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load begins, perhaps of another checkpoint."""
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
-        self._opened = None
+        self._checkpoint = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch's signature
         """All ranks, first: what the checkpoint holds, whatever format it has."""
-        opened = self._opened = open_checkpoint(self.checkpoint_id)
-        told = opened.metadata or DcpMetadata(contents=opened.contents, paths=opened.paths)
+        checkpoint = self._checkpoint = open_checkpoint(self.checkpoint_id)
+        told = checkpoint.metadata or DcpMetadata(index=checkpoint.index, paths=checkpoint.paths)
         # These are our own bytes, made of columns that were checked: no pickle of the checkpoint is loaded.
         metadata: Metadata = pickle.loads(metadata_bytes(told))  # noqa: S301
         return metadata
@@ -113,7 +116,7 @@ class Reader(StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """All ranks: say what this one wants in columns."""
-        contents = self._found().contents
+        contents = self._found().index
         numbers = {facts.name: number for number, facts in enumerate(contents.tensors)}
         objects = {each.name: number for number, each in enumerate(contents.objects)}
         rows, wanted = [], {}
@@ -124,28 +127,31 @@ class Reader(StorageReader):
             corner = item.storage_index.offset or (0,) * len(item.lengths)
             begin = tuple(at + inside for at, inside in zip(corner, item.storage_offsets, strict=True))
             rows.append((numbers[item.storage_index.fqn], begin, tuple(item.lengths)))
-        boxes = Boxes.from_rows(rows)
-        check_whole(contents, boxes, self._found().uri)
+        regions = Regions.from_rows(rows)
+        check_covered(contents, regions, self._found().uri)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return replace(plan, storage_data=_Asked(rank, boxes, wanted))
+        return replace(plan, storage_data=_RankRequest(rank, regions, wanted))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator: decide who reads what."""
-        opened = self._found()
-        contents = located(opened, SoloComm())
-        lines = as_lines(contents)
-        asked: list[_Asked] = [plan.storage_data for plan in plans]
-        wanted = [wishes_for(each.boxes, (), each.objects, contents, lines).boxes for each in asked]
-        item_bytes = item_bytes_of(lines.tensors)
-        shared = share_loading(lines.stored, item_bytes, wanted, self._options)
-        rows = unlocated_rows(opened.contents)
+        checkpoint = self._found()
+        contents = locate_payloads(checkpoint, SoloComm())
+        item_index = index_byte_items(contents)
+        asked: list[_RankRequest] = [plan.storage_data for plan in plans]
+        wanted = [
+            build_matched_requests(each.regions, (), each.objects, contents, item_index).regions
+            for each in asked
+        ]
+        item_bytes = element_sizes(item_index.tensors)
+        shared = plan_load(item_index.stored, item_bytes, wanted, self._options)
+        rows = unlocated_rows(checkpoint.index)
         positions = contents.stored.payload_offset[rows]
         ranks = [each.rank for each in asked]
         return [
             replace(
                 plan,
-                storage_data=_Assigned(
-                    rank_load_plan(shared, item_bytes, rank, self._options), ranks, positions
+                storage_data=_RankAssignment(
+                    plan_rank_load(shared, item_bytes, rank, self._options), ranks, positions
                 ),
             )
             for rank, plan in enumerate(plans)
@@ -153,39 +159,41 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """All ranks: read, exchange, and fill what the planner resolves."""
-        assigned: _Assigned = plan.storage_data
-        opened = self._found()
-        rows = unlocated_rows(opened.contents)
+        assigned: _RankAssignment = plan.storage_data
+        checkpoint = self._found()
+        rows = unlocated_rows(checkpoint.index)
         if len(rows):
-            opened = replace(opened, contents=with_payloads(opened.contents, assigned.positions, rows))
-        lines = as_lines(opened.contents)
+            checkpoint = replace(checkpoint, index=with_payloads(checkpoint.index, assigned.positions, rows))
+        item_index = index_byte_items(checkpoint.index)
         tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
         objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
-        wishes = _wishes_again(self.prepare_local_plan(plan).storage_data, opened.contents, lines)
+        requests = _wishes_again(self.prepare_local_plan(plan).storage_data, checkpoint.index, item_index)
         resolved = [planner.resolve_tensor(item) for item in tensors]
         targets = [
-            self._target(memory, wishes.boxes, row, lines) for row, memory in enumerate(resolved)
-        ] + item_targets(wishes, lines)
+            self._target(memory, requests.regions, row, item_index) for row, memory in enumerate(resolved)
+        ] + item_targets(requests, item_index)
         wait_for_devices(targets)
         with ExitStack() as meeting:
-            members = members_of_ranks(assigned.ranks)
+            members = make_group_of(assigned.ranks)
             meeting.callback(members.close)
-            means = Means(
-                opened=opened,
-                storage=prefer_direct_access(opened.storage),
-                carrier=None if members.group is None else GlooLines(members.group),
+            context = LoadContext(
+                checkpoint=checkpoint,
+                storage=prefer_direct_access(checkpoint.storage),
+                transport=None if members.group is None else GlooTransport(members.group),
                 buffers=self._buffers,
                 progress=Silent(),
                 timeout_s=DEFAULT_TIMEOUT_S,
             )
-            side_by_side(
+            run_with_heartbeat(
                 members.comm,
-                lambda stopping: _moved(assigned.plan, lines, (wishes.boxes, targets), means, stopping),
+                lambda cancel_token: _moved(
+                    assigned.plan, item_index, (requests.regions, targets), context, cancel_token
+                ),
                 awaiting="all ranks to load their parts",
             )
         # Objects are read here as well, so that one that would run code is refused before the planner does.
-        values = unpack(opened, lines, wishes, targets, trust=self._trust)
-        self._hand_objects(opened, planner, objects, (lines, wishes, targets), values)
+        values = unpack(checkpoint, item_index, requests, targets, trust=self._trust)
+        self._hand_objects(checkpoint, planner, objects, (item_index, requests, targets), values)
         for item, memory in zip(tensors, resolved, strict=True):
             planner.commit_tensor(item, memory)
         done: Future[None] = Future()
@@ -197,35 +205,37 @@ class Reader(StorageReader):
         """Whether torch may choose this reader for a path; it asks none but its own."""
         return bool(os.fspath(checkpoint_id))
 
-    def _found(self) -> Opened:
-        assert self._opened is not None, "torch calls read_metadata first"
-        return self._opened
+    def _found(self) -> CheckpointSource:
+        assert self._checkpoint is not None, "torch calls read_metadata first"
+        return self._checkpoint
 
-    def _target(self, memory: torch.Tensor, boxes: Boxes, row: int, lines: ByteItemIndex) -> Target:
-        facts = lines.tensors[int(boxes.tensor[row])]
+    def _target(self, memory: torch.Tensor, regions: Regions, row: int, item_index: ByteItemIndex) -> Target:
+        facts = item_index.tensors[int(regions.tensor[row])]
         if str(memory.dtype) != f"torch.{facts.dtype}" and not self._converts:
             raise UsageError(
                 f"{facts.name!r} is {memory.dtype} in the state and torch.{facts.dtype} in the checkpoint",
                 fix="Give the state the checkpoint's dtype, or ask for it: Reader(..., convert_dtypes=True).",
             )
-        return Target(boxes.box(row, len(facts.shape))[0], memory.detach(), facts)
+        return Target(regions.region(row, len(facts.shape))[0], memory.detach(), facts)
 
     def _hand_objects(
         self,
-        opened: Opened,
+        checkpoint: CheckpointSource,
         planner: LoadPlanner,
         items: list[ReadItem],
-        come: tuple[ByteItemIndex, Wishes, list[Target]],
+        come: tuple[ByteItemIndex, LoadRequests, list[Target]],
         values: dict[str, Any],
     ) -> None:
-        lines, wishes, targets = come
-        contents = item_contents(wishes, targets)
+        item_index, requests, targets = come
+        contents = item_contents(requests, targets)
         for item in items:
             name = item.storage_index.fqn
-            number = wishes.objects[name]
-            is_plain_item = opened.archive is None and not opened.descriptors(opened.contents.objects[number])
+            number = requests.objects[name]
+            is_plain_item = checkpoint.archive is None and not checkpoint.descriptors(
+                checkpoint.index.objects[number]
+            )
             if is_plain_item:
-                planner.load_bytes(item, io.BytesIO(contents[lines.first_object + number]))
+                planner.load_bytes(item, io.BytesIO(contents[item_index.first_object + number]))
                 continue
             packed = io.BytesIO()
             torch.save(values[name], packed)
@@ -234,14 +244,18 @@ class Reader(StorageReader):
 
 
 def _moved(
-    plan: SharedPlan, lines: ByteItemIndex, into: tuple[Boxes, list[Target]], means: Means, stopping: Stopping
+    plan: SharedPlan,
+    item_index: ByteItemIndex,
+    into: tuple[Regions, list[Target]],
+    context: LoadContext,
+    cancel_token: CancelToken,
 ) -> None:
     wanted, targets = into
-    move(plan, lines, targets, means, stopping)
-    recheck(plan, lines, wanted, targets, means)
+    execute_plan(plan, item_index, targets, context, cancel_token)
+    verify_cut_items(plan, item_index, wanted, targets, context)
 
 
-def _wishes_again(asked: _Asked, contents: Contents, lines: ByteItemIndex) -> Wishes:
+def _wishes_again(asked: _RankRequest, contents: CheckpointIndex, item_index: ByteItemIndex) -> LoadRequests:
     """The wishes of a rank as the coordinator saw them; the names only count the pieces."""
-    names = tuple(("", row) for row in range(len(asked.boxes)))
-    return wishes_for(asked.boxes, names, asked.objects, contents, lines)
+    names = tuple(("", row) for row in range(len(asked.regions)))
+    return build_matched_requests(asked.regions, names, asked.objects, contents, item_index)

@@ -20,19 +20,25 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from penstock.checkpoint.commit.catalog import open_parent
-from penstock.checkpoint.commit.protocol import Seal
+from penstock.checkpoint.commit.catalog import AnyPath, open_parent
+from penstock.checkpoint.commit.protocol import Draft, Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
-from penstock.checkpoint.engine import RankShare, WrittenFile
+from penstock.checkpoint.engine import WrittenFile, WrittenShare
+from penstock.checkpoint.formats.dcp_item import require_known_transforms
 from penstock.checkpoint.formats.dcp_metadata import read_metadata
-from penstock.checkpoint.formats.manifest import manifest_bytes, manifest_of
-from penstock.checkpoint.formats.objects import require_known
-from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, SharedSavePlan, rank_plans
-from penstock.checkpoint.saving.file_layout import FileImage, lay_out, pack_file
-from penstock.checkpoint.saving.payloads import payload_of_bytes, payload_of_tensor
+from penstock.checkpoint.formats.manifest import build_manifest, manifest_bytes
+from penstock.checkpoint.plan.save_plan import PlacedObject, SaveOptions, SharedSavePlan, plan_rank_files
+from penstock.checkpoint.saving.file_layout import (
+    FileLayout,
+    Payload,
+    lay_out_file,
+    pack_file,
+    payload_of_bytes,
+    payload_of_tensor,
+)
 from penstock.checkpoint.saving.saver import WAITING_BUFFER_BYTES
-from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pipe_settings
-from penstock.checkpoint.state.regions import Boxes, TensorFacts
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, pipe_settings
+from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.cluster.comm import SoloComm
 from penstock.errors import UsageError
 from penstock.storage.capabilities import prefer_direct_access
@@ -41,10 +47,6 @@ from penstock.storage.uri import has_option, parse_uri
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan
-
-    from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.commit.protocol import Draft
-    from penstock.checkpoint.saving.payloads import Payload
 
 
 SHARE_NAME = "penstock.share"
@@ -67,18 +69,18 @@ class RankItems:
         self._items = {(item.index.fqn, _box_of(item)[0]): item for item in tensors}
         facts = {item.index.fqn: _facts_of(item) for item in tensors}
         numbers = {name: number for number, name in enumerate(facts)}
-        boxes = Boxes.from_rows([(numbers[item.index.fqn], *_box_of(item)) for item in tensors])
+        regions = Regions.from_rows([(numbers[item.index.fqn], *_box_of(item)) for item in tensors])
         shared = SharedSavePlan(
             tensors=tuple(facts.values()),
-            boxes=boxes,
-            rank=torch.full((len(boxes),), rank, dtype=torch.int64).numpy(),
+            regions=regions,
+            rank=torch.full((len(regions),), rank, dtype=torch.int64).numpy(),
             num_ranks=rank + 1,
         )
         objects = [
             PlacedObject(name=name, stored_name=name, size_bytes=len(content))
             for name, content in self._objects.items()
         ]
-        self._plan = rank_plans(shared, [*([()] * rank), objects], options, only=rank)[0]
+        self._plan = plan_rank_files(shared, [*([()] * rank), objects], options, only=rank)[0]
         self._planner = planner
 
     @property
@@ -86,9 +88,9 @@ class RankItems:
         """Of all tensors."""
         return self._plan.num_bytes
 
-    def images(self) -> tuple[FileImage, ...]:
+    def layouts(self) -> tuple[FileLayout, ...]:
         """The files, laid out; none where there is nothing to write."""
-        return tuple(lay_out(bucket, self._plan.tensors) for bucket in self._plan.buckets)
+        return tuple(lay_out_file(bucket, self._plan.tensors) for bucket in self._plan.buckets)
 
     def contents(
         self,
@@ -99,44 +101,47 @@ class RankItems:
         made: dict[str, list[Any]] = {}
         for bucket in self._plan.buckets:
             made[bucket.file] = [of_object(self._objects[each.name]) for each in bucket.objects]
-            for item in self._boxes_of(bucket.boxes):
+            for item in self._boxes_of(bucket.regions):
                 memory = self._planner.resolve_data(item)
                 assert isinstance(memory, torch.Tensor), "torch's planners resolve tensors to tensors"
                 assert item.tensor_data is not None, "it is a tensor's item"
                 made[bucket.file].append(of_tensor(memory.detach(), item.tensor_data.properties.dtype))
         return made
 
-    def results(self, share: RankShare, transforms: Sequence[str] = ()) -> list[WriteResult]:
+    def results(self, share: WrittenShare, transforms: Sequence[str] = ()) -> list[WriteResult]:
         """One result for each item, and the share itself."""
         results: list[WriteResult] = []
         for bucket, file in zip(self._plan.buckets, share.files, strict=True):
             indices = [MetadataIndex(each.name) for each in bucket.objects]
-            indices += [item.index for item in self._boxes_of(bucket.boxes)]
+            indices += [item.index for item in self._boxes_of(bucket.regions)]
             results += [_result(index, file, row, transforms) for row, index in enumerate(indices)]
         return [*results, WriteResult(MetadataIndex(SHARE_NAME), share.stats.file_bytes, share)]
 
-    def _boxes_of(self, boxes: Boxes) -> list[WriteItem]:
-        names = [self._plan.tensors[number] for number in boxes.tensor.tolist()]
+    def _boxes_of(self, regions: Regions) -> list[WriteItem]:
+        names = [self._plan.tensors[number] for number in regions.tensor.tolist()]
         return [
-            self._items[facts.name, boxes.box(row, len(facts.shape))[0]] for row, facts in enumerate(names)
+            self._items[facts.name, regions.region(row, len(facts.shape))[0]]
+            for row, facts in enumerate(names)
         ]
 
 
-def seal_of(
+def build_seal(
     metadata: Metadata, results: Sequence[Sequence[WriteResult]], meta: StorageMeta, *, save_id: str
 ) -> Seal:
     """From what all ranks report: the planner's metadata as torch packs it, and our manifest beside it."""
     each = [result for of_rank in results for result in of_rank]
-    shares = [result.storage_data for result in each if isinstance(result.storage_data, RankShare)]
+    shares = [result.storage_data for result in each if isinstance(result.storage_data, WrittenShare)]
     metadata.storage_data = {
-        result.index: result.storage_data for result in each if not isinstance(result.storage_data, RankShare)
+        result.index: result.storage_data
+        for result in each
+        if not isinstance(result.storage_data, WrittenShare)
     }
     metadata.storage_meta = meta
     # Written, never read: torch's readers expect this very form.
     content = pickle.dumps(metadata)
     files = [file for share in shares for file in share.files]
-    manifest = manifest_of(
-        read_metadata(content, "this save's metadata").contents,
+    manifest = build_manifest(
+        read_metadata(content, "this save's metadata").index,
         files,
         content,
         save_id=save_id,
@@ -176,7 +181,7 @@ MEMORY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Assigned:
+class _WriteAssignment:
     """What the coordinator tells each rank with its plan: where to write, and as which rank."""
 
     draft: Draft
@@ -202,7 +207,7 @@ class Writer(StorageWriter):
         staging_bytes: int = WAITING_BUFFER_BYTES,
         transforms: Sequence[str] = (),
     ) -> None:
-        require_known(transforms)
+        require_known_transforms(transforms)
         self._transforms = tuple(transforms)
         self.checkpoint_id: AnyPath = path
         self._fsync = fsync
@@ -239,7 +244,8 @@ class Writer(StorageWriter):
         storage, name = open_parent(self._uri())
         self._place = begin_save(storage, name, SoloComm())
         return [
-            replace(plan, storage_data=_Assigned(self._place.draft, rank)) for rank, plan in enumerate(plans)
+            replace(plan, storage_data=_WriteAssignment(self._place.draft, rank))
+            for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -256,7 +262,7 @@ class Writer(StorageWriter):
         assert self._place is not None, "torch calls prepare_global_plan first"
         meta = self.storage_meta()
         place, self._place = self._place, None
-        place.commit(lambda: seal_of(metadata, results, meta, save_id=place.draft.save_id))
+        place.commit(lambda: build_seal(metadata, results, meta, save_id=place.draft.save_id))
 
     def storage_meta(self) -> StorageMeta:
         """What torch's planners may look at, and `.metadata` keeps."""
@@ -269,13 +275,13 @@ class Writer(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        assigned: _Assigned = plan.storage_data
+        assigned: _WriteAssignment = plan.storage_data
         storage, _ = open_parent(self._uri(), rank=assigned.rank)
         items = RankItems(plan.items, planner, assigned.rank, self._options)
         share = _share_of(items, self._transforms)
-        settings = pipe_settings(share.images, self._options.writers, self._memory.budget_bytes)
+        settings = pipe_settings(share.layouts, self._options.writers, self._memory.budget_bytes)
         # Memory is this writer's own, so an earlier save of its has long given it back.
-        staged = Staged(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
+        staged = StagedFiles(share, self._memory, settings, copies_first=False, timeout_s=MEMORY_TIMEOUT_S)
         written = staged.write_to(prefer_direct_access(storage), assigned.draft.key)
         return items.results(written, self._transforms)
 
@@ -293,14 +299,14 @@ class Writer(StorageWriter):
             place.abandon()
 
 
-def _share_of(items: RankItems, transforms: tuple[str, ...]) -> Share:
+def _share_of(items: RankItems, transforms: tuple[str, ...]) -> SaveShare:
     """What the engine is to write."""
-    images = items.images()
+    layouts = items.layouts()
     payloads: dict[str, list[Payload]] = items.contents(payload_of_bytes, payload_of_tensor)
     if transforms:
-        packed = [pack_file(image, payloads[image.name], transforms) for image in images]
-        images = tuple(image for image, _ in packed)
-        payloads = {image.name: of_file for image, of_file in packed}
-    return Share(
-        rank=items.rank, images=images, payloads=payloads, payload_bytes=items.payload_bytes, paths={}
+        packed = [pack_file(layout, payloads[layout.name], transforms) for layout in layouts]
+        layouts = tuple(layout for layout, _ in packed)
+        payloads = {layout.name: of_file for layout, of_file in packed}
+    return SaveShare(
+        rank=items.rank, layouts=layouts, payloads=payloads, payload_bytes=items.payload_bytes, paths={}
     )

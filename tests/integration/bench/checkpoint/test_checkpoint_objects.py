@@ -17,7 +17,7 @@ from tests.support.s3.server import BUCKET
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.progress import Silent
@@ -34,7 +34,7 @@ StartFaulty = Callable[..., FakeServer]
 PART = 5 << 20
 SCALE = Fraction(1, 8000)
 """A checkpoint of two objects, one put whole and one in parts: 2 and 12 MB."""
-PIPE = PipeSettings(streams=2, chunk_bytes=PART, buffer_memory_bytes=4 * PART)
+PIPE = PipelineSettings(streams=2, chunk_bytes=PART, buffer_memory_bytes=4 * PART)
 PATIENCE = {"request_timeout_s": "20s", "attempts": "6", "backoff_s": "10ms", "part_bytes": "5MiB"}
 TROUBLE = (
     Fault(action="delay", operation="UploadPart", seconds=0.05, times=3),

@@ -19,7 +19,7 @@ from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import Content
 from penstock.errors import OutOfSpace, RankFailed, Unavailable, UsageError
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from penstock.cluster.comm import Comm
     from penstock.storage import ObjectInfo, Sink, Storage
 
-SMALL = PipeSettings(streams=2, chunk_bytes=64 << 10, buffer_memory_bytes=512 << 10)
+SMALL = PipelineSettings(streams=2, chunk_bytes=64 << 10, buffer_memory_bytes=512 << 10)
 SCALE = Fraction(1, 100_000)
 """About a megabyte of llama3-8b."""
 
@@ -235,7 +235,7 @@ def test_storage_that_is_durable_late_has_its_drain_counted(tmp_path: Path) -> N
 def test_storage_that_acknowledges_only_at_the_end_cannot_take_more_than_the_buffers(tmp_path: Path) -> None:
     """The pipe says so instead of hanging, and nothing of the checkpoint stays."""
     ground = in_memory(tmp_path, Late)
-    settings = PipeSettings(streams=1, chunk_bytes=64 << 10, buffer_memory_bytes=128 << 10, silence_s=0.3)
+    settings = PipelineSettings(streams=1, chunk_bytes=64 << 10, buffer_memory_bytes=128 << 10, silence_s=0.3)
     asked = change_checkpoint_section(
         load_model("llama3-8b"), num_checkpoints_write=1, num_checkpoints_read=0
     )

@@ -17,7 +17,7 @@ from tests.support.bytes_engine import BytesEngine
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
-from penstock.checkpoint.state.process_group import Members
+from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import PenstockError, RankFailed, UsageError
 from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
@@ -46,7 +46,7 @@ def _level(comm: ThreadComm, folder: Path, schemes: list[Scheme]) -> CacheLevel:
 
 def _save(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) -> CachedSave:
     engine = BytesEngine()
-    prepared = engine.prepare({"bytes": _content(comm.rank, step)}, Members(comm), SaveChoice())
+    prepared = engine.prepare({"bytes": _content(comm.rank, step)}, RankGroup(comm), SaveChoice())
     level = _level(comm, folder, schemes)
     facts = {"step": step}
     return level.save(f"step-{step}", prepared, prepared.stage(), number=step, facts=facts)
@@ -62,7 +62,7 @@ def _recover(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 
     if found.reason:
         return found, False
     state = {"bytes": bytearray(SIZES[comm.rank])}
-    BytesEngine().load(state, level.holds(f"step-{step}"), Members(comm), LoadChoice(), None)
+    BytesEngine().load(state, level.holds(f"step-{step}"), RankGroup(comm), LoadChoice(), None)
     return found, state["bytes"] == _content(comm.rank, step)
 
 
@@ -157,7 +157,7 @@ def test_each_step_has_the_scheme_of_its_interval(tmp_path: Path) -> None:
 def test_a_node_that_cannot_commit_leaves_no_node_with_the_step(tmp_path: Path) -> None:
     def save_badly(comm: ThreadComm) -> str:
         engine = BytesEngine(spoil=_refuse if comm.rank == 5 else None)
-        prepared = engine.prepare({"bytes": _content(comm.rank, 1)}, Members(comm), SaveChoice())
+        prepared = engine.prepare({"bytes": _content(comm.rank, 1)}, RankGroup(comm), SaveChoice())
         level = _level(comm, tmp_path, [Xor(group=4)])
         try:
             level.save("step-1", prepared, prepared.stage(), number=1, facts={"step": 1})

@@ -14,7 +14,7 @@ from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.options import Single, Xor
 from penstock.checkpoint.levels.tiered_store import TieredStore
 from penstock.checkpoint.manager.step_store import DurableStore, StepCopy
-from penstock.checkpoint.state.process_group import Members
+from penstock.checkpoint.state.process_group import RankGroup
 from penstock.errors import PenstockError
 from penstock.progress import Silent
 from penstock.storage import open_storage
@@ -44,7 +44,7 @@ def keeper_of(comm: ThreadComm, folder: Path, *, broken: int | None = None, **ch
 
 
 def save(comm: ThreadComm, keeper: TieredStore, name: str) -> str:
-    prepared = BytesEngine().prepare({"bytes": content(comm.rank)}, Members(comm), SaveChoice())
+    prepared = BytesEngine().prepare({"bytes": content(comm.rank)}, RankGroup(comm), SaveChoice())
     uri, _ = keeper.open(name).complete(prepared, prepared.stage(), Silent())
     return uri
 
@@ -56,7 +56,7 @@ def looked(comm: ThreadComm, keeper: TieredStore, step: int) -> list[str]:
         if isinstance(found, StepCopy):
             state = {"bytes": bytearray(30_000)}
             try:
-                BytesEngine().load(state, found.open(), Members(comm), LoadChoice(), None)
+                BytesEngine().load(state, found.open(), RankGroup(comm), LoadChoice(), None)
             except PenstockError as error:
                 told.append(f"{found.level}: {type(error).__name__}")
             else:
@@ -74,7 +74,7 @@ def test_a_rebuild_that_fails_leads_to_the_durable_level(tmp_path: Path) -> None
         plain = DurableStore(
             StepCatalog(open_storage(str(tmp_path / "durable"), {})), comm, keep=None, timeout_s=30.0
         )
-        prepared = BytesEngine().prepare({"bytes": content(comm.rank)}, Members(comm), SaveChoice())
+        prepared = BytesEngine().prepare({"bytes": content(comm.rank)}, RankGroup(comm), SaveChoice())
         plain.open("step-1").complete(prepared, prepared.stage(), Silent())
 
     on_ranks(RANKS, save_both)

@@ -14,7 +14,7 @@ import yaml
 
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.model_state import LayoutRequest, plan_layout
-from penstock.checkpoint.saving.pipeline import PipeSettings
+from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.environment import process_environment
 from penstock.progress import Silent
 from penstock.storage import open_storage
@@ -76,7 +76,7 @@ def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
         model=model,
         layout=plan_layout(LayoutRequest(model=model, num_processes=RANKS, scale=SCALE)),
         scale=SCALE,
-        pipe=PipeSettings(streams=1, chunk_bytes=64 << 10, buffer_memory_bytes=256 << 10),
+        pipe=PipelineSettings(streams=1, chunk_bytes=64 << 10, buffer_memory_bytes=256 << 10),
         results=root,
         facts_of=small_host,
     )

@@ -15,8 +15,7 @@ from penstock.bench.checkpoint.checkpoint_result import (
     plain_counters,
 )
 from penstock.bench.checkpoint.round_plan import CheckpointRound, Direction
-from penstock.checkpoint.saving.measurement import StreamRecord
-from penstock.checkpoint.saving.phase_figures import PhaseFigures
+from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord
 from penstock.storage import Counters
 
 GIB = 2**30
@@ -30,9 +29,9 @@ def stream(rank: int, number: int, **fields: Any) -> StreamRecord:
     return replace(base, **fields)
 
 
-def phase(direction: Direction, duration_s: float, **fields: Any) -> PhaseFigures:
+def phase(direction: Direction, duration_s: float, **fields: Any) -> PipelineFigures:
     """Two ranks with one stream each move 2 GiB together."""
-    base = PhaseFigures(
+    base = PipelineFigures(
         direction=direction, ranks=2, moved_bytes=2 * GIB,
         verified_bytes=2 * GIB if direction == "read" else 0, wrong_bytes=0,
         duration_s=duration_s, gib_per_s=2 / duration_s, mean_gib_per_s=1 / duration_s,
@@ -47,7 +46,7 @@ def phase(direction: Direction, duration_s: float, **fields: Any) -> PhaseFigure
 
 
 def rounds(
-    direction: Direction, *phases: PhaseFigures, cold: ObjectEviction | None = None
+    direction: Direction, *phases: PipelineFigures, cold: ObjectEviction | None = None
 ) -> list[RoundFigures]:
     return [
         RoundFigures(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.formats.dcp_item import envelope, item_start
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
-from penstock.checkpoint.state.regions import UNKNOWN, Boxes, Contents, StoredBoxes, TensorFacts
+from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Regions, StoredRegions, TensorFacts
 from penstock.checkpoint.tools.convert import header_bytes, plan_shards
 from penstock.checkpoint.tools.tensor_slabs import Elements, Slab, slab_bytes, slabs
 from penstock.errors import DataDamaged
@@ -53,11 +53,11 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], Cuts]:
     """A shape, and a grid of boxes that are all of it."""
     shape = draw(SHAPES)
     edges = [sorted({0, extent, *draw(st.lists(st.integers(0, extent), max_size=2))}) for extent in shape]
-    boxes: Cuts = [((), ())]
+    regions: Cuts = [((), ())]
     for along in edges:
         spans = list(pairwise(along))
-        boxes = [((*begin, a), (*size, b - a)) for begin, size in boxes for a, b in spans]
-    return shape, draw(st.permutations(boxes))
+        regions = [((*begin, a), (*size, b - a)) for begin, size in regions for a, b in spans]
+    return shape, draw(st.permutations(regions))
 
 
 def write_boxes(folder: Path, whole: np.ndarray[tuple[int, ...], np.dtype[np.int16]], cuts: Cuts) -> None:
@@ -71,18 +71,18 @@ def write_boxes(folder: Path, whole: np.ndarray[tuple[int, ...], np.dtype[np.int
         sizes.append(around.item_bytes)
         content += around.prefix + part.tobytes() + around.suffix
     rows = np.zeros(len(cuts), dtype=np.int64)
-    stored = StoredBoxes(
-        Boxes.from_rows([(0, begin, extent) for begin, extent in cuts]),
+    stored = StoredRegions(
+        Regions.from_rows([(0, begin, extent) for begin, extent in cuts]),
         file=rows,
         item_offset=np.array(offsets, dtype=np.int64),
         item_bytes=np.array(sizes, dtype=np.int64),
         payload_offset=rows + UNKNOWN,
         packed=rows.astype(np.bool_),
     )
-    contents = Contents((TensorFacts("x", "int16", whole.shape, 2),), stored, (), ("__0_0.distcp",))
+    contents = CheckpointIndex((TensorFacts("x", "int16", whole.shape, 2),), stored, (), ("__0_0.distcp",))
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(content)
-    (folder / ".metadata").write_bytes(metadata_bytes(DcpMetadata(contents=contents)))
+    (folder / ".metadata").write_bytes(metadata_bytes(DcpMetadata(index=contents)))
 
 
 @given(cut=cut_tensors(), most_bytes=st.integers(2, 300))
@@ -98,7 +98,7 @@ def test_slabs_are_put_together_from_any_boxes(
     elements.require_whole(0)
     found = b""
     for slab in slabs(shape, 2, most_bytes):
-        target = bytearray(slab_bytes(slab, opened.contents.tensors[0]))
+        target = bytearray(slab_bytes(slab, opened.index.tensors[0]))
         elements.read_slab(0, slab, memoryview(target))
         found += target
     elements.close()

@@ -22,7 +22,7 @@ from penstock.checkpoint.formats.dcp_item import (
     item_start,
     tensor_pickle,
 )
-from penstock.checkpoint.formats.dtypes import ELEMENT_TYPES, element_type
+from penstock.checkpoint.state.regions import ELEMENT_TYPES, element_type
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:

@@ -9,9 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.dcp_item import HEAD_BYTES, envelope, payload_in, tensor_bytes
-from penstock.checkpoint.formats.dtypes import ELEMENT_TYPES, element_type
-from penstock.checkpoint.formats.objects import ZSTD, load_object, object_bytes, pack, unpack
+from penstock.checkpoint.formats.dcp_item import (
+    HEAD_BYTES,
+    ZSTD,
+    apply_transforms,
+    envelope,
+    load_object,
+    object_bytes,
+    payload_in,
+    tensor_bytes,
+    undo_transforms,
+)
+from penstock.checkpoint.state.regions import ELEMENT_TYPES, element_type
 from penstock.errors import DataDamaged, Unavailable, UsageError
 
 torch = pytest.importorskip("torch")
@@ -113,17 +122,17 @@ def test_what_torch_compresses_is_decoded_and_the_other_way_round() -> None:
     assert bytes(tensor_bytes(packed, "float32", (1000,), descriptors=[ZSTD], where="here")) == bytes_of(
         torch.ones(1000)
     )
-    assert ZStandard().transform_from(io.BytesIO(pack(item, [ZSTD]))).read() == item
-    assert len(pack(item, [ZSTD])) < len(item) / 2
+    assert ZStandard().transform_from(io.BytesIO(apply_transforms(item, [ZSTD]))).read() == item
+    assert len(apply_transforms(item, [ZSTD])) < len(item) / 2
 
 
 def test_unknown_transforms_and_garbled_ones_are_named() -> None:
     with pytest.raises(Unavailable, match=r"'stream\.aes/3' is unknown"):
-        unpack(b"", ["stream.aes/3"], "here")
+        undo_transforms(b"", ["stream.aes/3"], "here")
     with pytest.raises(UsageError, match=r"'stream\.zstd/2' is unknown"):
-        pack(b"", ["stream.zstd/2"])
+        apply_transforms(b"", ["stream.zstd/2"])
     with pytest.raises(DataDamaged, match="cannot be unpacked"):
-        unpack(b"no frame of zstd", [ZSTD], "here")
+        undo_transforms(b"no frame of zstd", [ZSTD], "here")
 
 
 def test_objects_come_back_and_classes_need_trust() -> None:

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.dcp_metadata import metadata_bytes, read_metadata
-from penstock.checkpoint.formats.dtypes import ELEMENT_TYPES
-from penstock.checkpoint.state.regions import UNKNOWN
+from penstock.checkpoint.state.regions import ELEMENT_TYPES, UNKNOWN
 from penstock.errors import DataDamaged, UsageError
 
 torch = pytest.importorskip("torch")
@@ -81,18 +80,18 @@ def test_the_metadata_of_a_stock_save_tells_where_everything_lies(tmp_path: Path
     state = {"model": {"w": torch.ones(3, 4), "scalar": torch.tensor(2.5)}, "steps": [7, torch.arange(5)]}
     save(state, checkpoint_id=tmp_path, no_dist=True)
     read = read_metadata((tmp_path / ".metadata").read_bytes(), "here")
-    contents = read.contents
-    by_name = {facts.name: (facts.dtype, facts.shape) for facts in contents.tensors}
+    index = read.index
+    by_name = {facts.name: (facts.dtype, facts.shape) for facts in index.tensors}
     assert by_name == {
         "model.w": ("float32", (3, 4)),
         "model.scalar": ("float32", ()),
         "steps.1": ("int64", (5,)),
     }
-    assert [stored.name for stored in contents.objects] == ["steps.0"]
+    assert [stored.name for stored in index.objects] == ["steps.0"]
     assert read.paths["steps.1"] == ("steps", 1)
-    assert contents.files == ("__0_0.distcp",)
-    assert (contents.stored.payload_offset == UNKNOWN).all()
-    whole = contents.stored.item_bytes.sum() + sum(stored.size_bytes for stored in contents.objects)
+    assert index.files == ("__0_0.distcp",)
+    assert (index.stored.payload_offset == UNKNOWN).all()
+    whole = index.stored.item_bytes.sum() + sum(stored.size_bytes for stored in index.objects)
     assert whole == (tmp_path / "__0_0.distcp").stat().st_size
     assert read.save_id is not None
     assert read.checkpoint_id == str(tmp_path)
@@ -103,7 +102,7 @@ def test_transformed_items_are_known_as_packed() -> None:
     index = next(iter(theirs.storage_data))
     theirs.storage_data[index].transform_descriptors = ["stream.zstd/1"]
     read = read_metadata(pickle.dumps(theirs), "here")
-    assert read.contents.stored.packed.tolist() == [True, False]
+    assert read.index.stored.packed.tolist() == [True, False]
     assert [read.descriptors(row) for row in (0, 1)] == [("stream.zstd/1",), ()]
 
 
@@ -130,9 +129,9 @@ def test_metadata_of_older_versions_is_read() -> None:
     tensor_w(theirs).properties = older.TensorProperties(dtype=torch.float16)
     del theirs.__dict__["storage_meta"], theirs.__dict__["version"]
     read = read_metadata(pickle.dumps(theirs), "here")
-    assert read.contents.tensors[0].dtype == "float16"
+    assert read.index.tensors[0].dtype == "float16"
     assert (read.version, read.save_id) == (None, None)
-    assert read.contents.stored.item_offset.tolist() == [0, 1000]
+    assert read.index.stored.item_offset.tolist() == [0, 1000]
 
 
 def test_unsharded_tensors_that_were_indexed_without_offsets_are_found() -> None:
@@ -140,7 +139,7 @@ def test_unsharded_tensors_that_were_indexed_without_offsets_are_found() -> None
     about = tensor_w(theirs)
     about.chunks = [stock.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 4]))]
     theirs.storage_data = {stock.MetadataIndex("w"): _StorageInfo("__0_0.distcp", 7, 900)}
-    assert read_metadata(pickle.dumps(theirs), "here").contents.stored.item_offset.tolist() == [7]
+    assert read_metadata(pickle.dumps(theirs), "here").index.stored.item_offset.tolist() == [7]
 
 
 class Runs:
@@ -178,7 +177,7 @@ def test_stand_ins_do_not_remember_what_a_file_did_to_them() -> None:
     spoil = b"\x80\x02c%s\nMetadata\nN}X\x04\x00\x00\x00kindX\x05\x00\x00\x00wrongs\x86b." % module
     with pytest.raises(DataDamaged):
         read_metadata(spoil, "here")
-    assert read_metadata(pickle.dumps(small_metadata()), "here").contents.files == ("__0_0.distcp",)
+    assert read_metadata(pickle.dumps(small_metadata()), "here").index.files == ("__0_0.distcp",)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
@@ -250,7 +249,7 @@ def test_metadata_of_a_million_parts_survives_the_way_there_and_back() -> None:
     theirs = stock.Metadata(dict.fromkeys(names, about), None, places)
     first = read_metadata(pickle.dumps(theirs), "here")
     second = read_metadata(metadata_bytes(first), "here")
-    assert len(first.contents.stored) == num_tensors * num_ranks
+    assert len(first.index.stored) == num_tensors * num_ranks
     for column in ("file", "item_offset", "item_bytes"):
-        assert np.array_equal(getattr(first.contents.stored, column), getattr(second.contents.stored, column))
-    assert np.array_equal(first.contents.stored.boxes.offsets, second.contents.stored.boxes.offsets)
+        assert np.array_equal(getattr(first.index.stored, column), getattr(second.index.stored, column))
+    assert np.array_equal(first.index.stored.regions.offsets, second.index.stored.regions.offsets)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.formats.safetensors import check_index, contents_of, read_header, read_index
+from penstock.checkpoint.formats.safetensors import build_index, check_index, read_header, read_index
 from penstock.errors import DataDamaged, Unavailable
 
 torch = pytest.importorskip("torch")
@@ -87,17 +87,16 @@ def test_element_types_that_torch_has_not_are_named() -> None:
 def test_several_files_are_one_checkpoint_if_the_index_agrees() -> None:
     first = header_of(library.save({"a": torch.ones(2)}))
     second = header_of(library.save({"b": torch.ones(3), "c": torch.ones(1)}))
-    contents = contents_of([("1.safetensors", first), ("2.safetensors", second)], "here")
-    assert [facts.name for facts in contents.tensors] == ["a", "b", "c"]
-    assert contents.stored.file.tolist() == [0, 1, 1]
-    index = {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}
-    check_index(
-        read_index(json.dumps({"metadata": {}, "weight_map": index}).encode(), "here"), contents, "here"
-    )
+    index = build_index([("1.safetensors", first), ("2.safetensors", second)], "here")
+    assert [facts.name for facts in index.tensors] == ["a", "b", "c"]
+    assert index.stored.file.tolist() == [0, 1, 1]
+    file_of = {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}
+    hugging_face_index = json.dumps({"metadata": {}, "weight_map": file_of}).encode()
+    check_index(read_index(hugging_face_index, "here"), index, "here")
     with pytest.raises(DataDamaged, match="2 tensors are not in the files that the index names"):
-        check_index({**index, "a": "2.safetensors", "d": "1.safetensors"}, contents, "here")
+        check_index({**file_of, "a": "2.safetensors", "d": "1.safetensors"}, index, "here")
     with pytest.raises(DataDamaged, match="a lies in two of the files"):
-        contents_of([("1.safetensors", first), ("3.safetensors", first)], "here")
+        build_index([("1.safetensors", first), ("3.safetensors", first)], "here")
 
 
 @pytest.mark.parametrize("content", [b"{}", b"[]", b"no json", b'{"weight_map": {"a": 1}}'])

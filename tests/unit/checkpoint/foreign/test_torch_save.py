@@ -29,8 +29,8 @@ def opened(content: bytes) -> TorchSaveArchive:
 def tensors_in(content: bytes) -> dict[str, bytes]:
     """Every tensor's bytes, by ranges of the file."""
     archive = opened(content)
-    stored, found = archive.contents.stored, {}
-    for row, facts in enumerate(archive.contents.tensors):
+    stored, found = archive.index.stored, {}
+    for row, facts in enumerate(archive.index.tensors):
         item = content[stored.item_offset[row] : stored.item_offset[row] + stored.item_bytes[row]]
         if stored.packed[row]:
             item = bytes(row_major(archive.strided[row], memoryview(item)))
@@ -52,7 +52,7 @@ def test_a_training_state_is_a_list_of_ranges_and_values() -> None:
     assert (archive.values["step"], archive.values["when"]) == (17, (1.5, None))
     assert archive.values["optim.param_groups.0.lr"] == 0.25
     assert archive.paths["model.0.weight"] == ("model", "0.weight")
-    shapes = {facts.name: (facts.dtype, facts.shape) for facts in archive.contents.tensors}
+    shapes = {facts.name: (facts.dtype, facts.shape) for facts in archive.index.tensors}
     assert shapes["model.0.weight"] == ("float32", (4, 3))
 
 
@@ -62,7 +62,7 @@ def test_views_share_their_record_and_strided_ones_are_put_in_order() -> None:
     views["one"], views["none"] = whole[2, 3], whole[:0]
     content = saved(views)
     assert tensors_in(content) == {name: view.contiguous().numpy().tobytes() for name, view in views.items()}
-    assert opened(content).contents.stored.packed.tolist() == [False, False, True, True, False, False]
+    assert opened(content).index.stored.packed.tolist() == [False, False, True, True, False, False]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "uint32", "complex64", "bool"])
@@ -98,7 +98,7 @@ def test_nothing_is_run_and_unknown_classes_are_told(tmp_path: Any) -> None:
     assert repr(archive.values["args"]) == "<argparse.Namespace>"
     assert [is_plain(archive.values[name]) for name in ("bad", "args")] == [False, False]
     assert archive.values["ordered.a"] == 1
-    assert len(archive.contents.tensors) == 1
+    assert len(archive.index.tensors) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_tensors_that_stand_for_conjugates_or_negatives_come_as_what_they_stand_
 def test_a_note_of_a_tensor_that_is_unknown_here_makes_it_opaque() -> None:
     content = saved({"c": torch.ones(2, dtype=torch.complex64).conj()})
     archive = opened(content.replace(b"conj", b"what"))
-    assert archive.contents.tensors == ()
+    assert archive.index.tensors == ()
     assert not is_plain(archive.values["c"])
 
 

@@ -29,7 +29,7 @@ class Post:
         self._boxes: dict[tuple[int, int, int], queue.Queue[tuple[bytes, threading.Event]]] = {}
         self._lock = threading.Lock()
 
-    def box(self, sender: int, receiver: int, number: int) -> queue.Queue[tuple[bytes, threading.Event]]:
+    def region(self, sender: int, receiver: int, number: int) -> queue.Queue[tuple[bytes, threading.Event]]:
         with self._lock:
             return self._boxes.setdefault((sender, receiver, number), queue.Queue())
 
@@ -46,7 +46,7 @@ class ThreadLines:
 
     def send(self, peer: int, number: int, memory: NDArray[np.uint8]) -> _Done:
         taken = threading.Event()
-        self._post.box(self._rank, peer, number).put((memory.tobytes(), taken))
+        self._post.region(self._rank, peer, number).put((memory.tobytes(), taken))
 
         def wait(timeout_s: float) -> None:
             if not taken.wait(timeout_s):
@@ -57,7 +57,7 @@ class ThreadLines:
     def receive(self, peer: int, number: int, memory: NDArray[np.uint8]) -> _Done:
         def wait(timeout_s: float) -> None:
             try:
-                content, taken = self._post.box(peer, self._rank, number).get(timeout=timeout_s)
+                content, taken = self._post.region(peer, self._rank, number).get(timeout=timeout_s)
             except queue.Empty:
                 raise WaitTimeout("a sender", timeout_s) from None
             memory[:] = np.frombuffer(content, dtype=np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.loading.reader import GAP_BYTES, Block, Span, lay_out
+from penstock.checkpoint.loading.reader import GAP_BYTES, Block, Span, plan_blocks
 
 PAGE = 4096
 
@@ -23,7 +23,7 @@ def sorted_spans(draw: st.DrawFn) -> list[Span]:
 
 
 def blocks_of(spans: list[Span], num_pages: int = 2) -> list[Block]:
-    return lay_out(spans, block_bytes=num_pages * PAGE, alignment_bytes=PAGE)
+    return plan_blocks(spans, block_bytes=num_pages * PAGE, alignment_bytes=PAGE)
 
 
 @given(sorted_spans(), st.integers(1, 8))

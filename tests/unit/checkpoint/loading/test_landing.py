@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.checkpoint.loading.placement import Landings, Target
+from penstock.checkpoint.loading.placement import Destinations, Target
 from penstock.checkpoint.loading.reader import Part
 from penstock.checkpoint.loading.transport import Outbox
 from penstock.checkpoint.plan.load_plan import LoadPlan, Transfers
-from penstock.checkpoint.state.regions import Boxes, TensorFacts
+from penstock.checkpoint.state.regions import Regions, TensorFacts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,23 +38,23 @@ def transfers(*rows: tuple[int, tuple[int, int], tuple[int, int]]) -> Transfers:
         read=nothing,
         peer=nothing,
         want=nothing,
-        boxes=Boxes.from_rows(rows),
+        regions=Regions.from_rows(rows),
         in_round=nothing,
         message=nothing,
     )
 
 
-def landings(target: Target, rows: int) -> Landings:
+def landings(target: Target, rows: int) -> Destinations:
     """For a plan of one read of the whole tensor, of whose rows the first ones are wanted here."""
     plan = LoadPlan(
         rank=0,
         row=np.zeros(1, dtype=np.int64),
-        boxes=Boxes.from_rows([(0, (0, 0), (8, 4))]),
+        regions=Regions.from_rows([(0, (0, 0), (8, 4))]),
         local=transfers((0, (0, 0), (rows, 4))),
         sends=transfers(),
         receives=transfers(),
     )
-    return Landings(
+    return Destinations(
         plan,
         [PREFIX_BYTES],
         [target],
@@ -65,7 +65,7 @@ def landings(target: Target, rows: int) -> Landings:
     )
 
 
-def arrive(landing: Landings, content: bytes) -> None:
+def arrive(landing: Destinations, content: bytes) -> None:
     """The item in two parts, as the reading threads hand them on."""
     for begin in (0, 750):
         end = 750 if begin == 0 else len(content)

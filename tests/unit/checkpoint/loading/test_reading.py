@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.loading.reader import (
+    BlockReader,
     OpenFiles,
     Part,
     ReadBuffers,
-    Reading,
     ReadSettings,
     Span,
     SummedItem,
-    lay_out,
+    plan_blocks,
 )
 from penstock.errors import DataDamaged, StorageError
 from penstock.progress import Silent
@@ -83,11 +83,11 @@ class Collected:
 def read(
     source: UnevenSource, spans: list[Span], items: dict[int, SummedItem], straight: set[int]
 ) -> Collected:
-    blocks = lay_out(spans, block_bytes=SETTINGS.block_bytes, alignment_bytes=PAGE)
+    blocks = plan_blocks(spans, block_bytes=SETTINGS.block_bytes, alignment_bytes=PAGE)
     landing = Collected(spans, straight)
     opened: Callable[[int], Source] = lambda _: source  # noqa: E731 - typed
     files = OpenFiles(blocks, opened)
-    reading = Reading(
+    reading = BlockReader(
         blocks,
         spans,
         files=files,
@@ -108,7 +108,7 @@ CONTENT = np.random.default_rng(3).bytes(40 * PAGE)
 
 
 def item(content: bytes, begin: int, end: int) -> SummedItem:
-    return SummedItem(name="w", file="f", begin=begin, end=end, expected=sum_of(content[begin:end]))
+    return SummedItem(name="w", file="f", begin=begin, end=end, expected=checksum_of(content[begin:end]))
 
 
 @given(st.lists(st.integers(1, 8 * PAGE), min_size=1, max_size=6), st.integers(0, 99), st.data())

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.engine import LoadChoice
-from penstock.checkpoint.loading.requests import Selection, apply_rename, select
+from penstock.checkpoint.loading.requests import LeafSelection, apply_rename, select_leaves
 from penstock.errors import UsageError
 
 STORED = ["model.a", "model.b", "opt.a", "rng", "rng@rank1"]
 
 
-def selected(*names: str, rank: int = 0, **choice: Any) -> Selection:
-    return select(names, STORED, LoadChoice(**choice), rank=rank)
+def selected(*names: str, rank: int = 0, **choice: Any) -> LeafSelection:
+    return select_leaves(names, STORED, LoadChoice(**choice), rank=rank)
 
 
 def test_all_names_are_taken_as_they_are() -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.checkpoint.loading.heartbeat import Stopping, side_by_side
+from penstock.checkpoint.loading.execute import CancelToken, run_with_heartbeat
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
 from penstock.testing.rank_threads import ThreadComm, on_ranks
@@ -16,11 +16,11 @@ def test_each_rank_gets_its_own_result_once_all_are_done() -> None:
     done = [threading.Event() for _ in range(3)]
 
     def program(comm: ThreadComm) -> int:
-        def work(_: Stopping) -> int:
+        def work(_: CancelToken) -> int:
             done[comm.rank].set()
             return comm.rank * 10
 
-        result = side_by_side(comm, work, awaiting="work")
+        result = run_with_heartbeat(comm, work, awaiting="work")
         assert all(each.is_set() for each in done)
         return result
 
@@ -29,15 +29,15 @@ def test_each_rank_gets_its_own_result_once_all_are_done() -> None:
 
 def test_a_failure_stops_the_work_of_all_others_and_is_told_alike() -> None:
     def program(comm: ThreadComm) -> str:
-        def work(stopping: Stopping) -> None:
+        def work(cancel_token: CancelToken) -> None:
             if comm.rank == 1:
                 raise ValueError("the disk is on fire")
             stopped = threading.Event()
-            stopping.then(stopped.set)
+            cancel_token.on_cancel(stopped.set)
             assert stopped.wait(60)
 
         with pytest.raises(RankFailed) as caught:
-            side_by_side(comm, work, awaiting="work")
+            run_with_heartbeat(comm, work, awaiting="work")
         assert isinstance(caught.value.__cause__, ValueError) == (comm.rank == 1)
         return str(caught.value)
 
@@ -48,13 +48,13 @@ def test_a_failure_stops_the_work_of_all_others_and_is_told_alike() -> None:
 
 def test_a_rank_that_is_never_done_ends_the_wait_of_the_others_by_their_limit() -> None:
     def program(comm: ThreadComm) -> str:
-        def work(stopping: Stopping) -> None:
+        def work(cancel_token: CancelToken) -> None:
             stopped = threading.Event()
-            stopping.then(stopped.set)
+            cancel_token.on_cancel(stopped.set)
             assert comm.rank == 0 or stopped.wait(60)
 
         with pytest.raises(RankFailed) as caught:
-            side_by_side(comm, work, awaiting="everybody", limit_s=0.0)
+            run_with_heartbeat(comm, work, awaiting="everybody", limit_s=0.0)
         return str(caught.value)
 
     (told,) = set(on_ranks(2, program))
@@ -64,18 +64,18 @@ def test_a_rank_that_is_never_done_ends_the_wait_of_the_others_by_their_limit() 
 def test_alone_an_error_is_its_own_and_stops_what_was_begun() -> None:
     seen: list[str] = []
 
-    def work(stopping: Stopping) -> None:
-        stopping.then(lambda: seen.append("stopped"))
+    def work(cancel_token: CancelToken) -> None:
+        cancel_token.on_cancel(lambda: seen.append("stopped"))
         raise KeyError("own")
 
     with pytest.raises(KeyError, match="own"):
-        side_by_side(SoloComm("here"), work, awaiting="nobody")
+        run_with_heartbeat(SoloComm("here"), work, awaiting="nobody")
     assert seen == ["stopped"]
 
 
 def test_who_asks_too_late_to_be_told_is_told_at_once() -> None:
-    stopping, seen = Stopping(), []
-    stopping.stop()
-    stopping.stop()
-    stopping.then(lambda: seen.append("stopped"))
+    cancel_token, seen = CancelToken(), []
+    cancel_token.stop()
+    cancel_token.stop()
+    cancel_token.on_cancel(lambda: seen.append("stopped"))
     assert seen == ["stopped"]

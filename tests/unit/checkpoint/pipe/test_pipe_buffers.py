@@ -6,20 +6,26 @@ import threading
 
 import pytest
 
-from penstock.checkpoint.saving.buffers import HUGE_PAGE_BYTES, Buffers, Ownership, PipeStopped, WarmMemory
-from penstock.checkpoint.saving.pipeline import PipeSettings
+from penstock.checkpoint.saving.buffers import (
+    HUGE_PAGE_BYTES,
+    Ownership,
+    PipelineBuffers,
+    PipelineStopped,
+    WarmMemory,
+)
+from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.errors import PenstockError, StorageTimeout, UsageError
 from penstock.storage.aligned import PAGE_BYTES, address_of
 
 
-def _buffers(streams: int = 1, num_buffers: int = 4, silence_s: float = 300.0) -> Buffers:
-    settings = PipeSettings(
+def _buffers(streams: int = 1, num_buffers: int = 4, silence_s: float = 300.0) -> PipelineBuffers:
+    settings = PipelineSettings(
         streams=streams,
         chunk_bytes=PAGE_BYTES,
         buffer_memory_bytes=num_buffers * PAGE_BYTES,
         silence_s=silence_s,
     )
-    return Buffers(WarmMemory(settings.buffer_memory_bytes), settings)
+    return PipelineBuffers(WarmMemory(settings.buffer_memory_bytes), settings)
 
 
 def test_memory_begins_at_a_huge_page_and_has_the_size_asked_for() -> None:
@@ -47,8 +53,8 @@ def test_every_buffer_is_page_aligned_and_memory_of_its_own() -> None:
 
 
 def test_chunks_that_are_no_whole_pages_still_begin_at_pages() -> None:
-    settings = PipeSettings(streams=1, chunk_bytes=1000, buffer_memory_bytes=3 * PAGE_BYTES)
-    buffers = Buffers(WarmMemory(settings.buffer_memory_bytes), settings)
+    settings = PipelineSettings(streams=1, chunk_bytes=1000, buffer_memory_bytes=3 * PAGE_BYTES)
+    buffers = PipelineBuffers(WarmMemory(settings.buffer_memory_bytes), settings)
     assert [address_of(buffer.whole) % PAGE_BYTES for buffer in buffers.all] == [0, 0, 0]
     assert {len(buffer.whole) for buffer in buffers.all} == {1000}
 
@@ -108,7 +114,7 @@ def test_stopping_wakes_who_waits_for_a_buffer() -> None:
     def wait() -> None:
         try:
             buffers.take(0, "an object")
-        except PipeStopped as error:
+        except PipelineStopped as error:
             seen.append(error)
 
     thread = threading.Thread(target=wait)
@@ -120,10 +126,10 @@ def test_stopping_wakes_who_waits_for_a_buffer() -> None:
 
 def test_too_little_memory_for_the_streams_says_how_much_is_needed() -> None:
     with pytest.raises(UsageError, match="Give at least 64 bytes"):
-        PipeSettings(streams=4, chunk_bytes=8, buffer_memory_bytes=63)
+        PipelineSettings(streams=4, chunk_bytes=8, buffer_memory_bytes=63)
 
 
 @pytest.mark.parametrize("field", ["streams", "chunk_bytes", "sample_every"])
 def test_a_setting_below_one_is_refused(field: str) -> None:
     with pytest.raises(UsageError, match=f"{field} is 0"):
-        PipeSettings(**{field: 0})  # type: ignore[arg-type]
+        PipelineSettings(**{field: 0})  # type: ignore[arg-type]

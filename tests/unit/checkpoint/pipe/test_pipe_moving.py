@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.saving.buffers import WarmMemory
-from penstock.checkpoint.saving.measurement import WrongByte
-from penstock.checkpoint.saving.phase_figures import figures_of
-from penstock.checkpoint.saving.pipeline import PipeSettings, PlannedObject, WritePipe, write_objects
+from penstock.checkpoint.saving.measurement import WrongByte, combine_ranks
+from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, WritePipeline, write_objects
 from penstock.checkpoint.saving.read_pipeline import read_objects
 from penstock.dataset.content import Content
 from penstock.errors import ObjectNotFound, ShortTransfer, StorageError, StorageTimeout, WaitTimeout
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CHUNK = 4096
-SMALL = PipeSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=6 * CHUNK)
+SMALL = PipelineSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=6 * CHUNK)
 
 
 class Keyed:
@@ -77,7 +76,7 @@ def test_whatever_is_planned_is_stored_and_verified(
     sizes: list[int], streams: int, chunk_bytes: int, extra_buffers: int
 ) -> None:
     storage, planned = MemoryStorage(), _objects(*sizes)
-    some = PipeSettings(
+    some = PipelineSettings(
         streams=streams,
         chunk_bytes=chunk_bytes,
         buffer_memory_bytes=(2 * streams + extra_buffers) * (chunk_bytes + CHUNK),
@@ -110,9 +109,9 @@ class _SlowToFinish(WrappedStorage):
 
 
 def test_the_time_of_a_storage_that_acknowledges_late_counts_whole() -> None:
-    roomy = PipeSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=4 * CHUNK)
+    roomy = PipelineSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=4 * CHUNK)
     measurement = write_objects([_SlowToFinish(MemoryStorage(), 0.05)], _objects(4 * CHUNK), Keyed(), roomy)
-    figures = figures_of([measurement])
+    figures = combine_ranks([measurement])
     assert figures.drain_s >= 0.05
     assert figures.duration_s >= figures.drain_s
     assert figures.storage_busy_s >= 0.05
@@ -126,7 +125,7 @@ def test_a_slow_generator_is_reported_not_hidden() -> None:
             time.sleep(0.03)
             super().fill(planned, offset, buffer)
 
-    roomy = PipeSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=16 * CHUNK)
+    roomy = PipelineSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=16 * CHUNK)
     measurement = write_objects([MemoryStorage()], _objects(10 * CHUNK), Sluggish(), roomy)
     assert measurement.content_busy_s >= 0.3
     # The storage waited nearly all of the time; a tenth of it is what no busy machine makes of that.
@@ -223,7 +222,7 @@ def test_the_steady_state_allocates_nothing_per_chunk() -> None:
 
     num_chunks, chunk_bytes = 1000, 64 * 1024
     storage = _Nowhere(num_chunks)
-    few = PipeSettings(streams=1, chunk_bytes=chunk_bytes, buffer_memory_bytes=4 * chunk_bytes)
+    few = PipelineSettings(streams=1, chunk_bytes=chunk_bytes, buffer_memory_bytes=4 * chunk_bytes)
     memory = WarmMemory(few.buffer_memory_bytes)
     tracemalloc.start()
     try:
@@ -272,13 +271,13 @@ class _ReluctantSink(WrappedSink):
 
 def test_a_slow_writer_with_few_buffers_writes_every_byte_as_it_was_made() -> None:
     storage, planned = MemoryStorage(), _objects(40 * CHUNK, 25 * CHUNK + 7)
-    fewest = PipeSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=4 * CHUNK)
+    fewest = PipelineSettings(streams=2, chunk_bytes=CHUNK, buffer_memory_bytes=4 * CHUNK)
     write_objects([_Reluctant(storage)], planned, Keyed(), fewest)
     _assert_stored(storage, planned)
 
 
 def test_a_storage_that_keeps_all_buffers_for_good_is_an_error_not_a_hang() -> None:
-    impatient = PipeSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=2 * CHUNK, silence_s=0.05)
+    impatient = PipelineSettings(streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=2 * CHUNK, silence_s=0.05)
     storage = MemoryStorage()
     with pytest.raises(StorageTimeout, match="rank0/part0 kept all 2 buffers"):
         write_objects([Late(storage)], _objects(5 * CHUNK), Keyed(), impatient)
@@ -312,7 +311,7 @@ def test_bytes_are_made_before_anybody_says_where_to() -> None:
     planned = _objects(2 * CHUNK, CHUNK)
     storage = MemoryStorage()
     memory = WarmMemory(SMALL.buffer_memory_bytes)
-    with WritePipe(planned, Keyed(), SMALL, memory=memory) as pipe:
+    with WritePipeline(planned, Keyed(), SMALL, memory=memory) as pipe:
         pipe.wait_filled(60)
         assert list(storage.list()) == []
         pipe.write_to([storage])
@@ -321,7 +320,7 @@ def test_bytes_are_made_before_anybody_says_where_to() -> None:
 
 def test_waiting_for_more_bytes_than_there_is_room_for_times_out_by_name() -> None:
     with (
-        WritePipe(_objects(50 * CHUNK), Keyed(), SMALL, memory=WarmMemory(6 * CHUNK)) as pipe,
+        WritePipeline(_objects(50 * CHUNK), Keyed(), SMALL, memory=WarmMemory(6 * CHUNK)) as pipe,
         pytest.raises(WaitTimeout, match="all bytes to be copied into buffers"),
     ):
         pipe.wait_filled(0.01)
@@ -349,7 +348,7 @@ class Settling(Keyed):
 def test_filled_all_first_the_source_is_free_before_anything_is_settled() -> None:
     planned, storage, producer = _objects(2 * CHUNK, CHUNK, 0), MemoryStorage(), Settling()
     memory = WarmMemory(SMALL.buffer_memory_bytes)
-    with WritePipe(planned, producer, SMALL, memory=memory, order="all first") as pipe:
+    with WritePipeline(planned, producer, SMALL, memory=memory, order="all first") as pipe:
         pipe.wait_filled(60)
         assert pipe.filled_ns > 0
         assert producer.settled == []
@@ -374,7 +373,7 @@ def test_what_settling_raises_is_what_the_phase_raises_although_all_is_filled() 
     storage = MemoryStorage()
     memory = WarmMemory(SMALL.buffer_memory_bytes)
     with (
-        WritePipe(_objects(CHUNK), Broken(), SMALL, memory=memory, order="all first") as pipe,
+        WritePipeline(_objects(CHUNK), Broken(), SMALL, memory=memory, order="all first") as pipe,
         pytest.raises(KeyError, match="rank0/part0"),
     ):
         pipe.write_to([storage])
@@ -400,12 +399,12 @@ def test_a_wrong_byte_is_named_and_its_chunk_is_not_verified() -> None:
     assert seen.wrong_bytes == (WrongByte("rank0/part1", 2 * CHUNK + 17),)
     assert seen.ledger.read_bytes == 8 * CHUNK
     assert seen.ledger.verified_bytes == 7 * CHUNK
-    assert figures_of([seen]).wrong_bytes == 1
+    assert combine_ranks([seen]).wrong_bytes == 1
 
 
 def test_a_sample_verifies_some_chunks_and_always_the_last() -> None:
     storage, planned = _written(10 * CHUNK + 5)
-    sampling = PipeSettings(
+    sampling = PipelineSettings(
         streams=1, chunk_bytes=CHUNK, buffer_memory_bytes=2 * CHUNK, verify="sample", sample_every=4
     )
     seen = read_objects([storage], planned, Keyed(), sampling)
@@ -416,7 +415,7 @@ def test_without_a_verifier_everything_is_read_and_nothing_verified() -> None:
     storage, planned = _written(3 * CHUNK)
     seen = read_objects([storage], planned, None, SMALL)
     assert (seen.ledger.read_bytes, seen.ledger.verified_bytes) == (3 * CHUNK, 0)
-    assert figures_of([seen]).content_gib_per_s is None
+    assert combine_ranks([seen]).content_gib_per_s is None
 
 
 def test_reading_an_object_of_another_size_fails_by_name() -> None:

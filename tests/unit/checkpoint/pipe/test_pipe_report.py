@@ -15,11 +15,13 @@ from penstock.checkpoint.saving.measurement import (
     Ledger,
     Measurement,
     StreamRecord,
+    combine_ranks,
+    common_origin_ns,
+    find_bottleneck,
     require_durable,
     require_read,
     union_ns,
 )
-from penstock.checkpoint.saving.phase_figures import bottleneck, common_origin_ns, figures_of
 from penstock.cluster.comm import SoloComm
 from penstock.errors import ShortTransfer
 from penstock.storage.protocol import Counters
@@ -79,7 +81,7 @@ def _measurement(rank: int = 0, **changes: Any) -> Measurement:
 
 
 def test_one_rank_is_reported_with_its_three_parts_of_time() -> None:
-    figures = figures_of([_measurement()])
+    figures = combine_ranks([_measurement()])
     assert (figures.setup_s, figures.pipeline_s, figures.drain_s) == (0.5, 1.5, 0.5)
     assert figures.duration_s == 2.0
     assert figures.gib_per_s == figures.mean_gib_per_s == figures.min_gib_per_s == 0.5
@@ -100,7 +102,7 @@ def test_a_job_lasts_from_the_earliest_begin_to_the_latest_end_whatever_the_host
         last_submit_ns=late_host + 6 * SECOND,
         end_ns=late_host + 6 * SECOND,
     )
-    figures = figures_of([_measurement(), other])
+    figures = combine_ranks([_measurement(), other])
     assert figures.duration_s == 5.0
     assert figures.gib_per_s == pytest.approx(2 / 5)
     assert figures.mean_gib_per_s == pytest.approx((1 / 2 + 1 / 4) / 2)
@@ -113,7 +115,7 @@ def test_a_job_lasts_from_the_earliest_begin_to_the_latest_end_whatever_the_host
 
 def test_figures_become_plain_data_and_measurements_travel_between_ranks() -> None:
     again = pickle.loads(pickle.dumps(_measurement()))
-    record = figures_of([again]).record()
+    record = combine_ranks([again]).record()
     assert record["moved_bytes"] == GIB
     assert record["streams"] == [
         {
@@ -133,7 +135,7 @@ def test_figures_become_plain_data_and_measurements_travel_between_ranks() -> No
 
 def test_a_phase_without_chunks_has_figures_too() -> None:
     empty = _measurement(latencies_ns=np.zeros(0, dtype=np.int64), content_busy_s=0.0, storage_busy_s=0.0)
-    figures = figures_of([empty])
+    figures = combine_ranks([empty])
     assert figures.content_gib_per_s is None
     assert figures.content_to_storage is None
     assert figures.p99_ms == 0.0
@@ -150,7 +152,7 @@ def test_a_phase_without_chunks_has_figures_too() -> None:
     ],
 )
 def test_the_bottleneck_is_named(changes: dict[str, Any], named: str) -> None:
-    assert bottleneck(_measurement(**changes)) == named
+    assert find_bottleneck(_measurement(**changes)) == named
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from itertools import pairwise, product
 import numpy as np
 from hypothesis import strategies as st
 
-from penstock.checkpoint.plan.save_plan import Held
-from penstock.checkpoint.state.regions import Boxes, TensorFacts
+from penstock.checkpoint.plan.save_plan import Holdings
+from penstock.checkpoint.state.regions import Regions, TensorFacts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "complex128": 16}
 
@@ -22,7 +22,8 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[tuple[int, ...]
         edges = [0, *sorted(inner), extent]
         cuts.append(list(pairwise(edges)))
     return [
-        (tuple(begin for begin, _ in box), tuple(end - begin for begin, end in box)) for box in product(*cuts)
+        (tuple(begin for begin, _ in region), tuple(end - begin for begin, end in region))
+        for region in product(*cuts)
     ]
 
 
@@ -41,7 +42,7 @@ def tensor_lists(draw: st.DrawFn, max_tensors: int = 4) -> tuple[TensorFacts, ..
 @st.composite
 def jobs(
     draw: st.DrawFn, tensors: tuple[TensorFacts, ...] | None = None, num_ranks: int | None = None
-) -> list[Held]:
+) -> list[Holdings]:
     """What each rank of a job holds: every box of every tensor on one rank or on several."""
     tensors = draw(tensor_lists()) if tensors is None else tensors
     num_ranks = draw(st.integers(1, 5)) if num_ranks is None else num_ranks
@@ -51,18 +52,18 @@ def jobs(
             holders = draw(st.sets(st.integers(0, num_ranks - 1), min_size=1))
             for rank in holders:
                 rows[rank].append((number, offsets, sizes))
-    return [Held(tensors=tensors, boxes=Boxes.from_rows(each)) for each in rows]
+    return [Holdings(tensors=tensors, regions=Regions.from_rows(each)) for each in rows]
 
 
-def painted(tensors: tuple[TensorFacts, ...], boxes: Boxes) -> list[np.ndarray]:
+def painted(tensors: tuple[TensorFacts, ...], regions: Regions) -> list[np.ndarray]:
     """How often each element of each tensor lies in a box: another way to find gaps and overlaps."""
     counts = [np.zeros(each.shape, dtype=np.int64) for each in tensors]
-    for row in range(len(boxes)):
-        number = int(boxes.tensor[row])
-        counts[number][region(boxes, row, len(tensors[number].shape))] += 1
+    for row in range(len(regions)):
+        number = int(regions.tensor[row])
+        counts[number][region(regions, row, len(tensors[number].shape))] += 1
     return counts
 
 
-def region(boxes: Boxes, row: int, num_dims: int) -> tuple[slice, ...]:
-    offsets, sizes = boxes.box(row, num_dims)
+def region(regions: Regions, row: int, num_dims: int) -> tuple[slice, ...]:
+    offsets, sizes = regions.region(row, num_dims)
     return tuple(slice(begin, begin + extent) for begin, extent in zip(offsets, sizes, strict=True))

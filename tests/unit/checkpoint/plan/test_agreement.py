@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.checkpoint.plan.save_plan import Held, HeldObject, SaveOptions, stored_name_for
-from penstock.checkpoint.saving.saver import NUM_KEPT_PLANS, Planner
-from penstock.checkpoint.state.regions import Boxes, TensorFacts, whole_boxes
+from penstock.checkpoint.plan.save_plan import HeldObject, Holdings, SaveOptions, find_stored_name
+from penstock.checkpoint.saving.saver import NUM_KEPT_PLANS, SavePlanCache
+from penstock.checkpoint.state.regions import Regions, TensorFacts, whole_regions
 from penstock.errors import UsageError
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 
@@ -16,16 +16,18 @@ if TYPE_CHECKING:
     from penstock.checkpoint.plan.save_plan import SavePlan
 
 
-def held(*shape: int, dtype: str = "float32", name: str = "w", objects: tuple[HeldObject, ...] = ()) -> Held:
+def held(
+    *shape: int, dtype: str = "float32", name: str = "w", objects: tuple[HeldObject, ...] = ()
+) -> Holdings:
     facts = (TensorFacts(name, dtype, shape, 4 if dtype == "float32" else 2),)
-    return Held(tensors=facts, boxes=whole_boxes(facts), objects=objects)
+    return Holdings(tensors=facts, regions=whole_regions(facts), objects=objects)
 
 
-def counts_of_plans(*states: Held) -> int:
+def counts_of_plans(*states: Holdings) -> int:
     """How many plans two replicas make for saves of these states, one after another."""
 
     def program(comm: ThreadComm) -> int:
-        planner = Planner(comm)
+        planner = SavePlanCache(comm)
         for state in states:
             planner.agree(state, SaveOptions())
         return planner.num_planned
@@ -53,7 +55,7 @@ def test_old_plans_are_forgotten() -> None:
 
 def test_options_belong_to_what_is_planned() -> None:
     def program(comm: ThreadComm) -> int:
-        planner = Planner(comm)
+        planner = SavePlanCache(comm)
         planner.agree(held(4), SaveOptions())
         planner.agree(held(4), SaveOptions(min_cut_bytes=1))
         return planner.num_planned
@@ -63,10 +65,10 @@ def test_options_belong_to_what_is_planned() -> None:
 
 def test_a_rank_that_lost_a_plan_makes_all_plan_again() -> None:
     def program(comm: ThreadComm) -> int:
-        planner = Planner(comm)
+        planner = SavePlanCache(comm)
         planner.agree(held(4), SaveOptions())
         if comm.rank == 1:
-            planner = Planner(comm)
+            planner = SavePlanCache(comm)
         planner.agree(held(4), SaveOptions())
         return planner.num_planned
 
@@ -75,7 +77,7 @@ def test_a_rank_that_lost_a_plan_makes_all_plan_again() -> None:
 
 def test_one_rank_that_holds_something_else_changes_the_plan_of_all() -> None:
     def program(comm: ThreadComm) -> int:
-        planner = Planner(comm)
+        planner = SavePlanCache(comm)
         planner.agree(held(4), SaveOptions())
         planner.agree(held(4, name="v") if comm.rank else held(4), SaveOptions())
         return planner.num_planned
@@ -87,13 +89,15 @@ def test_every_rank_knows_the_same_plan_of_everybody() -> None:
     def program(comm: ThreadComm) -> tuple[SavePlan, list[SavePlan]]:
         rows = [(0, (4 * comm.rank,), (4,))]
         facts = (TensorFacts("w", "float32", (16,), 4),)
-        agreed = Planner(comm).agree(Held(tensors=facts, boxes=Boxes.from_rows(rows)), SaveOptions())
+        agreed = SavePlanCache(comm).agree(
+            Holdings(tensors=facts, regions=Regions.from_rows(rows)), SaveOptions()
+        )
         return agreed.plan_of(comm.rank), agreed.plans()
 
     results = on_ranks(4, program)
     for rank, (mine, everybodys) in enumerate(results):
         (bucket,) = mine.buckets
-        assert bucket.boxes.offsets.tolist() == [[4 * rank]]
+        assert bucket.regions.offsets.tolist() == [[4 * rank]]
         assert [[bucket.file for bucket in plan.buckets] for plan in everybodys] == [
             [f"__{other}_0.distcp"] for other in range(4)
         ]
@@ -102,7 +106,7 @@ def test_every_rank_knows_the_same_plan_of_everybody() -> None:
 def test_a_disagreement_is_told_on_every_rank() -> None:
     def program(comm: ThreadComm) -> str:
         with pytest.raises(UsageError) as caught:
-            Planner(comm).agree(held(4 + comm.rank), SaveOptions())
+            SavePlanCache(comm).agree(held(4 + comm.rank), SaveOptions())
         return str(caught.value)
 
     assert len(set(on_ranks(3, program))) == 1
@@ -113,7 +117,7 @@ def objects_written(*digests: bytes) -> list[list[str]]:
 
     def program(comm: ThreadComm) -> list[str]:
         mine = HeldObject(name="rng", size_bytes=100, digest=digests[comm.rank])
-        agreed = Planner(comm).agree(held(4, objects=(mine,)), SaveOptions())
+        agreed = SavePlanCache(comm).agree(held(4, objects=(mine,)), SaveOptions())
         return [each.stored_name for each in agreed.objects[comm.rank]]
 
     return on_ranks(len(digests), program)
@@ -129,14 +133,14 @@ def test_objects_that_differ_are_all_kept() -> None:
 
 def test_each_rank_finds_its_own_object_again() -> None:
     stored = {"rng", "rng@rank1", "rng@rank3"}
-    found = [stored_name_for("rng", rank, stored) for rank in range(5)]
+    found = [find_stored_name("rng", rank, stored) for rank in range(5)]
     assert found == ["rng", "rng@rank1", "rng", "rng@rank3", "rng"]
-    assert stored_name_for("lr", 0, stored) is None
+    assert find_stored_name("lr", 0, stored) is None
 
 
 def test_objects_are_spread_over_the_ranks_that_share_them() -> None:
     def program(comm: ThreadComm) -> int:
         objects = tuple(HeldObject(name=f"o{k}", size_bytes=10, digest=b"") for k in range(8))
-        return len(Planner(comm).agree(held(4, objects=objects), SaveOptions()).objects[comm.rank])
+        return len(SavePlanCache(comm).agree(held(4, objects=objects), SaveOptions()).objects[comm.rank])
 
     assert on_ranks(4, program) == [2, 2, 2, 2]

@@ -8,72 +8,74 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.checkpoint.plan.states import jobs, painted, region
 
-from penstock.checkpoint.plan.region_arithmetic import overlaps
+from penstock.checkpoint.plan.region_arithmetic import find_overlaps
 from penstock.checkpoint.plan.save_plan import (
-    Held,
+    Holdings,
     NotCovered,
     PlacedObject,
     SaveOptions,
-    rank_plans,
-    share_saving,
+    plan_rank_files,
+    plan_save,
 )
-from penstock.checkpoint.state.regions import Boxes, TensorFacts, item_bytes_of, whole_boxes
+from penstock.checkpoint.state.regions import Regions, TensorFacts, element_sizes, whole_regions
 from penstock.errors import UsageError
 
 FINE = SaveOptions(min_cut_bytes=1)
 
 
-def held_by_all(facts: TensorFacts, num_ranks: int) -> list[Held]:
-    return [Held(tensors=(facts,), boxes=whole_boxes([facts]))] * num_ranks
+def held_by_all(facts: TensorFacts, num_ranks: int) -> list[Holdings]:
+    return [Holdings(tensors=(facts,), regions=whole_regions([facts]))] * num_ranks
 
 
 @given(jobs(), st.sampled_from([1, 16, 65536]))
-def test_every_element_is_written_once_by_a_rank_that_holds_it(job: list[Held], min_cut_bytes: int) -> None:
-    shared = share_saving(job, SaveOptions(min_cut_bytes=min_cut_bytes))
-    for counts in painted(shared.tensors, shared.boxes):
+def test_every_element_is_written_once_by_a_rank_that_holds_it(
+    job: list[Holdings], min_cut_bytes: int
+) -> None:
+    shared = plan_save(job, SaveOptions(min_cut_bytes=min_cut_bytes))
+    for counts in painted(shared.tensors, shared.regions):
         assert (counts == 1).all()
-    for row in range(len(shared.boxes)):
-        number = int(shared.boxes.tensor[row])
+    for row in range(len(shared.regions)):
+        number = int(shared.regions.tensor[row])
         holder = job[int(shared.rank[row])]
-        place = region(shared.boxes, row, len(shared.tensors[number].shape))
+        place = region(shared.regions, row, len(shared.tensors[number].shape))
         (own_number,) = [i for i, t in enumerate(holder.tensors) if t == shared.tensors[number]]
-        own = holder.boxes.take(holder.boxes.tensor == own_number)
+        own = holder.regions.take(holder.regions.tensor == own_number)
         (count,) = painted(
-            (holder.tensors[own_number],), Boxes(np.zeros(len(own), dtype=np.int64), own.offsets, own.sizes)
+            (holder.tensors[own_number],), Regions(np.zeros(len(own), dtype=np.int64), own.offsets, own.sizes)
         )
         assert (count[place] == 1).all()
 
 
 @given(jobs())
-def test_every_tensor_is_on_record_even_an_empty_one(job: list[Held]) -> None:
-    shared = share_saving(job, FINE)
-    assert set(shared.boxes.tensor.tolist()) == set(range(len(shared.tensors)))
+def test_every_tensor_is_on_record_even_an_empty_one(job: list[Holdings]) -> None:
+    shared = plan_save(job, FINE)
+    assert set(shared.regions.tensor.tolist()) == set(range(len(shared.tensors)))
 
 
 @given(jobs())
-def test_the_same_job_gives_the_same_plan(job: list[Held]) -> None:
-    one, other = share_saving(job, FINE), share_saving(job, FINE)
+def test_the_same_job_gives_the_same_plan(job: list[Holdings]) -> None:
+    one, other = plan_save(job, FINE), plan_save(job, FINE)
     assert one.tensors == other.tensors
     assert (one.rank == other.rank).all()
-    assert (one.boxes.offsets == other.boxes.offsets).all()
+    assert (one.regions.offsets == other.regions.offsets).all()
 
 
 @given(jobs(), st.integers(1, 3), st.sampled_from([None, "w1"]))
 def test_ranks_deal_their_pieces_to_files_without_losing_one(
-    job: list[Held], writers: int, hint: str | None
+    job: list[Holdings], writers: int, hint: str | None
 ) -> None:
     options = SaveOptions(writers=writers, separation_hint=hint, min_cut_bytes=1)
-    shared = share_saving(job, options)
+    shared = plan_save(job, options)
     objects = [PlacedObject(name=name, stored_name=name, size_bytes=100) for name in ("w1.step", "lr")]
-    plans = rank_plans(shared, [objects if rank == 0 else [] for rank in range(len(job))], options)
+    plans = plan_rank_files(shared, [objects if rank == 0 else [] for rank in range(len(job))], options)
     files = [bucket.file for plan in plans for bucket in plan.buckets]
     assert len(set(files)) == len(files)
-    written = Boxes.concatenated([bucket.boxes for plan in plans for bucket in plan.buckets])
+    written = Regions.concatenated([bucket.regions for plan in plans for bucket in plan.buckets])
     for counts in painted(shared.tensors, written):
         assert (counts == 1).all()
     assert sorted(each.name for bucket in plans[0].buckets for each in bucket.objects) == ["lr", "w1.step"]
     for bucket in (bucket for plan in plans for bucket in plan.buckets):
-        names = [shared.tensors[number].name for number in bucket.boxes.tensor]
+        names = [shared.tensors[number].name for number in bucket.regions.tensor]
         names += [each.name for each in bucket.objects]
         if hint is not None:
             assert {name.startswith(hint) for name in names} == {bucket.file.startswith(hint)}
@@ -82,8 +84,8 @@ def test_ranks_deal_their_pieces_to_files_without_losing_one(
 
 def test_replicas_write_equal_shares_of_what_they_all_hold() -> None:
     facts = TensorFacts("w", "float32", (1024, 1024), 4)
-    shared = share_saving(held_by_all(facts, 4), SaveOptions())
-    loads = np.bincount(shared.rank, weights=shared.boxes.num_bytes(item_bytes_of(shared.tensors)))
+    shared = plan_save(held_by_all(facts, 4), SaveOptions())
+    loads = np.bincount(shared.rank, weights=shared.regions.num_bytes(element_sizes(shared.tensors)))
     assert loads.tolist() == [1024 * 1024] * 4
 
 
@@ -92,38 +94,40 @@ def test_a_rank_that_holds_more_alone_writes_less_of_what_is_shared() -> None:
     alone = TensorFacts("alone", "float32", (500, 1024), 4)
     both = (shared_facts, alone)
     job = [
-        Held(tensors=both, boxes=whole_boxes(both)),
-        Held(tensors=(shared_facts,), boxes=whole_boxes([shared_facts])),
+        Holdings(tensors=both, regions=whole_regions(both)),
+        Holdings(tensors=(shared_facts,), regions=whole_regions([shared_facts])),
     ]
-    plan = share_saving(job, SaveOptions())
-    loads = np.bincount(plan.rank, weights=plan.boxes.num_bytes(item_bytes_of(plan.tensors)))
+    plan = plan_save(job, SaveOptions())
+    loads = np.bincount(plan.rank, weights=plan.regions.num_bytes(element_sizes(plan.tensors)))
     assert loads.tolist() == [750 * 4096, 750 * 4096]
 
 
 def test_a_small_tensor_is_not_cut() -> None:
     facts = TensorFacts("bias", "float32", (1024,), 4)
-    shared = share_saving(held_by_all(facts, 4), SaveOptions())
-    assert len(shared.boxes) == 1
+    shared = plan_save(held_by_all(facts, 4), SaveOptions())
+    assert len(shared.regions) == 1
 
 
 def test_a_tensor_with_leading_ones_is_cut_along_its_first_real_dimension() -> None:
     facts = TensorFacts("w", "int8", (1, 1, 8, 3), 1)
-    shared = share_saving(held_by_all(facts, 2), FINE)
-    assert shared.boxes.sizes.tolist() == [[1, 1, 4, 3], [1, 1, 4, 3]]
+    shared = plan_save(held_by_all(facts, 2), FINE)
+    assert shared.regions.sizes.tolist() == [[1, 1, 4, 3], [1, 1, 4, 3]]
 
 
 def test_the_fullest_file_of_a_rank_is_nearly_as_small_as_can_be() -> None:
     tensors = tuple(TensorFacts(f"w{size}", "int8", (size,), 1) for size in (7, 6, 5, 4, 2))
-    (plan,) = rank_plans(share_saving([Held(tensors=tensors, boxes=whole_boxes(tensors))], FINE), [[]], FINE)
-    loads = [int(bucket.boxes.sizes.sum()) for bucket in plan.buckets]
+    (plan,) = plan_rank_files(
+        plan_save([Holdings(tensors=tensors, regions=whole_regions(tensors))], FINE), [[]], FINE
+    )
+    loads = [int(bucket.regions.sizes.sum()) for bucket in plan.buckets]
     assert sorted(loads) == [11, 13]
     assert plan.num_bytes == 24
 
 
 def test_a_rank_with_nothing_to_write_has_no_file() -> None:
     facts = TensorFacts("bias", "float32", (8,), 4)
-    shared = share_saving(held_by_all(facts, 2), SaveOptions())
-    plans = rank_plans(shared, [[], []], SaveOptions())
+    shared = plan_save(held_by_all(facts, 2), SaveOptions())
+    plans = plan_rank_files(shared, [[], []], SaveOptions())
     assert sorted(len(plan.buckets) for plan in plans) == [0, 1]
 
 
@@ -131,14 +135,14 @@ def test_a_rank_with_nothing_to_write_has_no_file() -> None:
 def test_ranks_that_disagree_on_a_tensor_are_named(dtype: str, shape: tuple[int, ...]) -> None:
     one = TensorFacts("layer.w", "float32", (4, 4), 4)
     other = TensorFacts("layer.w", dtype, shape, 2 if dtype == "bfloat16" else 4)
-    job = [Held(tensors=(each,), boxes=whole_boxes([each])) for each in (one, one, other)]
+    job = [Holdings(tensors=(each,), regions=whole_regions([each])) for each in (one, one, other)]
     with pytest.raises(UsageError, match=r"'layer.w': float32 \[4, 4\] on rank 0, .* on rank 2"):
-        share_saving(job, SaveOptions())
+        plan_save(job, SaveOptions())
 
 
-def held_as(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Held]:
+def held_as(shape: tuple[int, ...], *regions: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Holdings]:
     facts = (TensorFacts("w", "float32", shape, 4),)
-    return [Held(tensors=facts, boxes=Boxes.from_rows([(0, *box)])) for box in boxes]
+    return [Holdings(tensors=facts, regions=Regions.from_rows([(0, *region)])) for region in regions]
 
 
 @pytest.mark.parametrize(
@@ -151,16 +155,16 @@ def held_as(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ..
         (held_as((8,), ((-1,), (8,))), "leaves its shape"),
     ],
 )
-def test_pieces_that_do_not_make_up_their_tensor_are_refused(job: list[Held], complaint: str) -> None:
+def test_pieces_that_do_not_make_up_their_tensor_are_refused(job: list[Holdings], complaint: str) -> None:
     with pytest.raises(NotCovered, match=complaint) as caught:
-        share_saving(job, SaveOptions())
+        plan_save(job, SaveOptions())
     assert caught.value.tensor == "w"
 
 
 @given(jobs(), jobs())
-def test_overlaps_are_what_comparing_all_pairs_finds(one: list[Held], other: list[Held]) -> None:
-    left = Boxes.concatenated([each.boxes for each in one])
-    right = Boxes.concatenated([each.boxes for each in other])
+def test_overlaps_are_what_comparing_all_pairs_finds(one: list[Holdings], other: list[Holdings]) -> None:
+    left = Regions.concatenated([each.regions for each in one])
+    right = Regions.concatenated([each.regions for each in other])
     width = max(left.num_dims, right.num_dims)
     left, right = left.widened(width), right.widened(width)
     expected = []
@@ -171,12 +175,12 @@ def test_overlaps_are_what_comparing_all_pairs_finds(one: list[Held], other: lis
             full = left.sizes[i].all() and right.sizes[j].all()
             if left.tensor[i] == right.tensor[j] and full and (end > begin).all():
                 expected.append((i, j, begin.tolist(), (end - begin).tolist()))
-    met = overlaps(left, right)
+    met = find_overlaps(left, right)
     found = zip(
         met.left.tolist(),
         met.right.tolist(),
-        met.boxes.offsets.tolist(),
-        met.boxes.sizes.tolist(),
+        met.regions.offsets.tolist(),
+        met.regions.sizes.tolist(),
         strict=True,
     )
     assert list(found) == expected

@@ -14,16 +14,19 @@ from hypothesis import strategies as st
 
 from penstock.checkpoint.formats.dcp_item import PAYLOAD_ALIGNMENT
 from penstock.checkpoint.plan.save_plan import Bucket, PlacedObject
-from penstock.checkpoint.saving.file_layout import FileImage, ImageFiller, Summing, lay_out
-from penstock.checkpoint.saving.payloads import (
-    Links,
+from penstock.checkpoint.saving.file_layout import (
+    DeviceStreams,
+    FileLayout,
+    LayoutFiller,
     Payload,
+    Summing,
+    lay_out_file,
     payload_of_bytes,
     payload_of_tensor,
-    pieces_of_range,
+    split_range,
 )
 from penstock.checkpoint.saving.pipeline import PlannedObject
-from penstock.checkpoint.state.regions import Boxes, TensorFacts
+from penstock.checkpoint.state.regions import Regions, TensorFacts
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -47,25 +50,25 @@ def _bucket(contents: list[bytes], tensors: list[torch.Tensor]) -> tuple[Bucket,
         TensorFacts(f"t{number}", str(one.dtype).removeprefix("torch."), tuple(one.shape), one.dtype.itemsize)
         for number, one in enumerate(tensors)
     )
-    boxes = Boxes.from_rows([(number, (0,) * one.dim(), one.shape) for number, one in enumerate(tensors)])
+    regions = Regions.from_rows([(number, (0,) * one.dim(), one.shape) for number, one in enumerate(tensors)])
     objects = tuple(
         PlacedObject(name=f"o{number}", stored_name=f"o{number}", size_bytes=len(one))
         for number, one in enumerate(contents)
     )
-    return Bucket(file="__0_0.distcp", objects=objects, boxes=boxes), facts
+    return Bucket(file="__0_0.distcp", objects=objects, regions=regions), facts
 
 
 def _filled(
-    image: FileImage, payloads: list[Payload], chunk_bytes: int, summing: Summing
+    layout: FileLayout, payloads: list[Payload], chunk_bytes: int, summing: Summing
 ) -> tuple[bytes, bytes]:
     """The file and its sums, filled in chunks into memory that was dirty before, then settled in chunks."""
-    filler = ImageFiller([image], {image.name: payloads}, links=Links({}), summing=summing)
-    content = bytearray(b"\xee" * image.size_bytes)
-    planned = PlannedObject(image.name, image.size_bytes)
+    filler = LayoutFiller([layout], {layout.name: payloads}, links=DeviceStreams({}), summing=summing)
+    content = bytearray(b"\xee" * layout.size_bytes)
+    planned = PlannedObject(layout.name, layout.size_bytes)
     for act in (filler.fill, filler.settle):
-        for offset in range(0, image.size_bytes, chunk_bytes):
+        for offset in range(0, layout.size_bytes, chunk_bytes):
             act(planned, offset, memoryview(content)[offset : offset + chunk_bytes])
-    return bytes(content), filler.sums(image.name)
+    return bytes(content), filler.sums(layout.name)
 
 
 @given(
@@ -82,10 +85,10 @@ def test_torch_reads_each_item_and_every_sum_is_over_what_was_written(
 ) -> None:
     tensors = [_tensor(shape, dtype) for shape, dtype in parts]
     bucket, facts = _bucket(contents, tensors)
-    image = lay_out(bucket, facts)
+    layout = lay_out_file(bucket, facts)
     payloads = [*map(payload_of_bytes, contents), *map(payload_of_tensor, tensors)]
-    content, sums = _filled(image, payloads, chunk_pages * 4096, summing)
-    offsets, sizes, payload_offsets = image.columns()
+    content, sums = _filled(layout, payloads, chunk_pages * 4096, summing)
+    offsets, sizes, payload_offsets = layout.columns()
     items = [content[at : at + size] for at, size in zip(offsets.tolist(), sizes.tolist(), strict=True)]
     assert sums == b"".join(xxhash.xxh3_128_digest(item) for item in items)
     assert items[: len(contents)] == contents
@@ -115,7 +118,7 @@ def test_a_range_of_a_row_major_array_is_its_pieces_in_order(
         begin, end = end, begin
     array = np.arange(total).reshape(shape)
     found = np.full(end - begin, -1)
-    pieces = pieces_of_range(shape, begin, end)
+    pieces = split_range(shape, begin, end)
     for index, place in pieces:
         found[place] = array[index].reshape(-1)
     assert found.tolist() == list(range(begin, end))
@@ -168,15 +171,15 @@ def test_a_single_element_of_a_larger_memory_is_saved_alone() -> None:
 
 def test_a_file_without_items_is_empty() -> None:
     bucket, facts = _bucket([], [])
-    image = lay_out(bucket, facts)
-    assert image.size_bytes == 0
-    assert [len(column) for column in image.columns()] == [0, 0, 0]
+    layout = lay_out_file(bucket, facts)
+    assert layout.size_bytes == 0
+    assert [len(column) for column in layout.columns()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("summing", SUMMING)
 def test_objects_of_no_bytes_have_sums_too(summing: Summing) -> None:
     bucket, facts = _bucket([b"", b"", b"x", b""], [])
-    image = lay_out(bucket, facts)
-    _, sums = _filled(image, [payload_of_bytes(one) for one in (b"", b"", b"x", b"")], 4096, summing)
+    layout = lay_out_file(bucket, facts)
+    _, sums = _filled(layout, [payload_of_bytes(one) for one in (b"", b"", b"x", b"")], 4096, summing)
     empty = xxhash.xxh3_128_digest(b"")
     assert sums == empty * 2 + xxhash.xxh3_128_digest(b"x") + empty

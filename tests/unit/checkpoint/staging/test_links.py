@@ -11,9 +11,17 @@ import pytest
 import torch
 import xxhash
 
-from penstock.checkpoint.saving.buffers import WarmMemory, pin
-from penstock.checkpoint.saving.file_layout import FileImage, ImageFiller, Item
-from penstock.checkpoint.saving.payloads import Link, Links, TorchPayload, links_to, payload_of_tensor
+from penstock.checkpoint.saving.buffers import WarmMemory, pin_memory
+from penstock.checkpoint.saving.file_layout import (
+    DeviceStream,
+    DeviceStreams,
+    FileItem,
+    FileLayout,
+    LayoutFiller,
+    TorchPayload,
+    open_device_streams,
+    payload_of_tensor,
+)
 from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.storage.aligned import address_of
 
@@ -88,7 +96,7 @@ class _LateLink:
 
 def test_copies_wait_on_the_device_for_the_callers_work_and_are_waited_for_by_an_event() -> None:
     module = _Module()
-    link = Link(CPU, module)
+    link = DeviceStream(CPU, module)
     target = torch.zeros(4)
     link.fetch(target, torch.arange(4.0))
     link.catch_up()
@@ -107,14 +115,14 @@ def test_what_a_device_brings_late_is_written_and_summed_as_it_was(*, settled_la
     tensor = torch.randn(3, 5000).t()
     before = tensor.to(torch.bfloat16).reshape(-1)
     link = _LateLink()
-    links = Links({CPU: cast("Link", link)})
-    image = FileImage("file", (Item(0, b"prefix", tensor.numel() * 2, b"suffix"),))
-    planned = PlannedObject("file", image.size_bytes)
-    filler = ImageFiller(
-        [image], {"file": [TorchPayload(tensor, torch.bfloat16)]}, links=links, summing="while copying"
+    links = DeviceStreams({CPU: cast("DeviceStream", link)})
+    layout = FileLayout("file", (FileItem(0, b"prefix", tensor.numel() * 2, b"suffix"),))
+    planned = PlannedObject("file", layout.size_bytes)
+    filler = LayoutFiller(
+        [layout], {"file": [TorchPayload(tensor, torch.bfloat16)]}, links=links, summing="while copying"
     )
-    content = bytearray(image.size_bytes)
-    ranges = [(at, memoryview(content)[at : at + 8192]) for at in range(0, image.size_bytes, 8192)]
+    content = bytearray(layout.size_bytes)
+    ranges = [(at, memoryview(content)[at : at + 8192]) for at in range(0, layout.size_bytes, 8192)]
     for at, view in ranges:
         filler.fill(planned, at, view)
         if not settled_last:
@@ -148,7 +156,7 @@ def test_each_device_has_one_link_and_those_without_are_waited_for() -> None:
     module = _Module()
     names = ("cuda:0", "cuda:1", "cuda:0", "xpu:0")
     payloads = {"file": [_Elsewhere(torch.device(name)) for name in names]}
-    links = links_to(payloads, lambda _: module)
+    links = open_device_streams(payloads, lambda _: module)
     assert list(links.by_device) == [torch.device("cuda:0"), torch.device("cuda:1")]
     assert module.log.count("caller's stream of xpu:0 awaited") == 1
     assert "side stream of cuda:1 waits for caller's stream of cuda:1" in module.log
@@ -161,7 +169,7 @@ def test_tensors_in_main_memory_need_no_link() -> None:
         raise AssertionError(device)
 
     payloads = {"file": [payload_of_tensor(torch.zeros(4)), payload_of_tensor(torch.zeros(4), torch.half)]}
-    assert links_to(payloads, no_module).by_device == {}
+    assert open_device_streams(payloads, no_module).by_device == {}
 
 
 @dataclass
@@ -184,8 +192,8 @@ class _Registrar:
 def test_memory_is_pinned_once_and_let_go_of_before_it_goes() -> None:
     registrar, memory = _Registrar(), WarmMemory(1 << 20)
     address = address_of(memory.view)
-    assert pin(memory, registrar)
-    assert pin(memory, registrar)
+    assert pin_memory(memory, registrar)
+    assert pin_memory(memory, registrar)
     assert registrar.registered == {address: 1 << 20}
     del memory
     gc.collect()
@@ -196,7 +204,7 @@ def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     memory = WarmMemory(1 << 20)
-    assert not pin(memory, _Registrar(error=2))
+    assert not pin_memory(memory, _Registrar(error=2))
     assert not memory.is_pinned
     assert "CUDA error 2" in caplog.text
     assert "ulimit -l" in caplog.text

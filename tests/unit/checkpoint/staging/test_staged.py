@@ -9,10 +9,9 @@ import torch
 
 from penstock.checkpoint.engine import SaveCancelled
 from penstock.checkpoint.plan.save_plan import Bucket
-from penstock.checkpoint.saving.file_layout import FileImage, Item, lay_out
-from penstock.checkpoint.saving.payloads import payload_of_tensor
-from penstock.checkpoint.saving.staging import Share, Staged, StagingMemory, pipe_settings
-from penstock.checkpoint.state.regions import Boxes, TensorFacts
+from penstock.checkpoint.saving.file_layout import FileItem, FileLayout, lay_out_file, payload_of_tensor
+from penstock.checkpoint.saving.staging import SaveShare, StagedFiles, StagingMemory, pipe_settings
+from penstock.checkpoint.state.regions import Regions, TensorFacts
 from penstock.errors import StorageError, UsageError, WaitTimeout
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object
@@ -21,35 +20,37 @@ from penstock.testing.faults import FailAtCall
 MIB = 1 << 20
 
 
-def _share(*tensors: torch.Tensor) -> Share:
+def _share(*tensors: torch.Tensor) -> SaveShare:
     """Each tensor in a file of its own."""
     facts = tuple(
         TensorFacts(f"t{number}", "float32", tuple(one.shape), 4) for number, one in enumerate(tensors)
     )
-    boxes = [Boxes.from_rows([(number, (0,), one.shape)]) for number, one in enumerate(tensors)]
+    regions = [Regions.from_rows([(number, (0,), one.shape)]) for number, one in enumerate(tensors)]
     buckets = [
-        Bucket(file=f"__0_{number}.distcp", objects=(), boxes=each) for number, each in enumerate(boxes)
+        Bucket(file=f"__0_{number}.distcp", objects=(), regions=each) for number, each in enumerate(regions)
     ]
-    images = tuple(lay_out(bucket, facts) for bucket in buckets)
-    return Share(
+    layouts = tuple(lay_out_file(bucket, facts) for bucket in buckets)
+    return SaveShare(
         rank=0,
-        images=images,
-        payloads={image.name: [payload_of_tensor(one)] for image, one in zip(images, tensors, strict=True)},
+        layouts=layouts,
+        payloads={
+            layout.name: [payload_of_tensor(one)] for layout, one in zip(layouts, tensors, strict=True)
+        },
         payload_bytes=sum(one.nbytes for one in tensors),
         paths={},
         plan_s=0.0,
     )
 
 
-def _staged(share: Share, memory: StagingMemory, *, copies_first: bool = False) -> Staged:
-    settings = pipe_settings(share.images, 2, memory.budget_bytes)
-    return Staged(share, memory, settings, copies_first=copies_first, timeout_s=60)
+def _staged(share: SaveShare, memory: StagingMemory, *, copies_first: bool = False) -> StagedFiles:
+    settings = pipe_settings(share.layouts, 2, memory.budget_bytes)
+    return StagedFiles(share, memory, settings, copies_first=copies_first, timeout_s=60)
 
 
-def _payload(storage: MemoryStorage, share: Share, number: int) -> torch.Tensor:
-    image = share.images[number]
-    item = image.items[0]
-    content = read_object(storage, f"step/{image.name}")
+def _payload(storage: MemoryStorage, share: SaveShare, number: int) -> torch.Tensor:
+    layout = share.layouts[number]
+    item = layout.items[0]
+    content = read_object(storage, f"step/{layout.name}")
     return torch.frombuffer(content[item.payload_offset : item.payload_end], dtype=torch.float32)
 
 
@@ -176,10 +177,11 @@ def test_memory_never_exceeds_its_budget_even_if_sizes_grow() -> None:
 def test_settings_never_ask_for_more_than_the_budget_or_than_is_needed(
     sizes: tuple[int, ...], budget: int
 ) -> None:
-    images = tuple(
-        FileImage(f"__0_{number}.distcp", (Item(0, b"", size, b""),)) for number, size in enumerate(sizes)
+    layouts = tuple(
+        FileLayout(f"__0_{number}.distcp", (FileItem(0, b"", size, b""),))
+        for number, size in enumerate(sizes)
     )
-    settings = pipe_settings(images, 2, budget)
+    settings = pipe_settings(layouts, 2, budget)
     assert settings.buffer_memory_bytes <= budget
     assert settings.chunk_bytes % 4096 == 0
     assert settings.buffer_memory_bytes <= sum(sizes) + 4 * settings.chunk_bytes

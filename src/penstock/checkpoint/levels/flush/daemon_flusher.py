@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,18 +24,16 @@ from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrde
 from penstock.checkpoint.levels.flush.flush_task import retry_delay
 from penstock.checkpoint.levels.flush.flusher import FlushState
 from penstock.checkpoint.levels.flush.journal import JournalReader, SaveState
+from penstock.checkpoint.manager.step_store import DurableStore
 from penstock.cluster.comm import all_gather_results
 from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, WaitTimeout
 from penstock.storage.protocol import read_object
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
     from penstock.checkpoint.levels.options import Flush
-    from penstock.checkpoint.manager.step_store import DurableStore
-    from penstock.checkpoint.state.process_group import Members
+    from penstock.checkpoint.state.process_group import RankGroup
     from penstock.cluster.comm import Comm
 
 
@@ -151,7 +150,7 @@ class DaemonFlusher:
         cache: CacheLevel,
         durable: DurableStore,
         durable_uri: str,
-        members: Members,
+        members: RankGroup,
         settings: Flush,
         *,
         clock: Callable[[], float] = time.monotonic,

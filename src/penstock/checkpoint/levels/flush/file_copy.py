@@ -12,16 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from penstock.checkpoint.formats.checksums import running_sum
+from penstock.checkpoint.formats.manifest import ManifestFile, start_checksum
 from penstock.errors import DataDamaged
+from penstock.storage import Storage
 from penstock.storage.aligned import PAGE_BYTES, aligned_buffer
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.formats.manifest import ManifestFile
-    from penstock.storage import Storage
-
 
 BLOCK_BYTES: Final = 16 << 20
 SMALLEST_BLOCK_BYTES: Final = 256 << 10
@@ -126,8 +122,8 @@ class StreamChecksums:
 
     def __init__(self, file: ManifestFile) -> None:
         self._file = file
-        self._whole = running_sum()
-        self._item = running_sum()
+        self._whole = start_checksum()
+        self._item = start_checksum()
         self._row = 0
         self._at = 0
         self._wrong: list[int] = []
@@ -165,13 +161,13 @@ class StreamChecksums:
     def _end_item(self) -> None:
         if self._item.digest() != self._file.sum_at(self._row):
             self._wrong.append(self._row)
-        self._item = running_sum()
+        self._item = start_checksum()
         self._row += 1
 
 
 def checksum_file(storage: Storage, key: str) -> tuple[int, str]:
     """The size of a stored file and the checksum of its bytes, in hexadecimal."""
-    total = running_sum()
+    total = start_checksum()
     with closing(storage.open(key)) as source:
         buffer = aligned_buffer(min(CHECKED_BLOCK_BYTES, max(source.size_bytes, 1)))
         for start in range(0, source.size_bytes, CHECKED_BLOCK_BYTES):

@@ -8,29 +8,27 @@ and a durable step has the same manifest as the cached one, so its checksums pro
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
-from penstock.checkpoint.commit.transaction import begin_save
+from penstock.checkpoint.commit.protocol import Committed
+from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
 from penstock.checkpoint.manager.inflight import start_lasting_worker
 from penstock.checkpoint.manager.step_store import DurableStore, apply_retention
 from penstock.cluster.comm import all_gather_results, format_cause
 from penstock.errors import StorageError, WaitTimeout
+from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from penstock.checkpoint.commit.protocol import Committed
-    from penstock.checkpoint.commit.transaction import SaveTransaction
     from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
     from penstock.checkpoint.levels.options import Flush
-    from penstock.checkpoint.state.process_group import Members
+    from penstock.checkpoint.state.process_group import RankGroup
     from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
 
 
 FlushPhase = Literal["given", "copying", "waiting", "durable", "superseded", "failing"]
@@ -97,7 +95,7 @@ class TrainerFlusher:
     Each rank copies its files on a thread; all commit them together as one checkpoint.
     """
 
-    def __init__(self, cache: CacheLevel, durable: DurableStore, members: Members, settings: Flush) -> None:
+    def __init__(self, cache: CacheLevel, durable: DurableStore, members: RankGroup, settings: Flush) -> None:
         self._cache = cache
         self._durable = durable
         self._members = members

@@ -8,21 +8,18 @@ names, sizes and checksums of all files that a rebuild must give back.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, Literal, Self
+from types import TracebackType
+from typing import Final, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.checkpoint.formats.checksums import running_sum
+from penstock.checkpoint.formats.manifest import start_checksum
 from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout
 from penstock.errors import DataDamaged
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import TracebackType
-
-    from penstock.storage.protocol import Sink, Source
+from penstock.storage.protocol import Sink, Source
 
 RECORD_NAME: Final = "redundancy.json"
 FORMAT: Final = 2
@@ -149,7 +146,7 @@ class ConcatenatedWriter:
         self._undo = ExitStack()
         self._sink: Sink | None = None
         self._left_bytes = 0
-        self._sum = running_sum()
+        self._sum = start_checksum()
         self.written: list[RecordedFile] = []
         self._open_next()
 
@@ -171,7 +168,7 @@ class ConcatenatedWriter:
             name, self._left_bytes = self._sizes[len(self.written)]
             self._sink = self._create_file(name, self._left_bytes)
             self._undo.callback(self._sink.abort)
-            self._sum = running_sum()
+            self._sum = start_checksum()
             if self._left_bytes:
                 return
             self._finish_one()

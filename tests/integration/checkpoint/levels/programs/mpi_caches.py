@@ -13,8 +13,8 @@ from tests.support.bytes_engine import BytesEngine
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.levels.cache import CacheLevel
 from penstock.checkpoint.levels.options import DoubleParity
-from penstock.checkpoint.state.process_group import Members
-from penstock.cluster.supervision import join_ranks
+from penstock.checkpoint.state.process_group import RankGroup
+from penstock.cluster.supervision.rank_process import join_ranks
 from penstock.environment import process_environment
 from penstock.storage import open_storage
 
@@ -32,7 +32,7 @@ def lose_two_hosts_and_get_them_back(comm: BaseComm, folder: Path) -> None:
     host, engine = f"host-{comm.rank // 2}", BytesEngine()
     storage = open_storage(str(folder / host), {})
     level = CacheLevel(storage, comm, schemes=[DoubleParity(group=4)], domain=host, block_bytes=16_384)
-    prepared = engine.prepare({"bytes": content(comm.rank)}, Members(comm), SaveChoice())
+    prepared = engine.prepare({"bytes": content(comm.rank)}, RankGroup(comm), SaveChoice())
     level.save("step-1", prepared, prepared.stage(), number=1, facts={"step": 1})
     if comm.rank == 0:
         for lost in LOST:
@@ -44,7 +44,7 @@ def lose_two_hosts_and_get_them_back(comm: BaseComm, folder: Path) -> None:
     found = level.assess("step-1")
     assert found.is_whole, found
     state = {"bytes": bytearray(50_000 + 1000 * comm.rank)}
-    engine.load(state, level.view("step-1", found), Members(comm), LoadChoice(), None)
+    engine.load(state, level.view("step-1", found), RankGroup(comm), LoadChoice(), None)
     assert state["bytes"] == content(comm.rank)
     level.close()
     sys.stdout.write(f"rank {comm.rank} is right\n")

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.checksums import sum_of
-from penstock.checkpoint.formats.manifest import ManifestFile
+from penstock.checkpoint.formats.manifest import ManifestFile, checksum_of
 from penstock.checkpoint.levels.flush.file_copy import StreamChecksums
 from penstock.errors import DataDamaged
 
@@ -22,7 +21,7 @@ def file_of(content: bytes, items: list[tuple[int, int]]) -> ManifestFile:
         item_offset=offsets,
         item_bytes=np.array([end - begin for begin, end in items], dtype=np.int64),
         payload_offset=offsets,
-        sums=b"".join(sum_of(content[begin:end]) for begin, end in items),
+        sums=b"".join(checksum_of(content[begin:end]) for begin, end in items),
     )
 
 
@@ -41,7 +40,7 @@ def test_a_flipped_byte_of_an_item_is_found_in_blocks_of_any_size(
     sums = StreamChecksums(file_of(content, items))
     for start in range(0, len(passing), size):
         sums.see(memoryview(passing)[start : start + size])
-    assert sums.sum() == sum_of(passing).hex()
+    assert sums.sum() == checksum_of(passing).hex()
     if is_hit:
         with pytest.raises(DataDamaged, match="f is damaged in the cache"):
             sums.require_right("cache/step-1")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.checkpoint.formats.checksums import sum_of
+from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout, build_layout
 from penstock.checkpoint.levels.redundancy.redundancy_record import (
     ConcatenatedReader,
@@ -49,7 +49,7 @@ def _stored(rank: int, sizes: list[int]) -> tuple[MemoryStorage, tuple[RecordedF
     for number, size in enumerate(sizes):
         content = random.bytes(size)
         write_object(storage, f"file-{number}", [content])
-        files.append(RecordedFile(name=f"file-{number}", size_bytes=size, sum=sum_of(content).hex()))
+        files.append(RecordedFile(name=f"file-{number}", size_bytes=size, sum=checksum_of(content).hex()))
     return storage, tuple(files)
 
 
