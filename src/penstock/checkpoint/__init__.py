@@ -18,10 +18,14 @@ if TYPE_CHECKING:
     from penstock.checkpoint.api import DryRun, dry_run, load, save
     from penstock.checkpoint.levels.options import DoubleParity, Flush, Partner, Single, Xor
     from penstock.checkpoint.loading.loader import LoadReport
-    from penstock.checkpoint.manager.graceful_stop import StopConditions
-    from penstock.checkpoint.manager.inflight import SaveHandle, SaveReport
-    from penstock.checkpoint.manager.manager import Manager
-    from penstock.checkpoint.manager.save_policy import Daly, EverySeconds, EverySteps, Overhead
+    from penstock.checkpoint.manager.manager import Manager, SaveHandle, SaveReport
+    from penstock.checkpoint.manager.save_policy import (
+        Daly,
+        EverySeconds,
+        EverySteps,
+        Overhead,
+        StopConditions,
+    )
     from penstock.checkpoint.torch_dcp.planners import LoadPlanner, SavePlanner
     from penstock.checkpoint.torch_dcp.reader import Reader
     from penstock.checkpoint.torch_dcp.writer import Writer
@@ -65,11 +69,11 @@ _PLACES: Final = MappingProxyType(
         "Overhead": "manager.save_policy",
         "Partner": "levels.options",
         "Reader": "torch_dcp.reader",
-        "SaveHandle": "manager.inflight",
+        "SaveHandle": "manager.manager",
         "SavePlanner": "torch_dcp.planners",
-        "SaveReport": "manager.inflight",
+        "SaveReport": "manager.manager",
         "Single": "levels.options",
-        "StopConditions": "manager.graceful_stop",
+        "StopConditions": "manager.save_policy",
         "Writer": "torch_dcp.writer",
         "Xor": "levels.options",
         "dry_run": "api",

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, open_parent
-from penstock.checkpoint.commit.transaction import SaveTarget, write_and_commit
+from penstock.checkpoint.commit.transaction import write_and_commit
 from penstock.checkpoint.engine import LoadChoice, NamePatterns, RankSaveStats, SaveChoice, State
 from penstock.checkpoint.formats.checkpoint_source import open_path_together
 from penstock.checkpoint.loading.loader import CheckpointLoader, LoadReport
@@ -105,11 +105,11 @@ def save(  # noqa: PLR0913 - a save has as many choices
     with borrowed_group(process_group) as group, closing(saver):
         storage, name = open_parent(path, rank=group.comm.rank)
         prepared = saver.prepare(state, group, SaveChoice(only=only, dtype=dtype))
-        target = SaveTarget(storage=storage, name=name, facts={})
         _, stats = write_and_commit(
             prepared,
             prepared.stage("commit"),
-            target,
+            storage,
+            name,
             group.comm,
             timeout_s=DEFAULT_TIMEOUT_S,
             progress=progress,

@@ -15,7 +15,7 @@ from penstock.cli.terminal import Terminal
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.manager.graceful_stop import StopRequest
+    from penstock.checkpoint.manager.save_policy import StopRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
 
       penstock checkpoint halt /pfs/run --cancel
     """
-    from penstock.checkpoint.manager import graceful_stop
+    from penstock.checkpoint.manager import save_policy
     from penstock.storage.uri import open_here
 
     run = options.run
@@ -52,13 +52,13 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
         )
     storage = open_here(run)
     if options.cancels:
-        was_requested = graceful_stop.cancel_stop_request(storage)
+        was_requested = save_policy.cancel_stop_request(storage)
         text = "withdrawn" if was_requested else "no stop was requested"
         terminal.result({"cancelled": was_requested}, lambda console: console.print(f"halt {run}: {text}"))
         return
-    order = graceful_stop.find_stop_request(storage) if options.shows_status else _make_order(options.reason)
+    order = save_policy.find_stop_request(storage) if options.shows_status else _make_order(options.reason)
     if order is not None and not options.shows_status:
-        graceful_stop.request_stop(storage, order)
+        save_policy.request_stop(storage, order)
     terminal.result(
         {"asked": order is not None, "order": None if order is None else order.model_dump()},
         lambda console: console.print(f"halt {run}: {_describe(order)}"),
@@ -67,7 +67,7 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
 
 def _make_order(reason: str) -> StopRequest:
 
-    from penstock.checkpoint.manager.graceful_stop import StopRequest
+    from penstock.checkpoint.manager.save_policy import StopRequest
 
     return StopRequest(asked_by=f"{getpass.getuser()}@{gethostname()}", asked_at_s=time.time(), reason=reason)
 

@@ -26,8 +26,7 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from penstock.checkpoint.manager.inflight import SaveHandle
-    from penstock.checkpoint.manager.manager import Manager
+    from penstock.checkpoint.manager.manager import Manager, SaveHandle
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.manager.inflight import SaveHandle
+    from penstock.checkpoint.manager.manager import SaveHandle
 
 
 class PenstockCheckpointManager(CheckpointManager):

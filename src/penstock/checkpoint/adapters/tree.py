@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_parent
-from penstock.checkpoint.commit.transaction import SaveTarget, write_and_commit
+from penstock.checkpoint.commit.transaction import write_and_commit
 from penstock.checkpoint.engine import LoadChoice, SaveChoice
 from penstock.checkpoint.formats.checkpoint_source import CheckpointSource, open_checkpoint
 from penstock.checkpoint.loading.loader import CheckpointLoader
@@ -84,10 +84,9 @@ def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> F
     group = alone()
     prepared = saver.prepare(_as_saved(state), group, SaveChoice())
     staged = prepared.stage("copy")
-    target = SaveTarget(storage=storage, name=name, facts={})
 
     def finish() -> None:
-        write_and_commit(prepared, staged, target, group.comm, timeout_s=TIMEOUT_S)
+        write_and_commit(prepared, staged, storage, name, group.comm, timeout_s=TIMEOUT_S)
 
     # A state larger than the memory for copies is staged only while it is being written.
     future = worker.submit(finish)
@@ -100,8 +99,8 @@ def save_tree(state: Any, path: AnyPath, saver: Saver) -> None:
     storage, name = open_parent(path)
     group = alone()
     prepared = saver.prepare(_as_saved(state), group, SaveChoice())
-    target = SaveTarget(storage=storage, name=name, facts={})
-    write_and_commit(prepared, prepared.stage("commit"), target, group.comm, timeout_s=TIMEOUT_S)
+    staged = prepared.stage("commit")
+    write_and_commit(prepared, staged, storage, name, group.comm, timeout_s=TIMEOUT_S)
 
 
 def load_tree(path: AnyPath, *, device: Any = "cpu", trust: bool = False) -> Any:

@@ -1,8 +1,8 @@
 """Which checkpoints are committed: from a path or URI to a checkpoint, from a run's folder to its steps.
 
-The one way from what a user names to `commit`. Deciding which steps to remove is pure (`choose_surplus`).
-Invariant: a `CheckpointRef` was committed when it was made; steps are what the storage lists as committed,
-and the pointer `latest` is for people and other programs: nothing here ever reads it.
+Paths and URIs that users give are resolved here. Which steps to remove is decided by pure code
+(`choose_surplus`). Invariant: a `CheckpointRef` was committed when it was made; steps are what the storage
+lists as committed, and the pointer `latest` is for people and other programs: nothing here ever reads it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from penstock.checkpoint.commit.folder_commit import FolderCatalog
-from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Catalog, Committed
+from penstock.checkpoint.commit.protocol import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Catalog,
+    Committed,
+    FolderCatalog,
+)
 from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
 from penstock.errors import StorageError, Unavailable, UsageError
-from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, find_local_root
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import open_here, parse_uri
+
+if TYPE_CHECKING:
+    from penstock.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +110,8 @@ def step_dirname(step: int) -> str:
 
 def parse_step(name: str) -> int | None:
     """The step that a folder is named after; None for other names."""
-    found = _STEP_NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _STEP_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[int], bool]) -> list[int]:
@@ -116,11 +123,11 @@ def choose_surplus(steps: Sequence[int], keep: int | None, is_whole: Callable[[i
     ordered = sorted(steps)
     if keep is None or len(ordered) <= keep:
         return []
-    removed, kept = ordered[:-keep], ordered[-keep:]
-    if any(is_whole(step) for step in reversed(kept)):
-        return removed
-    saved = next((step for step in reversed(removed) if is_whole(step)), None)
-    return [step for step in removed if step != saved]
+    surplus, newest = ordered[:-keep], ordered[-keep:]
+    if any(is_whole(step) for step in reversed(newest)):
+        return surplus
+    spared = next((step for step in reversed(surplus) if is_whole(step)), None)
+    return [step for step in surplus if step != spared]
 
 
 class StepCatalog:
@@ -128,24 +135,24 @@ class StepCatalog:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self._shelf = open_catalog(storage)
+        self._catalog = open_catalog(storage)
 
     def committed(self) -> list[int]:
         """All committed steps, ascending."""
-        steps = (parse_step(name) for name in self._shelf.names())
+        steps = (parse_step(name) for name in self._catalog.names())
         return sorted(step for step in steps if step is not None)
 
     def find(self, step: int) -> CheckpointRef:
         """The checkpoint of a step; `ObjectNotFound` if it is not committed."""
-        return CheckpointRef(self.storage, self._shelf.find(step_dirname(step)))
+        return CheckpointRef(self.storage, self._catalog.find(step_dirname(step)))
 
-    def surplus(self, keep: int | None) -> list[int]:
-        """The steps to remove so that the newest `keep` remain; see `choose_surplus`."""
-        return choose_surplus(self.committed(), keep, lambda step: self.find(step).is_whole())
+    def surplus(self, committed: Sequence[int], keep: int | None) -> list[int]:
+        """Which of the `committed` steps to remove so that the newest `keep` remain; see `choose_surplus`."""
+        return choose_surplus(committed, keep, lambda step: self.find(step).is_whole())
 
     def remove(self, step: int) -> None:
         """Remove a step."""
-        self._shelf.remove(self._shelf.find(step_dirname(step)))
+        self._catalog.remove(self._catalog.find(step_dirname(step)))
 
     def set_latest(self, step: int) -> None:
         """Point `latest` at a step."""
@@ -159,7 +166,7 @@ def open_catalog(storage: Storage) -> Catalog:
 
 
 def local_path(storage: Storage, key: str) -> Path:
-    """Where an object lies on this machine; `Unavailable` for a storage that is no file system."""
+    """The path of an object on this machine; `Unavailable` if the storage is not a file system."""
     root = find_local_root(storage)
     if root is None:
         raise Unavailable(

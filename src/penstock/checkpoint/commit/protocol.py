@@ -1,27 +1,50 @@
-"""What every way of committing shares: drafts, the catalog, leases of unfinished saves, completeness.
+"""The commit protocol (drafts, leases, completeness), and how file systems follow it: by renaming folders.
 
 A `DraftStore` makes a draft that no reader sees, ranks write their files into it, `publish` turns all of it
-into one checkpoint. File systems do so by renaming folders (`folder_commit`), object services by a record
-(`record_commit`). Invariant: a committed checkpoint is never written to, only replaced as a whole.
+into one checkpoint. Object services have no rename and follow the protocol by a record (`record_commit`).
+Invariant: a committed checkpoint is never written to, only replaced as a whole. On file systems:
+
+    .penstock-save-ID-NAME         the draft: data files, then penstock.json, then .metadata
+    .penstock-save-ID-NAME.lease   the process it belongs to; exists before the draft and until after it
+    .penstock-old-ID-NAME          the older checkpoint, where folders cannot be exchanged in one step
+    .penstock-gone-ID              a checkpoint or a draft that is being removed
+
+publish: check all files -> manifest -> metadata -> rename (or exchange with the older one) -> fsync of the
+parent. The folder called NAME is complete at every moment, and so is the one it replaces.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from penstock.errors import ShortTransfer, StorageError
-from penstock.storage.process_id import ProcessId
+from penstock.checkpoint.formats.manifest import read_manifest
+from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer, StorageError, Unavailable, UsageError
+from penstock.storage.files.file_storage import is_unfinished
+from penstock.storage.process_id import ProcessId, current_process
+from penstock.storage.protocol import exists, read_object, write_object
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from penstock.storage import Storage
+    from penstock.storage.capabilities import FolderEntry, FolderTree
 
 MANIFEST_NAME: Final = "penstock.json"
 METADATA_NAME: Final = ".metadata"
+LEASE_ENDING: Final = ".lease"
 
 LEASE_S: Final = 900.0
 """A lease not renewed for this long has expired, if its process cannot be looked up from here."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,35 +88,6 @@ class Committed:
         return f"{self.folder}/{file_name}"
 
 
-class DraftStore(Protocol):
-    """The writing half of a commit protocol; called by rank 0 alone, which tells the others.
-
-    `start`, then `publish` or `drop`; `renew` from any thread meanwhile. What a process killed in between
-    leaves is collected by `sweep` in any later one, and never shows up in the `Catalog`.
-    """
-
-    def start(self, name: str, save_id: str) -> Draft:
-        """Begin a draft of a checkpoint that will be called `name`, under a lease.
-
-        Raises `UsageError` if something else than a checkpoint has that name: it must not be replaced.
-        """
-
-    def renew(self, draft: Draft) -> None:
-        """Renew the lease, so that others see that this save is alive."""
-
-    def publish(self, draft: Draft, seal: Seal) -> Committed:
-        """Check all files, write manifest and metadata, and make the checkpoint visible at once.
-
-        An older checkpoint of that name is replaced and removed. On return, all of it survives a power cut.
-        """
-
-    def drop(self, draft: Draft) -> None:
-        """Remove a draft and all of its files."""
-
-    def sweep(self) -> list[str]:
-        """Remove what dead saves and interrupted removals left; their names. Drafts of live saves stay."""
-
-
 class Catalog(Protocol):
     """The reading half of a commit protocol: which checkpoints are committed. Any rank may call."""
 
@@ -107,12 +101,91 @@ class Catalog(Protocol):
         """Remove a checkpoint: first its name, at once, then its files. Safe if it is gone already."""
 
 
-_VERSION: Final = 1
+class DraftStore(ABC):
+    """The writing half of a commit protocol; called by rank 0 alone, which tells the others.
+
+    `start`, then `publish` or `drop`; `renew` from any thread meanwhile. What a process killed in between
+    leaves is collected by `sweep` in any later one, and never shows up in the `Catalog`. `owner` is called at
+    each use, because a forked child is another process.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        owner: Callable[[], ProcessId] = current_process,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._storage = storage
+        self._owner = owner
+        self._clock = clock
+        self._published: set[str] = set()
+
+    @abstractmethod
+    def start(self, name: str, save_id: str) -> Draft:
+        """Begin a draft of a checkpoint that will be called `name`, under a lease.
+
+        Raises `UsageError` if something else than a checkpoint has that name: it must not be replaced.
+        """
+
+    @abstractmethod
+    def publish(self, draft: Draft, seal: Seal) -> Committed:
+        """Check all files, write manifest and metadata, and make the checkpoint visible at once.
+
+        An older checkpoint of that name is replaced and removed. On return, all of it survives a power cut.
+        """
+
+    @abstractmethod
+    def drop(self, draft: Draft) -> None:
+        """Remove a draft and all of its files."""
+
+    def renew(self, draft: Draft) -> None:
+        """Renew the lease, so that others see that this save is alive: its age is what they look at."""
+        write_object(self._storage, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
+
+    def sweep(self) -> list[str]:
+        """Remove what dead saves and interrupted removals left; their names. Drafts of live saves stay."""
+        swept = []
+        for name, remove_if_dead in list(self._find_remains()):
+            try:
+                if remove_if_dead():
+                    swept.append(name)
+            except StorageError as error:
+                logger.debug("Could not sweep %s: %s", name, error)
+        return swept
+
+    @abstractmethod
+    def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
+        """What a dead save may have left, each with a call that removes it if it is dead."""
+
+    def _write_seal(self, draft: Draft, seal: Seal, sizes: Mapping[str, int]) -> None:
+        """Check the files of a draft, whose `sizes` are as the storage lists them, and write the last two."""
+        require_complete(sizes, seal.sizes, f"{self._storage.uri}/{draft.folder}")
+        # `.metadata` comes last: without it, neither Penstock nor torch takes the folder for a checkpoint, so
+        # a save killed at any earlier line leaves nothing that could be loaded.
+        write_object(self._storage, draft.key(MANIFEST_NAME), [seal.manifest])
+        write_object(self._storage, draft.key(METADATA_NAME), [seal.metadata])
+
+    def _clear_up(self, draft: Draft, remove_older: Callable[[], None]) -> None:
+        """Remove the older checkpoint and the lease. The save is committed: failures are left to a sweep."""
+        for remove in (remove_older, partial(self._end_lease, draft)):
+            try:
+                remove()
+            except StorageError as error:
+                logger.warning("Could not remove all that %s replaced: %s", draft.name, error)
+
+    def _end_lease(self, draft: Draft) -> None:
+        with suppress(ObjectNotFound):
+            self._storage.delete(draft.folder + LEASE_ENDING)
+
+    def _has_expired(self, lease_key: str, renewed_s: float) -> bool:
+        text = read_object(self._storage, lease_key)
+        return is_lease_expired(text, age_s=self._clock() - renewed_s, observer=self._owner())
 
 
 def lease_text(owner: ProcessId) -> bytes:
     """The content of a lease file: which process an unfinished save belongs to."""
-    return json.dumps({"lease_version": _VERSION, "owner": asdict(owner)}).encode()
+    return json.dumps({"lease_version": 1, "owner": asdict(owner)}).encode()
 
 
 def is_lease_expired(text: bytes | bytearray, *, age_s: float, observer: ProcessId) -> bool:
@@ -123,43 +196,241 @@ def is_lease_expired(text: bytes | bytearray, *, age_s: float, observer: Process
     """
     try:
         document = json.loads(text)
-        gone = ProcessId(**document["owner"]).has_ended(observer=observer)
+        has_ended = ProcessId(**document["owner"]).has_ended(observer=observer)
     except (ValueError, TypeError, KeyError):
-        gone = None
-    return age_s > LEASE_S if gone is None else gone
+        has_ended = None
+    return age_s > LEASE_S if has_ended is None else has_ended
 
 
-_NUM_NAMED: Final = 3
-
-
-def require_complete(found: Mapping[str, int], expected: Mapping[str, int], uri: str) -> None:
-    """Raise unless the files `found` (size by name) are exactly those `expected`."""
-    missing = sorted(expected.keys() - found.keys())
+def require_complete(sizes: Mapping[str, int], expected: Mapping[str, int], uri: str) -> None:
+    """Raise unless the files of a draft, `sizes` by name, are exactly those `expected`."""
+    missing = sorted(expected.keys() - sizes.keys())
     if missing:
         raise StorageError(
             f"{len(missing)} of {len(expected)} files of this checkpoint are missing, as rank 0 sees it: "
-            f"{_named(missing)}",
+            f"{name_some(missing)}",
             uri=uri,
             fix="All ranks must write to the same storage: give a path on a shared file system.",
         )
     for name, size_bytes in sorted(expected.items()):
-        if found[name] != size_bytes:
+        if sizes[name] != size_bytes:
             raise ShortTransfer(
-                f"{name} has {found[name]} bytes, but {size_bytes} were written",
+                f"{name} has {sizes[name]} bytes, but {size_bytes} were written",
                 uri=f"{uri}/{name}",
                 expected_bytes=size_bytes,
-                actual_bytes=found[name],
+                actual_bytes=sizes[name],
                 fix="Another program changed this file, or the storage lost data: save again.",
             )
-    strangers = sorted(found.keys() - expected.keys())
+    strangers = sorted(sizes.keys() - expected.keys())
     if strangers:
         raise StorageError(
-            f"This checkpoint contains {len(strangers)} files that no rank wrote: {_named(strangers)}",
+            f"This checkpoint contains {len(strangers)} files that no rank wrote: {name_some(strangers)}",
             uri=uri,
             fix="Find out which other program writes there, then save again.",
         )
 
 
-def _named(names: list[str]) -> str:
-    rest = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+def name_some(names: list[str], limit: int = 3) -> str:
+    """The first names, and how many more there are."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+HIDDEN_PREFIX: Final = ".penstock-"
+"""The beginning of all names that are not checkpoints."""
+_DRAFT: Final = re.compile(r"\.penstock-save-[0-9a-f]{16}-.+")
+_OLD: Final = re.compile(r"\.penstock-old-[0-9a-f]{16}-(?P<name>.+)")
+_GONE: Final = re.compile(r"\.penstock-gone-[0-9a-f]{16}")
+_MARKS: Final = re.compile(r"\.penstock-flush-(?P<draft>[0-9a-f]{16}-.+)")
+_PART: Final = re.compile(
+    r"\.metadata(\.tmp)?|penstock\.json|.*\.(distcp|metadata|safetensors|index\.json)"
+    r"|parity-\d+\.bin|redundancy-\d+\.json"
+)
+"""The files of a checkpoint, ours or torch's: a folder with only these may be replaced."""
+
+
+class FolderDraftStore(DraftStore):
+    """Drafts in hidden folders, which are renamed."""
+
+    def __init__(self, storage: Storage, tree: FolderTree, **choices: Any) -> None:
+        super().__init__(storage, **choices)
+        self._tree = tree
+
+    def start(self, name: str, save_id: str) -> Draft:
+        """Write the lease, then make the draft's folder."""
+        # In this order: a draft without a lease would look dead to another process that sweeps.
+        require_replaceable(self._storage, self._tree, name)
+        draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
+        self.renew(draft)
+        self._tree.make(draft.folder)
+        return draft
+
+    def publish(self, draft: Draft, seal: Seal) -> Committed:
+        """Check, seal and rename the draft, as the module describes."""
+        sizes = {entry.name: entry.size_bytes for entry in self._tree.entries(draft.folder)}
+        self._write_seal(draft, seal, sizes)
+        left_behind = self._give_name(draft)
+        self._published.add(draft.save_id)
+        self._tree.sync()
+        self._clear_up(draft, partial(remove_folder, self._tree, left_behind))
+        return Committed(name=draft.name, folder=draft.name)
+
+    def drop(self, draft: Draft) -> None:
+        """Remove the draft, unless it was published: then its folder holds the older checkpoint by now."""
+        if draft.save_id not in self._published:
+            remove_folder(self._tree, draft.folder)
+        self._end_lease(draft)
+
+    def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
+        entries = {entry.name: entry for entry in self._tree.entries(prefix=HIDDEN_PREFIX)}
+        for name, entry in entries.items():
+            age_s = self._clock() - entry.modified_s
+            if entry.is_folder:
+                yield name, partial(self._sweep_folder, name, age_s)
+            elif entry.is_plain:
+                has_draft = name.removesuffix(LEASE_ENDING) in entries
+                yield name, partial(self._sweep_file, name, age_s, has_draft=has_draft)
+
+    def _sweep_file(self, name: str, age_s: float, *, has_draft: bool) -> bool:
+        draft = name.removesuffix(LEASE_ENDING)
+        is_lease_alone = draft != name and _DRAFT.fullmatch(draft) is not None and not has_draft
+        if (is_lease_alone and self._is_dead(draft, age_s)) or (is_unfinished(name) and age_s > LEASE_S):
+            self._tree.remove(name)
+            return True
+        return False
+
+    def _sweep_folder(self, name: str, age_s: float) -> bool:
+        if _GONE.fullmatch(name):
+            self._tree.remove(name)
+        elif old := _OLD.fullmatch(name):
+            self._settle_old(name, old["name"])
+        elif marks := _MARKS.fullmatch(name):
+            return self._sweep_marks(name, f"{HIDDEN_PREFIX}save-{marks['draft']}", age_s)
+        elif _DRAFT.fullmatch(name) and self._is_dead(name, age_s):
+            remove_folder(self._tree, name)
+            with suppress(ObjectNotFound):
+                self._storage.delete(name + LEASE_ENDING)
+        else:
+            return False
+        return True
+
+    def _sweep_marks(self, name: str, draft_folder: str, age_s: float) -> bool:
+        """Remove the marks of a shared draft once the draft is gone."""
+        is_over = age_s > LEASE_S and not exists(self._storage, draft_folder + LEASE_ENDING)
+        if is_over:
+            self._tree.remove(name)
+        return is_over
+
+    def _is_dead(self, draft_folder: str, age_s: float) -> bool:
+        key = draft_folder + LEASE_ENDING
+        try:
+            return self._has_expired(key, self._storage.stat(key).modified_s)
+        except ObjectNotFound:
+            return age_s > LEASE_S
+
+    def _settle_old(self, folder: str, name: str) -> None:
+        """Finish or roll back an interrupted replacement on a file system without exchange."""
+        if exists(self._storage, f"{name}/{METADATA_NAME}"):
+            remove_folder(self._tree, folder)
+        else:
+            self._tree.move(folder, name)
+            self._tree.sync()
+
+    def _give_name(self, draft: Draft) -> str:
+        """Make the draft visible under its name; the folder that has what it replaced, if anything."""
+        try:
+            self._tree.move(draft.folder, draft.name)
+        except AlreadyThere:
+            require_replaceable(self._storage, self._tree, draft.name)
+        else:
+            return draft.folder
+        try:
+            # One system call swaps both names, so a reader finds the old or the new one, never none.
+            self._tree.exchange(draft.folder, draft.name)
+        except Unavailable as error:
+            logger.info("%s The older checkpoint is renamed first instead.", error)
+        else:
+            return draft.folder
+        # A kill between these two lines leaves no NAME; readers and `sweep` still find the older one aside.
+        aside = f"{HIDDEN_PREFIX}old-{draft.save_id}-{draft.name}"
+        self._tree.move(draft.name, aside)
+        self._tree.move(draft.folder, draft.name)
+        return aside
+
+
+class FolderCatalog:
+    """The `Catalog` of folders: those with a `.metadata`, and older ones that a killed save left renamed."""
+
+    def __init__(self, storage: Storage, tree: FolderTree) -> None:
+        self._storage = storage
+        self._tree = tree
+
+    def names(self) -> list[str]:
+        """The names of all folders with metadata."""
+        names = set()
+        for entry in self._tree.entries():
+            old = _OLD.fullmatch(entry.name)
+            if self._is_visible(entry, is_old=old is not None) and self._has_metadata(entry.name):
+                names.add(old["name"] if old else entry.name)
+        return list(names)
+
+    def find(self, name: str) -> Committed:
+        """The folder of this name, or the older one that an interrupted replacement left renamed."""
+        if self._has_metadata(name):
+            return Committed(name=name, folder=name)
+        for entry in self._tree.entries(prefix=f"{HIDDEN_PREFIX}old-"):
+            old = _OLD.fullmatch(entry.name)
+            if old and old["name"] == name and self._has_metadata(entry.name):
+                return Committed(name=name, folder=entry.name)
+        raise ObjectNotFound(
+            f"No checkpoint is called {name}",
+            uri=f"{self._storage.uri}/{name}",
+            fix="`penstock checkpoint ls` lists the committed ones.",
+        )
+
+    def remove(self, committed: Committed) -> None:
+        """Rename it durably to a name that is no checkpoint's, then remove its files."""
+        remove_folder(self._tree, committed.folder)
+
+    @staticmethod
+    def _is_visible(entry: FolderEntry, *, is_old: bool) -> bool:
+        return entry.is_folder and (is_old or not entry.name.startswith(HIDDEN_PREFIX))
+
+    def _has_metadata(self, folder: str) -> bool:
+        return exists(self._storage, f"{folder}/{METADATA_NAME}")
+
+
+def require_replaceable(storage: Storage, tree: FolderTree, name: str) -> None:
+    """`UsageError` if that name belongs to something other than a checkpoint, which would be lost."""
+    strange = [
+        entry.name
+        for entry in tree.entries(name)
+        if not entry.is_plain or not (_PART.fullmatch(entry.name) or is_unfinished(entry.name))
+    ]
+    # Files of manager.output() have names of the user's choice: the manifest lists them.
+    if strange and not set(strange) <= _names_in_manifest(storage, name):
+        raise UsageError(
+            f"{name} is not a checkpoint: it contains {strange[0]}, which would be lost",
+            where=storage.uri,
+            fix="Save to a new name, or to that of a checkpoint.",
+        )
+
+
+def _names_in_manifest(storage: Storage, folder: str) -> set[str]:
+    try:
+        manifest = read_manifest(read_object(storage, f"{folder}/{MANIFEST_NAME}"), f"{storage.uri}/{folder}")
+    except (StorageError, Unavailable) as error:
+        logger.debug("%s has no readable manifest: %s", folder, error)
+        return set()
+    return {file.name for file in manifest.files}
+
+
+def remove_folder(tree: FolderTree, folder: str) -> None:
+    """Take a folder's name away durably, then remove its files: a kill leaves nothing that looks complete."""
+    gone = f"{HIDDEN_PREFIX}gone-{secrets.token_hex(8)}"
+    try:
+        tree.move(folder, gone)
+    except ObjectNotFound:
+        return
+    tree.sync()
+    tree.remove(gone)

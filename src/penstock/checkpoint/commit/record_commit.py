@@ -11,61 +11,42 @@ can overwrite the other's data.
 
 from __future__ import annotations
 
-import json
-import logging
 import re
-import time
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.checkpoint.commit.protocol import (
+    LEASE_ENDING,
     LEASE_S,
-    MANIFEST_NAME,
     METADATA_NAME,
     Committed,
     Draft,
-    Seal,
-    is_lease_expired,
-    lease_text,
-    require_complete,
+    DraftStore,
 )
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
-from penstock.storage.process_id import ProcessId, current_process
-from penstock.storage.protocol import read_object, write_object
+from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
+    from penstock.checkpoint.commit.protocol import Seal
     from penstock.storage import Storage
     from penstock.storage.capabilities import SupportsConditionalWrites
     from penstock.storage.protocol import ObjectInfo
 
 RECORD_NAME: Final = "penstock-commit.json"
-LEASE_ENDING: Final = ".lease"
 _SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+)")
 _VERSION: Final = 1
 
-logger = logging.getLogger(__name__)
 
+class RecordDraftStore(DraftStore):
+    """Drafts below keys of their own."""
 
-class RecordDraftStore:
-    """`Drafts` below keys of their own."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        conditional: SupportsConditionalWrites,
-        *,
-        owner: Callable[[], ProcessId] = current_process,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, conditional: SupportsConditionalWrites, **choices: Any) -> None:
+        super().__init__(storage, **choices)
         self._conditional = conditional
-        self._shelf = RecordCatalog(storage)
-        self._owner = owner
-        self._clock = clock
-        self._published: set[str] = set()
+        self._catalog = RecordCatalog(storage)
 
     def start(self, name: str, save_id: str) -> Draft:
         """Write the lease; objects need no folder."""
@@ -73,76 +54,65 @@ class RecordDraftStore:
         self.renew(draft)
         return draft
 
-    def renew(self, draft: Draft) -> None:
-        """Write the lease again: its age is what others look at."""
-        write_object(self._storage, draft.folder + LEASE_ENDING, [lease_text(self._owner())])
-
     def publish(self, draft: Draft, seal: Seal) -> Committed:
         """Check the files, write manifest and metadata, then the record."""
         prefix = f"{draft.folder}/"
-        found = {info.key.removeprefix(prefix): info.size_bytes for info in self._storage.list(draft.folder)}
-        require_complete(found, seal.sizes, f"{self._storage.uri}/{draft.folder}")
-        write_object(self._storage, draft.key(MANIFEST_NAME), [seal.manifest])
-        write_object(self._storage, draft.key(METADATA_NAME), [seal.metadata])
-        older = self._shelf.find_if_any(draft.name)
+        objects = self._storage.list(draft.folder)
+        self._write_seal(draft, seal, {info.key.removeprefix(prefix): info.size_bytes for info in objects})
+        older = self._catalog.find_if_any(draft.name)
         committed = self._write_record(draft, older)
         self._published.add(draft.save_id)
-        self._clear_up(draft, older)
+        self._clear_up(draft, partial(self._remove_older, draft, older))
         return committed
 
     def drop(self, draft: Draft) -> None:
         """Delete the draft's objects."""
         if draft.save_id not in self._published:
-            delete_all(self._storage, self._storage.list(draft.folder))
+            _delete_all(self._storage, self._storage.list(draft.folder))
             self._end_lease(draft)
 
-    def sweep(self) -> list[str]:
-        """Delete the objects of saves that no record names and whose lease has expired."""
+    def _find_remains(self) -> Iterator[tuple[str, Callable[[], bool]]]:
         saves: dict[str, list[ObjectInfo]] = {}
         for info in self._storage.list():
-            if found := _SAVE.fullmatch(info.key):
-                saves.setdefault(found["folder"], []).append(info)
-        swept = []
+            if save := _SAVE.fullmatch(info.key):
+                saves.setdefault(save["folder"], []).append(info)
         for folder, objects in saves.items():
-            try:
-                if self._sweep_one(folder, objects):
-                    swept.append(folder)
-            except StorageError as error:
-                logger.debug("Could not sweep %s: %s", folder, error)
-        return swept
+            yield folder, partial(self._sweep_save, folder, objects)
 
-    def _sweep_one(self, folder: str, objects: Sequence[ObjectInfo]) -> bool:
+    def _sweep_save(self, folder: str, objects: list[ObjectInfo]) -> bool:
+        """Delete the objects of a save that no record names and whose lease has expired."""
         # The lease before the record: a save that commits between the two has its record by then.
-        if not self._is_expired(folder, objects):
+        if not self._is_dead(folder, objects):
             return False
-        committed = self._shelf.find_if_any(folder.rpartition("/")[0])
+        committed = self._catalog.find_if_any(folder.rpartition("/")[0])
         if committed is not None and committed.folder == folder:
             objects = [info for info in objects if info.key == folder + LEASE_ENDING]
-        delete_all(self._storage, objects)
+        _delete_all(self._storage, objects)
         return bool(objects)
 
-    def _is_expired(self, folder: str, objects: Sequence[ObjectInfo]) -> bool:
+    def _is_dead(self, folder: str, objects: list[ObjectInfo]) -> bool:
         times = {info.key: info.modified_s for info in objects}
         key = folder + LEASE_ENDING
         if key not in times:
             return self._clock() - max(times.values()) > LEASE_S
         try:
-            text = read_object(self._storage, key)
+            return self._has_expired(key, times[key])
         except ObjectNotFound:
             return False
-        return is_lease_expired(text, age_s=self._clock() - times[key], observer=self._owner())
 
     def _write_record(self, draft: Draft, older: Committed | None) -> Committed:
-        record = _Record(save_id=draft.save_id, folder=draft.folder)
+        record = _Record(save_id=draft.save_id, folder=draft.folder, record_version=_VERSION)
         try:
             info = self._conditional.write_if(
-                f"{draft.name}/{RECORD_NAME}", record.text(), replaces=older.version if older else None
+                f"{draft.name}/{RECORD_NAME}",
+                record.model_dump_json().encode(),
+                replaces=older.version if older else None,
             )
         except AlreadyThere as error:
             # If the first attempt wrote the record and its answer was lost, the retry is refused.
-            now = self._shelf.find_if_any(draft.name)
-            if now is not None and now.folder == draft.folder:
-                return now
+            current = self._catalog.find_if_any(draft.name)
+            if current is not None and current.folder == draft.folder:
+                return current
             raise AlreadyThere(
                 f"Another save committed {draft.name} first; this one was given up",
                 uri=f"{self._storage.uri}/{draft.name}",
@@ -150,22 +120,13 @@ class RecordDraftStore:
             ) from error
         return Committed(name=draft.name, folder=draft.folder, version=info.checksum or "")
 
-    def _clear_up(self, draft: Draft, older: Committed | None) -> None:
-        """Remove the older checkpoint and the lease. The save is committed: failures are left to a sweep."""
-        try:
-            if older is not None and older.folder != draft.folder:
-                delete_all(self._storage, self._storage.list(older.folder))
-            self._end_lease(draft)
-        except StorageError as error:
-            logger.warning("Could not remove the older checkpoint that %s replaced: %s", draft.name, error)
-
-    def _end_lease(self, draft: Draft) -> None:
-        with suppress(ObjectNotFound):
-            self._storage.delete(draft.folder + LEASE_ENDING)
+    def _remove_older(self, draft: Draft, older: Committed | None) -> None:
+        if older is not None and older.folder != draft.folder:
+            _delete_all(self._storage, self._storage.list(older.folder))
 
 
 class RecordCatalog:
-    """`Shelf` of records, and of checkpoints that somebody else put there: a `.metadata` below a name."""
+    """The `Catalog` of records, and of checkpoints of other writers: a `.metadata` right below a name."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -173,17 +134,17 @@ class RecordCatalog:
     def names(self) -> list[str]:
         """All names with a record, or with metadata right below them."""
         ends = (RECORD_NAME, METADATA_NAME)
-        found = (info.key.rpartition("/") for info in self._storage.list())
-        return sorted({name for name, _, last in found if name and "/" not in name and last in ends})
+        keys = (info.key.rpartition("/") for info in self._storage.list())
+        return sorted({name for name, _, last in keys if name and "/" not in name and last in ends})
 
     def find(self, name: str) -> Committed:
         """The save that the record of this name means."""
         committed = self.find_if_any(name)
         if committed is not None:
             return committed
-        plain = Committed(name=name, folder=name)
-        self._storage.stat(plain.key(METADATA_NAME))
-        return plain
+        foreign = Committed(name=name, folder=name)
+        self._storage.stat(foreign.key(METADATA_NAME))
+        return foreign
 
     def find_if_any(self, name: str) -> Committed | None:
         """The save that the record of this name means; None if there is no record."""
@@ -193,7 +154,7 @@ class RecordCatalog:
             text = read_object(self._storage, key)
         except ObjectNotFound:
             return None
-        record = _Record.parse(text, f"{self._storage.uri}/{key}")
+        record = _parse_record(text, f"{self._storage.uri}/{key}")
         return Committed(name=name, folder=record.folder, version=version or "")
 
     def remove(self, committed: Committed) -> None:
@@ -202,44 +163,39 @@ class RecordCatalog:
             self._storage.delete(committed.key(METADATA_NAME))
         else:
             self._storage.delete(f"{committed.name}/{RECORD_NAME}")
-        delete_all(self._storage, self._storage.list(committed.folder))
+        _delete_all(self._storage, self._storage.list(committed.folder))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
+class _Record(BaseModel):
     """Which save a name means."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    record_version: int
     save_id: str
     folder: str
-    record_version: int = field(default=_VERSION)
-
-    def text(self) -> bytes:
-        return json.dumps(
-            {"record_version": self.record_version, "save_id": self.save_id, "folder": self.folder}
-        ).encode()
-
-    @classmethod
-    def parse(cls, text: bytes | bytearray, uri: str) -> _Record:
-        try:
-            document = json.loads(text)
-            record = cls(**document)
-        except (ValueError, TypeError) as error:
-            raise StorageError(
-                f"The commit record of this checkpoint cannot be parsed: {error}",
-                uri=uri,
-                fix="Save the step again; other steps are not affected.",
-            ) from error
-        if record.record_version != _VERSION:
-            raise StorageError(
-                f"The commit record of this checkpoint has version {record.record_version}; "
-                f"this Penstock reads version {_VERSION}",
-                uri=uri,
-                fix="Use the Penstock that wrote it, or a newer one.",
-            )
-        return record
 
 
-def delete_all(storage: Storage, objects: Iterable[ObjectInfo]) -> None:
+def _parse_record(text: bytes | bytearray, uri: str) -> _Record:
+    try:
+        record = _Record.model_validate_json(bytes(text))
+    except ValidationError as error:
+        raise StorageError(
+            f"The commit record of this checkpoint cannot be parsed: {error.errors()[0]['msg']}",
+            uri=uri,
+            fix="Save the step again; other steps are not affected.",
+        ) from error
+    if record.record_version != _VERSION:
+        raise StorageError(
+            f"The commit record of this checkpoint has version {record.record_version}; "
+            f"this Penstock reads version {_VERSION}",
+            uri=uri,
+            fix="Use the Penstock that wrote it, or a newer one.",
+        )
+    return record
+
+
+def _delete_all(storage: Storage, objects: Iterable[ObjectInfo]) -> None:
     """Delete these objects; another process may be deleting them at the same time."""
     for info in list(objects):
         try:

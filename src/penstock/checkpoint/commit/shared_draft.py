@@ -1,7 +1,7 @@
-"""A draft that several processes write, none of which needs to survive: each may finish it for all.
+"""A draft that processes of several nodes write; any of them may publish it, so none needs to survive.
 
     .penstock-save-ID-NAME           the draft, as for any save
-    .penstock-save-ID-NAME.lease     renewed by all of them; only its age says that none is left
+    .penstock-save-ID-NAME.lease     renewed by all of them; only its age tells that all are dead
     .penstock-flush-ID-NAME/node-N   the progress of process N: copying its files, or done
 
 publish: manifest and metadata -> check all files -> rename -> fsync of the parent. Any process may do it, and
@@ -13,25 +13,24 @@ from __future__ import annotations
 
 import logging
 import secrets
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.checkpoint.commit.folder_commit import (
+from penstock.checkpoint.commit.protocol import (
     HIDDEN_PREFIX,
     LEASE_ENDING,
-    remove_folder,
-    require_replaceable,
-)
-from penstock.checkpoint.commit.protocol import (
     MANIFEST_NAME,
     METADATA_NAME,
     Committed,
     Draft,
     Seal,
     lease_text,
+    remove_folder,
     require_complete,
+    require_replaceable,
 )
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
 from penstock.storage.files.file_storage import is_unfinished
@@ -106,7 +105,7 @@ class SharedDraft:
 
     def marks(self) -> dict[int, tuple[NodeMark, float]]:
         """All marks by node, each with its time by the storage's clock."""
-        found = {}
+        marks = {}
         for entry in self._tree.entries(self._marks, prefix="node-"):
             try:
                 text = read_object(self._storage, f"{self._marks}/{entry.name}")
@@ -114,8 +113,8 @@ class SharedDraft:
             except (ValidationError, ObjectNotFound) as error:
                 logger.debug("The mark %s cannot be read: %s", entry.name, error)
                 continue
-            found[mark.node] = mark, entry.modified_s
-        return found
+            marks[mark.node] = mark, entry.modified_s
+        return marks
 
     def retract_marks(self, nodes: list[int]) -> None:
         """Remove marks that turned out to be wrong, so that these processes copy again."""
@@ -124,12 +123,20 @@ class SharedDraft:
 
     def is_committed(self, manifest: bytes) -> bool:
         """Whether the checkpoint of this name is the one with this manifest."""
-        return self._begins_with(f"{self.draft.name}/{MANIFEST_NAME}", manifest[:IDENTITY_BYTES])
+        identity = manifest[:IDENTITY_BYTES]
+        try:
+            source = self._storage.open(f"{self.draft.name}/{MANIFEST_NAME}")
+        except ObjectNotFound:
+            return False
+        with closing(source):
+            beginning = bytearray(min(len(identity), source.size_bytes))
+            source.read_into(0, memoryview(beginning))
+        return beginning == identity
 
     def missing(self, seal: Seal) -> list[str]:
         """The files of the seal that are not in the draft with their sizes."""
-        found = self._found()
-        return [name for name, size_bytes in seal.sizes.items() if found.get(name) != size_bytes]
+        sizes = self._sizes()
+        return [name for name, size_bytes in seal.sizes.items() if sizes.get(name) != size_bytes]
 
     def publish(self, seal: Seal) -> Committed:
         """Commit the draft. On return, the checkpoint survives a power cut.
@@ -155,15 +162,14 @@ class SharedDraft:
             except StorageError as error:
                 logger.warning("Could not remove %s: %s", folder, error)
         try:
-            self._storage.delete(self.draft.folder + LEASE_ENDING)
-        except ObjectNotFound:
-            logger.debug("The lease of %s was gone", self.draft.folder)
+            with suppress(ObjectNotFound):
+                self._storage.delete(self.draft.folder + LEASE_ENDING)
         except StorageError as error:
             logger.warning("Could not remove the lease of %s: %s", self.draft.folder, error)
 
     def _seal(self, seal: Seal) -> None:
         """Write manifest and metadata, and check that everything else is there."""
-        for name in self._found():
+        for name in self._sizes():
             if is_unfinished(name):
                 # The process that was writing manifest or metadata was killed.
                 self._tree.remove(self.draft.key(name))
@@ -171,7 +177,7 @@ class SharedDraft:
         write_object(self._storage, self.draft.key(METADATA_NAME), [seal.metadata])
         own = {MANIFEST_NAME: len(seal.manifest), METADATA_NAME: len(seal.metadata)}
         # Not before: if another process has just renamed the folder, the lines above made a new one.
-        require_complete(self._found(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}")
+        require_complete(self._sizes(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}")
 
     def _give_name(self) -> None:
         """Rename the draft; an older checkpoint is renamed first, to a name where readers still find it."""
@@ -193,19 +199,5 @@ class SharedDraft:
         self._tree.sync()
         remove_folder(self._tree, aside)
 
-    def _found(self) -> dict[str, int]:
+    def _sizes(self) -> dict[str, int]:
         return {entry.name: entry.size_bytes for entry in self._tree.entries(self.draft.folder)}
-
-    def _begins_with(self, key: str, beginning: bytes) -> bool:
-        try:
-            source = self._storage.open(key)
-        except ObjectNotFound:
-            return False
-        try:
-            if source.size_bytes < len(beginning):
-                return False
-            found = bytearray(len(beginning))
-            source.read_into(0, memoryview(found))
-        finally:
-            source.close()
-        return found == beginning

@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from penstock.checkpoint.commit.folder_commit import FolderDraftStore
-from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, DraftStore, Seal
+from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, DraftStore, FolderDraftStore, Seal
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
 from penstock.cluster.comm import all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import PenstockError, StorageError
@@ -45,22 +44,24 @@ def begin_save(
     draft_store = drafts or open_draft_store(storage)
 
     def start() -> Draft:
-        for swept in draft_store.sweep():
-            logger.info("Removed %s, the remains of a dead save, below %s", swept, storage.uri)
+        sweep_dead_saves(draft_store, storage)
         return draft_store.start(name, secrets.token_hex(8))
 
     draft = run_on_rank0(comm, start, awaiting=f"rank 0 to make room for {name}")
     return SaveTransaction(storage, comm, draft_store, draft)
 
 
+def sweep_dead_saves(drafts: DraftStore, storage: Storage) -> None:
+    """Remove what dead saves left in this storage, and log it."""
+    for name in drafts.sweep():
+        logger.info("Removed %s, the remains of a dead save, below %s", name, storage.uri)
+
+
 def open_draft_store(storage: Storage) -> DraftStore:
     """The commit protocol for this storage: folders that are renamed, or records."""
-    tree = find_folder_tree(storage)
-    return (
-        FolderDraftStore(storage, tree)
-        if tree is not None
-        else RecordDraftStore(storage, require_conditional_writes(storage))
-    )
+    if (tree := find_folder_tree(storage)) is not None:
+        return FolderDraftStore(storage, tree)
+    return RecordDraftStore(storage, require_conditional_writes(storage))
 
 
 class SaveTransaction:
@@ -135,7 +136,6 @@ class _LeaseRenewer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop renewing."""
         self._stopped.set()
 
     def _run(self) -> None:
@@ -146,40 +146,22 @@ class _LeaseRenewer:
                 logger.warning("Could not renew the lease of %s: %s", self._draft.folder, error)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveTarget:
-    """Where a save goes, and the facts that its manifest records."""
-
-    storage: Storage
-    name: str
-    facts: Mapping[str, object]
-
-
 def write_and_commit(
     prepared: PreparedSave,
     staged: StagedSave,
-    target: SaveTarget,
+    storage: Storage,
+    name: str,
     comm: Comm,
     *,
     timeout_s: float,
     progress: Progress | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
     """Write what is staged and commit it; the statistics of each rank, in rank order. Collective."""
     with ExitStack() as undo:
         undo.callback(staged.cancel)
-        transaction = begin_save(target.storage, target.name, comm)
+        transaction = begin_save(storage, name, comm)
         undo.pop_all()
-    return write_into(
-        transaction,
-        prepared,
-        staged,
-        comm,
-        facts=target.facts,
-        timeout_s=timeout_s,
-        progress=progress,
-        clock=clock,
-    )
+    return write_into(transaction, prepared, staged, comm, facts={}, timeout_s=timeout_s, progress=progress)
 
 
 def write_into(
@@ -191,9 +173,11 @@ def write_into(
     facts: Mapping[str, object],
     timeout_s: float,
     progress: Progress | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Committed, tuple[RankSaveStats, ...]]:
-    """`write_and_commit` in a transaction that has begun; abandons it on failure. Collective."""
+    """`write_and_commit` in a transaction that has begun; abandons it on failure. Collective.
+
+    `facts` go into the manifest.
+    """
     with ExitStack() as undo:
         undo.callback(staged.cancel)
         undo.callback(transaction.abandon)
@@ -205,20 +189,20 @@ def write_into(
             return share.stats
 
         awaiting = f"all ranks to write their files of {transaction.draft.name}"
-        # A process without other ranks raises its own error, and no `RankFailed`.
+        # A process without other ranks raises its own error, not a `RankFailed`.
         stats = (
             [write()]
             if comm.size == 1
             else all_gather_results(comm, write, awaiting=awaiting, timeout_s=timeout_s)
         )
         assert share is not None, "writing gave a share or raised"
-        begun_s = clock()
+        begin_s = time.monotonic()
         # Offsets and checksums of a million items go to rank 0 alone, which seals; statistics go to all.
         shares = comm.gather_on_rank0(share, awaiting="the checksums of all ranks")
         all_facts = {**facts, "save_id": transaction.draft.save_id}
         committed = transaction.commit(lambda: prepared.seal(shares, all_facts))
         undo.pop_all()
-    return committed, tuple(replace(each, commit_s=clock() - begun_s) for each in stats)
+    return committed, tuple(replace(rank_stats, commit_s=time.monotonic() - begin_s) for rank_stats in stats)
 
 
 def stage_on_all_ranks(prepared: PreparedSave, urgent: Urgency, comm: Comm) -> StagedSave:

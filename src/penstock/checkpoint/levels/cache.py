@@ -16,28 +16,183 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-from penstock.checkpoint.commit.catalog import CheckpointRef
+from penstock.checkpoint.commit.catalog import CheckpointRef, open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Committed, Draft, Seal
+from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
 from penstock.checkpoint.formats.checkpoint_source import DescribedStorage
-from penstock.checkpoint.levels.node_cache import NodeCache, require_folders
 from penstock.checkpoint.levels.options import Partner, Scheme, check_schemes, scheme_for
 from penstock.checkpoint.levels.redundancy.parity_layout import build_layout, choose_groups
-from penstock.checkpoint.levels.redundancy.recoverability import Assessment, assess
-from penstock.checkpoint.levels.redundancy.redundancy_record import GroupMember, GroupRecord, RecordedFile
+from penstock.checkpoint.levels.redundancy.redundancy_record import (
+    Assessment,
+    GroupMember,
+    GroupRecord,
+    NodeShares,
+    RecordedFile,
+    assess,
+    read_record,
+    record_bytes,
+)
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES, KeyOf, Protector
-from penstock.cluster.comm import Comm, all_gather_results
-from penstock.storage import Storage
-from penstock.storage.capabilities import prefer_direct_access
+from penstock.cluster.comm import all_gather_results, run_on_rank0
+from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.process_id import current_process
+from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
-    from penstock.progress import Progress
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-Result = TypeVar("Result")
+    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
+    from penstock.cluster.comm import Comm
+    from penstock.progress import Progress
+    from penstock.storage import Storage
+    from penstock.storage.capabilities import FolderTree
+
+
+_SEAL_NAMES: Final = (MANIFEST_NAME, METADATA_NAME)
+RECORD_PREFIX: Final = "redundancy-"
+DOUBT_PREFIX: Final = ".penstock-doubt-"
+"""Prefix of a note beside a step, until all nodes are known to have committed it."""
+
+
+class NodeCache:
+    """The cache of one node, which `ranks` of the job use: its committed shares of steps, and its drafts.
+
+    Not collective: the lead rank of the node calls. A share is committed as a whole, with the records of its
+    groups and the manifest of the whole step.
+    """
+
+    def __init__(self, storage: Storage, ranks: tuple[int, ...]) -> None:
+        self.storage = storage
+        self.ranks = ranks
+        self._drafts, self._catalog = open_draft_store(storage), open_catalog(storage)
+        self._tree = require_folders(storage)
+
+    def names(self) -> list[str]:
+        """The steps of which this node has committed a share, in no particular order."""
+        return self._catalog.names()
+
+    def find(self, name: str) -> CheckpointRef:
+        """The share of a step on this node; `ObjectNotFound` if it has none."""
+        return CheckpointRef(self.storage, self._catalog.find(name))
+
+    def sizes(self, share: CheckpointRef) -> dict[str, int]:
+        """The size of each file of a share."""
+        prefix = f"{share.committed.folder}/"
+        objects = self.storage.list(share.committed.folder)
+        return {info.key.removeprefix(prefix): info.size_bytes for info in objects}
+
+    def seal(self, name: str) -> tuple[bytes, bytes] | None:
+        """Manifest and metadata of the whole step; None if this node does not have the step."""
+        try:
+            share = self.find(name)
+        except ObjectNotFound:
+            return None
+        manifest, metadata = (read_object(self.storage, share.key(file)) for file in _SEAL_NAMES)
+        return bytes(manifest), bytes(metadata)
+
+    def shares(self, name: str) -> NodeShares:
+        """What this node can contribute to a step."""
+        try:
+            share = self.find(name)
+            sizes = self.sizes(share)
+            records = self._records(share, sizes)
+        except StorageError as error:
+            logger.info("The cache %s does not have %s: %s", self.storage.uri, name, error)
+            return NodeShares(ranks=self.ranks)
+        return NodeShares(ranks=self.ranks, sizes=sizes, records=records)
+
+    def start(self, name: str, save_id: str) -> Draft:
+        """Begin a draft of a step, after sweeping what dead saves left."""
+        sweep_dead_saves(self._drafts, self.storage)
+        return self._drafts.start(name, save_id)
+
+    def drop(self, draft: Draft) -> None:
+        """Remove a draft."""
+        try:
+            self._drafts.drop(draft)
+        except StorageError as error:
+            logger.warning("Could not remove the unfinished %s: %s", draft.folder, error)
+
+    def publish(
+        self,
+        draft: Draft,
+        manifest: bytes,
+        metadata: bytes,
+        records: Mapping[int, GroupRecord],
+        saved: Collection[int],
+    ) -> None:
+        """Commit the shares of the ranks in `saved`, with the records of their groups."""
+        sizes: dict[str, int] = {}
+        for number, record in records.items():
+            if set(record.ranks).isdisjoint(saved):
+                continue
+            written = write_object(self.storage, draft.key(_record_name(number)), [record_bytes(record)])
+            sizes[_record_name(number)] = written.size_bytes
+            for place, rank in enumerate(record.ranks):
+                if rank in saved:
+                    sizes.update({file.name: file.size_bytes for file in record.stored_files(place)})
+        self._drafts.publish(draft, Seal(manifest=manifest, metadata=metadata, sizes=sizes))
+
+    def unconfirmed(self) -> set[str]:
+        """The steps that this node has committed without knowing that all nodes did."""
+        notes = {entry.name.removeprefix(DOUBT_PREFIX) for entry in self._tree.entries(prefix=DOUBT_PREFIX)}
+        return notes & set(self.names())
+
+    def mark_unconfirmed(self, draft: Draft) -> None:
+        """Note, before committing, that other nodes may not: after a crash, nothing else would say so."""
+        write_object(self.storage, DOUBT_PREFIX + draft.name, [draft.save_id.encode()])
+
+    def confirm(self, name: str) -> None:
+        """Remove the note: all nodes have committed the step, or none keeps it."""
+        self._tree.remove(DOUBT_PREFIX + name)
+
+    def rollback(self, draft: Draft) -> None:
+        """Remove what was committed of a draft, because another node could not commit its own."""
+        try:
+            self.confirm(draft.name)
+            committed = self._catalog.find(draft.name)
+            if draft.save_id.encode() in read_object(self.storage, committed.key(MANIFEST_NAME)):
+                self._catalog.remove(committed)
+        except StorageError as error:
+            logger.debug("Nothing to roll back of %s: %s", draft.name, error)
+
+    def remove(self, name: str) -> None:
+        """Remove this node's share of a step."""
+        try:
+            self._catalog.remove(self._catalog.find(name))
+        except ObjectNotFound:
+            logger.debug("%s was not in the cache %s", name, self.storage.uri)
+
+    def _records(self, share: CheckpointRef, names: Iterable[str]) -> dict[int, GroupRecord]:
+        """The records in a share, by the number of the group."""
+        records = {}
+        for name in names:
+            if name.startswith(RECORD_PREFIX):
+                number = int(name.removeprefix(RECORD_PREFIX).removesuffix(".json"))
+                content = read_object(self.storage, share.key(name))
+                records[number] = read_record(content, f"{self.storage.uri}/{share.key(name)}")
+        return records
+
+
+def require_folders(storage: Storage) -> FolderTree:
+    """The folders of a cache; `UsageError` if the storage is not a file system."""
+    tree = find_folder_tree(storage)
+    if tree is None:
+        raise UsageError(
+            "A cache must be a local folder of each node",
+            where=storage.uri,
+            fix="Use a path such as /local/ssd/run.",
+        )
+    return tree
+
+
+def _record_name(group: int) -> str:
+    return f"{RECORD_PREFIX}{group}.json"
+
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +214,7 @@ class CachedSave:
 
 
 class CacheLevel:
-    """One rank's view of all caches. All is collective but `holds`, `names_here`, `drop` and `remove`.
+    """One rank's view of all caches; `node` is that of its own. All is collective but `drop` and `remove`.
 
     `domain` names what fails together with this rank; ranks of one domain never protect each other.
     """
@@ -83,8 +238,9 @@ class CacheLevel:
             lambda: (_identify_cache(storage, comm.rank), domain or comm.host),
             awaiting="all ranks to name their caches",
         )
-        self._domains = tuple(each for _, each in answers)
-        self._leads = tuple([node for node, _ in answers].index(node) for node, _ in answers)
+        self._domains = tuple(name for _, name in answers)
+        identities = [identity for identity, _ in answers]
+        self._leads = tuple(identities.index(identity) for identity in identities)
         """By rank: the lowest rank that uses the same cache; it acts for its node."""
         self._lead = self._leads[comm.rank]
         self._groups = {
@@ -94,10 +250,10 @@ class CacheLevel:
             for scheme in self._schemes
         }
         self._protector = Protector(storage, comm)
-        self._node = NodeCache(storage, next(ranks for ranks in self.nodes if comm.rank in ranks))
+        self.node = NodeCache(storage, next(ranks for ranks in self.nodes if comm.rank in ranks))
 
     @property
-    def leads(self) -> bool:
+    def is_lead(self) -> bool:
         """Whether this rank acts for its node."""
         return self._lead == self._comm.rank
 
@@ -105,27 +261,9 @@ class CacheLevel:
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each cache, in the order of their lowest ones."""
         return tuple(
-            tuple(rank for rank, each in enumerate(self._leads) if each == lead)
+            tuple(rank for rank, its_lead in enumerate(self._leads) if its_lead == lead)
             for lead in sorted(set(self._leads))
         )
-
-    def save(
-        self,
-        name: str,
-        prepared: PreparedSave,
-        staged: StagedSave,
-        *,
-        number: int,
-        facts: dict[str, Any],
-        progress: Progress | None = None,
-    ) -> CachedSave:
-        """Write, protect and commit a step on all nodes. `number` counts checkpoints, from 1."""
-        with ExitStack() as undo:
-            undo.callback(staged.cancel)
-            draft = self.start(name)
-            cached = self.complete(draft, prepared, staged, number=number, facts=facts, progress=progress)
-            undo.pop_all()
-        return cached
 
     def start(self, name: str, only: Collection[int] | None = None) -> Draft:
         """Begin a draft with the same save ID on every node, or on the nodes of some ranks."""
@@ -133,7 +271,7 @@ class CacheLevel:
         leads = set(self._leads if only is None else [self._leads[rank] for rank in only])
         drafts = all_gather_results(
             self._comm,
-            lambda: self._node.start(name, save_id) if self.leads and self._lead in leads else None,
+            lambda: self.node.start(name, save_id) if self.is_lead and self._lead in leads else None,
             awaiting=f"all nodes to make room for {name}",
         )
         return drafts[self._lead] or Draft(name=name, folder="", save_id=save_id)
@@ -148,7 +286,10 @@ class CacheLevel:
         facts: dict[str, Any],
         progress: Progress | None = None,
     ) -> CachedSave:
-        """Write into a draft on all nodes, protect and commit it; on failure, the draft is removed."""
+        """Write into a draft on all nodes, protect and commit it; on failure, the draft is removed.
+
+        `number` counts checkpoints, from 1, and decides which scheme protects this one.
+        """
         with ExitStack() as undo:
             undo.callback(staged.cancel)
             undo.callback(self.drop, draft)
@@ -158,15 +299,19 @@ class CacheLevel:
                 awaiting=f"all ranks to write their files of {draft.name}",
             )
             records = self._protect(draft, shares, scheme_for(number, self._schemes))
-            seal = self._sealed(prepared, shares, {**facts, "save_id": draft.save_id})
+            seal = run_on_rank0(
+                self._comm,
+                lambda: prepared.seal(shares, {**facts, "save_id": draft.save_id}),
+                awaiting="rank 0 to write the manifest",
+            )
             self._publish(draft, seal, records)
             undo.pop_all()
         return CachedSave(name=draft.name, save_id=draft.save_id, shares=tuple(shares), seal=seal)
 
     def drop(self, draft: Draft) -> None:
         """Remove an unfinished draft: the lead of each node its own."""
-        if self.leads and draft.folder:
-            self._node.drop(draft)
+        if self.is_lead and draft.folder:
+            self.node.drop(draft)
 
     def names(self) -> list[str]:
         """Every cached step, in no particular order.
@@ -176,87 +321,81 @@ class CacheLevel:
         """
         answers = all_gather_results(
             self._comm,
-            lambda: (self._node.names(), self._node.unconfirmed()) if self.leads else ([], set()),
+            lambda: (self.node.names(), self.node.unconfirmed()) if self.is_lead else ([], set()),
             awaiting="all nodes to list their caches",
         )
         confirmed = {name for names, unconfirmed in answers for name in names if name not in unconfirmed}
         for name in sorted({name for names, _ in answers for name in names} - confirmed):
-            found = self.assess(name)
-            if found.reason:
-                logger.warning("Removing %s, which was never committed on all nodes: %s", name, found.reason)
+            reason = self.assess(name).reason
+            if reason:
+                logger.warning("Removing %s, which was never committed on all nodes: %s", name, reason)
                 self.remove(name)
             else:
                 confirmed.add(name)
-            if self.leads:
-                self._node.confirm(name)
+            if self.is_lead:
+                self.node.confirm(name)
         return sorted(confirmed)
-
-    def names_here(self) -> list[str]:
-        """Every step that this node has committed, in no particular order."""
-        return self._node.names()
 
     def assess(self, name: str, *, damaged: Collection[int] = ()) -> Assessment:
         """What the caches can provide of a step; the files of `damaged` ranks count as lost."""
         answers = all_gather_results(
             self._comm,
-            lambda: self._node.holding(name) if self.leads else None,
-            awaiting=f"all nodes to say what they hold of {name}",
+            lambda: self.node.shares(name) if self.is_lead else None,
+            awaiting=f"all nodes to list their files of {name}",
         )
-        return assess([holding for holding in answers if holding is not None], damaged=damaged)
+        return assess([shares for shares in answers if shares is not None], damaged=damaged)
 
-    def holds(self, name: str) -> CheckpointRef:
-        """The share of a step on this node."""
-        return self._node.held(name)
-
-    def view(self, name: str, found: Assessment) -> CheckpointRef:
+    def view(self, name: str, assessment: Assessment) -> CheckpointRef:
         """A complete step as this rank can read it: the files of its node, the others through other ranks.
 
         Manifest and metadata come from one node that has them, as this node may have nothing.
         """
         if self._comm.size == 1:
-            return self.holds(name)
-        manifest, metadata = self.fetch_seal(name, found)
-        if found.shares.get(self._lead):
-            held = self.holds(name)
-            return replace(held, readable=tuple(self._node.files(held)))
+            return self.node.find(name)
+        manifest, metadata = self.fetch_seal(name, assessment)
+        if assessment.shares.get(self._lead):
+            share = self.node.find(name)
+            return replace(share, readable=tuple(self.node.sizes(share)))
         folder = Committed(name=name, folder=name)
         known = {folder.key(MANIFEST_NAME): manifest, folder.key(METADATA_NAME): metadata}
         return CheckpointRef(DescribedStorage(self.storage, known), folder, readable=())
 
-    def repair(self, name: str, found: Assessment) -> None:
+    def repair(self, name: str, assessment: Assessment) -> None:
         """Compute the lost shares and commit them to the caches that miss them."""
-        self._refill(
-            name,
-            found,
-            {rank: found.holders[rank] for rank in found.lost},
-            lambda from_key, to_key: self._rebuild(found, from_key, to_key),
-        )
 
-    def relocate_shares(self, name: str, found: Assessment) -> CheckpointRef:
+        def rebuild(from_key: KeyOf, to_key: KeyOf) -> None:
+            for record in assessment.records.values():
+                self._protector.rebuild_into(
+                    record, assessment.lost, holders=assessment.holders, from_key=from_key, to_key=to_key
+                )
+
+        self._refill(name, assessment, {rank: assessment.holders[rank] for rank in assessment.lost}, rebuild)
+
+    def relocate_shares(self, name: str, assessment: Assessment) -> CheckpointRef:
         """A complete step as this rank can read it, after moving each share to the node of its home rank."""
         away = {
             rank: home
-            for rank, home in found.homes.items()
-            if rank not in found.shares.get(self._leads[home], ())
+            for rank, home in assessment.homes.items()
+            if rank not in assessment.shares.get(self._leads[home], ())
         }
         if away:
             self._refill(
                 name,
-                found,
+                assessment,
                 away,
                 lambda from_key, to_key: self._protector.transfer_shares(
-                    found.records, away, holders=found.holders, from_key=from_key, to_key=to_key
+                    assessment.records, away, holders=assessment.holders, from_key=from_key, to_key=to_key
                 ),
             )
-            found = self.assess(name)
-        return self.view(name, found)
+            assessment = self.assess(name)
+        return self.view(name, assessment)
 
-    def fetch_seal(self, name: str, found: Assessment) -> tuple[bytes, bytes]:
+    def fetch_seal(self, name: str, assessment: Assessment) -> tuple[bytes, bytes]:
         """Manifest and metadata of a step, broadcast by the first node that has a share of it."""
-        sender = min(lead for lead, shares in found.shares.items() if shares)
+        sender = min(lead for lead, shares in assessment.shares.items() if shares)
         seal = all_gather_results(
             self._comm,
-            lambda: self._node.seal(name) if self._comm.rank == sender else None,
+            lambda: self.node.seal(name) if self._comm.rank == sender else None,
             awaiting=f"rank {sender} to send the manifest of {name}",
         )[sender]
         assert seal is not None, "a node that holds shares has their manifest"
@@ -264,34 +403,32 @@ class CacheLevel:
 
     def remove(self, name: str) -> None:
         """Remove a step from all caches: the lead of each node removes its share."""
-        if self.leads:
-            self._node.remove(name)
+        if self.is_lead:
+            self.node.remove(name)
 
     def close(self) -> None:
         """Close the connections between ranks."""
         self._protector.close()
 
-    def _rebuild(self, found: Assessment, from_key: KeyOf, to_key: KeyOf) -> None:
-        for record in found.records.values():
-            self._protector.rebuild_into(
-                record, found.lost, holders=found.holders, from_key=from_key, to_key=to_key
-            )
-
     def _refill(
-        self, name: str, found: Assessment, gains: Mapping[int, int], fill: Callable[[KeyOf, KeyOf], None]
+        self,
+        name: str,
+        assessment: Assessment,
+        gains: Mapping[int, int],
+        fill: Callable[[KeyOf, KeyOf], None],
     ) -> None:
         """Give the nodes of some ranks shares that they do not have; `gains` is by the rank that saved.
 
         `fill` writes them, from what is on this node or comes from others. A node keeps what it has: a
         committed checkpoint is never written to, so its old shares are copied into the new draft.
         """
-        own = found.shares.get(self._lead, frozenset())
+        own = assessment.shares.get(self._lead, frozenset())
         gained = {rank for rank, home in gains.items() if self._leads[home] == self._lead}
-        manifest, metadata = self.fetch_seal(name, found)
+        manifest, metadata = self.fetch_seal(name, assessment)
         draft = self.start(name, only=gains.values())
         with ExitStack() as undo:
             undo.callback(self.drop, draft)
-            from_key = self.holds(name).key if own else draft.key
+            from_key = self.node.find(name).key if own else draft.key
             all_gather_results(
                 self._comm,
                 lambda: fill(from_key, draft.key),
@@ -299,9 +436,9 @@ class CacheLevel:
             )
 
             def commit() -> None:
-                if gained and self.leads:
-                    self._protector.carry_over(found.records, own, from_key=from_key, to_key=draft.key)
-                    self._node.publish(draft, manifest, metadata, found.records, own | gained)
+                if gained and self.is_lead:
+                    self._protector.carry_over(assessment.records, own, from_key=from_key, to_key=draft.key)
+                    self.node.publish(draft, manifest, metadata, assessment.records, own | gained)
 
             all_gather_results(self._comm, commit, awaiting=f"all nodes to commit {name}")
             undo.pop_all()
@@ -316,25 +453,17 @@ class CacheLevel:
             _plan_record(draft, group, shares, scheme, domains=self._domains, block_bytes=self._block_bytes)
             for group in groups
         ]
-        kept = all_gather_results(
+        parity_files = all_gather_results(
             self._comm,
             lambda: self._protector.protect(plans[number], draft.key),
             awaiting=f"all ranks to protect {draft.name} by {scheme.name}",
         )
         return {
-            each: plan.model_copy(update={"kept": tuple(file for rank in plan.ranks if (file := kept[rank]))})
-            for each, plan in enumerate(plans)
+            group: plan.model_copy(
+                update={"kept": tuple(file for rank in plan.ranks if (file := parity_files[rank]))}
+            )
+            for group, plan in enumerate(plans)
         }
-
-    def _sealed(self, prepared: PreparedSave, shares: Sequence[WrittenShare], facts: dict[str, Any]) -> Seal:
-        return self._comm.broadcast(
-            all_gather_results(
-                self._comm,
-                lambda: prepared.seal(shares, facts) if self._comm.rank == 0 else None,
-                awaiting="rank 0 to write the manifest",
-            )[0],
-            awaiting="the manifest",
-        )
 
     def _publish(self, draft: Draft, seal: Seal, records: Mapping[int, GroupRecord]) -> None:
         """Commit on all nodes; if one cannot, roll back on all.
@@ -344,17 +473,17 @@ class CacheLevel:
         """
 
         def publish() -> None:
-            if self.leads:
-                self._node.mark_unconfirmed(draft)
-                self._node.publish(draft, seal.manifest, seal.metadata, records, self._node.ranks)
+            if self.is_lead:
+                self.node.mark_unconfirmed(draft)
+                self.node.publish(draft, seal.manifest, seal.metadata, records, self.node.ranks)
 
         with ExitStack() as undo:
-            if self.leads:
-                undo.callback(self._node.rollback, draft)
+            if self.is_lead:
+                undo.callback(self.node.rollback, draft)
             all_gather_results(self._comm, publish, awaiting=f"all nodes to commit {draft.name}")
             undo.pop_all()
-        if self.leads:
-            self._node.confirm(draft.name)
+        if self.is_lead:
+            self.node.confirm(draft.name)
 
 
 def _plan_record(

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.commit.catalog import StepCatalog, parse_step, step_dirname
+from penstock.checkpoint.levels.cache import NodeCache
 from penstock.checkpoint.levels.flush.daemon_flusher import DaemonWatchdog, read_flush_states
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder
-from penstock.checkpoint.levels.flush.journal import JournalReader
-from penstock.checkpoint.levels.node_cache import NodeCache
-from penstock.checkpoint.levels.redundancy.recoverability import assess
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, JournalReader
+from penstock.checkpoint.levels.redundancy.redundancy_record import assess
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.uri import find_local_paths_at, open_here
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from penstock.checkpoint.levels.flush.flusher import FlushState
-    from penstock.checkpoint.levels.redundancy.recoverability import Assessment
+    from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
     from penstock.progress import Progress
 
 
@@ -145,7 +144,7 @@ def _cached(folders: Sequence[Path]) -> list[CachedStep]:
 
 
 def _cached_step(step: int, nodes: Sequence[NodeCache]) -> CachedStep:
-    holdings = [node.holding(step_dirname(step)) for node in nodes]
+    holdings = [node.shares(step_dirname(step)) for node in nodes]
     found = assess(holdings)
     record = next(iter(found.records.values()), None)
     return CachedStep(
@@ -193,7 +192,7 @@ def find_droppable(
     return [
         DroppableStep(
             step=step,
-            size_bytes=sum(sum(node.holding(step_dirname(step)).sizes.values()) for node in nodes),
+            size_bytes=sum(sum(node.shares(step_dirname(step)).sizes.values()) for node in nodes),
             is_durable=None if known is None else step in known,
             is_ordered=step in ordered,
         )

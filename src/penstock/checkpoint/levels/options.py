@@ -5,7 +5,6 @@ Pure settings, imported by every `Manager`. `parity_layout` derives groups and s
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
@@ -20,7 +19,7 @@ LARGEST_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme(ABC):
+class Scheme:
     """How a step is protected. Applies to every `every`-th checkpoint."""
 
     every: int = 1
@@ -38,9 +37,9 @@ class Scheme(ABC):
         """How many ranks a group has, if there are enough failure domains."""
         return 1
 
-    @abstractmethod
     def kept_share(self, members: int) -> float:
-        """The bytes that a member of a group of `members` keeps, over its own bytes."""
+        """The bytes that a member of a group of `members` keeps, with parity, over its own bytes."""
+        return members / (members - self.losses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +49,6 @@ class Single(Scheme):
     name: ClassVar[str] = "single"
     losses: ClassVar[int] = 0
 
-    def kept_share(self, members: int) -> float:
-        """Its own bytes and nothing else."""
-        del members
-        return 1.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupScheme(Scheme):
@@ -62,22 +56,36 @@ class _GroupScheme(Scheme):
 
     group: int = 8
 
-    smallest: ClassVar[int] = 2
-
     def __post_init__(self) -> None:
         # `super()` without arguments does not work here: a dataclass with slots is made twice.
         Scheme.__post_init__(self)
-        if not self.smallest <= self.group <= LARGEST_GROUP:
+        if not self.losses < self.group <= LARGEST_GROUP:
             raise UsageError(
                 f"Invalid group of {self.group}",
                 where=self.name,
-                fix=f"A group has {self.smallest} to {LARGEST_GROUP} members.",
+                fix=f"A group has {self.losses + 1} to {LARGEST_GROUP} members.",
             )
 
     @property
     def members(self) -> int:
         """The size of a group."""
         return self.group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xor(_GroupScheme):
+    """One parity, distributed over the group: survives the loss of any one member."""
+
+    name: ClassVar[str] = "xor"
+    losses: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubleParity(_GroupScheme):
+    """Two independent parities, distributed over the group: survives the loss of any two members."""
+
+    name: ClassVar[str] = "double-parity"
+    losses: ClassVar[int] = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,35 +97,9 @@ class Partner(_GroupScheme):
     name: ClassVar[str] = "partner"
     losses: ClassVar[int] = 1
 
-    def kept_share(self, members: int) -> float:
+    def kept_share(self, members: int) -> float:  # noqa: ARG002 - the same in every group
         """Its own bytes and its neighbour's."""
-        del members
         return 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Xor(_GroupScheme):
-    """One parity, distributed over the group: survives the loss of any one member."""
-
-    name: ClassVar[str] = "xor"
-    losses: ClassVar[int] = 1
-
-    def kept_share(self, members: int) -> float:
-        """Its own bytes and one parity chunk."""
-        return members / (members - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoubleParity(_GroupScheme):
-    """Two independent parities, distributed over the group: survives the loss of any two members."""
-
-    name: ClassVar[str] = "double-parity"
-    losses: ClassVar[int] = 2
-    smallest: ClassVar[int] = 3
-
-    def kept_share(self, members: int) -> float:
-        """Its own bytes and two parity chunks."""
-        return members / (members - 2)
 
 
 def scheme_for(number: int, schemes: Sequence[Scheme]) -> Scheme:

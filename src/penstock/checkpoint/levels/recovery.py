@@ -18,7 +18,7 @@ import numpy as np
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, parse_step, step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
-from penstock.checkpoint.engine import RankSaveStats, Urgency, WrittenFile, WrittenShare
+from penstock.checkpoint.engine import RankSaveStats, WrittenFile, WrittenShare
 from penstock.checkpoint.formats.manifest import (
     Manifest,
     ManifestFile,
@@ -27,8 +27,8 @@ from penstock.checkpoint.formats.manifest import (
     read_manifest,
 )
 from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, copy_files
-from penstock.checkpoint.levels.redundancy.recoverability import Assessment, choose_home_rank
-from penstock.checkpoint.manager.user_files import parse_writer_rank
+from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_rank
+from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.checkpoint.tools.verify import damage_in_files
 from penstock.cluster.comm import all_gather_results
 from penstock.errors import DataDamaged, RankFailed, StorageError
@@ -39,6 +39,7 @@ from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import CacheLevel
+    from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
     from penstock.cluster.comm import Comm
 
 
@@ -57,7 +58,7 @@ def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, found: Assessm
         ]
         if not mine:
             return []
-        held = cache.holds(name)
+        held = cache.node.find(name)
         try:
             manifest = _sound_manifest(held)
         except StorageError as error:
@@ -96,11 +97,10 @@ NUM_THREADS = 2
 _NOTHING = np.zeros(0, dtype=np.int64)
 
 
-class FetchedFiles:
-    """Copies a durable step of user files to the caches: a `PreparedSave` and its `StagedSave` in one.
+class FetchedFiles(FinishedFiles):
+    """Copies a durable step of user files to the caches, in place of a save, with the same manifest.
 
-    It takes the place of a save and has the same manifest. What is copied is not verified here: a restart
-    verifies all files.
+    What is copied is not verified here: a restart verifies all files.
     """
 
     def __init__(self, stored: CheckpointRef, *, rank: int, num_ranks: int) -> None:
@@ -114,16 +114,6 @@ class FetchedFiles:
             for file in manifest.files
             if choose_home_rank(parse_writer_rank(manifest, file), manifest.world_size, num_ranks) == rank
         )
-
-    def stage(self, urgent: Urgency = "copy") -> FetchedFiles:  # noqa: ARG002 - the protocol's
-        """Return self: there is nothing to copy before the draft exists."""
-        return self
-
-    def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Return at once: the step is committed and does not change."""
-
-    def cancel(self) -> None:
-        """Do nothing: nothing is in flight between two calls."""
 
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
@@ -197,7 +187,7 @@ def list_cached_steps(cache: CacheLevel, comm: Comm) -> list[int]:
     """Every step of which some node has a share, ascending. Unlike a restart, this removes nothing."""
     answers = all_gather_results(
         comm,
-        lambda: cache.names_here() if cache.leads else [],
+        lambda: cache.node.names() if cache.is_lead else [],
         awaiting="all nodes to list their caches",
     )
     names = {name for names in answers for name in names}
@@ -284,7 +274,7 @@ def _copy_shares(
     ]
     if not files:
         return
-    held = cache.holds(name)
+    held = cache.node.find(name)
     copies = [FileCopy(from_key=held.key(file.name), to_key=transaction.key(file.name)) for file in files]
     copy_files(
         copies,

@@ -23,9 +23,14 @@ from penstock.checkpoint.levels.flush.flusher import Flusher, TrainerFlusher, re
 from penstock.checkpoint.levels.options import Flush, Scheme
 from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares
 from penstock.checkpoint.levels.redundancy import gf256
-from penstock.checkpoint.levels.redundancy.recoverability import Assessment
-from penstock.checkpoint.manager.step_store import DurableStore, MissingCopy, StepCopy, StepSlot, select_steps
-from penstock.cluster.comm import all_gather_results
+from penstock.checkpoint.manager.step_store import (
+    DurableStore,
+    MissingCopy,
+    StepCopy,
+    select_steps,
+    warn_once_per_job,
+)
+from penstock.cluster.comm import run_on_rank0
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -33,10 +38,25 @@ from penstock.storage.capabilities import find_folder_tree
 from penstock.storage.uri import has_option, parse_uri
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from penstock.checkpoint.commit.catalog import CheckpointRef
+    from penstock.checkpoint.commit.protocol import Draft
+    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
+    from penstock.checkpoint.levels.flush.flusher import Flusher
+    from penstock.checkpoint.levels.options import Flush, Scheme
+    from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
+    from penstock.checkpoint.manager.step_store import StepSlot
     from penstock.checkpoint.state.process_group import RankGroup
+    from penstock.progress import Progress
+    from penstock.storage import Storage
 
 
-def open_flusher(
+logger = logging.getLogger(__name__)
+
+
+def _open_flusher(
     cache: CacheLevel, durable: DurableStore, members: RankGroup, settings: Flush, *, path: str | None
 ) -> Flusher:
     """The flusher for these settings: the daemon of each node if it can, else the trainer. Collective.
@@ -45,13 +65,14 @@ def open_flusher(
     ranks choose alike, and log why it is not the daemon.
     """
     if settings.by == "daemon":
-        reason = _explain_no_daemon(durable, path)
-        answers = members.comm.gather(reason, awaiting="all ranks to check whether a daemon can flush")
-        reasons = [answer for answer in answers if answer]
-        if not reasons and path is not None:
+        obstacle = _explain_no_daemon(durable, path)
+        answers = members.comm.gather(obstacle, awaiting="all ranks to check whether a daemon can flush")
+        obstacles = [answer for answer in answers if answer]
+        if not obstacles and path is not None:
             return DaemonFlusher(cache, durable, _build_daemon_uri(path), members, settings)
-        level = logging.WARNING if members.comm.rank == 0 else logging.INFO
-        logger.log(level, "Flushing in the trainer instead of a daemon: %s", reasons[0])
+        warn_once_per_job(
+            logger, members.comm.rank, "Flushing in the trainer instead of a daemon: %s", obstacles[0]
+        )
     return TrainerFlusher(cache, durable, members, settings)
 
 
@@ -73,11 +94,8 @@ def _build_daemon_uri(path: str) -> str:
     return location.text
 
 
-logger = logging.getLogger(__name__)
-
-
 def open_tiered_store(
-    plain: DurableStore,
+    durable: DurableStore,
     cache: Storage,
     flushers: RankGroup,
     *,
@@ -95,23 +113,23 @@ def open_tiered_store(
     if any(scheme.losses > 1 for scheme in schemes):
         # Compiled now, while the run starts, and not in its first save.
         gf256.load_loops()
-    flushers.comm.timeout_s = plain.timeout_s
-    level = CacheLevel(cache, plain.comm, schemes=schemes, domain=domain)
-    flusher = None if flush is None else open_flusher(level, plain, flushers, flush, path=path)
-    return TieredStore(level, plain, flusher, flush=flush, keep_cached=keep_cached)
+    flushers.comm.timeout_s = durable.timeout_s
+    level = CacheLevel(cache, durable.comm, schemes=schemes, domain=domain)
+    flusher = None if flush is None else _open_flusher(level, durable, flushers, flush, path=path)
+    return TieredStore(level, durable, flusher, flush=flush, keep_cached=keep_cached)
 
 
 class TieredStore:
     """A `StepStore` with caches in front of a durable level.
 
-    Saving and restoring use the group of the `plain` store; without a `flusher` nothing becomes durable. The
-    newest `keep_cached` steps stay in the caches; None keeps all.
+    Saving and restoring use the group of the `durable` store; without a `flusher` nothing becomes durable.
+    The newest `keep_cached` steps stay in the caches; None keeps all.
     """
 
     def __init__(
         self,
         cache: CacheLevel,
-        plain: DurableStore,
+        durable: DurableStore,
         flusher: Flusher | None,
         *,
         flush: Flush | None,
@@ -119,9 +137,9 @@ class TieredStore:
     ) -> None:
         self.uri = cache.storage.uri
         self._cache = cache
-        self._plain = plain
-        self._durable = plain.catalog
-        self._comm = plain.comm
+        self._durable = durable
+        self._catalog = durable.catalog
+        self._comm = durable.comm
         self._flusher = flusher
         self._flush = flush
         self._keep_cached = keep_cached
@@ -130,12 +148,12 @@ class TieredStore:
 
     def steps(self) -> list[int]:
         """The durable steps and those in this node's cache."""
-        return sorted({*self._durable.committed(), *self._cached_here()})
+        return sorted({*self._catalog.committed(), *self._local_steps()})
 
     def open(self, name: str, *, is_last: bool = False) -> StepSlot:
         """A draft in all caches; results, which are not steps, go to the durable level at once."""
         if parse_step(name) is None:
-            return self._plain.open(name)
+            return self._durable.open(name)
         with ExitStack() as undo:
             if self._flusher:
                 undo.enter_context(self._flusher.saving())
@@ -162,7 +180,7 @@ class TieredStore:
         if self._flusher and self._flush and (is_last or self._num_saves % self._flush.every == 0):
             self._flusher.hand_over(step, cached)
             if not self._flush.background:
-                self._flusher.wait(self._plain.timeout_s)
+                self._flusher.wait(self._durable.timeout_s)
                 require_durable(self._flusher, step)
         self._apply_cache_retention()
         return cached
@@ -170,30 +188,28 @@ class TieredStore:
     def candidates(self, wanted: int | None) -> list[int]:
         """The steps of all levels."""
         cached = {step for name in self._cache.names() if (step := parse_step(name)) is not None}
-        durable = all_gather_results(
-            self._comm,
-            lambda: self._durable.committed() if self._comm.rank == 0 else [],
-            awaiting="rank 0 to list the durable steps",
-        )[0]
-        return select_steps(sorted({*cached, *durable}), wanted, self._durable.storage.uri)
+        durable = run_on_rank0(
+            self._comm, self._catalog.committed, awaiting="rank 0 to list the durable steps"
+        )
+        return select_steps(sorted({*cached, *durable}), wanted, self._catalog.storage.uri)
 
     def copies(self, step: int) -> Iterator[StepCopy | MissingCopy]:
         """The caches' copy, rebuilt if files are lost or damaged; then that of the durable level."""
-        found = self._cache.assess(step_dirname(step))
-        if found.records:
-            yield from self._cached(step, found)
-        is_durable = all_gather_results(
+        assessment = self._cache.assess(step_dirname(step))
+        if assessment.records:
+            yield from self._cached(step, assessment)
+        is_durable = run_on_rank0(
             self._comm,
-            lambda: self._comm.rank == 0 and step in self._durable.committed(),
+            lambda: step in self._catalog.committed(),
             awaiting="rank 0 to look for the durable step",
-        )[0]
+        )
         if is_durable:
             yield StepCopy(
                 level="durable",
-                open=partial(self._durable.find, step),
+                open=partial(self._catalog.find, step),
                 localize=partial(self._fetch, step),
             )
-        elif not found.records:
+        elif not assessment.records:
             yield MissingCopy("no level has it")
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
@@ -210,72 +226,76 @@ class TieredStore:
 
     def _apply_cache_retention(self) -> None:
         """Remove the oldest steps of this node's cache, except those still to be flushed."""
-        if self._keep_cached is None or not self._cache.leads:
+        if self._keep_cached is None or not self._cache.is_lead:
             return
         states = self._flusher.states() if self._flusher else {}
         flushing = {step for step, state in states.items() if not state.is_over}
-        for step in self._cached_here()[: -self._keep_cached]:
+        for step in self._local_steps()[: -self._keep_cached]:
             if step not in flushing:
                 self._cache.remove(step_dirname(step))
 
-    def _cached_here(self) -> list[int]:
-        return sorted(step for name in self._cache.names_here() if (step := parse_step(name)) is not None)
+    def _local_steps(self) -> list[int]:
+        return sorted(step for name in self._cache.node.names() if (step := parse_step(name)) is not None)
 
-    def _cached(self, step: int, found: Assessment) -> Iterator[StepCopy | MissingCopy]:
+    def _cached(self, step: int, assessment: Assessment) -> Iterator[StepCopy | MissingCopy]:
         name = step_dirname(step)
-        found = self._repaired(name, found)
-        if found.reason:
-            yield self._report_missing(name, found.reason)
+        assessment = self._repaired(name, assessment)
+        if assessment.reason:
+            yield self._report_missing(name, assessment.reason)
             return
-        yield self._describe_copy("cache", name, found)
+        yield self._describe_copy("cache", name, assessment)
         # Resumed, because the first copy could not be loaded: damaged shares count as lost ones from here.
-        damaged = find_damaged_shares(self._cache, self._comm, name, found)
+        damaged = find_damaged_shares(self._cache, self._comm, name, assessment)
         if not damaged:
             return
-        found = self._repaired(name, self._cache.assess(name, damaged=damaged))
-        if found.reason:
-            yield self._report_missing(name, found.reason)
+        assessment = self._repaired(name, self._cache.assess(name, damaged=damaged))
+        if assessment.reason:
+            yield self._report_missing(name, assessment.reason)
             return
-        yield self._describe_copy("cache, rebuilt", name, found)
+        yield self._describe_copy("cache, rebuilt", name, assessment)
 
-    def _repaired(self, name: str, found: Assessment) -> Assessment:
+    def _repaired(self, name: str, assessment: Assessment) -> Assessment:
         """Rebuild the step if that is needed and possible; on failure, `reason` says why not."""
-        if not found.is_rebuildable:
-            return found
-        self._warn_once("%s: rebuilding the lost files of ranks %s", name, _listed(found.lost))
+        if not assessment.is_rebuildable:
+            return assessment
+        warn_once_per_job(
+            logger,
+            self._comm.rank,
+            "%s: rebuilding the lost files of ranks %s",
+            name,
+            ", ".join(map(str, assessment.lost)),
+        )
         try:
-            self._cache.repair(name, found)
+            self._cache.repair(name, assessment)
         except RankFailed as error:
-            return replace(found, reason=f"it could not be rebuilt: {error}")
+            return replace(assessment, reason=f"it could not be rebuilt: {error}")
         return self._cache.assess(name)
 
     def _report_missing(self, name: str, reason: str) -> MissingCopy:
-        self._warn_once("%s: the caches cannot provide it, other levels may: %s", name, reason)
+        warn_once_per_job(
+            logger, self._comm.rank, "%s: the caches cannot provide it, other levels may: %s", name, reason
+        )
         return MissingCopy(f"caches: {reason}")
 
-    def _warn_once(self, text: str, *values: object) -> None:
-        """Warn once for the whole job; the other ranks' logs have it as information."""
-        logger.log(logging.WARNING if self._comm.rank == 0 else logging.INFO, text, *values)
-
-    def _describe_copy(self, level: str, name: str, found: Assessment) -> StepCopy:
+    def _describe_copy(self, level: str, name: str, assessment: Assessment) -> StepCopy:
         return StepCopy(
             level=level,
-            open=partial(self._cache.view, name, found),
-            localize=partial(self._cache.relocate_shares, name, found),
+            open=partial(self._cache.view, name, assessment),
+            localize=partial(self._cache.relocate_shares, name, assessment),
         )
 
     def _fetch(self, step: int) -> CheckpointRef:
         """Copy user files from the durable level into the caches, and protect them there again."""
-        stored = self._durable.find(step)
-        files = FetchedFiles(stored, rank=self._comm.rank, num_ranks=self._comm.size)
+        files = FetchedFiles(self._catalog.find(step), rank=self._comm.rank, num_ranks=self._comm.size)
         try:
             # Number 0 is a multiple of every interval, so the scheme with the largest one protects it.
-            self._cache.save(step_dirname(step), files, files, number=0, facts={})
+            draft = self._cache.start(step_dirname(step))
+            self._cache.complete(draft, files, files, number=0, facts={})
         except (StorageError, RankFailed) as error:
             logger.warning(
                 "%s is read from the durable level, as it could not be fetched: %s", step_dirname(step), error
             )
-            return self._plain.find_local(step)
+            return self._durable.find_local(step)
         return self._cache.relocate_shares(step_dirname(step), self._cache.assess(step_dirname(step)))
 
 
@@ -308,7 +328,3 @@ class CachedSlot:
         """Remove this node's draft."""
         with self._until:
             self._cache.drop(self._draft)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -1,62 +1,54 @@
 """The checkpoints of one run: saved, kept, found again and restored by one object that all ranks have.
 
 The whole way stands here: `save` -> `_start` (agree, stage) -> `_complete` (write, commit, retention) on a
-thread of its own, and `restore` -> `RestoreSearch` -> `Engine.load`. Where steps lie is a `StepStore`'s job,
-how a state's bytes move an `Engine`'s. Invariant: what `restore` returns was committed and loaded completely;
-a failed save is raised on all ranks by the next collective call, at the latest.
+thread of its own, and `restore` -> `RestoreSearch` -> `Engine.load`. A `StepStore` knows where steps are, an
+`Engine` how a state's bytes move. Invariant: what `restore` returns was committed and loaded completely; a
+failed save is raised by `SaveHandle.result`, or on all ranks by the next collective call, at the latest.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from penstock.checkpoint.commit.catalog import AnyPath, CheckpointRef, StepCatalog, step_dirname
+from penstock.checkpoint.commit.catalog import AnyPath, StepCatalog, step_dirname
 from penstock.checkpoint.commit.transaction import stage_on_all_ranks
-from penstock.checkpoint.engine import (
-    Engine,
-    LoadChoice,
-    NamePatterns,
-    PreparedSave,
-    SaveChoice,
-    StagedSave,
-    State,
-    Urgency,
-)
+from penstock.checkpoint.engine import LoadChoice, SaveCancelled, SaveChoice
 from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single
-from penstock.checkpoint.manager.graceful_stop import ON_REQUEST, GracefulStop, StopConditions
-from penstock.checkpoint.manager.inflight import (
-    InFlightSaves,
-    SaveHandle,
-    SaveProgress,
-    SaveReport,
-    log_failure,
-    start_lasting_worker,
-)
-from penstock.checkpoint.manager.save_policy import EVERY_STEP, SavePolicy, SaveScheduler
-from penstock.checkpoint.manager.step_store import (
-    DurableStore,
-    RestoreSearch,
-    SkippedStep,
-    StepCopy,
-    StepStore,
-    build_restore_error,
-    load_on_all_ranks,
-)
-from penstock.checkpoint.state.process_group import RankGroup, make_own_group
-from penstock.errors import RankError, UsageError
+from penstock.checkpoint.manager import save_policy as policies
+from penstock.checkpoint.manager import step_store
+from penstock.checkpoint.state.process_group import make_own_group
+from penstock.cluster.comm import format_cause
+from penstock.errors import PenstockError, RankError, RankFailed, UsageError, WaitTimeout
 from penstock.extras import explained_imports
-from penstock.progress import Progress
-from penstock.storage import Storage
+from penstock.progress import Progress, Silent
 from penstock.storage.uri import open_here
+from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
+    from penstock.checkpoint.engine import (
+        Engine,
+        NamePatterns,
+        PreparedSave,
+        RankSaveStats,
+        StagedSave,
+        State,
+        Urgency,
+    )
     from penstock.checkpoint.manager.user_files import Restart, UserOutput
+    from penstock.cluster.comm import Comm
+    from penstock.storage import Storage
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long the slowest rank may take to write its share."""
@@ -65,6 +57,219 @@ Staging = Literal["copied", "background"]
 """When `save_async` returns: as soon as the tensors may change, or at once."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """The result of a save: where the step is, and the statistics of each rank, in rank order."""
+
+    step: int
+    uri: str
+    ranks: tuple[RankSaveStats, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        """The bytes of the state, over all ranks."""
+        return sum(stats.payload_bytes for stats in self.ranks)
+
+    def format_line(self, rank: int) -> str:
+        """The statistics of one rank as a line of the log."""
+        stats = self.ranks[rank]
+        rate = format_rate(stats.file_bytes / stats.write_s) if stats.write_s else "no time"
+        return (
+            f"step {self.step}, rank {rank}: {format_bytes(stats.payload_bytes)}; plan {stats.plan_s:.3f} s, "
+            f"stage {stats.stage_s:.3f} s, write {stats.write_s:.3f} s ({rate}), sync {stats.sync_s:.3f} s, "
+            f"commit {stats.commit_s:.3f} s; memory {format_bytes(stats.memory_bytes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressState:
+    """The progress of a save on this rank."""
+
+    phase: str
+    done: float
+    total: float
+
+
+class SaveProgress:
+    """The `Progress` of one save: remembers the latest `state`, and forwards to another `Progress`."""
+
+    def __init__(self, forward_to: Progress | None) -> None:
+        self.state = ProgressState("waiting", 0.0, 0.0)
+        self._forward_to = forward_to or Silent()
+        self._lock = threading.Lock()
+
+    def begin(self, phase: str, total: float) -> None:
+        """Begin a phase."""
+        with self._lock:
+            self.state = ProgressState(phase, 0.0, total)
+        self._forward_to.begin(phase, total)
+
+    def advance(self, amount: float) -> None:
+        """Advance within the phase."""
+        with self._lock:
+            self.state = replace(self.state, done=self.state.done + amount)
+        self._forward_to.advance(amount)
+
+
+class SaveHandle:
+    """A save in the background. Any thread may call; nothing here is collective.
+
+    `number` counts the saves of a manager from 1, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        number: int,
+        staged: StagedSave,
+        future: Future[SaveReport],
+        *,
+        meter: SaveProgress,
+        timeout_s: float,
+    ) -> None:
+        self.step = step
+        self.number = number
+        self._staged = staged
+        self._future = future
+        self._meter = meter
+        self._timeout_s = timeout_s
+        self._is_reported = False
+        self._is_cancelled = False
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Return when the tensors may change; `WaitTimeout` after `timeout` or the manager's limit, in s."""
+        self._staged.wait_staged(self._timeout_s if timeout is None else timeout)
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the step is committed; raises the error if the save failed, at every call.
+
+        `WaitTimeout` after `timeout` seconds. Without one, only the time limits of the save itself apply.
+        """
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout as error:
+            # The save itself may have failed with a time-out of the system.
+            if not self._future.done():
+                raise WaitTimeout(f"step {self.step} to be committed", timeout or 0.0) from error
+            self._is_reported = True
+            raise
+        except (PenstockError, CancelledError):
+            self._is_reported = True
+            raise
+
+    @property
+    def done(self) -> bool:
+        """Whether it was committed, failed or cancelled."""
+        return self._future.done()
+
+    @property
+    def stats(self) -> SaveReport | None:
+        """The report if the step is committed; None before that, and after a failure."""
+        is_committed = self._future.done() and self._future.exception() is None
+        return self._future.result() if is_committed else None
+
+    @property
+    def progress(self) -> ProgressState:
+        """The progress of this rank's share."""
+        return self._meter.state
+
+    def cancel(self) -> None:
+        """Cancel the save on all ranks; an older checkpoint of this step is unaffected.
+
+        `result` then raises. Has no effect once this rank's files are written: the step will be committed.
+        """
+        self._is_cancelled = True
+        self._staged.cancel()
+
+    def unreported_error(self) -> BaseException | None:
+        """Its error, if it failed and no call has raised it yet."""
+        if self._is_reported or self._is_cancelled or not self._future.done():
+            return None
+        return self._future.exception()
+
+    def mark_reported(self) -> None:
+        """Note that its failure is being raised elsewhere."""
+        self._is_reported = True
+
+    def wait_done(self, timeout_s: float) -> None:
+        """Return when it is over, successful or not."""
+        try:
+            self._future.exception(timeout_s)
+        except FutureTimeout as error:
+            raise WaitTimeout(f"step {self.step} to be committed", timeout_s) from error
+
+
+class _InFlightSaves:
+    """One rank's saves that are pending, or failed without having been reported."""
+
+    def __init__(self, comm: Comm, timeout_s: float) -> None:
+        self._comm = comm
+        self._timeout_s = timeout_s
+        self._handles: list[SaveHandle] = []
+
+    def add(self, handle: SaveHandle) -> None:
+        self._handles.append(handle)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait_done(self._timeout_s)
+
+    def cancel(self) -> None:
+        for handle in self._handles:
+            handle.cancel()
+
+    def sync_and_raise(self, activity: str, flush_failures: Mapping[int, BaseException]) -> None:
+        """Wait until all ranks make the same call, then raise the first unreported failure. Collective.
+
+        This is where a background failure of one rank becomes an error on all: ranks gather what failed
+        before they start anything new. `flush_failures` happened after their saves had returned.
+        """
+        own_failures = [
+            (handle.number, *self._locate(failure, f"saving step {handle.step}"))
+            for handle in self._handles
+            if (failure := handle.unreported_error()) is not None
+        ]
+        # Number 0: handles count from 1, and a flush has none.
+        own_failures += [
+            (0, *self._locate(failure, f"making durable step {step}"))
+            for step, failure in flush_failures.items()
+        ]
+        views = self._comm.gather((activity, own_failures), awaiting=f"all ranks to begin {activity}")
+        if {other for other, _ in views} != {activity}:
+            calls = ", ".join(f"rank {rank}: {other}" for rank, (other, _) in enumerate(views))
+            raise UsageError(
+                f"The ranks make different calls: {calls}",
+                fix="Make the same calls in the same order on all ranks.",
+            )
+        failures = sorted(failure for _, failed in views for failure in failed)
+        self._forget({number for number, *_ in failures})
+        if failures:
+            _, rank, host, cause = failures[0]
+            raise RankFailed(rank, host, cause)
+
+    def _locate(self, failure: BaseException, activity: str) -> tuple[int, str, str]:
+        """Rank, host and cause of a failure in the background."""
+        rank, host, cause = self._comm.rank, self._comm.host, format_cause(failure)
+        if isinstance(failure, RankFailed):
+            rank, host, cause = failure.rank, failure.host, failure.cause
+        return rank, host, f"{activity} in the background: {cause}"
+
+    def _forget(self, reported: set[int]) -> None:
+        """Drop handles with nothing left to report. A save that failed on another rank fails here, too."""
+        for handle in self._handles:
+            if handle.number in reported:
+                handle.wait_done(self._timeout_s)
+                handle.mark_reported()
+        self._handles = [handle for handle in self._handles if not handle.done or handle.unreported_error()]
+
+
+def _log_failure(step: int, future: Future[SaveReport]) -> None:
+    """Log a failure: the program may end before it asks for the result."""
+    error = None if future.cancelled() else future.exception()
+    if error is not None and not isinstance(error, SaveCancelled):
+        logger.error("Step %d was not saved: %s", step, format_cause(error))
 
 
 class Manager:
@@ -101,8 +306,8 @@ class Manager:
         flush: Flush | None = EACH,
         keep_cached: int | None = 2,
         failure_domain: str | None = None,
-        save_policy: SavePolicy = EVERY_STEP,
-        stop: StopConditions = ON_REQUEST,
+        save_policy: policies.SavePolicy = policies.EVERY_STEP,
+        stop: policies.StopConditions = policies.ON_REQUEST,
         process_group: Any = None,
         writers: int = 2,
         separation_hint: str | None = None,
@@ -119,28 +324,30 @@ class Manager:
         self._storage = _open_storage(durable, self._rank)
         self._timeout_s = timeout_s
         catalog = StepCatalog(self._storage)
-        durable_store = DurableStore(catalog, self._back.comm, keep=keep, timeout_s=timeout_s)
-        self._store: StepStore = durable_store
+        durable_store = step_store.DurableStore(catalog, self._back.comm, keep=keep, timeout_s=timeout_s)
+        self._store: step_store.StepStore = durable_store
         if cache is not None:
-            self._store = _add_cache(
+            from penstock.checkpoint.levels.tiered_store import open_tiered_store  # noqa: PLC0415 - optional
+
+            self._store = open_tiered_store(
                 durable_store,
                 _open_storage(cache, self._rank),
                 make_own_group(process_group),
-                redundancy,
+                schemes=[redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()],
                 flush=flush,
                 keep_cached=keep_cached,
                 domain=failure_domain,
                 path=os.fspath(durable) if isinstance(durable, str | os.PathLike) else None,
             )
-        self._scheduler = SaveScheduler(save_policy)
-        self._stop = GracefulStop(stop, self._storage, self._rank)
+        self._scheduler = policies.SaveScheduler(save_policy)
+        self._stop = policies.GracefulStop(stop, self._storage, self._rank)
         self._engine = engine or _open_torch_engine(writers, separation_hint, staging_bytes)
         self._restart: Restart | None = None
-        self._in_flight = InFlightSaves(self._front.comm, timeout_s)
+        self._in_flight = _InFlightSaves(self._front.comm, timeout_s)
         self._num_saves = 0
-        self._worker = start_lasting_worker("penstock-save")
+        self._worker = step_store.start_lasting_worker("penstock-save")
         self._is_open = True
-        self.skipped_steps: tuple[SkippedStep, ...] = ()
+        self.skipped_steps: tuple[step_store.SkippedStep, ...] = ()
         """Those that the last `restore` could not load, newest first."""
 
     def steps(self) -> list[int]:
@@ -179,9 +386,10 @@ class Manager:
         An older checkpoint of this step is replaced, and stays usable until then. `only` saves the parts
         whose names match; `dtype` converts floating-point tensors.
         """
-        choice = SaveChoice(only=only, dtype=dtype)
         with self._scheduler.measure():
-            return self._start(step, state, choice, progress, urgent="commit").result()
+            return self._start(
+                step, state, SaveChoice(only=only, dtype=dtype), progress, urgent="commit"
+            ).result()
 
     def save_async(
         self,
@@ -200,9 +408,8 @@ class Manager:
         """
         if staging not in ("copied", "background"):
             raise UsageError(f"Invalid staging={staging!r}", fix='Choose "copied" or "background".')
-        choice = SaveChoice(only=only, dtype=dtype)
         with self._scheduler.measure():
-            handle = self._start(step, state, choice, progress, urgent="copy")
+            handle = self._start(step, state, SaveChoice(only=only, dtype=dtype), progress, urgent="copy")
             if staging == "copied":
                 handle.wait_staged()
         return handle
@@ -217,7 +424,7 @@ class Manager:
         meter = SaveProgress(progress)
         complete = partial(self._complete, step, prepared, staged, meter, is_last=bool(self.stop_reason))
         future = self._worker.submit(self._stop.time_save, complete)
-        future.add_done_callback(partial(log_failure, step))
+        future.add_done_callback(partial(_log_failure, step))
         self._num_saves += 1
         handle = SaveHandle(step, self._num_saves, staged, future, meter=meter, timeout_s=self._timeout_s)
         self._in_flight.add(handle)
@@ -268,12 +475,10 @@ class Manager:
             convert_dtypes=convert_dtypes,
             trust=trust,
         )
-        engine, search = self._engine, RestoreSearch(self._store, step, self._rank)
+        search = step_store.RestoreSearch(self._store, step, self._rank)
         while copy := search.next_copy():
-            load = partial(
-                _load_copy, copy, lambda ref: engine.load(state, ref, self._front, choice, progress)
-            )
-            reason = load_on_all_ranks(self._front.comm, load, search.step)
+            load = partial(_load_copy, copy, partial(self._engine.load, state), self._front, choice, progress)
+            reason = step_store.load_on_all_ranks(self._front.comm, load, search.step)
             if reason is None:
                 break
             search.reject(reason)
@@ -282,7 +487,7 @@ class Manager:
             logger.info("Restored step %d from: %s", search.step, copy.level)
             return search.step
         if self.skipped_steps:
-            raise build_restore_error(self.skipped_steps, self._storage.uri)
+            raise step_store.build_restore_error(self.skipped_steps, self._storage.uri)
         return None
 
     def output(self, name: str | int, *, checkpoint: bool = True) -> UserOutput:
@@ -321,7 +526,7 @@ class Manager:
 
         self._in_flight.wait()
         self._sync(f"restarting from {'the newest step' if step is None else step_dirname(step)}")
-        search = RestoreSearch(self._store, step, self._rank)
+        search = step_store.RestoreSearch(self._store, step, self._rank)
         if self._restart and not self._restart.is_valid:
             search = self._restart.search
         self._restart = find_restart(search, self._front.comm, self._storage.uri)
@@ -383,24 +588,10 @@ def _open_torch_engine(writers: int, separation_hint: str | None, staging_bytes:
     return TorchEngine(options, staging_bytes=staging_bytes or DEFAULT_STAGING_BYTES)
 
 
-def _add_cache(
-    durable: DurableStore,
-    cache: Storage,
-    members: RankGroup,
-    redundancy: Scheme | Sequence[Scheme],
-    **choices: Any,
-) -> StepStore:
-    """Put the caches of all hosts in front of the durable level."""
-    from penstock.checkpoint.levels.tiered_store import open_tiered_store  # noqa: PLC0415 - others never need it
-
-    schemes = [redundancy] if isinstance(redundancy, Scheme) else redundancy or [Single()]
-    return open_tiered_store(durable, cache, members, schemes=schemes, **choices)
-
-
-def _load_copy(copy: StepCopy, load: Callable[[CheckpointRef], object]) -> None:
+def _load_copy(copy: step_store.StepCopy, load: Callable[..., object], *arguments: object) -> None:
     checkpoint = copy.open()
     try:
-        load(checkpoint)
+        load(checkpoint, *arguments)
     except (UsageError, RankError) as error:
         from penstock.checkpoint.manager.user_files import explain_missing_state  # noqa: PLC0415 - rare
 

@@ -9,7 +9,9 @@ error; whether a copy can be loaded is only known by loading it.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,8 @@ if TYPE_CHECKING:
     from penstock.progress import Progress
 
 Fault = Literal["checkpoint", "caller", "elsewhere"]
-"""Whose fault a failed load is: an older step may work, no step will, or another rank knows."""
+"""What caused a failed load: the checkpoint (an older step may work), the caller (no step will), or an error
+that another rank knows."""
 
 logger = logging.getLogger(__name__)
 
@@ -171,13 +174,19 @@ class DurableSlot:
 def apply_retention(catalog: StepCatalog, step: int, keep: int | None) -> None:
     """Point to the newest step and remove the surplus. Never raises `StorageError`: `step` is committed."""
     try:
-        if step == max(catalog.committed(), default=None):
+        committed = catalog.committed()
+        if step == max(committed, default=None):
             catalog.set_latest(step)
-        for removed in catalog.surplus(keep):
+        for removed in catalog.surplus(committed, keep):
             logger.info("Removing step %d: the newest %s are kept", removed, keep)
             catalog.remove(removed)
     except StorageError as error:
         logger.warning("Step %d is committed, but not all old steps could be removed: %s", step, error)
+
+
+def warn_once_per_job(own_logger: logging.Logger, rank: int, message: str, *values: object) -> None:
+    """Log a warning on rank 0; the other ranks' logs have it as information."""
+    own_logger.log(logging.WARNING if rank == 0 else logging.INFO, message, *values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +233,8 @@ class RestoreSearch:
                     self.reject(copy.reason)
                 else:
                     yield copy
-            # One warning for the whole job; the other ranks' logs have it as information.
-            level = logging.WARNING if self._rank == 0 else logging.INFO
-            logger.log(level, "Skipping step %d: %s", step, "; ".join(self._reasons.get(step, ())))
+            reasons = "; ".join(self._reasons.get(step, ()))
+            warn_once_per_job(logger, self._rank, "Skipping step %d: %s", step, reasons)
         self.step = -1
 
 
@@ -294,9 +302,21 @@ def build_restore_error(skipped: Sequence[SkippedStep], uri: str) -> StorageErro
     if len(skipped) == 1:
         message = f"Step {skipped[0].step} cannot be restored: {skipped[0].reason}"
         return StorageError(message, uri=uri, fix="`penstock checkpoint verify` lists all damage.")
-    reasons = "; ".join(f"step {each.step}: {each.reason}" for each in skipped)
+    reasons = "; ".join(f"step {step.step}: {step.reason}" for step in skipped)
     return StorageError(
         f"None of the {len(skipped)} committed steps can be restored. {reasons}",
         uri=uri,
         fix="`penstock checkpoint verify` lists all damage; copy a step back from elsewhere, or start anew.",
     )
+
+
+def start_lasting_worker(name: str) -> ThreadPoolExecutor:
+    """A pool of one thread whose work is finished before the program ends.
+
+    Python stops all thread pools at the beginning of its exit, after which a pending save could start none of
+    its threads and would be lost. Callbacks run in reverse order of registration, and the pools registered
+    theirs on import: so this one runs before them, and waits while all other pools still work.
+    """
+    worker = ThreadPoolExecutor(1, thread_name_prefix=name)
+    threading._register_atexit(worker.shutdown)  # type: ignore[attr-defined]  # noqa: SLF001 - nothing public comes in time
+    return worker

@@ -38,7 +38,7 @@ from penstock.checkpoint.formats.manifest import (
     manifest_bytes,
     read_manifest,
 )
-from penstock.checkpoint.levels.redundancy.recoverability import choose_home_rank
+from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_rank
 from penstock.checkpoint.manager.step_store import (
     RestoreSearch,
     StepCopy,
@@ -68,44 +68,48 @@ _OURS: Final = (MANIFEST_NAME, METADATA_NAME, "parity-", "redundancy-")
 
 def check_file_name(name: str) -> None:
     """`UsageError` for a name that a file of a step cannot have."""
-    check_key(name, "route")
+    check_key(name, "path")
     if "/" in name or name.startswith((".", *_OURS)):
         raise UsageError(
             f"Invalid file name {name!r}",
-            where="route",
+            where="path",
             fix="Use a plain name such as rank_0.pt; all files of a step are in one folder.",
         )
 
 
-class UserFilesSave:
-    """What one rank has written into a draft: a `PreparedSave` and its `StagedSave` in one."""
+class FinishedFiles:
+    """A `PreparedSave` and its `StagedSave` in one, for files that exist already and are not copied first."""
+
+    def stage(self, urgent: Urgency = "copy") -> Self:  # noqa: ARG002 - the protocol's
+        """Return self."""
+        return self
+
+    def wait_staged(self, timeout_s: float | None = None) -> None:
+        """Return at once: these files do not change."""
+
+    def cancel(self) -> None:
+        """Do nothing: no copy is in flight."""
+
+
+class UserFilesSave(FinishedFiles):
+    """What one rank has written into a draft."""
 
     def __init__(self, names: Sequence[str], *, rank: int, num_ranks: int) -> None:
         self._names = tuple(names)
         self._rank = rank
         self._num_ranks = num_ranks
 
-    def stage(self, urgent: Urgency = "copy") -> UserFilesSave:  # noqa: ARG002 - the protocol's
-        """Return self: the files are in the draft already, nothing is copied."""
-        return self
-
-    def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Return at once."""
-
-    def cancel(self) -> None:
-        """Do nothing: no copy is in flight."""
-
     def write_to(
         self, storage: Storage, key_of: Callable[[str], str], progress: Progress | None = None
     ) -> WrittenShare:
         """Make the files durable in place, then read and checksum them."""
-        began_s = time.monotonic()
+        begin_s = time.monotonic()
         sizes = [_sync_user_file(local_path(storage, key_of(name)), self._rank) for name in self._names]
-        seen = progress or Silent()
-        seen.begin("bytes", sum(sizes))
+        progress = progress or Silent()
+        progress.begin("bytes", sum(sizes))
         synced_s = time.monotonic()
         files = tuple(
-            _checksum_file(storage, key_of(name), name, size_bytes, seen)
+            _checksum_file(storage, key_of(name), name, size_bytes, progress)
             for name, size_bytes in zip(self._names, sizes, strict=True)
         )
         stats = RankSaveStats(
@@ -113,7 +117,7 @@ class UserFilesSave:
             payload_bytes=sum(sizes),
             file_bytes=sum(sizes),
             write_s=time.monotonic() - synced_s,
-            sync_s=synced_s - began_s,
+            sync_s=synced_s - begin_s,
         )
         return WrittenShare(rank=self._rank, files=files, stats=stats)
 

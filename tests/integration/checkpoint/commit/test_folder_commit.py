@@ -13,8 +13,7 @@ import pytest
 from tests.support.known_steps import assert_known, files_below, save_known
 
 from penstock.checkpoint.commit.catalog import open_catalog
-from penstock.checkpoint.commit.folder_commit import FolderDraftStore
-from penstock.checkpoint.commit.protocol import LEASE_S, Draft, Seal
+from penstock.checkpoint.commit.protocol import LEASE_S, Draft, FolderDraftStore, Seal
 from penstock.checkpoint.commit.transaction import _LeaseRenewer, begin_save, open_draft_store
 from penstock.cluster.comm import SoloComm
 from penstock.errors import ObjectNotFound, PenstockError
@@ -260,7 +259,7 @@ def test_what_cannot_be_swept_fails_no_save(tmp_path: Path, caplog: pytest.LogCa
     dead = start(tmp_path, replace(current_process(), started="1"))
     log = CallLog()
     files(tmp_path, log)
-    with caplog.at_level(logging.DEBUG, logger="penstock.checkpoint.commit.folder_commit"):
+    with caplog.at_level(logging.DEBUG, logger="penstock.checkpoint.commit.protocol"):
         save(tmp_path, 0, FailFileCall("rename", 1, errno.EACCES))
     assert f"Could not sweep {dead.folder}" in caplog.text
     assert assert_known(files(tmp_path)) == {NAME: 0}

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.known_steps import assert_known, files_below, known_bytes, save_known
 
-from penstock.checkpoint.commit.folder_commit import FolderDraftStore
-from penstock.checkpoint.commit.protocol import LEASE_S, MANIFEST_NAME, METADATA_NAME, Seal
+from penstock.checkpoint.commit.protocol import LEASE_S, MANIFEST_NAME, METADATA_NAME, FolderDraftStore, Seal
 from penstock.checkpoint.commit.shared_draft import SharedDraft
 from penstock.checkpoint.commit.transaction import begin_save
 from penstock.cluster.comm import SoloComm

@@ -25,7 +25,7 @@ from penstock.testing.rank_threads import ThreadComm, on_ranks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from penstock.checkpoint.levels.redundancy.recoverability import Assessment
+    from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ def _save(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) 
     prepared = engine.prepare({"bytes": _content(comm.rank, step)}, RankGroup(comm), SaveChoice())
     level = _level(comm, folder, schemes)
     facts = {"step": step}
-    return level.save(f"step-{step}", prepared, prepared.stage(), number=step, facts=facts)
+    return level.complete(level.start(f"step-{step}"), prepared, prepared.stage(), number=step, facts=facts)
 
 
 def _recover(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 1) -> tuple[Assessment, bool]:
@@ -58,11 +58,11 @@ def _recover(comm: ThreadComm, folder: Path, schemes: list[Scheme], step: int = 
     found = level.assess(f"step-{step}")
     if found.is_rebuildable:
         level.repair(f"step-{step}", found)
-        assert level.assess(f"step-{step}").is_whole
+        assert level.assess(f"step-{step}").is_complete
     if found.reason:
         return found, False
     state = {"bytes": bytearray(SIZES[comm.rank])}
-    BytesEngine().load(state, level.holds(f"step-{step}"), RankGroup(comm), LoadChoice(), None)
+    BytesEngine().load(state, level.node.find(f"step-{step}"), RankGroup(comm), LoadChoice(), None)
     return found, state["bytes"] == _content(comm.rank, step)
 
 
@@ -160,7 +160,7 @@ def test_a_node_that_cannot_commit_leaves_no_node_with_the_step(tmp_path: Path) 
         prepared = engine.prepare({"bytes": _content(comm.rank, 1)}, RankGroup(comm), SaveChoice())
         level = _level(comm, tmp_path, [Xor(group=4)])
         try:
-            level.save("step-1", prepared, prepared.stage(), number=1, facts={"step": 1})
+            level.complete(level.start("step-1"), prepared, prepared.stage(), number=1, facts={"step": 1})
         except PenstockError as error:
             return f"{type(error).__name__}: {error}"
         return "saved"

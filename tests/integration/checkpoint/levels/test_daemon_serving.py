@@ -17,8 +17,7 @@ from tests.support.gloo_ranks import on_gloo_ranks
 
 from penstock.checkpoint.levels.flush.daemon import Daemon
 from penstock.checkpoint.levels.flush.daemon_flusher import read_flush_states
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
-from penstock.checkpoint.levels.flush.journal import JournalReader, SaveState, parse_entries
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, JournalReader, SaveState, parse_entries
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import OutOfSpace

@@ -16,8 +16,7 @@ from tests.support.flush_orders import order, serve
 from tests.support.gloo_ranks import on_gloo_ranks
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder
-from penstock.checkpoint.levels.flush.journal import parse_entries
+from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, parse_entries
 from penstock.checkpoint.levels.options import Flush
 from penstock.checkpoint.manager.manager import Manager
 from penstock.checkpoint.tools.verify import verify

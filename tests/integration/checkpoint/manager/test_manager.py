@@ -14,8 +14,7 @@ from tests.support.known_steps import files_below
 
 from penstock.checkpoint.commit.catalog import StepCatalog, step_dirname
 from penstock.checkpoint.engine import SaveCancelled
-from penstock.checkpoint.manager.inflight import ProgressState, SaveProgress
-from penstock.checkpoint.manager.manager import Manager
+from penstock.checkpoint.manager.manager import Manager, ProgressState, SaveProgress
 from penstock.errors import (
     AccessRefused,
     OutOfSpace,
@@ -218,11 +217,11 @@ def test_retention_keeps_the_last_whole_step_if_the_newest_are_not(
     steps = StepCatalog(open_here(tmp_path))
     (tmp_path / "step-3" / "__0_0.distcp").write_bytes(bytes(3))
     assert not steps.find(3).is_whole()
-    assert steps.surplus(1) == [1]
+    assert steps.surplus(steps.committed(), 1) == [1]
     (tmp_path / "step-2" / ".metadata").write_bytes(b"other")
     assert not steps.find(2).is_whole()
-    assert steps.surplus(1) == [2]
-    assert steps.surplus(2) == []
+    assert steps.surplus(steps.committed(), 1) == [2]
+    assert steps.surplus(steps.committed(), 2) == []
 
 
 def test_a_step_is_committed_even_if_old_ones_cannot_be_removed(
@@ -271,7 +270,7 @@ def test_progress_is_seen_on_the_handle_and_passed_on(tmp_path: Path) -> None:
         handle = manager.save_async(1, state_of(1), progress=seen)
         go_on.set()
         handle.result(60)
-        assert handle.progress == seen.stand == ProgressState("writing", 5000.0, 5000.0)
+        assert handle.progress == seen.state == ProgressState("writing", 5000.0, 5000.0)
         assert manager.save_async(2, state_of(2)).result().step == 2
 
 

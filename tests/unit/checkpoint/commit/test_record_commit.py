@@ -9,9 +9,8 @@ import pytest
 from tests.support.known_steps import assert_known, save_known
 
 from penstock.checkpoint.commit.catalog import open_catalog
-from penstock.checkpoint.commit.protocol import LEASE_S, Seal, lease_text
+from penstock.checkpoint.commit.protocol import LEASE_ENDING, LEASE_S, Seal, lease_text
 from penstock.checkpoint.commit.record_commit import (
-    LEASE_ENDING,
     RECORD_NAME,
     RecordCatalog,
     RecordDraftStore,

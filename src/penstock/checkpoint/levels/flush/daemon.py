@@ -23,9 +23,14 @@ import psutil
 import penstock
 from penstock.checkpoint.commit.protocol import LEASE_S
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, RateLimiter
-from penstock.checkpoint.levels.flush.flush_folder import DaemonLock, DaemonProgress, FlushFolder
+from penstock.checkpoint.levels.flush.flush_folder import (
+    DaemonLock,
+    DaemonProgress,
+    FlushFolder,
+    Journal,
+    JournalEntry,
+)
 from penstock.checkpoint.levels.flush.flush_task import FlushTask, newest_first, retry_delay
-from penstock.checkpoint.levels.flush.journal import Journal, JournalEntry
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError
 from penstock.storage.uri import open_here
 

@@ -20,10 +20,16 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from penstock.checkpoint.commit.catalog import step_dirname
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME
 from penstock.checkpoint.levels.flush.daemon import free_cores, start_daemon
-from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, OrderedFile, read_order
+from penstock.checkpoint.levels.flush.flush_folder import (
+    FlushFolder,
+    FlushOrder,
+    JournalReader,
+    OrderedFile,
+    SaveState,
+    read_order,
+)
 from penstock.checkpoint.levels.flush.flush_task import retry_delay
 from penstock.checkpoint.levels.flush.flusher import FlushState
-from penstock.checkpoint.levels.flush.journal import JournalReader, SaveState
 from penstock.checkpoint.manager.step_store import DurableStore
 from penstock.cluster.comm import all_gather_results
 from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, WaitTimeout
@@ -101,7 +107,7 @@ class OrderRepair:
 
     def _known(self, mine: dict[Save, FlushOrder]) -> NodeOrders:
         """The orders of this node; `mine` gets their content, which is only needed for few."""
-        if not self._cache.leads:
+        if not self._cache.is_lead:
             return NodeOrders(open={}, over=frozenset())
         mine.update(self._own_orders())
         over = {save for save, save_state in self._journal.states().items() if save_state.outcome}
@@ -111,17 +117,13 @@ class OrderRepair:
 
     def _adopt(self, text: str, missing: set[int]) -> int | None:
         """Adopt an order as the node whose files this cache has; returns its index."""
-        if not self._cache.leads:
+        if not self._cache.is_lead:
             return None
         order = read_order(text.encode(), "another node")
         try:
-            held = self._cache.holds(order.name)
-            manifest = bytes(read_object(held.storage, held.key(MANIFEST_NAME)))
-            start = f"{held.committed.folder}/"
-            sizes = {
-                info.key.removeprefix(start): info.size_bytes
-                for info in held.storage.list(held.committed.folder)
-            }
+            share = self._cache.node.find(order.name)
+            manifest = read_object(share.storage, share.key(MANIFEST_NAME))
+            sizes = self._cache.node.sizes(share)
         except ObjectNotFound:
             return None
         if f'"save_id":"{order.save_id}"'.encode() not in manifest:
@@ -157,7 +159,7 @@ class DaemonFlusher:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._nodes = cache.nodes
-        self._leads = cache.leads
+        self._is_lead = cache.is_lead
         self._durable = durable
         self._durable_uri = durable_uri
         self._members = members
@@ -191,13 +193,13 @@ class DaemonFlusher:
                 repair.repair()
             all_gather_results(
                 self._members.comm,
-                lambda: self._order(step, cached) if self._leads else None,
+                lambda: self._order(step, cached) if self._is_lead else None,
                 awaiting=f"all nodes to hand over step {step}",
             )
         except PenstockError as error:
             # The step stays cached; the failure is reported with others of the background.
             self._failed[step] = error
-        if self._leads:
+        if self._is_lead:
             self._watchdog.ensure_running()
 
     def states(self) -> Mapping[int, FlushState]:
@@ -214,7 +216,7 @@ class DaemonFlusher:
         try:
             found.update(self._new_failures())
             open_steps = self._folder.orders.steps()
-            if open_steps and self._leads:
+            if open_steps and self._is_lead:
                 self._watchdog.ensure_running()
         except (OSError, Unavailable) as error:
             # A collective call follows on all ranks: an error raised here would leave the others waiting.
@@ -240,7 +242,7 @@ class DaemonFlusher:
         """Wait until no order is open here, except those whose failure will be reported."""
         moved, moved_at_s = self._movement(), self._clock()
         while waiting := self._awaited():
-            if self._leads:
+            if self._is_lead:
                 self._watchdog.ensure_running()
             now_s = self._clock()
             if (movement := self._movement()) != moved:

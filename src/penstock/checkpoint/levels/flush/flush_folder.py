@@ -5,8 +5,10 @@
     lock                 held by the daemon, names it    log                  the log of the daemon
 
 They meet in files rather than over a socket, because each may be killed at any time and the files tell its
-successor where to continue. Invariant: an order appears as a whole or not at all, and stays until its step is
-durable or superseded, or until a newer save of that step replaces it.
+successor where to continue. An order appears as a whole or not at all, and stays until its step is durable or
+superseded, or until a newer save of that step replaces it. The journal has a JSON line, fsynced when written,
+for all that must be known after a kill. Invariant: only complete lines count; what a kill cut off at the end
+did not happen and is done again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import secrets
 import time
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,11 +27,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from penstock.checkpoint.commit.catalog import step_dirname
 from penstock.checkpoint.commit.protocol import is_lease_expired, lease_text
 from penstock.errors import DataDamaged
-from penstock.storage.files.durable import sync_folder, write_durably
+from penstock.storage.files.durable import sync_folder, sync_open_file, write_durably
 from penstock.storage.process_id import ProcessId, current_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
     from typing import IO
 
@@ -64,13 +67,10 @@ class PresenceFiles:
 
     def any_alive(self) -> bool:
         """Whether any of the processes is alive; files of dead ones are removed on the way."""
-        try:
-            names = os.listdir(self._folder)  # noqa: PTH208 - asked before every block
-        except FileNotFoundError:
-            return False
-        return any(self._lives(self._folder / name) for name in names if not name.startswith("."))
+        names = _list_names(self._folder)
+        return any(self._is_alive(self._folder / name) for name in names if not name.startswith("."))
 
-    def _lives(self, path: Path) -> bool:
+    def _is_alive(self, path: Path) -> bool:
         try:
             age_s = time.time() - path.stat().st_mtime
             if not is_lease_expired(path.read_bytes(), age_s=age_s, observer=self._owner()):
@@ -81,6 +81,13 @@ class PresenceFiles:
         return False
 
 
+def _list_names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - called before every block, and several times a second
+    except FileNotFoundError:
+        return []
+
+
 FOLDER: Final = ".penstock-flush"
 """In each cache, beside its steps: orders, journal, presence files, the lock and log of the daemon."""
 
@@ -88,18 +95,18 @@ Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=0)]
 
 
-class _OrderModel(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class OrderedFile(_OrderModel):
+class OrderedFile(_StrictModel):
     """One file of a step."""
 
     name: Text
     size_bytes: Count
 
 
-class FlushOrder(_OrderModel):
+class FlushOrder(_StrictModel):
     """The order to make this node's share of a step durable. Has all that a daemon needs to know."""
 
     format: Literal[1] = 1
@@ -169,24 +176,21 @@ class FlushOrders:
 
     def all(self) -> dict[int, FlushOrder | DataDamaged]:
         """All orders by step; for one that cannot be parsed, its error."""
-        found: dict[int, FlushOrder | DataDamaged] = {}
+        orders: dict[int, FlushOrder | DataDamaged] = {}
         for step in self.steps():
             path = self._folder / f"{step_dirname(step)}.json"
             try:
-                found[step] = read_order(path.read_bytes(), str(path))
+                orders[step] = read_order(path.read_bytes(), str(path))
             except FileNotFoundError:
                 continue
             except DataDamaged as error:
-                found[step] = error
-        return found
+                orders[step] = error
+        return orders
 
     def steps(self) -> list[int]:
         """The steps with an order, ascending."""
-        try:
-            names = os.listdir(self._folder)  # noqa: PTH208 - asked several times a second
-        except FileNotFoundError:
-            return []
-        texts = [name.removeprefix("step-").removesuffix(".json") for name in names if name.endswith(".json")]
+        names = [name for name in _list_names(self._folder) if name.endswith(".json")]
+        texts = [name.removeprefix("step-").removesuffix(".json") for name in names]
         return sorted(int(text) for text in texts if text.isdecimal())
 
     def remove(self, order: FlushOrder) -> None:
@@ -204,10 +208,8 @@ class FlushOrders:
 LOG_TAIL_BYTES: Final = 4096
 
 
-class DaemonProgress(BaseModel):
+class DaemonProgress(_StrictModel):
     """What the daemon is doing, as it reported last."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     at_s: float
     step: int | None
@@ -304,3 +306,157 @@ class DaemonLock:
             return False
         own = os.fstat(self._file.fileno())
         return (facts.st_dev, facts.st_ino) == (own.st_dev, own.st_ino)
+
+
+NUM_KEPT: Final = 200
+"""How many past outcomes stay when the journal is rewritten."""
+
+EntryKind = Literal["begun", "copied", "marked", "failed", "durable", "superseded", "replaced"]
+
+
+class JournalEntry(_StrictModel):
+    """One event of one save of a step."""
+
+    at_s: float
+    what: EntryKind
+    step: int
+    save_id: str
+    file: str = ""
+    size_bytes: int = 0
+    sum: Annotated[str, Field(pattern=r"\A([0-9a-f]{32})?\z")] = ""
+    reason: str = ""
+    """Of a failure; for a superseded step, by which others."""
+    is_lasting: bool = False
+    """Of a failure: it will not go away by itself, or has lasted for long. It is still retried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """The state of one save of a step, as the journal tells it."""
+
+    step: int
+    copied: Mapping[str, JournalEntry] = field(default_factory=dict)
+    """By file name: the files that are durable in the draft, with size and checksum."""
+    is_marked: bool = False
+    outcome: JournalEntry | None = None
+    """Durable, superseded, or replaced by a newer save of the step."""
+    failure: JournalEntry | None = None
+    """The last failure, if nothing has succeeded since."""
+    failing_since_s: float = 0.0
+    num_failures: int = 0
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes of all durable files."""
+        return sum(entry.size_bytes for entry in self.copied.values())
+
+
+SaveStates = dict[tuple[int, str], SaveState]
+"""By step and save ID."""
+
+
+def replay(entries: Iterable[JournalEntry], before: SaveStates | None = None) -> SaveStates:
+    """The states after these entries, the oldest first, and the states `before` them."""
+    states = dict(before or {})
+    for entry in entries:
+        key = entry.step, entry.save_id
+        states[key] = _after(states.get(key, SaveState(step=entry.step)), entry)
+    return states
+
+
+def _after(state: SaveState, entry: JournalEntry) -> SaveState:
+    match entry.what:
+        case "begun":
+            return replace(state, is_marked=False, outcome=None)
+        case "copied":
+            copied = {**state.copied, entry.file: entry}
+            return replace(state, copied=copied, failure=None, num_failures=0)
+        case "marked":
+            return replace(state, is_marked=True, failure=None, num_failures=0)
+        case "failed":
+            since_s = state.failing_since_s if state.failure else entry.at_s
+            number = state.num_failures + 1
+            return replace(state, failure=entry, failing_since_s=since_s, num_failures=number)
+        case "durable" | "superseded" | "replaced":
+            return replace(state, outcome=entry, failure=None, num_failures=0)
+
+
+class Journal:
+    """The journal of one cache, for the one process that may write it. Rewrites one that has become long."""
+
+    def __init__(self, path: Path, *, longest_bytes: int = 1 << 20) -> None:
+        content = path.read_bytes() if path.exists() else b""
+        whole = _cut_last_line(content)
+        entries = parse_entries(whole)
+        self.states = replay(entries)
+        """The states after all entries."""
+        if len(content) > longest_bytes:
+            kept = _still_needed(entries, self.states)
+            write_durably(path, b"".join(_format_line(entry) for entry in kept))
+        elif whole != content:
+            # Else the next line would become part of an incomplete last one.
+            os.truncate(path, len(whole))
+        self._file = path.open("ab")
+
+    def write(self, entry: JournalEntry) -> None:
+        """Append an entry; on return it survives a power cut."""
+        self._file.write(_format_line(entry))
+        sync_open_file(self._file)
+        self.states = replay([entry], self.states)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class JournalReader:
+    """Reads a growing journal, from any process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._read_bytes = 0
+        self._states: SaveStates = {}
+
+    def states(self) -> SaveStates:
+        """The states after all complete lines."""
+        try:
+            with self._path.open("rb") as file:
+                facts = os.fstat(file.fileno())
+                if facts.st_ino != self._inode or facts.st_size < self._read_bytes:
+                    self._inode, self._read_bytes, self._states = facts.st_ino, 0, {}
+                file.seek(self._read_bytes)
+                new = file.read()
+        except FileNotFoundError:
+            return {}
+        whole = _cut_last_line(new)
+        self._read_bytes += len(whole)
+        self._states = replay(parse_entries(whole), self._states)
+        return self._states
+
+
+def _cut_last_line(content: bytes) -> bytes:
+    """Without the incomplete line at the end that a kill may have left."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def parse_entries(content: bytes) -> list[JournalEntry]:
+    """The entries of a journal, without incomplete lines and those of other versions."""
+    entries = []
+    for text in content.splitlines():
+        try:
+            entries.append(JournalEntry.model_validate_json(text))
+        except ValidationError:
+            continue
+    return entries
+
+
+def _still_needed(entries: Iterable[JournalEntry], states: SaveStates) -> list[JournalEntry]:
+    """All entries of saves that are not over, and the last outcomes of those that are."""
+    over = {key for key, state in states.items() if state.outcome}
+    outcomes = [state.outcome for state in states.values() if state.outcome][-NUM_KEPT:]
+    return [*outcomes, *(entry for entry in entries if (entry.step, entry.save_id) not in over)]
+
+
+def _format_line(entry: JournalEntry) -> bytes:
+    return entry.model_dump_json(exclude_defaults=True).encode() + b"\n"

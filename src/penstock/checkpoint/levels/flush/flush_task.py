@@ -25,7 +25,7 @@ from penstock.checkpoint.levels.flush.file_copy import (
     checksum_file,
     copy_file,
 )
-from penstock.checkpoint.levels.flush.journal import JournalEntry, SaveState
+from penstock.checkpoint.levels.flush.flush_folder import JournalEntry, SaveState
 from penstock.checkpoint.manager.step_store import apply_retention
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
     from penstock.checkpoint.formats.manifest import ManifestFile
     from penstock.checkpoint.levels.flush.file_copy import WaitForTurn
-    from penstock.checkpoint.levels.flush.flush_folder import FlushOrder, OrderedFile
-    from penstock.checkpoint.levels.flush.journal import EntryKind, Journal
+    from penstock.checkpoint.levels.flush.flush_folder import EntryKind, FlushOrder, Journal, OrderedFile
     from penstock.storage import Storage
 
 

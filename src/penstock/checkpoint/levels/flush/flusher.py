@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 from penstock.checkpoint.commit.protocol import Committed
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
-from penstock.checkpoint.manager.inflight import start_lasting_worker
-from penstock.checkpoint.manager.step_store import DurableStore, apply_retention
+from penstock.checkpoint.manager.step_store import DurableStore, apply_retention, start_lasting_worker
 from penstock.cluster.comm import all_gather_results, format_cause
 from penstock.errors import StorageError, WaitTimeout
 from penstock.storage import Storage
@@ -202,11 +201,11 @@ def _copy_share(
     threads: int,
     pace: RateLimiter,
 ) -> None:
-    held = cache.holds(cached.name)
+    share = cache.node.find(cached.name)
     copies = [
-        FileCopy(from_key=held.key(file.name), to_key=transaction.key(file.name))
+        FileCopy(from_key=share.key(file.name), to_key=transaction.key(file.name))
         for file in cached.shares[rank].files
     ]
     copy_files(
-        copies, prefer_direct_access(held.storage), transaction.data_storage, threads=threads, pace=pace
+        copies, prefer_direct_access(share.storage), transaction.data_storage, threads=threads, pace=pace
     )

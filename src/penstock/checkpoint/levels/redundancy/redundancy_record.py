@@ -1,8 +1,11 @@
-"""The record of what a group's members have of one step, and their files as one sequence of bytes.
+"""What each member of a redundancy group has of one step, and what all nodes together can still provide.
 
-Parity knows nothing of files: it sees those of a member one after another, followed by zeros. The record of a
-group is in the cache of every member, so it survives whatever the group survives. Invariant: it has the
-names, sizes and checksums of all files that a rebuild must give back.
+The record of a group is in the cache of every member, so it survives whatever the group survives. Parity
+does not know files: it sees those of a member one after another, followed by zeros. Assessing is pure: each
+node says what is in its cache, and every rank draws the same conclusion. The job that restores may have other
+ranks than the one that saved: each rank that saved has a share, on whichever node. Invariant: a record has
+the names, sizes and checksums of all files that a rebuild must give back; `is_rebuildable` is true only if no
+group lost more shares than its scheme survives.
 """
 
 from __future__ import annotations
@@ -10,19 +13,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Final, Literal, Self
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from penstock.checkpoint.commit.protocol import name_some
 from penstock.checkpoint.formats.manifest import start_checksum
 from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout
 from penstock.errors import DataDamaged
-from penstock.storage.protocol import Sink, Source
 
-RECORD_NAME: Final = "redundancy.json"
-FORMAT: Final = 2
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from penstock.storage.protocol import Sink, Source
 
 
 class _Strict(BaseModel):
@@ -53,7 +59,7 @@ class GroupMember(_Strict):
 class GroupRecord(_Strict):
     """How the members of one group protect each other in one step. JSON on disk."""
 
-    format: Literal[2] = FORMAT
+    format: Literal[2] = 2
     step: str
     save_id: str
     """The save that wrote this: a step may have been saved twice, and one node may have missed the second."""
@@ -77,6 +83,10 @@ class GroupRecord(_Strict):
         """The members' ranks."""
         return tuple(member.rank for member in self.members)
 
+    def stored_files(self, place: int) -> tuple[RecordedFile, ...]:
+        """The files that a member wrote, and then what it keeps for the others."""
+        return (*self.members[place].files, *self.kept[place : place + 1])
+
 
 def record_bytes(record: GroupRecord) -> bytes:
     """The content of a record file."""
@@ -93,6 +103,16 @@ def read_record(content: bytes | bytearray, uri: str) -> GroupRecord:
             uri=uri,
             fix="Restore from another level.",
         ) from error
+
+
+def list_members(
+    records: Mapping[int, GroupRecord], ranks: Collection[int] | None = None
+) -> Iterator[tuple[GroupRecord, int]]:
+    """The places of some ranks, or of all, in their groups; in the same order on all ranks."""
+    for _, record in sorted(records.items()):
+        for place, rank in enumerate(record.ranks):
+            if ranks is None or rank in ranks:
+                yield record, place
 
 
 class ConcatenatedReader:
@@ -161,7 +181,8 @@ class ConcatenatedWriter:
             self._left_bytes -= part.nbytes
             buffer = buffer[part.nbytes :]
             if not self._left_bytes:
-                self._finish_file()
+                self._finish()
+                self._open_next()
 
     def _open_next(self) -> None:
         while len(self.written) < len(self._sizes):
@@ -171,14 +192,10 @@ class ConcatenatedWriter:
             self._sum = start_checksum()
             if self._left_bytes:
                 return
-            self._finish_one()
+            self._finish()
         self._sink = None
 
-    def _finish_file(self) -> None:
-        self._finish_one()
-        self._open_next()
-
-    def _finish_one(self) -> None:
+    def _finish(self) -> None:
         assert self._sink is not None
         self._sink.finish()
         self._undo.pop_all()
@@ -192,3 +209,140 @@ class ConcatenatedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._undo.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeShares:
+    """What one node's cache has of a step; `sizes` is empty if it has not committed a share."""
+
+    ranks: tuple[int, ...]
+    """The ranks that use this cache now; the lowest acts for it."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    records: Mapping[int, GroupRecord] = field(default_factory=dict)
+    """By the group's number."""
+
+    @property
+    def save_id(self) -> str:
+        """Which save of the step this is; empty if there is none."""
+        return next((record.save_id for record in self.records.values()), "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment:
+    """What can be done with a step. `lost` are the ranks that saved and whose share no node has."""
+
+    records: Mapping[int, GroupRecord]
+    save_id: str = ""
+    shares: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    """By the lowest rank of a node now: the ranks that saved whose shares are there."""
+    holders: Mapping[int, int] = field(default_factory=dict)
+    """By rank that saved: the rank that has its share now, or will get it if it is lost."""
+    homes: Mapping[int, int] = field(default_factory=dict)
+    """By rank that saved: the rank that needs its share now, on whose node it should be."""
+    lost: tuple[int, ...] = ()
+    reason: str = ""
+    """Why it cannot be restored from caches; empty if it can."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is lost."""
+        return not self.lost and not self.reason
+
+    @property
+    def is_rebuildable(self) -> bool:
+        """Whether something is lost that can be computed from the rest."""
+        return bool(self.lost) and not self.reason
+
+    def files_of(self, rank: int) -> tuple[RecordedFile, ...]:
+        """The files that a rank wrote."""
+        members = list_members(self.records, [rank])
+        return next((record.members[place].files for record, place in members), ())
+
+    def kept_by(self, rank: int) -> tuple[RecordedFile, ...]:
+        """The parity or copy that a rank keeps for its group: one file or none."""
+        members = list_members(self.records, [rank])
+        return next((record.kept[place : place + 1] for record, place in members), ())
+
+
+def assess(nodes: Sequence[NodeShares], *, damaged: Collection[int] = ()) -> Assessment:
+    """What the caches of all nodes can provide of one step; the files of `damaged` ranks count as lost.
+
+    If nodes have different saves of the step, the one that can be restored and of which most is left counts.
+    """
+    save_ids = sorted({node.save_id for node in nodes} - {""})
+    assessments = [_assess_save(save_id, nodes, damaged) for save_id in save_ids]
+    if not assessments:
+        return Assessment(records={}, reason="no cache has it")
+    return min(assessments, key=lambda result: (bool(result.reason), len(result.lost), -len(result.records)))
+
+
+def find_complete_shares(node: NodeShares, records: Mapping[int, GroupRecord]) -> frozenset[int]:
+    """The ranks whose files and parity are all in this cache, by names and sizes."""
+    return frozenset(
+        record.ranks[place]
+        for record, place in list_members(records)
+        if all(node.sizes.get(file.name) == file.size_bytes for file in record.stored_files(place))
+    )
+
+
+def choose_home_rank(rank: int, num_saved: int, num_present: int) -> int:
+    """The rank that takes over what `rank` saved: itself, or its proportional place among other numbers."""
+    return rank if num_saved == num_present else rank * num_present // num_saved
+
+
+def _assess_save(save_id: str, nodes: Sequence[NodeShares], damaged: Collection[int]) -> Assessment:
+    having = [node for node in nodes if node.save_id == save_id]
+    records = {number: record for node in having for number, record in node.records.items()}
+    shares = {node.ranks[0]: find_complete_shares(node, records) - set(damaged) for node in having}
+    saved = range(len(next(iter(records.values())).domains))
+    num_present = sum(len(node.ranks) for node in nodes)
+    homes = {rank: choose_home_rank(rank, len(saved), num_present) for rank in saved}
+    holders = dict(homes)
+    lost = []
+    for rank in saved:
+        present = [node.ranks for node in having if rank in shares[node.ranks[0]]]
+        if present:
+            holders[rank] = _choose_holder(rank, present)
+        else:
+            lost.append(rank)
+    return Assessment(
+        records=records,
+        save_id=save_id,
+        shares=shares,
+        holders=holders,
+        homes=homes,
+        lost=tuple(lost),
+        reason=_explain_loss(records, lost),
+    )
+
+
+def _choose_holder(rank: int, nodes: Sequence[tuple[int, ...]]) -> int:
+    """The rank itself if its share is on its node, else one of the ranks where the share is, in turn."""
+    home = next((ranks for ranks in nodes if rank in ranks), nodes[0])
+    return rank if rank in home else home[rank % len(home)]
+
+
+def _explain_loss(records: Mapping[int, GroupRecord], lost: Collection[int]) -> str:
+    known = {rank for record in records.values() for rank in record.ranks}
+    unknown = [rank for rank in lost if rank not in known]
+    if unknown:
+        domain = next(iter(records.values())).domains[unknown[0]]
+        return f"no record of the share of rank {unknown[0]} is left; the cache of {domain} is lost"
+    for record in records.values():
+        missing = [place for place, member in enumerate(record.members) if member.rank in lost]
+        if len(missing) > record.losses and not _has_copies_left(record, missing):
+            members = [record.members[place] for place in missing]
+            files = [file.name for member in members for file in member.files]
+            domains = dict.fromkeys(member.domain for member in members)
+            return (
+                f"ranks {name_some([str(member.rank) for member in members])} of one group lost their files "
+                f"({name_some(files)}; saved on {name_some(list(domains))}), and {record.scheme} survives "
+                f"{record.losses or 'no'} {'loss' if record.losses < 2 else 'losses'}"
+            )
+    return ""
+
+
+def _has_copies_left(record: GroupRecord, missing: Sequence[int]) -> bool:
+    """Whether copies survive this loss: any but that of two neighbours."""
+    members = len(record.members)
+    return record.scheme == "partner" and not any((place + 1) % members in missing for place in missing)

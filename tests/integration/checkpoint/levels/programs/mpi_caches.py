@@ -33,7 +33,7 @@ def lose_two_hosts_and_get_them_back(comm: BaseComm, folder: Path) -> None:
     storage = open_storage(str(folder / host), {})
     level = CacheLevel(storage, comm, schemes=[DoubleParity(group=4)], domain=host, block_bytes=16_384)
     prepared = engine.prepare({"bytes": content(comm.rank)}, RankGroup(comm), SaveChoice())
-    level.save("step-1", prepared, prepared.stage(), number=1, facts={"step": 1})
+    level.complete(level.start("step-1"), prepared, prepared.stage(), number=1, facts={"step": 1})
     if comm.rank == 0:
         for lost in LOST:
             shutil.rmtree(folder / f"host-{lost}")
@@ -42,7 +42,7 @@ def lose_two_hosts_and_get_them_back(comm: BaseComm, folder: Path) -> None:
     assert found.lost == (2, 3, 4, 5), found
     level.repair("step-1", found)
     found = level.assess("step-1")
-    assert found.is_whole, found
+    assert found.is_complete, found
     state = {"bytes": bytearray(50_000 + 1000 * comm.rank)}
     engine.load(state, level.view("step-1", found), RankGroup(comm), LoadChoice(), None)
     assert state["bytes"] == content(comm.rank)

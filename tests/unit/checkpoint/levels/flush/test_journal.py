@@ -8,7 +8,7 @@ import pytest  # noqa: TC002 - hypothesis looks at the annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.checkpoint.levels.flush.journal import (
+from penstock.checkpoint.levels.flush.flush_folder import (
     Journal,
     JournalEntry,
     JournalReader,

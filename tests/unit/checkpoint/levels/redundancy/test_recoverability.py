@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.checkpoint.levels.redundancy.parity_layout import choose_groups
-from penstock.checkpoint.levels.redundancy.recoverability import NodeShares, assess, choose_home_rank
-from penstock.checkpoint.levels.redundancy.redundancy_record import GroupMember, GroupRecord, RecordedFile
+from penstock.checkpoint.levels.redundancy.redundancy_record import (
+    GroupMember,
+    GroupRecord,
+    NodeShares,
+    RecordedFile,
+    assess,
+    choose_home_rank,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +76,7 @@ def test_as_many_losses_as_the_scheme_survives_are_rebuildable_and_one_more_is_n
             for hosts in combinations(range(4), num_lost):
                 found = assess(at_home(records, hosts))
                 assert found.lost == tuple(rank for rank in range(NUM_SAVED) if rank // 2 in hosts)
-                assert found.is_whole is (num_lost == 0)
+                assert found.is_complete is (num_lost == 0)
                 assert found.is_rebuildable is (0 < num_lost <= losses)
                 assert bool(found.reason) is (num_lost > losses)
 
@@ -95,7 +101,7 @@ def test_ranks_that_moved_find_their_shares_and_who_acts_for_them() -> None:
     records = records_of("xor", 1, 4)
     moved = [node((2 * host, 2 * host + 1), (7 - 2 * host, 6 - 2 * host), records) for host in range(4)]
     found = assess(moved)
-    assert found.is_whole
+    assert found.is_complete
     assert {rank: actor // 2 for rank, actor in found.holders.items()} == {
         rank: (7 - rank) // 2 for rank in range(NUM_SAVED)
     }

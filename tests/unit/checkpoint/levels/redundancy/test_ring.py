@@ -19,9 +19,8 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     RecordedFile,
 )
 from penstock.checkpoint.levels.redundancy.ring import (
-    LostMemberFiles,
-    RebuildGroup,
-    RingSeat,
+    RestoredMember,
+    Ring,
     Survivor,
     encode,
     mirror,
@@ -53,10 +52,10 @@ def _stored(rank: int, sizes: list[int]) -> tuple[MemoryStorage, tuple[RecordedF
     return storage, tuple(files)
 
 
-def _seat(comm: ThreadComm) -> RingSeat:
-    return RingSeat(
-        ranks=tuple(range(comm.size)),
-        member=comm.rank,
+def _ring(comm: ThreadComm, num_members: int) -> Ring:
+    return Ring(
+        ranks=tuple(member % comm.size for member in range(num_members)),
+        own_rank=comm.rank,
         transfer=comm.transfer(),
         block_bytes=BLOCK_BYTES,
         timeout_s=30,
@@ -81,9 +80,9 @@ def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...], actors
             ConcatenatedWriter([("kept", kept_bytes)], storage.create) as kept,
         ):
             if parities == 0:
-                mirror(_seat(comm), totals, own, kept)
+                mirror(_ring(comm, comm.size), totals, own, kept)
             else:
-                encode(_seat(comm), layout, own, kept)
+                encode(_ring(comm, comm.size), layout, own, kept)
             assert [file.name for file in kept.written] == ["kept"]
 
     on_ranks(len(sizes), protect)
@@ -91,36 +90,30 @@ def _lose_and_rebuild(sizes: Sizes, parities: int, lost: tuple[int, ...], actors
     empty = {member: MemoryStorage(f"mem://replaced-{member}") for member in lost}
 
     def rebuild_into(comm: ThreadComm) -> None:
-        table = RebuildGroup(
-            ranks=tuple(place % comm.size for place in range(len(sizes))),
-            own_rank=comm.rank,
-            transfer=comm.transfer(),
-            block_bytes=BLOCK_BYTES,
-            timeout_s=30,
-        )
-        have, out = {}, {}
+        ring = _ring(comm, len(sizes))
+        survivors, restored = {}, {}
         with ExitStack() as opened:
             for place, (storage, files) in enumerate(members):
-                if not table.is_here(place):
+                if not ring.is_here(place):
                     continue
                 kept_bytes = len(before[place]["kept"])
                 if place in lost:
                     wanted = [(file.name, file.size_bytes) for file in files]
-                    out[place] = LostMemberFiles(
+                    restored[place] = RestoredMember(
                         opened.enter_context(ConcatenatedWriter(wanted, empty[place].create)),
                         opened.enter_context(ConcatenatedWriter([("kept", kept_bytes)], empty[place].create)),
                     )
                 else:
                     kept_file = RecordedFile(name="kept", size_bytes=kept_bytes, sum="")
-                    have[place] = Survivor(
+                    survivors[place] = Survivor(
                         own=opened.enter_context(ConcatenatedReader(files, storage.open)),
                         kept=opened.enter_context(ConcatenatedReader([kept_file], storage.open)),
                     )
             if parities == 0:
-                restore_copies(table, totals, lost, have, out)
+                restore_copies(ring, totals, lost, survivors, restored)
             else:
-                rebuild(table, layout, lost, have, out)
-        for place, outlet in out.items():
+                rebuild(ring, layout, lost, survivors, restored)
+        for place, outlet in restored.items():
             assert tuple(outlet.own.written) == members[place][1], "sums are those of the lost files"
 
     on_ranks(actors or len(sizes), rebuild_into)
