@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from penstock import __version__
+from penstock.cli.completion import completion_script, install_completion
 from penstock.cli.options import Group
 from penstock.cli.terminal import clear_progress
 from penstock.errors import PenstockError
@@ -30,11 +31,11 @@ EXIT_CODES = (
 TRAINING = Group(
     "Benchmark training data loading: how many accelerators can this storage feed?",
     {
-        "size": "penstock.cli.training_sizing:size",
-        "whatif": "penstock.cli.training_sizing:whatif",
+        "size": "penstock.cli.training_dataset:size",
+        "whatif": "penstock.cli.training_dataset:whatif",
         "generate": "penstock.cli.training_dataset:generate",
         "verify": "penstock.cli.training_dataset:verify",
-        "plan": "penstock.cli.training_sizing:plan",
+        "plan": "penstock.cli.training_dataset:plan",
         "run": "penstock.cli.training_benchmark:run",
         "sweep": "penstock.cli.training_benchmark:sweep",
     },
@@ -51,10 +52,10 @@ CHECKPOINT = Group(
         "ls": "penstock.cli.checkpoint_tools:list_checkpoints",
         "models": "penstock.cli.checkpoint_benchmark:models",
         "plan": "penstock.cli.checkpoint_planning:plan",
-        "rebuild": "penstock.cli.checkpoint_recovery:rebuild",
+        "rebuild": "penstock.cli.checkpoint_cache:rebuild",
         "rm": "penstock.cli.checkpoint_tools:remove",
         "run": "penstock.cli.checkpoint_benchmark:run",
-        "scavenge": "penstock.cli.checkpoint_recovery:scavenge",
+        "scavenge": "penstock.cli.checkpoint_cache:scavenge",
         "show": "penstock.cli.checkpoint_tools:show",
         "size": "penstock.cli.checkpoint_benchmark:size",
         "status": "penstock.cli.checkpoint_cache:status",
@@ -65,7 +66,7 @@ CHECKPOINT = Group(
 TRACE = Group(
     "Record I/O traces and analyze them: where does the time go?",
     {
-        "record": "penstock.cli.trace_record:record",
+        "record": "penstock.cli.trace_tables:record",
         "load": "penstock.cli.trace_tables:load",
         "sql": "penstock.cli.trace_tables:sql",
         "summary": "penstock.cli.trace_questions:summary",
@@ -115,29 +116,14 @@ SUBMISSION = Group(
 )
 
 
-def _print_version(context: click.Context, _: click.Parameter, is_given: bool) -> None:
-    if is_given:
-        print(f"penstock {__version__}")
-        context.exit()
+def _print_and_exit(name: str, make: Callable[[click.Command], str], text: str) -> click.Option:
+    """An option that prints something instead of running a command."""
 
+    def callback(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+        if is_given:
+            print(make(context.command))
+            context.exit()
 
-def _print_completion(context: click.Context, _: click.Parameter, is_given: bool) -> None:
-    from penstock.cli.completion import completion_script
-
-    if is_given:
-        print(completion_script(context.command))
-        context.exit()
-
-
-def _install_completion(context: click.Context, _: click.Parameter, is_given: bool) -> None:
-    from penstock.cli.completion import install_completion
-
-    if is_given:
-        print(install_completion(context.command))
-        context.exit()
-
-
-def _eager(name: str, callback: Callable[..., None], text: str) -> click.Option:
     return click.Option([name], is_flag=True, is_eager=True, expose_value=False, callback=callback, help=text)
 
 
@@ -156,17 +142,21 @@ app = Group(
         "results": RESULTS,
         "cluster": Group(
             "Collect and compare the facts of all hosts.",
-            {"collect": "penstock.cli.cluster_collect:collect", "check": "penstock.cli.cluster_check:check"},
+            {"collect": "penstock.cli.cluster_facts:collect", "check": "penstock.cli.cluster_facts:check"},
         ),
         "submission": SUBMISSION,
     },
     params=[
-        _eager("--version", _print_version, "Print the version and exit."),
+        _print_and_exit("--version", lambda _: f"penstock {__version__}", "Print the version and exit."),
         click.Option(
             ["--debug"], is_flag=True, expose_value=False, help="Show a traceback with every error."
         ),
-        _eager("--install-completion", _install_completion, "Install completion for the current shell."),
-        _eager("--show-completion", _print_completion, "Print the completion script of the current shell."),
+        _print_and_exit(
+            "--install-completion", install_completion, "Install completion for the current shell."
+        ),
+        _print_and_exit(
+            "--show-completion", completion_script, "Print the completion script of the current shell."
+        ),
     ],
     epilog=EXIT_CODES,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

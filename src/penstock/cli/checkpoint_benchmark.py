@@ -7,21 +7,18 @@ from fractions import Fraction
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoints
-from penstock.cli.option_groups import ModelOptions, plan_model_layout
+from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoint_benchmark
+from penstock.cli.option_groups import CLOSED_GATES, ModelOptions, plan_model_layout
 from penstock.cli.options import NoOptions, flag, group, option, verb
 from penstock.cli.parsers import SCALE, whole
-from penstock.cli.preflight_gates import CLOSED_GATES
 from penstock.cli.rank_options import ranked
-from penstock.cli.run_reports import draw_checkpoints
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.run_reports import view_checkpoints
+from penstock.cli.terminal import Terminal, TextTable, View
+from penstock.cluster.comm import Comm
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.bench.model_state import StateLayout
-    from penstock.cluster.comm import Comm
     from penstock.workload.checkpoint_model import CheckpointModel
 
 WRONG_BYTES = 1
@@ -46,10 +43,10 @@ def run(options: CheckpointRunOptions, comm: Comm, terminal: Terminal) -> int:
       penstock checkpoint run llama3-8b --to /mnt/ckpt --ranks 8 --closed --accelerator b200 \
         --submission ~/results --system fast
     """
-    result = run_checkpoints(options, comm=comm, terminal=terminal)
+    result = run_checkpoint_benchmark(options, comm=comm, terminal=terminal)
     if result is None:
         return CLOSED_GATES
-    terminal.result(result.document(), lambda console: draw_checkpoints(console, result))
+    terminal.result(result.document(), view_checkpoints(result))
     return 0 if result.is_right else WRONG_BYTES
 
 
@@ -75,13 +72,12 @@ def size(options: _SizeOptions, terminal: Terminal) -> None:
       penstock checkpoint size llama3-8b --scale 0.01 --ranks 2 --json
     """
     model = options.model.load()
-    for remark in model.remarks:
-        terminal.note(str(remark))
+    terminal.notes(model.remarks)
     layout = plan_model_layout(model, ranks=options.ranks, scale=options.scale, is_subset=options.is_subset)
     num_kept = options.checkpoints or model.workload.checkpoint.num_checkpoints_write or 1
     proof = _proof(model, layout, scale=options.scale, num_kept=num_kept)
     document = _size_document(model, layout, num_kept=num_kept) | {"proof": proof}
-    terminal.result(document, lambda console: _draw_size(console, model, layout, proof))
+    terminal.result(document, _view_size(model, layout, proof))
 
 
 def _size_document(model: CheckpointModel, layout: StateLayout, *, num_kept: int) -> dict[str, Any]:
@@ -150,10 +146,10 @@ def _parameter_proof(model: CheckpointModel, num_parameters: int) -> str:
     )
 
 
-def _draw_size(console: Console, model: CheckpointModel, layout: StateLayout, proof: list[str]) -> None:
-    """Draw one row for each run of neighbouring ranks that write the same amounts."""
+def _view_size(model: CheckpointModel, layout: StateLayout, proof: list[str]) -> View:
+    """One row for each run of neighbouring ranks that write the same amounts, and the proof."""
     numbered = [
-        (f"{size_bytes / GIB:,.3f}", f"{size_bytes / GB:,.3f}", f"{_num_files(layout, rank):,}", rank)
+        (f"{size_bytes / GIB:,.3f}", f"{size_bytes / GB:,.3f}", f"{len(list(layout.files_of(rank))):,}", rank)
         for rank, size_bytes in enumerate(layout.bytes_of_processes().tolist())
     ]
     rows = []
@@ -161,13 +157,8 @@ def _draw_size(console: Console, model: CheckpointModel, layout: StateLayout, pr
         alike = [rank for *_, rank in members]
         ranks = f"{alike[0]}" if len(alike) == 1 else f"{alike[0]} to {alike[-1]}"
         rows.append({"rank": ranks, "files": files, "GiB each": gib, "GB each": gb})
-    table(f"A checkpoint of {model.name}", rows)(console)
-    for line in proof:
-        console.print(line)
-
-
-def _num_files(layout: StateLayout, rank: int) -> int:
-    return sum(1 for _ in layout.files_of(rank))
+    yield TextTable(f"A checkpoint of {model.name}", rows)
+    yield from proof
 
 
 @verb(NoOptions)
@@ -183,7 +174,7 @@ def models(_: NoOptions, terminal: Terminal) -> None:
     from penstock.workload.shipped_catalog import cards
 
     entries = [_describe_model(name) for name in cards()]
-    terminal.result({"models": entries}, lambda console: _draw_models(console, entries))
+    terminal.result({"models": entries}, _view_models(entries))
 
 
 def _describe_model(name: str) -> dict[str, Any]:
@@ -208,12 +199,10 @@ def _describe_model(name: str) -> dict[str, Any]:
     }
 
 
-def _draw_models(console: Console, entries: list[dict[str, Any]]) -> None:
-
+def _view_models(entries: list[dict[str, Any]]) -> View:
     for model in entries:
         also = f" (DLIO's {', '.join(model['also'])})" if model["also"] else ""
-        console.print(f"[bold]{model['name']}[/bold]{also}")
-        console.print(f"  [italic]{model['about']}[/italic]")
-        console.print(
-            f"  {format_bytes(model['total_bytes'])} in {model['files']:,} files of {model['ranks']:,} ranks"
-        )
+        yield [(model["name"], "bold"), also]
+        yield [("  " + model["about"], "italic")]
+        size = format_bytes(model["total_bytes"])
+        yield f"  {size} in {model['files']:,} files of {model['ranks']:,} ranks"

@@ -1,22 +1,30 @@
-"""`penstock checkpoint status`, `flush` and `drop`: the steps in caches, and their way to durable storage."""
+"""`penstock checkpoint status`, `flush`, `drop`, `rebuild` and `scavenge`: the steps in caches."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from penstock.cli.options import argument, arguments, flag, option, repeated, verb
+from penstock.checkpoint.levels.options import Single
+from penstock.cli.options import argument, arguments, flag, group, option, repeated, required, verb
 from penstock.cli.parsers import FOLDER_URI, TIME, URI, whole
+from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, table
-from penstock.errors import UsageError
+from penstock.cluster.comm import Comm
+from penstock.errors import ObjectNotFound, UsageError
+from penstock.storage.uri import open_here
 from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from penstock.checkpoint.levels.cache_tools import CachedStep, CacheFlush, DroppableStep, LevelsOverview
+    from penstock.checkpoint.levels.cache import CacheLevel
+    from penstock.checkpoint.levels.cache_tools import CacheFlush, DroppableStep, LevelsOverview
     from penstock.checkpoint.levels.flush.flusher import FlushState
+    from penstock.checkpoint.levels.recovery import StepRepair
+
 
 POLL_S = 0.5
 FLUSH_FAILS = 1
@@ -71,30 +79,23 @@ def _watch(caches: Sequence[str], terminal: Terminal) -> None:
     from penstock.checkpoint.levels.cache_tools import inspect_flush, require_cache_folder
 
     folders = [require_cache_folder(path) for path in caches]
+
+    def read_states() -> list[FlushState]:
+        return [state for folder in folders for state in inspect_flush(folder).states.values()]
+
     with terminal.progress() as progress:
+        progress.begin("flush", sum(state.size_bytes for state in read_states()))
         copied_bytes = 0
-        progress.begin("flush", sum(_total_bytes(inspect_flush(folder)) for folder in folders))
         while True:
-            flushes = [inspect_flush(folder) for folder in folders]
-            now_bytes = sum(_copied_bytes(flush_) for flush_ in flushes)
-            progress.advance(now_bytes - copied_bytes)
-            copied_bytes = now_bytes
-            states = [state for flush_ in flushes for state in flush_.states.values()]
+            states = read_states()
+            progress.advance(sum(state.copied_bytes for state in states) - copied_bytes)
+            copied_bytes = sum(state.copied_bytes for state in states)
             if all(state.is_over or state.phase == "failing" for state in states):
                 return
             time.sleep(POLL_S)
 
 
-def _total_bytes(flush_: CacheFlush) -> int:
-    return sum(state.size_bytes for state in flush_.states.values())
-
-
-def _copied_bytes(flush_: CacheFlush) -> int:
-    return sum(state.copied_bytes for state in flush_.states.values())
-
-
 def _describe_flush(flush_: CacheFlush) -> str:
-
     pending = [state for state in flush_.states.values() if not state.is_over]
     left_bytes = sum(state.size_bytes - state.copied_bytes for state in pending)
     work = (
@@ -109,7 +110,6 @@ def _describe_flush(flush_: CacheFlush) -> str:
 
 
 def _step_row(levels: LevelsOverview, step: int) -> dict[str, str]:
-
     cached = next((entry for entry in levels.cached if entry.step == step), None)
     phases = dict.fromkeys(  # without repetition: all nodes flush their share of the same step
         _describe_phase(state) for flush_ in levels.flushes if (state := flush_.states.get(step)) is not None
@@ -119,7 +119,7 @@ def _step_row(levels: LevelsOverview, step: int) -> dict[str, str]:
         "durable": "yes" if step in levels.durable else "-",
         "cached": f"{cached.num_shares} of {cached.num_ranks} shares" if cached else "-",
         "in caches": format_bytes(cached.size_bytes) if cached else "-",
-        "survives": _describe_redundancy(cached),
+        "survives": f"{cached.losses} ({cached.scheme})" if cached else "-",
         "flush": ", ".join(phases) or "-",
     }
 
@@ -128,11 +128,6 @@ def _describe_phase(state: FlushState) -> str:
     if state.copied_bytes >= state.size_bytes:
         return state.phase
     return f"{state.phase} {100 * state.copied_bytes // state.size_bytes} %"
-
-
-def _describe_redundancy(cached: CachedStep | None) -> str:
-    """How many members of each group may be lost, and the scheme."""
-    return f"{cached.losses} ({cached.scheme})" if cached else "-"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +170,6 @@ def flush(options: _FlushOptions, terminal: Terminal) -> int:
 
 
 def _flush_row(folder: Path, step: int, state: FlushState) -> dict[str, str]:
-
     return {
         "cache": str(folder),
         "step": str(step),
@@ -230,10 +224,141 @@ def drop(options: _DropOptions, terminal: Terminal) -> None:
 
 
 def _drop_row(entry: DroppableStep) -> dict[str, str]:
-
     return {
         "step": str(entry.step),
         "size": format_bytes(entry.size_bytes),
         "durable": {True: "yes", False: "no", None: "not asked"}[entry.is_durable],
         "flush": "open" if entry.is_ordered else "-",
     }
+
+
+NOT_RECOVERED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """The caches of all ranks, and the steps in them."""
+
+    paths: tuple[str, ...] = arguments(
+        "CACHE...", FOLDER_URI, "Cache of each rank's node: one path for all ranks, or one for each."
+    )
+    steps: tuple[int, ...] = repeated("--step", whole(), "Recover only this step (default: all).")
+
+    @contextmanager
+    def open(self, comm: Comm) -> Iterator[CacheLevel]:
+        """The cache level of all ranks. Collective."""
+        from penstock.checkpoint.levels.cache import CacheLevel
+
+        if len(self.paths) not in (1, comm.size):
+            raise UsageError(
+                f"{len(self.paths)} caches for {comm.size} ranks",
+                fix=f"Name one for all ranks, or one for each: --ranks {len(self.paths)}.",
+            )
+        path = self.paths[0] if len(self.paths) == 1 else self.paths[comm.rank]
+        level = CacheLevel(open_here(path, rank=comm.rank), comm, schemes=[Single()])
+        try:
+            yield level
+        finally:
+            level.close()
+
+    def select(self, cached_steps: Sequence[int]) -> list[int]:
+        """The steps to recover, in order; raises ObjectNotFound if the caches lack one."""
+        if not cached_steps:
+            raise ObjectNotFound(
+                "No step is in these caches", fix="Name the directory of cache= on each rank's node."
+            )
+        absent = sorted(set(self.steps) - set(cached_steps))
+        if absent:
+            raise ObjectNotFound(
+                f"Step {absent[0]} is in none of these caches",
+                fix=f"They hold {', '.join(map(str, cached_steps))}.",
+            )
+        return sorted(self.steps or cached_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RebuildOptions:
+    caches: CacheOptions = group(CacheOptions)
+    no_verify: bool = flag("--no-verify", "Check only names and sizes; skip checksums.")
+
+
+@ranked(_RebuildOptions)
+def rebuild(options: _RebuildOptions, comm: Comm, terminal: Terminal) -> int:
+    """Rebuild lost or damaged files of cached steps, as far as each step's redundancy allows.
+
+    Run it on the nodes that own the caches, replaced nodes included, with one rank on each. Exits with 1 if a
+    step cannot be rebuilt; nothing of it is removed.
+
+    Examples:
+
+      srun --ntasks-per-node=1 penstock checkpoint rebuild /local/ssd/run
+
+      penstock checkpoint rebuild /mnt/a/run /mnt/b/run /mnt/c/run --ranks 3 --step 100 --json
+    """
+    from penstock.checkpoint.levels.recovery import list_cached_steps, repair_step
+
+    reports = []
+    with options.caches.open(comm) as level, terminal.progress() as progress:
+        steps = options.caches.select(list_cached_steps(level, comm))
+        progress.begin("steps", len(steps))
+        for step in steps:
+            reports.append(repair_step(level, comm, step, verified=not options.no_verify))
+            progress.advance(1)
+    terminal.result(
+        {"steps": _documents(reports)}, table("caches", [_repair_row(report) for report in reports])
+    )
+    _note_reasons(reports, terminal)
+    return NOT_RECOVERED if any(report.reason for report in reports) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScavengeOptions:
+    caches: CacheOptions = group(CacheOptions)
+    durable: str = required("--to", URI, "Durable directory or URI of the manager.")
+
+
+@ranked(_ScavengeOptions)
+def scavenge(options: _ScavengeOptions, comm: Comm, terminal: Terminal) -> int:
+    """Copy the newest step that the surviving caches can restore or rebuild to durable storage.
+
+    Run it after a crash on the nodes that are left, with one rank on each. Every file is verified before it
+    is copied, and the step is committed as a flush would commit it. Exits with 1 if no step can be recovered.
+
+    Examples:
+
+      srun --ntasks-per-node=1 penstock checkpoint scavenge /local/ssd/run --to /pfs/run
+
+      penstock checkpoint scavenge /mnt/a/run /mnt/b/run --ranks 2 --to /pfs/run --step 100
+    """
+    from penstock.checkpoint.commit.catalog import StepCatalog
+    from penstock.checkpoint.levels import recovery
+
+    with options.caches.open(comm) as level, terminal.progress():
+        steps = options.caches.select(recovery.list_cached_steps(level, comm))
+        durable = StepCatalog(open_here(options.durable, rank=comm.rank))
+        scavenged = recovery.scavenge(level, comm, durable, steps)
+    step = scavenged.step
+    text = "nothing to scavenge" if step is None else f"step {step} is durable: {scavenged.uri}"
+    document = {"step": step, "uri": scavenged.uri, "looked_at": _documents(scavenged.looked_at)}
+    terminal.result(document, [text])
+    _note_reasons(scavenged.looked_at, terminal)
+    return NOT_RECOVERED if step is None else 0
+
+
+def _documents(reports: Sequence[StepRepair]) -> list[dict[str, Any]]:
+    return [{**asdict(report), "outcome": report.outcome} for report in reports]
+
+
+def _repair_row(report: StepRepair) -> dict[str, str]:
+    return {
+        "step": str(report.step),
+        "outcome": report.outcome,
+        "missing": ", ".join(map(str, report.missing)) or "-",
+        "damaged": ", ".join(map(str, report.damaged)) or "-",
+    }
+
+
+def _note_reasons(reports: Sequence[StepRepair], terminal: Terminal) -> None:
+    for report in reports:
+        if report.reason:
+            terminal.note(f"step {report.step}: {report.reason}")

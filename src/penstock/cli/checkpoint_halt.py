@@ -13,6 +13,7 @@ from penstock.cli.options import argument, flag, option, verb
 from penstock.cli.parsers import TEXT, URI
 from penstock.cli.terminal import Terminal
 from penstock.errors import UsageError
+from penstock.storage.uri import open_here
 
 if TYPE_CHECKING:
     from penstock.checkpoint.manager.save_policy import StopRequest
@@ -43,7 +44,6 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
       penstock checkpoint halt /pfs/run --cancel
     """
     from penstock.checkpoint.manager import save_policy
-    from penstock.storage.uri import open_here
 
     run = options.run
     if sum((options.cancels, options.shows_status, bool(options.reason))) > 1:
@@ -54,28 +54,28 @@ def halt(options: _HaltOptions, terminal: Terminal) -> None:
     if options.cancels:
         was_requested = save_policy.cancel_stop_request(storage)
         text = "withdrawn" if was_requested else "no stop was requested"
-        terminal.result({"cancelled": was_requested}, lambda console: console.print(f"halt {run}: {text}"))
+        terminal.result({"cancelled": was_requested}, [f"halt {run}: {text}"])
         return
-    order = save_policy.find_stop_request(storage) if options.shows_status else _make_order(options.reason)
-    if order is not None and not options.shows_status:
-        save_policy.request_stop(storage, order)
+    if options.shows_status:
+        request = save_policy.find_stop_request(storage)
+    else:
+        request = _make_request(options.reason)
+        save_policy.request_stop(storage, request)
     terminal.result(
-        {"asked": order is not None, "order": None if order is None else order.model_dump()},
-        lambda console: console.print(f"halt {run}: {_describe(order)}"),
+        {"asked": request is not None, "order": request.model_dump() if request else None},
+        [f"halt {run}: {_describe(request)}"],
     )
 
 
-def _make_order(reason: str) -> StopRequest:
-
+def _make_request(reason: str) -> StopRequest:
     from penstock.checkpoint.manager.save_policy import StopRequest
 
     return StopRequest(asked_by=f"{getpass.getuser()}@{gethostname()}", asked_at_s=time.time(), reason=reason)
 
 
-def _describe(order: StopRequest | None) -> str:
-
-    if order is None:
+def _describe(request: StopRequest | None) -> str:
+    if request is None:
         return "no stop is requested"
-    when = datetime.fromtimestamp(order.asked_at_s).astimezone().isoformat(timespec="seconds")
-    reason = f": {order.reason}" if order.reason else ""
-    return f"requested by {order.asked_by} at {when}{reason}"
+    when = datetime.fromtimestamp(request.asked_at_s).astimezone().isoformat(timespec="seconds")
+    reason = f": {request.reason}" if request.reason else ""
+    return f"requested by {request.asked_by} at {when}{reason}"

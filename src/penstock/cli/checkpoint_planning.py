@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from penstock.checkpoint.levels.efficiency_model import (
+    Machine,
+    Prediction,
+    Protection,
+    build_strategies,
+    predict_all,
+)
+from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.cli.options import option, required, verb
 from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole
 from penstock.cli.terminal import Terminal, table
 from penstock.units import format_seconds
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.levels.efficiency_model import Machine, Prediction, Protection
 
 _RATE = above_zero(RATE)
 _TIME = above_zero(TIME)
@@ -53,8 +58,6 @@ class _PlanOptions:
 
     def machine(self) -> Machine:
         """The machine that the efficiency model describes; failures without a rate never happen."""
-        from penstock.checkpoint.levels.efficiency_model import Machine
-
         return Machine(
             state_bytes=self.state_bytes,
             nodes=self.nodes,
@@ -69,9 +72,6 @@ class _PlanOptions:
 
     def protection(self) -> Protection:
         """What the redundancy scheme costs and survives on these hosts."""
-        from penstock.checkpoint.levels.efficiency_model import Protection
-        from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
-
         members = min(self.group, self.nodes)
         grouped: dict[str, type[Partner | Xor | DoubleParity]] = {
             "partner": Partner,
@@ -98,8 +98,6 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
         --system-mtbf 60d --scheme double-parity --interval 10min --json
     """
     import numpy as np
-
-    from penstock.checkpoint.levels.efficiency_model import build_strategies, predict_all
 
     strategies = build_strategies(options.machine(), options.protection(), flush_every=options.flush_every)
     predictions = predict_all(
@@ -148,7 +146,6 @@ def _document(predictions: Sequence[Prediction]) -> dict[str, Any]:
 
 
 def _rows(predictions: Sequence[Prediction]) -> list[dict[str, str]]:
-
     return [
         {
             "way": prediction.strategy.name,

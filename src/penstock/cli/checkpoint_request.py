@@ -12,21 +12,33 @@ from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.cli.option_groups import BackendOptions, ModelOptions, plan_model_layout
+from penstock.cli.option_groups import (
+    BackendOptions,
+    GateOptions,
+    ModelOptions,
+    inspect_gates,
+    plan_model_layout,
+)
 from penstock.cli.options import command_line, flag, group, option, required, switch
 from penstock.cli.parsers import SCALE, SIZE, TEXT, TIME, URI, choice, whole
-from penstock.cli.preflight_gates import GateOptions, inspect_gates
 from penstock.cli.run_reports import capture_checkpoint_output, checkpoint_warnings
 from penstock.cli.submission_options import ResultOptions, SubmissionEntry, open_session, parse_changes
 from penstock.cli.terminal import Terminal
+from penstock.cluster.comm import Comm
+from penstock.cluster.gates.gate_model import PreflightRequest
 from penstock.environment import process_environment, untraced
+from penstock.storage import open_storage
+from penstock.storage.uri import has_option
+from penstock.submission.authoring.checkpoint_preflight import CheckpointPreflight, require_allowed
+from penstock.submission.authoring.data_location import locate_checkpoints
+from penstock.submission.tree_layout import Benchmark
+from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
+    from penstock.bench.loader.loader_protocol import OpenStorage
     from penstock.checkpoint.saving.pipeline import PipelineSettings
-    from penstock.cluster.comm import Comm
-    from penstock.workload.division_rules import SubmissionDivision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,17 +101,16 @@ class CheckpointRunOptions:
     )
 
 
-def run_checkpoints(
+def run_checkpoint_benchmark(
     options: CheckpointRunOptions, *, comm: Comm, terminal: Terminal
 ) -> CheckpointResult | None:
     """Write and read the checkpoints that the options ask for; None if a closed gate stopped the run."""
     request = build_request(options, comm=comm)
     submitted = _find_submitted(options, request)
-    request = _inspected(request, options, comm=comm, terminal=terminal)
+    request = _inspect(request, options, comm=comm, terminal=terminal)
     if request.inspection is not None and request.inspection.preflight.is_stopped:
         return None
-    for remark in request.remarks:
-        terminal.note(remark)
+    terminal.notes(request.remarks)
     if submitted is None:
         return perform_run(request, options.destination, options.storage.values, comm=comm, terminal=terminal)
     return _run_submitted(request, options, submitted, comm=comm, terminal=terminal)
@@ -137,9 +148,6 @@ def build_request(options: CheckpointRunOptions, *, comm: Comm) -> CheckpointReq
 
 def _find_submitted(options: CheckpointRunOptions, request: CheckpointRequest) -> SubmissionEntry | None:
     """The series that the run belongs to, once its division's rules allow the run."""
-    from penstock.submission.authoring.data_location import locate_checkpoints
-    from penstock.submission.tree_layout import Benchmark
-
     if (division := options.results.rules.division) is not None:
         _require_allowed(options, request, division)
     series = options.results.find_series(benchmark=Benchmark.CHECKPOINTING, model=request.model.name)
@@ -152,7 +160,6 @@ def _find_submitted(options: CheckpointRunOptions, request: CheckpointRequest) -
 def _require_allowed(
     options: CheckpointRunOptions, request: CheckpointRequest, division: SubmissionDivision
 ) -> None:
-    from penstock.submission.authoring.checkpoint_preflight import CheckpointPreflight, require_allowed
     from penstock.submission.edition import load_edition
 
     checkpoint, layout = request.model.workload.checkpoint, request.layout
@@ -178,15 +185,12 @@ def _require_allowed(
     )
 
 
-def _inspected(
+def _inspect(
     request: CheckpointRequest, options: CheckpointRunOptions, *, comm: Comm, terminal: Terminal
 ) -> CheckpointRequest:
-    from penstock.cluster.gates.gate_model import PreflightRequest
-    from penstock.storage import open_storage
-
     num_writes = request.model.workload.checkpoint.num_checkpoints_write
     environment = untraced(request.environment)
-    undertaking = PreflightRequest(
+    preflight = PreflightRequest(
         environment=request.environment,
         uri=options.destination,
         reopen=partial(
@@ -196,7 +200,7 @@ def _inspected(
         written_bytes=int(request.layout.bytes_of_processes()[comm.rank]) * num_writes,
     )
     is_strict = options.results.rules.division is not None
-    inspection = inspect_gates(undertaking, options.gates, is_strict=is_strict, comm=comm, terminal=terminal)
+    inspection = inspect_gates(preflight, options.gates, is_strict=is_strict, comm=comm, terminal=terminal)
     return replace(request, inspection=inspection)
 
 
@@ -208,24 +212,15 @@ def _run_submitted(
     comm: Comm,
     terminal: Terminal,
 ) -> CheckpointResult:
-    from penstock.storage import open_storage
     from penstock.submission.edition import load_edition
     from penstock.workflows.submission.checkpoint_result import CheckpointObserver, add_checkpoints
 
     request = replace(request, model=replace(request.model, workload=submitted.located.workload))
-    fsync = request.model.workload.checkpoint.fsync
-    storage_options = {**durability_options(options.destination, fsync=fsync), **options.storage.values}
     with terminal.progress() as progress:
         result = add_checkpoints(
             open_session(submitted, options.model.settings, comm=comm),
             request,
-            partial(
-                open_storage,
-                options.destination,
-                request.environment,
-                options=storage_options,
-                rank=comm.rank,
-            ),
+            _opener(request, options.destination, options.storage.values, comm),
             accelerator=options.accelerator,
             edition=load_edition("v3.0"),
             comm=comm,
@@ -233,8 +228,7 @@ def _run_submitted(
                 progress=progress, note=terminal.note, format_logs=capture_checkpoint_output
             ),
         )
-    for warning in checkpoint_warnings(result):
-        terminal.note(warning)
+    terminal.notes(checkpoint_warnings(result))
     return result
 
 
@@ -247,27 +241,30 @@ def perform_run(
     terminal: Terminal,
 ) -> CheckpointResult:
     """Run the request on the storage at `uri`; prints what keeps its figures from being the storage's."""
-    from penstock.bench.checkpoint import checkpoint_run as checkpoint_benchmark
-    from penstock.storage import open_storage
+    from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 
-    durable = durability_options(uri, fsync=request.model.workload.checkpoint.fsync)
     with terminal.progress() as progress:
-        result = checkpoint_benchmark.run_checkpoints(
+        result = run_checkpoints(
             request,
-            partial(
-                open_storage, uri, request.environment, options={**durable, **storage_options}, rank=comm.rank
-            ),
+            _opener(request, uri, storage_options, comm),
             comm=comm,
             progress=progress,
             tell=terminal.note,
         )
-    for warning in checkpoint_warnings(result):
-        terminal.note(warning)
+    terminal.notes(checkpoint_warnings(result))
     return result
+
+
+def _opener(
+    request: CheckpointRequest, uri: str, storage_options: Mapping[str, str], comm: Comm
+) -> OpenStorage:
+    """A function that opens the storage for checkpoints, as durable as the request says."""
+    durable = durability_options(uri, fsync=request.model.workload.checkpoint.fsync)
+    return partial(
+        open_storage, uri, request.environment, options={**durable, **storage_options}, rank=comm.rank
+    )
 
 
 def durability_options(uri: str, *, fsync: bool) -> Mapping[str, str]:
     """The storage option that `fsync` sets; object services have none, as their writes are always durable."""
-    from penstock.storage.uri import has_option
-
     return {"fsync": str(fsync).lower()} if has_option(uri, "fsync") else {}

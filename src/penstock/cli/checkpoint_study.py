@@ -12,16 +12,15 @@ from penstock.cli.option_groups import load_model, plan_model_layout
 from penstock.cli.options import command_line, option, repeated, required
 from penstock.cli.parsers import FOLDER, RATE, SCALE, SETTING, TEXT, TIME, choice, several, whole
 from penstock.cli.rank_options import ranked
-from penstock.cli.terminal import Terminal, table
-from penstock.cli.trace_options import comparison_document, draw_answer, draw_findings
+from penstock.cli.terminal import Terminal, TextTable, View
+from penstock.cli.trace_options import comparison_document, view_answer, view_findings
+from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.units import format_bytes, format_seconds
+from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, default_scale
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.bench.model_state import StateLayout
-    from penstock.cluster.comm import Comm
     from penstock.workflows.levels_study.study import StudyResult
     from penstock.workflows.levels_study.study_records import RowRecord
     from penstock.workload.checkpoint_model import CheckpointModel
@@ -86,7 +85,6 @@ def study(options: _StudyOptions, comm: Comm, terminal: Terminal) -> None:
         --slow-bandwidth 256MiB/s -c direct_slow,bypass,cached_flushed --out study --json
     """
     from penstock.workflows.levels_study.study import run_study
-    from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest
 
     model = load_model(options.model, options.settings)
     layout, scale = _scaled_layout(model, comm.size, options.scale)
@@ -116,15 +114,13 @@ def study(options: _StudyOptions, comm: Comm, terminal: Terminal) -> None:
     if result is not None:  # on rank 0
         for path in result.report:
             terminal.note(f"wrote {path}")
-        terminal.result(_document(result), lambda console: _draw(console, result))
+        terminal.result(_document(result), _view(result))
 
 
 def _scaled_layout(
     model: CheckpointModel, ranks: int, scale: Fraction | None
 ) -> tuple[StateLayout, Fraction]:
     """The model's files on these ranks, and the share of their bytes that is written."""
-    from penstock.workflows.levels_study.study_plan import default_scale
-
     full = plan_model_layout(model, ranks=ranks, scale=Fraction(1), is_subset=False)
     share = default_scale(full.total_bytes) if scale is None else scale
     return full.scaled(share), share
@@ -138,22 +134,20 @@ def _document(result: StudyResult) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, result: StudyResult) -> None:
-
+def _view(result: StudyResult) -> View:
     identity = result.record.identity
     size = format_bytes(float(identity["checkpoint_bytes"]))
     title = (
         f"{identity['checkpoints']} checkpoints of {identity['model']}, {size} on {identity['ranks']} ranks"
     )
-    table(title, [_row(row) for row in result.rows])(console)
+    yield TextTable(title, [_row(row) for row in result.rows])
     for name in ("t1_measures", "t2"):
-        draw_answer(console, result.compared.table(name))
-    draw_findings(console, result.compared)
-    console.print("All tables: report.html in --out, or --json.")
+        yield from view_answer(result.compared.table(name))
+    yield from view_findings(result.compared)
+    yield "All tables: report.html in --out, or --json."
 
 
 def _row(row: RowRecord) -> dict[str, str]:
-
     return {
         "row": row.name,
         "training waited": format_seconds(sum(row.blocked_s)),

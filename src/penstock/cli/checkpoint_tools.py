@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, option, repeated, verb
 from penstock.cli.parsers import SIZE, TEXT, URI, choice
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, TextTable, View, table
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.checkpoint.tools.convert import Conversion
     from penstock.checkpoint.tools.diff import Compared, Comparison
     from penstock.checkpoint.tools.inspection import Listed, Shown, ShownTensor
@@ -56,7 +54,6 @@ def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
 
 
 def _list_row(checkpoint: Listed, now_s: float) -> dict[str, str]:
-
     return {
         "checkpoint": checkpoint.name,
         "step": "-" if checkpoint.step is None else str(checkpoint.step),
@@ -98,31 +95,30 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
         objects=tuple(item for item in contents.objects if fnmatchcase(item.name, options.pattern)),
     )
     document = {**asdict(selected), "size_bytes": selected.size_bytes}
-    terminal.result(document, lambda console: _draw_contents(console, selected))
+    terminal.result(document, _view_contents(selected))
 
 
-def _draw_contents(console: Console, contents: Shown) -> None:
-
+def _view_contents(contents: Shown) -> View:
     facts = [contents.format.value]
     if contents.written_by:
-        facts.append(f"written by {contents.written_by} on {contents.world_size} ranks")
+        ranks = "1 rank" if contents.world_size == 1 else f"{contents.world_size} ranks"
+        facts.append(f"written by {contents.written_by} on {ranks}")
     if contents.step is not None:
         facts.append(f"step {contents.step}")
     facts.append("checksums" if contents.has_sums else "no checksums of its own")
     facts += [f"{key} {value}" for key, value in contents.facts.items()]
-    console.print(f"{contents.uri}: {', '.join(facts)}")
+    yield f"{contents.uri}: {', '.join(facts)}"
     title = f"{len(contents.tensors)} tensors, {format_bytes(contents.size_bytes)}"
-    table(title, [_tensor_row(tensor) for tensor in contents.tensors])(console)
+    yield TextTable(title, [_tensor_row(tensor) for tensor in contents.tensors])
     if contents.objects:
         rows = [
             {"name": item.name, "bytes": str(item.size_bytes), "file": item.file, "value": item.value}
             for item in contents.objects
         ]
-        table(f"besides tensors: {len(contents.objects)}", rows)(console)
+        yield TextTable(f"besides tensors: {len(contents.objects)}", rows)
 
 
 def _tensor_row(tensor: ShownTensor) -> dict[str, str]:
-
     files = tensor.files[0] if len(tensor.files) == 1 else f"{len(tensor.files)} files"
     return {
         "name": tensor.name,
@@ -158,19 +154,17 @@ def diff(options: _DiffOptions, terminal: Terminal) -> int:
     with terminal.progress() as progress:
         comparison = diff.compare(options.first, options.second, only=options.only, progress=progress)
     document = {**asdict(comparison), "are_same": comparison.are_same}
-    terminal.result(document, lambda console: _draw_differences(console, comparison))
+    terminal.result(document, _view_differences(comparison))
     return 0 if comparison.are_same else DIFFERENT
 
 
-def _draw_differences(console: Console, comparison: Comparison) -> None:
-    from penstock.checkpoint.tools.diff import Outcome
-
-    different = [part for part in comparison.parts if part.outcome is not Outcome.SAME]
+def _view_differences(comparison: Comparison) -> View:
+    different = [part for part in comparison.parts if part.outcome.value != "same"]
     if different:
         title = f"{comparison.first} and {comparison.second}"
-        table(title, [_difference_row(part) for part in different])(console)
+        yield TextTable(title, [_difference_row(part) for part in different])
     num_same = len(comparison.parts) - len(different)
-    console.print(f"{num_same} of {len(comparison.parts)} parts are the same, {len(different)} are not")
+    yield f"{num_same} of {len(comparison.parts)} parts are the same, {len(different)} are not"
 
 
 def _difference_row(part: Compared) -> dict[str, str]:
@@ -210,25 +204,23 @@ def verify(options: _VerifyOptions, terminal: Terminal) -> int:
     with terminal.progress() as progress:
         report = verification.verify(options.path, progress)
     elapsed_s = time.monotonic() - started_s
-    for note in report.notes:
-        terminal.note(note)
+    terminal.notes(report.notes)
     document = {**asdict(report), "is_whole": report.is_whole, "elapsed_s": elapsed_s}
-    terminal.result(document, lambda console: _draw_verification(console, report, elapsed_s))
+    terminal.result(document, _view_verification(report, elapsed_s))
     if not report.is_whole:
         return DAMAGED
     return 0 if report.is_checked else NOT_CHECKED
 
 
-def _draw_verification(console: Console, report: Verification, elapsed_s: float) -> None:
-
+def _view_verification(report: Verification, elapsed_s: float) -> View:
     for damage in report.damage:
-        console.print(f"damaged: {damage}")
+        yield f"damaged: {damage}"
     rate = format_rate(report.checked_bytes / elapsed_s) if elapsed_s > 0 else "-"
     size = f"{format_bytes(report.checked_bytes)} of {format_bytes(report.size_bytes)} checked"
     verdict = "whole" if report.is_whole and report.is_checked else "not checked"
     if report.damage:
         verdict = f"damaged in {len(report.damage)} places"
-    console.print(
+    yield (
         f"{report.uri}: {verdict}; {report.num_items} items in {report.num_files} files, {size} "
         f"in {format_seconds(elapsed_s)} ({rate})"
     )
@@ -283,9 +275,8 @@ def convert(options: _ConvertOptions, terminal: Terminal) -> None:
     format_ = Format(options.format or _format_by_ending(target))
     with terminal.progress() as progress:
         report = conversion.convert(options.source, target, format_, settings, progress)
-    for note in report.notes:
-        terminal.note(note)
-    terminal.result(asdict(report), lambda console: _draw_conversion(console, report))
+    terminal.notes(report.notes)
+    terminal.result(asdict(report), _view_conversion(report))
 
 
 def _format_by_ending(target: str) -> str:
@@ -294,12 +285,11 @@ def _format_by_ending(target: str) -> str:
     return "safetensors" if target.endswith(".safetensors") else "dcp"
 
 
-def _draw_conversion(console: Console, report: Conversion) -> None:
-
+def _view_conversion(report: Conversion) -> View:
     if report.left_out:
-        console.print(f"left out: {', '.join(report.left_out)}")
+        yield f"left out: {', '.join(report.left_out)}"
     contents = f"{report.num_tensors} tensors and {report.num_objects} other values"
-    console.print(f"{report.target}: {report.format.value}, {contents}, {format_bytes(report.size_bytes)}")
+    yield f"{report.target}: {report.format.value}, {contents}, {format_bytes(report.size_bytes)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,4 +320,4 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
         )
     remaining = f"; {removed.stays} is complete and remains" if removed.stays else ""
     text = f"removed {removed.uri}: {removed.num_files} files, {format_bytes(removed.size_bytes)}{remaining}"
-    terminal.result(asdict(removed), lambda console: console.print(text))
+    terminal.result(asdict(removed), [text])

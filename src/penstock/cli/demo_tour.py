@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import option, verb
 from penstock.cli.parsers import FOLDER
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.environment import process_environment
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.workflows.demo import Tour
 
 
@@ -39,16 +37,17 @@ def demo(options: _DemoOptions, terminal: Terminal) -> None:
     terminal.note(f"A tour at {options.out.resolve()}: storage limits, training, and checkpoints ...")
     with terminal.progress() as progress:
         results = tour(options.out, environment=process_environment(), progress=progress)
-    for remark in results.probe.notes:
-        terminal.note(remark)
-    terminal.result(results.document(), lambda console: _draw(console, results))
+    terminal.notes(results.probe.notes)
+    terminal.result(results.document(), _view(results))
     terminal.note(f"The whole report: {results.report}")
 
 
-def _draw(console: Console, results: Tour) -> None:
+def _view(results: Tour) -> View:
     from penstock.bench.probe.measurement import headline_rows
     from penstock.workflows.demo import checkpoint_rows, training_rows
 
-    table(f"The limits of {results.probe.uri}", headline_rows(results.probe.measurements))(console)
-    table(f"Training {results.training.workload}, small", training_rows(results.training))(console)
-    table(f"Checkpoints of {results.checkpoints.model}, small", checkpoint_rows(results.checkpoints))(console)
+    yield TextTable(f"The limits of {results.probe.uri}", headline_rows(results.probe.measurements))
+    yield TextTable(f"Training {results.training.workload}, small", training_rows(results.training))
+    yield TextTable(
+        f"Checkpoints of {results.checkpoints.model}, small", checkpoint_rows(results.checkpoints)
+    )

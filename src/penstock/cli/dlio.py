@@ -27,16 +27,18 @@ from penstock.cli.training_request import (
     loader_options,
     plan_checkpoints,
 )
+from penstock.cluster.comm import Comm
 from penstock.environment import Environment, process_environment
 from penstock.errors import StorageError, Unavailable, UsageError
+from penstock.results.provenance import redacted
+from penstock.storage import Storage, open_storage
+from penstock.workload.choices import DataFormat, LoaderKind, StorageKind
+from penstock.workload.overrides import DlioWords, parse_dlio_words
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
-    from penstock.cluster.comm import Comm
     from penstock.results.dlio.output_files import HydraFacts
-    from penstock.storage import Storage
-    from penstock.workload.overrides import DlioWords
     from penstock.workload.spec import Workload
 
 OUTPUT_VARIABLE: Final = "DLIO_OUTPUT_FOLDER"
@@ -97,9 +99,7 @@ def _run_as_rank(words: Sequence[str]) -> None:
 
 def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> _Stages:
     """Parse and check everything that is requested, before anything is done."""
-    from penstock.storage import open_storage
     from penstock.workload.loading import load
-    from penstock.workload.overrides import parse_dlio_words
 
     arguments = parse_dlio_words(words)
     if not arguments.workload:
@@ -171,8 +171,6 @@ def choose_run_folder(
 
 def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
     """Torch's loader if the workload names it and torch is installed; else ours, with a remark."""
-    from penstock.workload.choices import LoaderKind
-
     name = workload.reader.data_loader
     reason = "is not used"
     if name is LoaderKind.PYTORCH:
@@ -224,8 +222,7 @@ class _Stages:
     def run(self) -> None:
         """Run the stages that are switched on, in DLIO's order."""
         stages = self.workload.workflow
-        for remark in self.remarks:
-            self.terminal.note(remark)
+        self.terminal.notes(self.remarks)
         if stages.generate_data:
             self._generate()
         self._write_configuration()
@@ -240,7 +237,6 @@ class _Stages:
         from penstock.dataset.content import Reduction
         from penstock.dataset.dataset_manifest import DatasetRecipe
         from penstock.dataset.generate import generate
-        from penstock.workload.choices import DataFormat, StorageKind
 
         if self.workload.dataset.format is DataFormat.SYNTHETIC:
             self._log("Synthetic samples need no files: nothing is generated")
@@ -287,8 +283,7 @@ class _Stages:
         )
         with self.terminal.progress() as progress:
             result = train(request, self.storage, comm=self.comm, progress=progress)
-        for remark in (*result.stages.remarks, *result.train.notes):
-            self.terminal.note(remark)
+        self.terminal.notes((*result.stages.remarks, *result.train.notes))
         self._print_log_of_run()
 
     def _run_checkpoints(self) -> None:
@@ -357,7 +352,6 @@ class _Stages:
 
     def _hydra_facts(self) -> HydraFacts:
         from penstock.results.dlio.output_files import HYDRA_FOLDER, HydraFacts
-        from penstock.results.provenance import redacted
 
         return HydraFacts(
             subfolder=HYDRA_FOLDER if self.subfolder is None else self.subfolder,

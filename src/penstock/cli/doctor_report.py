@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import option, verb
 from penstock.cli.parsers import FOLDER
-from penstock.cli.terminal import Terminal
+from penstock.cli.terminal import Terminal, View, bold
 from penstock.environment import process_environment
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.cluster.doctor import Diagnosis
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
@@ -45,21 +43,19 @@ def doctor(options: _DoctorOptions, terminal: Terminal) -> None:
     diagnoses = list(examine(options.at, process_environment()))
     terminal.result(
         {"diagnoses": [asdict(diagnosis) for diagnosis in diagnoses]},
-        lambda console: _draw(console, diagnoses),
+        _view(diagnoses),
     )
 
 
-def _draw(console: Console, diagnoses: list[Diagnosis]) -> None:
-    """Draw diagnoses by area, each fix below what it is for."""
-    from rich.markup import escape
-
+def _view(diagnoses: list[Diagnosis]) -> View:
+    """Diagnoses by area, each fix below what it is for."""
     width = max(len(diagnosis.subject) for diagnosis in diagnoses)
     for area, members in groupby(diagnoses, key=lambda diagnosis: diagnosis.area):
-        console.print(f"[bold]{area}[/bold]")
+        yield bold(area)
         for diagnosis in members:
-            state = f"[{_COLOURS[diagnosis.state]}]{diagnosis.state:<8}[/]"
-            console.print(f"  {state} {diagnosis.subject:<{width}}  {escape(diagnosis.found)}")
+            state = (f"{diagnosis.state:<8}", _COLOURS[diagnosis.state])
+            yield ["  ", state, f" {diagnosis.subject:<{width}}  {diagnosis.found}"]
             if diagnosis.fix:
-                console.print(f"  {'':<8} {'':<{width}}  [italic]{escape(diagnosis.fix)}[/italic]")
+                yield [" " * (width + 13), (diagnosis.fix, "italic")]
     states: list[str] = [diagnosis.state for diagnosis in diagnoses]
-    console.print(", ".join(f"{states.count(state)} {state}" for state in _COLOURS))
+    yield ", ".join(f"{states.count(state)} {state}" for state in _COLOURS)

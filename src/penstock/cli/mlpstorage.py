@@ -1,25 +1,274 @@
 """`penstock-mlpstorage`: the command lines of mlpstorage, v2 and v3, translated to penstock's own commands.
 
-Place in the flow: arguments -> one command line of penstock, which is printed and then run. Invariant: an
-option without an effect is reported once, and a benchmark that does not exist here is refused by name.
+Place in the flow: `MlpstorageCommand` -> `TranslatedCommand`, which is printed and then run. Invariant:
+nothing that is requested is left out without a remark or an error.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from types import MappingProxyType
+from typing import Final
 
 from penstock import __version__
 from penstock.cli import app
-from penstock.cli.mlpstorage_arguments import known_option, parse
-from penstock.cli.mlpstorage_translation import Defaults, TranslatedCommand, translate
+from penstock.cli.mlpstorage_arguments import MlpstorageCommand, known_option, parse
 from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
+from penstock.submission.tree_layout import SENTINEL
 
-if TYPE_CHECKING:
-    from penstock.cli.mlpstorage_arguments import MlpstorageCommand
+_UNSUPPORTED: Final[Mapping[str, str]] = MappingProxyType(
+    {"vectordb": "Vector search", "kvcache": "The key-value cache benchmark"}
+)
+_DEFAULT_ROOT: Final = "mlpstorage-results"
+_LOCAL: Final = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What a translation depends on besides the arguments: default values, and which folders are trees."""
+
+    results: str | None
+    system: str | None
+    data: str | None
+    checkpoints: str | None
+    bucket: str | None
+    is_submission_tree: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranslatedCommand:
+    """One command line of penstock, without the program's name, and remarks to print before it."""
+
+    words: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The command as a user would type it."""
+        return shlex.join(("penstock", *self.words))
+
+
+def translate(command: MlpstorageCommand, defaults: Defaults) -> TranslatedCommand:
+    """The command of penstock that does the same."""
+    if command.benchmark in _UNSUPPORTED:
+        raise UsageError(
+            f"{_UNSUPPORTED[command.benchmark]} is not supported by Penstock",
+            where=command.benchmark,
+            fix="Penstock runs training and checkpointing; run the others with mlpstorage itself.",
+        )
+    if command.benchmark:
+        translator = _BenchmarkTranslator(command, defaults)
+        words = translator.training() if command.benchmark == "training" else translator.checkpointing()
+        return TranslatedCommand(words=tuple(words), remarks=(*command.ignored(), *translator.remarks))
+    return TranslatedCommand(words=tuple(_translate_other(command, defaults)), remarks=command.ignored())
+
+
+class _BenchmarkTranslator:
+    """Translates one benchmark's command; `remarks` collects what is done differently."""
+
+    def __init__(self, command: MlpstorageCommand, defaults: Defaults) -> None:
+        self.command = command
+        self.remarks: list[str] = []
+        self.results = command.value("results-dir") or defaults.results or "."
+        self.system = command.value("systemname") or defaults.system
+        self.defaults = defaults
+        self.is_submitted = (
+            command.mode in ("closed", "open")
+            and bool(self.system)
+            and defaults.is_submission_tree(self.results)
+        )
+        if command.command not in ("datasize", "configview"):
+            self._add_remarks()
+
+    def training(self) -> list[str]:
+        """`training datasize`, `datagen`, `run`, `configview`."""
+        workload = self._workload()
+        phase = self.command.command
+        if phase == "datasize":
+            return self._datasize(workload)
+        if phase == "configview":
+            return ["workloads", *workload, *self._settings()]
+        data = ["--data", self._data()]
+        ranks = self._ranks("num-processes" if phase == "datagen" else "num-accelerators")
+        if self.is_submitted:
+            return ["submission", "run", "training", *workload, "--only", phase, *data,
+                    *self._settings(), *self._submission_options(), *ranks]  # fmt: skip
+        if phase == "datagen":
+            return ["training", "generate", *workload, *data, *self._settings(), *ranks]
+        division = [f"--{self.command.mode}"] if self.command.mode in ("closed", "open") else []
+        return ["training", "run", *workload, *data, *self._settings(), "--results", self.results,
+                *division, *self._skipped(), *ranks]  # fmt: skip
+
+    def checkpointing(self) -> list[str]:
+        """`checkpointing datasize`, `run`, `configview`."""
+        command = self.command
+        model = self._model()
+        if command.command == "datagen":
+            raise UsageError("Checkpoints need no data set", where="datagen", fix="Use run.")
+        if command.command == "configview":
+            return ["workloads", model, *self._settings()]
+        ranks = command.number("num-processes")
+        if command.command == "datasize":
+            return ["checkpoint", "size", model, *(["--ranks", str(ranks)] if ranks else [])]
+        folder = command.value("checkpoint-folder") or self.defaults.checkpoints
+        if folder is None:
+            raise UsageError(
+                "No destination is given for the checkpoints", fix="Give --checkpoint-folder FOLDER."
+            )
+        words = ["checkpoint", "run", model, "--to", self._place(folder), *self._settings()]
+        for name, option in (("num-checkpoints-write", "--writes"), ("num-checkpoints-read", "--reads")):
+            if command.number(name) is not None:
+                words += [option, str(command.number(name))]
+        words += ["--subset"] if command.has("checkpoint-subset") else []
+        if self.is_submitted:
+            accelerator = command.value("accelerator-type")
+            words += [*(["--accelerator", accelerator] if accelerator else []), *self._submission_options()]
+        else:
+            words += ["--results", self.results, *self._skipped()]
+        return [*words, *self._ranks("num-processes")]
+
+    def _datasize(self, workload: list[str]) -> list[str]:
+        command = self.command
+        number = command.number("max-accelerators") or command.number("num-accelerators")
+        memory = command.number("client-host-memory-in-gb")
+        if number is None or memory is None:
+            raise UsageError(
+                "The size of a data set depends on accelerators and memory",
+                where="datasize",
+                fix="Give --max-accelerators N and --client-host-memory-in-gb GIB.",
+            )
+        hosts = command.number("num-client-hosts") or max(1, len(self._hosts()))
+        self.remarks.append("the size of the data set is added to the submission with the first run")
+        return ["training", "size", *workload, *self._settings(), "--accelerators", str(number),
+                "--hosts", str(hosts), "--host-memory", f"{memory}GiB"]  # fmt: skip
+
+    def _workload(self) -> list[str]:
+        accelerator = self.command.value("accelerator-type")
+        return [self._model(), *(["--accelerator", accelerator] if accelerator else [])]
+
+    def _model(self) -> str:
+        if not self.command.model:
+            raise UsageError("No model is named", fix="Write it after the benchmark, or --model NAME.")
+        return self.command.model
+
+    def _settings(self) -> list[str]:
+        return [word for text in self.command.options.get("params", ()) for word in ("--set", text)]
+
+    def _data(self) -> str:
+        folder = self.command.value("data-dir") or self.defaults.data
+        if folder is None:
+            raise UsageError("No location is given for the data set", fix="Give --data-dir FOLDER.")
+        place = self._place(folder)
+        return f"direct://{place}" if self.command.has("o-direct") and "://" not in place else place
+
+    def _place(self, folder: str) -> str:
+        """The model's own folder in `folder`; for `object`, that is a prefix in the bucket."""
+        below = f"{folder.rstrip('/')}/{self._model()}"
+        if self.command.storage != "object" or "://" in folder:
+            return below
+        if not self.defaults.bucket:
+            raise UsageError("No bucket is given", where="object", fix="Export BUCKET=name.")
+        return f"s3://{self.defaults.bucket}/{below.lstrip('/')}"
+
+    def _submission_options(self) -> list[str]:
+        assert self.system is not None
+        options = [f"--{self.command.mode}", "--submission", self.results, "--system", self.system]
+        return [*options, *self._skipped()]
+
+    def _skipped(self) -> list[str]:
+        return ["--skip-gate", "apart"] if self.command.has("skip-fs-separation-gate") else []
+
+    def _hosts(self) -> list[str]:
+        texts = self.command.options.get("hosts", ())
+        return [host for text in texts for host in text.replace(",", " ").split()]
+
+    def _ranks(self, name: str) -> list[str]:
+        """The options that start ranks."""
+        command = self.command
+        if command.value("exec-type") not in (None, "mpi"):
+            raise UsageError("Containers are not supported", where="--exec-type", fix="Use mpi.")
+        number = command.number(name) or command.number("num-processes")
+        hosts = self._hosts()
+        words = ["--ranks", str(number)] if number else []
+        if hosts and not {host.partition(":")[0] for host in hosts} <= _LOCAL:
+            words += ["--hosts", ",".join(hosts)]
+        launcher = command.value("mpi-bin")
+        words += ["--launcher", launcher] if launcher else []
+        for option in ("oversubscribe", "allow-run-as-root"):
+            if command.has(option):
+                words += self._launcher_option(option, launcher)
+        for text in command.options.get("mpi-params", ()):
+            words += [f"--launcher-arg={part}" for part in shlex.split(text)]
+        return words
+
+    def _launcher_option(self, option: str, launcher: str | None) -> list[str]:
+        if launcher == "mpirun":
+            return [f"--launcher-arg=--{option}"]
+        self.remarks.append(
+            f"--{option} is an option of Open MPI: it is passed on only with --mpi-bin mpirun"
+        )
+        return []
+
+    def _add_remarks(self) -> None:
+        command = self.command
+        if command.has("client-host-memory-in-gb") or command.has("num-client-hosts"):
+            self.remarks.append("memory and hosts are measured by the ranks; the stated values are ignored")
+        if command.has("loops"):
+            self.remarks.append(
+                "--loops: one run is made; penstock submission run makes all runs of a result"
+            )
+        if command.mode in ("closed", "open") and not self.is_submitted:
+            reason = f"{self.results} is not a submission tree" if self.system else "--systemname is missing"
+            self.remarks.append(
+                f"the run is not submitted: {reason} (penstock submission init ORGANISATION FOLDER)"
+            )
+            if command.benchmark == "checkpointing":
+                self.remarks.append(
+                    f"the {command.mode} division's rules on checkpoints are checked only when it is"
+                )
+
+
+def _translate_other(command: MlpstorageCommand, defaults: Defaults) -> list[str]:
+    """Translate a command without a benchmark."""
+    results = command.value("results-dir") or defaults.results or _DEFAULT_ROOT
+    rest = list(command.rest)
+    if command.command in ("history", "runs"):
+        return _translate_history(command, rest, results)
+    if command.command == "init" and not rest:
+        raise UsageError("No organization is named", fix="Write: init ORGANISATION FOLDER")
+    if command.command == "lockfile":
+        raise UsageError(
+            "Lock files are not supported",
+            where="lockfile",
+            fix="Each run.json holds the versions of all packages that affect results.",
+        )
+    report = ["submission", "report", results, "--write"]
+    return {
+        "init": ["submission", "init", *rest[:1], rest[1] if len(rest) > 1 else results],
+        "validate": ["submission", "check", rest[0] if rest else results],
+        "reports": report if defaults.is_submission_tree(results) else ["results", "ls", results],
+        "rules-coverage": ["submission", "rules"],
+        "version": ["--version"],
+    }[command.command]
+
+
+def _translate_history(command: MlpstorageCommand, rest: list[str], results: str) -> list[str]:
+    verb = rest.pop(0) if rest else "show"
+    known = {"show": "show", "list": "ls", "rerun": "rerun", "rm": "rm"}
+    if verb not in known:
+        raise UsageError(
+            f"{verb!r} is not a known command", where=command.command, fix=f"Choose from: {', '.join(known)}."
+        )
+    named = rest or list(command.options.get("id", ()))
+    if verb == "list" or (verb == "show" and not named):
+        return ["results", "ls", results]
+    return ["results", known[verb], *named, "--results", results]
+
 
 HELP: Final = f"""\
 Usage: penstock-mlpstorage closed|open|whatif training MODEL datasize|datagen|run|configview [file|object] ...
@@ -104,8 +353,6 @@ def _read_config_file(path: Path) -> Mapping[str, tuple[str, ...]]:
 
 
 def _read_defaults(environment: Environment) -> Defaults:
-    from penstock.submission.tree_layout import SENTINEL
-
     return Defaults(
         results=environment.get("MLPSTORAGE_RESULTS_DIR"),
         system=environment.get("MLPSTORAGE_SYSTEMNAME"),

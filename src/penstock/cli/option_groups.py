@@ -1,24 +1,35 @@
-"""Options that several commands share, as groups: the workload, the model, the data set, its storage."""
+"""Options that several commands share: workload, model, data set, storage and preflight gates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from penstock.cli.options import argument, group, option, repeated, required
-from penstock.cli.parsers import ASSIGNMENT, FOLDER, SETTING, TEXT, URI
+from penstock.cli.parsers import ASSIGNMENT, FOLDER, SETTING, TEXT, URI, choice
 from penstock.cli.terminal import Terminal
 from penstock.environment import process_environment, untraced
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import OpenStorage
     from penstock.bench.model_state import StateLayout
+    from penstock.cluster.comm import Comm
+    from penstock.cluster.gates.gate_model import Gate, PreflightRequest
+    from penstock.cluster.gates.preflight import PreflightResult
     from penstock.workload.checkpoint_model import CheckpointModel
     from penstock.workload.loading import LoadedWorkload
+    from penstock.workload.overrides import Override
+
+
+def parse_overrides(settings: Iterable[str]) -> Sequence[Override]:
+    """The changes that `--set` options make to a workload."""
+    from penstock.workload.overrides import parse_settings
+
+    return parse_settings(settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +48,12 @@ class WorkloadOptions:
     def load(self, terminal: Terminal, *, is_data_set: bool = False) -> LoadedWorkload:
         """Load the workload and print its remarks; a data set needs no accelerator."""
         from penstock.workload.loading import load, load_data_set
-        from penstock.workload.overrides import parse_settings
 
-        overrides = parse_settings(self.settings)
+        overrides = parse_overrides(self.settings)
         loaded = (load_data_set if is_data_set else load)(
             self.name, accelerator=self.accelerator, overrides=overrides
         )
-        for remark in loaded.remarks:
-            terminal.note(str(remark))
+        terminal.notes(loaded.remarks)
         return loaded
 
 
@@ -92,9 +101,8 @@ class ModelOptions:
 def load_model(name: str, settings: tuple[str, ...]) -> CheckpointModel:
     """The model of this name with changed values."""
     from penstock.workload import checkpoint_model
-    from penstock.workload.overrides import parse_settings
 
-    return checkpoint_model.load_model(name, overrides=parse_settings(settings))
+    return checkpoint_model.load_model(name, overrides=parse_overrides(settings))
 
 
 def plan_model_layout(
@@ -115,3 +123,48 @@ class ParentOption:
     path: Path = option(
         "--results", FOLDER, "Results directory in which runs are looked up by name.", default="results"
     )
+
+
+CLOSED_GATES: Final = 3
+"""The exit code of a run that a gate stopped."""
+GATE: Final = choice("cluster", "versions", "clock", "limits", "ipc", "apart", "space", "storage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateOptions:
+    """Which preflight gates a run skips."""
+
+    skipped: tuple[str, ...] = repeated(
+        "--skip-gate",
+        GATE,
+        "Skip a preflight gate, which run.json records (see `penstock cluster check`).",
+    )
+
+
+def inspect_gates(
+    request: PreflightRequest, options: GateOptions, *, is_strict: bool, comm: Comm, terminal: Terminal
+) -> PreflightResult:
+    """Inspect all gates and print those that do not pass; `is_strict` makes a closed one stop the run."""
+    from penstock.cluster.gates.preflight import run_preflight
+
+    inspection = run_preflight(request, comm, skips=parse_gates(options.skipped), is_strict=is_strict)
+    preflight = inspection.preflight
+    if not preflight.is_stopped:
+        for finding in preflight.findings:
+            if finding.is_closed or finding.verdict == "warning":
+                terminal.note(f"gate {finding.gate}: {finding.verdict}: {finding.found}")
+        return inspection
+    for finding in preflight.closed:
+        terminal.note(f"gate {finding.gate}: {finding.verdict}: {finding.found}. {finding.fix}")
+    terminal.note(
+        "Nothing was started: a run for a submission must pass all gates. Fix the problems above, or skip a "
+        "gate with --skip-gate NAME, which the record of the run shows."
+    )
+    return inspection
+
+
+def parse_gates(names: Iterable[str]) -> Sequence[Gate]:
+    """The gates of these names."""
+    from penstock.cluster.gates.gate_model import parse_gate
+
+    return tuple(parse_gate(name) for name in names)

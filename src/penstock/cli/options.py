@@ -22,17 +22,15 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from textwrap import dedent
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import click
 from click.shell_completion import CompletionItem
 
+from penstock.cli.parsers import Parser
+from penstock.cli.terminal import Terminal
 from penstock.errors import UsageError
-from penstock.extras import explained_imports
-
-if TYPE_CHECKING:
-    from penstock.cli.parsers import Parser
-    from penstock.cli.terminal import Terminal
+from penstock.extras import missing_library
 
 T = TypeVar("T")
 O = TypeVar("O")  # noqa: E741 - the options of one command
@@ -43,14 +41,13 @@ _NESTED = "__"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """One option or argument as its field declares it; `parser` is None for a flag."""
+    """One option or argument as its field declares it: arguments have no names, flags no parser."""
 
     names: tuple[str, ...]
     help: str
     parser: Parser[Any] | None = None
     metavar: str = ""
     default: str | None = None
-    is_argument: bool = False
     is_required: bool = False
     is_repeated: bool = False
 
@@ -63,88 +60,56 @@ class _Nested:
 
 @overload
 def option(
-    name: str, parser: Parser[T], help: str, *, default: str, short: str = "", metavar: str = ""
+    name: str, parser: Parser[T], text: str, *, default: str, short: str = "", metavar: str = ""
 ) -> T: ...
 @overload
 def option(
-    name: str, parser: Parser[T], help: str, *, default: None = None, short: str = "", metavar: str = ""
+    name: str, parser: Parser[T], text: str, *, default: None = None, short: str = "", metavar: str = ""
 ) -> T | None: ...
-def option(
-    name: str,
-    parser: Parser[T],
-    help: str,  # noqa: A002 - the word that every command line library uses
-    *,
-    default: str | None = None,
-    short: str = "",
-    metavar: str = "",
-) -> Any:
+def option(name: str, parser: Parser[Any], text: str, *, short: str = "", **more: Any) -> Any:
     """Declare an option. `default` is text for the parser; without it, the field defaults to None."""
-    return _field(
-        Declaration(names=_names(name, short), help=help, parser=parser, default=default, metavar=metavar)
-    )
+    return _field(_names(name, short), text, parser, **more)
 
 
-def required(name: str, parser: Parser[T], help: str, *, short: str = "", metavar: str = "") -> T:  # noqa: A002
+def required(name: str, parser: Parser[T], text: str, *, short: str = "", metavar: str = "") -> T:
     """Declare an option that must be given."""
-    declaration = Declaration(
-        names=_names(name, short), help=help, parser=parser, is_required=True, metavar=metavar
-    )
-    return _field(declaration)  # type: ignore[no-any-return]  # a field stands for its value
+    return _field(_names(name, short), text, parser, metavar=metavar, is_required=True)  # type: ignore[no-any-return]
 
 
-def repeated(name: str, parser: Parser[T], help: str, *, short: str = "") -> tuple[T, ...]:  # noqa: A002
+def repeated(name: str, parser: Parser[T], text: str, *, short: str = "") -> tuple[T, ...]:
     """Declare an option that may be given several times."""
-    declaration = Declaration(names=_names(name, short), help=help, parser=parser, is_repeated=True)
-    return _field(declaration)  # type: ignore[no-any-return]  # a field stands for its value
+    return _field(_names(name, short), text, parser, is_repeated=True)  # type: ignore[no-any-return]
 
 
-def flag(name: str, help: str) -> bool:  # noqa: A002
+def flag(name: str, text: str) -> bool:
     """Declare a flag, False unless it is given."""
-    return _field(Declaration(names=(name,), help=help))  # type: ignore[no-any-return]  # stands for its value
+    return _field((name,), text)  # type: ignore[no-any-return]
 
 
-def switch(name: str, help: str) -> bool | None:  # noqa: A002
+def switch(name: str, text: str) -> bool | None:
     """Declare a pair of flags, `--name/--no-name`; None if neither is given."""
-    return _field(Declaration(names=(f"{name}/--no-{name[2:]}",), help=help))  # type: ignore[no-any-return]
+    return _field((f"{name}/--no-{name[2:]}",), text)  # type: ignore[no-any-return]
 
 
-def argument(metavar: str, parser: Parser[T], help: str) -> T:  # noqa: A002
+def argument(metavar: str, parser: Parser[T], text: str) -> T:
     """Declare an argument that must be given."""
-    declaration = Declaration(
-        names=(), help=help, parser=parser, metavar=metavar, is_argument=True, is_required=True
-    )
-    return _field(declaration)  # type: ignore[no-any-return]  # a field stands for its value
+    return _field((), text, parser, metavar=metavar, is_required=True)  # type: ignore[no-any-return]
 
 
 @overload
-def optional_argument(metavar: str, parser: Parser[T], help: str, *, default: str) -> T: ...
+def optional_argument(metavar: str, parser: Parser[T], text: str, *, default: str) -> T: ...
 @overload
-def optional_argument(metavar: str, parser: Parser[T], help: str, *, default: None = None) -> T | None: ...
-def optional_argument(
-    metavar: str,
-    parser: Parser[T],
-    help: str,  # noqa: A002
-    *,
-    default: str | None = None,
-) -> Any:
+def optional_argument(metavar: str, parser: Parser[T], text: str, *, default: None = None) -> T | None: ...
+def optional_argument(metavar: str, parser: Parser[Any], text: str, *, default: str | None = None) -> Any:
     """Declare an argument that may be left out."""
-    return _field(
-        Declaration(names=(), help=help, parser=parser, metavar=metavar, default=default, is_argument=True)
-    )
+    return _field((), text, parser, metavar=metavar, default=default)
 
 
-def arguments(metavar: str, parser: Parser[T], help: str, *, is_required: bool = True) -> tuple[T, ...]:  # noqa: A002
+def arguments(metavar: str, parser: Parser[T], text: str, *, is_required: bool = True) -> tuple[T, ...]:
     """Declare all remaining arguments."""
-    declaration = Declaration(
-        names=(),
-        help=help,
-        parser=parser,
-        metavar=metavar,
-        is_argument=True,
-        is_required=is_required,
-        is_repeated=True,
+    return _field(  # type: ignore[no-any-return]
+        (), text, parser, metavar=metavar, is_required=is_required, is_repeated=True
     )
-    return _field(declaration)  # type: ignore[no-any-return]  # a field stands for its value
 
 
 def group(options: type[O], *, panel: str | None = None) -> O:
@@ -157,7 +122,9 @@ def _names(name: str, short: str) -> tuple[str, ...]:
     return (short, name) if short else (name,)
 
 
-def _field(declaration: Declaration) -> Any:
+def _field(names: tuple[str, ...], text: str, parser: Parser[Any] | None = None, **more: Any) -> Any:
+    """A field of a dataclass, typed as its value: the declaring functions return the parser's type."""
+    declaration = Declaration(names=names, help=text, parser=parser, **more)
     metadata = {_KEY: declaration}
     if declaration.is_required:
         return dataclasses.field(metadata=metadata)
@@ -227,8 +194,7 @@ class _ParsedType(click.ParamType):  # type: ignore[type-arg]  # generic since c
 
 def _parameter(path: str, declaration: Declaration) -> click.Parameter:
     parser = declaration.parser
-    if declaration.is_argument:
-        assert parser is not None
+    if parser is not None and not declaration.names:
         return click.Argument(
             [path],
             required=declaration.is_required,
@@ -271,7 +237,7 @@ class Verb(click.Command):
         **more: Any,
     ) -> None:
         text, _, examples = inspect.cleandoc(document).partition("\nExamples:\n")
-        self.declared = [entry for one in options for entry in declarations(one)]
+        self.declared = [entry for declaring in options for entry in declarations(declaring)]
         parameters = [_parameter(path, declaration) for path, declaration, _ in self.declared]
 
         def callback(**values: Any) -> None:
@@ -289,11 +255,11 @@ class Verb(click.Command):
                     formatter.write("".join(f"  {line}\n" for line in example.splitlines()))
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter, (_, declaration, panel) in zip(self.params, self.declared, strict=True):
-            if declaration.is_argument:
-                panels["Arguments"].append((declaration.metavar, _help_of(declaration)))
+            if not declaration.names:
+                panels["Arguments"].append((declaration.metavar, _describe(declaration)))
             else:
                 spelled = (parameter.get_help_record(ctx) or ("",))[0]
-                panels.setdefault(panel or "Options", []).append((spelled, _help_of(declaration)))
+                panels.setdefault(panel or "Options", []).append((spelled, _describe(declaration)))
         panels["Options"].append(("-h, --help", "Show this message and exit."))
         for title, rows in panels.items():
             if rows:
@@ -301,14 +267,13 @@ class Verb(click.Command):
                     formatter.write_dl(rows)
 
 
-def _help_of(declaration: Declaration) -> str:
-    if declaration.is_required and not declaration.is_argument:
-        return f"{declaration.help}  [required]"
-    if declaration.is_repeated and not declaration.is_argument:
-        return f"{declaration.help}  [repeatable]"
-    return (
-        f"{declaration.help}  [default: {declaration.default}]" if declaration.default else declaration.help
-    )
+def _describe(declaration: Declaration) -> str:
+    text = declaration.help
+    if declaration.names and declaration.is_required:
+        return f"{text}  [required]"
+    if declaration.names and declaration.is_repeated:
+        return f"{text}  [repeatable]"
+    return f"{text}  [default: {declaration.default}]" if declaration.default else text
 
 
 def verb(
@@ -318,8 +283,6 @@ def verb(
 
     def decorate(function: Callable[[O, Terminal], int | None]) -> Verb:
         def call(values: Mapping[str, Any]) -> int | None:
-            from penstock.cli.terminal import Terminal
-
             return function(fill(options, values), Terminal(as_json=bool(values.get("as_json"))))
 
         return Verb(
@@ -342,21 +305,25 @@ class Group(click.Group):
 
     def __init__(
         self,
-        help: str,  # noqa: A002
+        text: str,
         verbs: Mapping[str, str | click.Command],
         *,
         extra: str | None = None,
         **more: Any,
     ) -> None:
-        super().__init__(None, help=help, no_args_is_help=True, **more)
+        super().__init__(None, help=text, no_args_is_help=True, **more)
         self.verbs = dict(verbs)
         """Where each command is, as `module:name`, or the command itself."""
         self.extra = extra
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command that the words name."""
-        with explained_imports(self.extra):
+        try:
             return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if missing := missing_library(error, extra=self.extra):
+                raise missing from error
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """All names, in the order in which help lists them."""

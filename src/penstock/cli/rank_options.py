@@ -11,11 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from penstock.cli.options import JsonOption, Verb, command_line, fill, group, option, repeated
 from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal, progress_columns
+from penstock.cluster.comm import Comm
+from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name, plan_launch
+from penstock.cluster.launcher_env import detect_rank
 from penstock.environment import (
     PROGRESS_COLUMNS,
     TRACE,
@@ -25,9 +28,6 @@ from penstock.environment import (
     process_environment,
     withdraw_variable,
 )
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
 
 O = TypeVar("O")  # noqa: E741 - the options of one command
 
@@ -49,8 +49,6 @@ class RankOptions:
 
     def with_ranks(self, default_ranks: int | None, environment: Environment) -> RankOptions:
         """The same on `default_ranks` ranks, if neither the user nor a launcher sets a number."""
-        from penstock.cluster.launcher_env import detect_rank
-
         is_set = self.ranks is not None or self.hosts or self.hostfile
         if default_ranks is None or is_set or detect_rank(environment) is not None:
             return self
@@ -58,8 +56,6 @@ class RankOptions:
 
     def starts_ranks(self, environment: Environment) -> bool:
         """Whether this process launches ranks, rather than being one."""
-        from penstock.cluster.launcher_env import detect_rank
-
         has_several = self.ranks not in (None, 1) or self.hosts or self.hostfile
         return bool(has_several) and detect_rank(environment) is None
 
@@ -98,8 +94,7 @@ def ranked(
 
 def _launch(ranks: RankOptions, environment: Environment) -> int:
     """Start this very command line on all ranks; the exit code is rank 0's."""
-    from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name, plan_launch
-    from penstock.cluster.supervision import launch_job
+    from penstock.cluster.supervision.job_launch import launch_job
 
     request = LaunchRequest(
         ranks=ranks.ranks,

@@ -12,15 +12,20 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.option_groups import ParentOption
 from penstock.cli.options import argument, arguments, flag, group, option, optional_argument, verb
 from penstock.cli.parsers import FOLDER, TEXT, whole
-from penstock.cli.terminal import Terminal, format_number
+from penstock.cli.terminal import Terminal, View, bold, format_number
 from penstock.environment import process_environment
 from penstock.errors import UsageError
+from penstock.results.history.run_selection import (
+    RemovalPlan,
+    RunCriteria,
+    fits,
+    parse_criteria,
+    plan_removal,
+)
+from penstock.results.provenance import redacted_settings
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.results.history.run_catalog import CatalogedRun, RunCatalog
-    from penstock.results.history.run_selection import RemovalPlan, RunCriteria
     from penstock.results.run_comparison import RunSummary
 
 
@@ -47,8 +52,6 @@ class CriteriaOptions:
 
     def criteria(self, now: datetime) -> RunCriteria:
         """The criteria of these options."""
-        from penstock.results.history.run_selection import parse_criteria
-
         return parse_criteria(status=self.status, workload=self.workload, older_than=self.older_than, now=now)
 
 
@@ -75,17 +78,15 @@ def list_runs(options: _ListOptions, terminal: Terminal) -> None:
       penstock results ls /mnt/results --workload unet3d --json
     """
     from penstock.results.history.run_catalog import read_catalog
-    from penstock.results.history.run_selection import fits
 
     criteria = options.selection.criteria(datetime.now(UTC))
     catalog = read_catalog(options.folder)
     unreadable = [run.why for run in catalog.runs if run.outcome == "unreadable"]
-    for complaint in (*catalog.complaints, *unreadable):
-        terminal.note(complaint)
+    terminal.notes((*catalog.complaints, *unreadable))
     selected = [run for run in catalog.runs if fits(run, criteria)]
     terminal.result(
         _list_document(selected, catalog, unreadable),
-        lambda console: _draw_list(console, options, selected, catalog),
+        _view_list(options, selected, catalog),
     )
 
 
@@ -108,42 +109,40 @@ def _list_document(
     }
 
 
-def _draw_list(
-    console: Console, options: _ListOptions, selected: Sequence[CatalogedRun], catalog: RunCatalog
-) -> None:
+def _view_list(options: _ListOptions, selected: Sequence[CatalogedRun], catalog: RunCatalog) -> View:
     by_place = {
         place: [run for run in selected if run.where.value == place]
         for place in ("here", "trash", "gone", "deleted")
     }
     readable = [run for run in by_place["here"] if run.outcome != "unreadable"]
     if not readable:
-        console.print(f"No runs in {options.folder}", markup=False)
+        yield f"No runs in {options.folder}"
     for run in readable:
-        _draw_run(console, run, catalog)
-    _draw_section(console, "Removed: `penstock results restore` brings them back", by_place["trash"])
-    _draw_section(console, "Started here, without a directory", by_place["gone"])
+        yield from _view_run(run, catalog)
+    yield from _view_section("Removed: `penstock results restore` brings them back", by_place["trash"])
+    yield from _view_section("Started here, without a directory", by_place["gone"])
     if options.shows_deleted:
-        _draw_section(console, "Deleted permanently", by_place["deleted"])
+        yield from _view_section("Deleted permanently", by_place["deleted"])
     elif by_place["deleted"]:
-        console.print(f"\n{len(by_place['deleted'])} more were deleted permanently: --all lists them")
+        yield f"\n{len(by_place['deleted'])} more were deleted permanently: --all lists them"
 
 
-def _draw_section(console: Console, title: str, runs: Sequence[CatalogedRun]) -> None:
+def _view_section(title: str, runs: Sequence[CatalogedRun]) -> View:
     if runs:
-        console.print(f"\n{title}", markup=False)
+        yield f"\n{title}"
     for run in runs:
         batch = f", batch {run.batch}" if run.batch else ""
-        console.print(f"  {_describe_run(run)}{batch}", markup=False)
+        yield f"  {_describe_run(run)}{batch}"
 
 
-def _draw_run(console: Console, run: CatalogedRun, catalog: RunCatalog) -> None:
-    """Draw two lines a run: its name and outcome, then its main figures."""
+def _view_run(run: CatalogedRun, catalog: RunCatalog) -> View:
+    """Two lines a run: its name and outcome, then its main figures."""
     unknown = ", not in the history" if catalog.has_history and run.began is None else ""
-    console.print(f"{_describe_run(run)}{unknown}", style="bold", markup=False)
+    yield bold(f"{_describe_run(run)}{unknown}")
     if run.view is not None:
         started = (run.view.started or "unknown")[:16].replace("T", " ")
         ranks = format_number(run.view.ranks, "d")
-        console.print(f"  {run.view.workload}, ranks {ranks}, {started}, {_headline(run.view)}", markup=False)
+        yield f"  {run.view.workload}, ranks {ranks}, {started}, {_headline(run.view)}"
 
 
 def _headline(run: RunSummary) -> str:
@@ -153,11 +152,11 @@ def _headline(run: RunSummary) -> str:
             f"checkpoints written with {format_number(run.write_gib_per_s, '.2f')} GiB/s, "
             f"read with {format_number(run.read_gib_per_s, '.2f')} GiB/s"
         )
-    return (
-        f"AU {format_number(run.au_compat_percent, '.2f')} % "
-        f"(strict {format_number(run.au_strict_percent, '.2f')} %), "
-        f"{format_number(run.samples_per_s_compat, ',.1f')} samples/s"
+    compat, strict = (
+        "-" if percent is None else f"{percent:.2f} %"
+        for percent in (run.au_compat_percent, run.au_strict_percent)
     )
+    return f"AU {compat} (strict {strict}), {format_number(run.samples_per_s_compat, ',.1f')} samples/s"
 
 
 def _run_document(run: CatalogedRun) -> dict[str, Any]:
@@ -229,7 +228,6 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
 def _select(options: _RemoveOptions, criteria: RunCriteria) -> RemovalPlan:
     """The runs to remove. Names and criteria are mutually exclusive, so that neither surprises."""
     from penstock.results.history.run_catalog import FolderPlace, find_run, read_catalog
-    from penstock.results.history.run_selection import RemovalPlan, plan_removal
 
     has_criteria = criteria.ask_something or options.keep_last > 0
     if bool(options.runs) == has_criteria:
@@ -247,7 +245,6 @@ def _select(options: _RemoveOptions, criteria: RunCriteria) -> RemovalPlan:
 
 def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Terminal) -> None:
     from penstock.results.history.run_catalog import FolderPlace, read_catalog
-    from penstock.results.history.run_selection import plan_removal
     from penstock.results.history.trash import delete_from_trash
 
     if options.runs:
@@ -268,16 +265,12 @@ def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Termi
 
 
 def _report_removal(terminal: Terminal, selection: RemovalPlan, title: str, result: dict[str, Any]) -> None:
-    def draw(console: Console) -> None:
-        console.print(f"{title}:" if selection.taken else "No run matches.", markup=False)
-        for run in selection.taken:
-            console.print(f"  {_describe_run(run)}", markup=False)
-        for run, reason in selection.spared:
-            console.print(f"  kept: {_describe_run(run)} ({reason})", markup=False)
-
+    lines = [f"{title}:" if selection.taken else "No run matches."]
+    lines += [f"  {_describe_run(run)}" for run in selection.taken]
+    lines += [f"  kept: {_describe_run(run)} ({reason})" for run, reason in selection.spared]
     spared = [{**_run_document(run), "reason": reason} for run, reason in selection.spared]
     runs = [_run_document(run) for run in selection.taken]
-    terminal.result({"title": title, "runs": runs, "spared": spared, **result}, draw)
+    terminal.result({"title": title, "runs": runs, "spared": spared, **result}, lines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,12 +301,8 @@ def restore(options: _RestoreOptions, terminal: Terminal) -> None:
             selected[str(run.path)] = run
     runs = list(selected.values())
     move_back(parent, runs, datetime.now(UTC))
-
-    def draw(console: Console) -> None:
-        for run in runs:
-            console.print(f"restored {run.folder}", markup=False)
-
-    terminal.result({"restored": [run.folder for run in runs]}, draw)
+    names = [run.folder for run in runs]
+    terminal.result({"restored": names}, [f"restored {name}" for name in names])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +327,6 @@ def rerun(options: _RerunOptions, terminal: Terminal) -> None:
     """
     from penstock.results.history.rerun import plan_rerun
     from penstock.results.history.run_catalog import find_run, read_catalog
-    from penstock.results.provenance import redacted_settings
 
     if terminal.as_json and not options.is_dry:
         raise UsageError(
@@ -347,16 +335,12 @@ def rerun(options: _RerunOptions, terminal: Terminal) -> None:
     parent = options.parent.path
     run = find_run(options.run, read_catalog(parent).runs, where=str(parent))
     replay = plan_rerun(run, redacted_settings(process_environment()))
-    for note in replay.notes:
-        terminal.note(note)
-
-    def draw(console: Console) -> None:
-        console.print(f"cd {replay.working_folder}", markup=False)
-        console.print(replay.shown, markup=False)
+    terminal.notes(replay.notes)
 
     if options.is_dry:
+        lines = [f"cd {replay.working_folder}", replay.shown]
         document = {"run": run.id, "command": replay.shown, "working_folder": replay.working_folder}
-        terminal.result({**document, "notes": list(replay.notes)}, draw)
+        terminal.result({**document, "notes": list(replay.notes)}, lines)
         return
     terminal.note(f"In {replay.working_folder}: {replay.shown}")
     os.chdir(replay.working_folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +11,12 @@ from penstock.cli.option_groups import ParentOption
 from penstock.cli.options import argument, arguments, group, verb
 from penstock.cli.parsers import TEXT
 from penstock.cli.run_reports import reconciliation_lines
-from penstock.cli.terminal import Terminal, View, format_number, table
+from penstock.cli.terminal import Terminal, TextTable, View, bold, format_number
 from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from penstock.results.bottleneck import TimeBreakdown
     from penstock.results.checkpoint_figures import CheckpointFigures
     from penstock.results.host_activity import PhaseActivity
     from penstock.results.phase_figures import PhaseFigures
@@ -50,8 +49,7 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 
     folder = find_run_folder(options.run, options.parent.path)
     view = summarize_run(folder)
-    for note in view.notes:
-        terminal.note(note)
+    terminal.notes(view.notes)
     figures = _read_figures(folder, view, terminal)
     record = read_record(folder) if view.kind == "penstock" else None
     activities = _read_activities(folder) if record else ()
@@ -65,17 +63,30 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
         "activity": [asdict(activity) for activity in activities],
     }
 
-    def draw(console: Console) -> None:
-        if checkpoints is None:
-            _draw_training(console, view, figures)
-        else:
-            _draw_checkpoints(console, view, checkpoints)
-        if activities:
-            table("Hosts meanwhile", [_activity_row(activity) for activity in activities])(console)
-        for title, line in _context_lines(record) if record else ():
-            console.print(f"  {title:<28}{line}", markup=False)
+    terminal.result(document, _view_run(view, figures, checkpoints, activities, record))
 
-    terminal.result(document, draw)
+
+def _view_run(
+    view: RunSummary,
+    figures: PhaseFigures | None,
+    checkpoints: CheckpointFigures | None,
+    activities: Sequence[PhaseActivity],
+    record: RunRecord | None,
+) -> View:
+    yield bold(view.id)
+    if checkpoints is None:
+        yield from _view_training(view, figures)
+    else:
+        yield from _view_checkpoints(view, checkpoints)
+    if activities:
+        yield TextTable("Hosts meanwhile", [_activity_row(activity) for activity in activities])
+    if record is not None:
+        yield from _view_facts(_context_lines(record))
+
+
+def _view_facts(facts: Iterable[tuple[str, str]]) -> View:
+    for what, value in facts:
+        yield f"  {what:<28}{value}"
 
 
 def _read_figures(folder: Path, view: RunSummary, terminal: Terminal) -> PhaseFigures | None:
@@ -108,7 +119,6 @@ def _read_activities(folder: Path) -> tuple[PhaseActivity, ...]:
 
 
 def _activity_row(activity: PhaseActivity) -> dict[str, str]:
-
     return {
         "phase": activity.phase,
         "took": format_seconds(activity.elapsed_s),
@@ -137,9 +147,7 @@ def _describe_outcome(view: RunSummary) -> str:
     return f"{view.outcome}: {view.why}" if view.why else view.outcome
 
 
-def _draw_checkpoints(console: Console, view: RunSummary, checkpoints: CheckpointFigures) -> None:
-
-    console.print(view.id, style="bold", markup=False)
+def _view_checkpoints(view: RunSummary, checkpoints: CheckpointFigures) -> View:
     facts = {
         "model": checkpoints.model,
         "one checkpoint": format_bytes(checkpoints.checkpoint_bytes),
@@ -151,8 +159,7 @@ def _draw_checkpoints(console: Console, view: RunSummary, checkpoints: Checkpoin
         "gap before reads": "-" if checkpoints.gap_s is None else format_seconds(checkpoints.gap_s),
         "folder": view.folder,
     }
-    for what, value in facts.items():
-        console.print(f"  {what:<28}{value}", markup=False)
+    yield from _view_facts(facts.items())
     rows = [
         {
             "": name,
@@ -167,26 +174,23 @@ def _draw_checkpoints(console: Console, view: RunSummary, checkpoints: Checkpoin
         for name, direction in (("write", checkpoints.write), ("read", checkpoints.read))
         if direction is not None
     ]
-    table("Checkpoints", rows)(console)
+    yield TextTable("Checkpoints", rows)
 
 
-def _draw_training(console: Console, view: RunSummary, figures: PhaseFigures | None) -> None:
-    console.print(view.id, style="bold", markup=False)
-    for what, value in _training_facts(view).items():
-        console.print(f"  {what:<28}{value}", markup=False)
+def _view_training(view: RunSummary, figures: PhaseFigures | None) -> View:
+    yield from _view_facts(_training_facts(view).items())
     if figures is None:
         return
-    table("Epochs", _epoch_rows(figures))(console)
+    yield TextTable("Epochs", _epoch_rows(figures))
     if figures.times is not None:
-        _times_table(figures)(console)
+        yield TextTable("Times over all ranks", _time_rows(figures.times))
     if figures.verdict is not None:
-        console.print(f"Bottleneck: {figures.verdict.bottleneck}", style="bold")
+        yield bold(f"Bottleneck: {figures.verdict.bottleneck}")
         for sentence in figures.verdict.evidence:
-            console.print(f"  {sentence}", markup=False)
+            yield f"  {sentence}"
 
 
 def _training_facts(view: RunSummary) -> dict[str, str]:
-
     read = "-" if view.read_bytes is None else format_bytes(view.read_bytes)
     rate = "-" if view.read_bytes_per_s is None else format_rate(view.read_bytes_per_s)
     return {
@@ -205,7 +209,6 @@ def _training_facts(view: RunSummary) -> dict[str, str]:
 
 
 def _epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
-
     return [
         {
             "epoch": str(epoch.epoch),
@@ -220,10 +223,7 @@ def _epoch_rows(figures: PhaseFigures) -> list[dict[str, str]]:
     ]
 
 
-def _times_table(figures: PhaseFigures) -> View:
-
-    times = figures.times
-    assert times is not None
+def _time_rows(times: TimeBreakdown) -> list[dict[str, str]]:
     rows = []
     for measure, spread in times.over_ranks.items():
         skew = times.skew[measure]
@@ -238,7 +238,7 @@ def _times_table(figures: PhaseFigures) -> View:
                 "slowest rank": f"{format_seconds(skew.slowest_s)} ({skew.slowest_rank})",
             }
         )
-    return table("Times over all ranks", rows)
+    return rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,26 +272,24 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
     document = {"is_comparable": comparison.is_comparable, **asdict(comparison)}
     for run in document["runs"]:
         del run["settings"]
-    terminal.result(document, lambda console: _draw_comparison(console, comparison))
+    terminal.result(document, _view_comparison(comparison))
 
 
-def _draw_comparison(console: Console, comparison: RunComparison) -> None:
+def _view_comparison(comparison: RunComparison) -> View:
     names = [str(position) for position, _ in enumerate(comparison.runs, start=1)]
     for name, run in zip(names, comparison.runs, strict=True):
-        console.print(f"{name}: {run.id} ({run.workload}, {run.outcome}), {run.folder}", markup=False)
+        yield f"{name}: {run.id} ({run.workload}, {run.outcome}), {run.folder}"
     if comparison.obstacles:
-        console.print("Not comparable: these runs differ in their request or their outcome.", style="bold")
-        table("Requested differently", _difference_rows(comparison.obstacles, names))(console)
+        yield bold("Not comparable: these runs differ in their request or their outcome.")
+        yield TextTable("Requested differently", _difference_rows(comparison.obstacles, names))
     if comparison.varied:
-        table("Set differently", _difference_rows(comparison.varied, names))(console)
+        yield TextTable("Set differently", _difference_rows(comparison.varied, names))
     rows = []
     for delta in comparison.deltas:
-        texts = [
-            _with_change(value, change, is_first=position == 0)
-            for position, (value, change) in enumerate(zip(delta.values, delta.changes, strict=True))
-        ]
+        first, *others = zip(delta.values, delta.changes, strict=True)
+        texts = [format_number(first[0], ",.2f"), *(_with_change(*other) for other in others)]
         rows.append({"figure": delta.figure, **dict(zip(names, texts, strict=True))})
-    table("Figures", rows)(console)
+    yield TextTable("Figures", rows)
 
 
 def _difference_rows(differences: Sequence[SettingDifference], names: Sequence[str]) -> list[dict[str, str]]:
@@ -301,6 +299,6 @@ def _difference_rows(differences: Sequence[SettingDifference], names: Sequence[s
     ]
 
 
-def _with_change(value: float | None, change: float | None, *, is_first: bool) -> str:
+def _with_change(value: float | None, change: float | None) -> str:
     text = format_number(value, ",.2f")
-    return text if is_first or change is None else f"{text} ({change:+.1%})"
+    return text if change is None else f"{text} ({change:+.1%})"

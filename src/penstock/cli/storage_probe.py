@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from penstock.cli.option_groups import BackendOptions
 from penstock.cli.options import argument, group, option
 from penstock.cli.parsers import SIZE, URI, number, several, whole
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, table
+from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +66,6 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
             options=options.storage.values,
             progress=progress,
         )
-    for note in report.notes:
-        terminal.note(note)
+    terminal.notes(report.notes)
     title = f"{options.uri} from {', '.join(report.hosts)}, {report.ranks} rank{'s' * (report.ranks > 1)}"
     terminal.result(asdict(report), table(title, measurement_rows(report.measurements)))

@@ -6,15 +6,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, TextTable, View, bold
+from penstock.submission.finding import Verdict
+from penstock.submission.reports.findings_export import (
+    check_document,
+    count_verdicts,
+    exit_code,
+    findings_csv,
+)
+from penstock.submission.reports.sarif import sarif
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.submission.check import CheckedResult
     from penstock.submission.edition import Edition
     from penstock.submission.reports.result_report import ResultReport
@@ -52,7 +58,6 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
     from penstock.submission.check import check as check_tree
     from penstock.submission.check import choose_edition
     from penstock.submission.find_results import submitters_without_results
-    from penstock.submission.reports.findings_export import check_document, exit_code
 
     edition = choose_edition(options.edition, options.folder)
     with terminal.progress() as progress:
@@ -61,9 +66,7 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
     for name in empty:
         terminal.note(f"{name}: no results are here")
     _write_findings(options, results, edition, empty)
-    terminal.result(
-        check_document(results, edition, empty), lambda console: _draw_verdicts(console, results, edition)
-    )
+    terminal.result(check_document(results, edition, empty), _view_verdicts(results, edition))
     return exit_code(results)
 
 
@@ -71,8 +74,6 @@ def _write_findings(
     options: _CheckOptions, results: Sequence[CheckedResult], edition: Edition, empty: Sequence[str]
 ) -> None:
     from penstock.results.published_files import write_json, write_text
-    from penstock.submission.reports.findings_export import findings_csv
-    from penstock.submission.reports.sarif import sarif
     from penstock.submission.reports.submission_pages import verdicts_page
     from penstock.submission.rules import RULES
 
@@ -86,24 +87,20 @@ def _write_findings(
         write_text(path.parent, path.name, page)
 
 
-def _draw_verdicts(console: Console, results: Sequence[CheckedResult], edition: Edition) -> None:
-    from penstock.submission.reports.findings_export import count_verdicts
-
+def _view_verdicts(results: Sequence[CheckedResult], edition: Edition) -> View:
     title = f"Results, by the rules of {edition.edition}"
-    table(title, [_verdict_row(result) for result in results])(console)
+    yield TextTable(title, [_verdict_row(result) for result in results])
     for result in results:
-        _draw_findings(console, result)
+        yield from _view_findings(result)
     counts = ", ".join(f"{count} {what}" for what, count in count_verdicts(results).items())
-    console.print(f"\n{counts}")
-    console.print("For the reviewer, because files cannot show it:")
+    yield f"\n{counts}"
+    yield "For the reviewer, because files cannot show it:"
     for point in edition.for_the_reviewer:
-        console.print(f"  {point}", markup=False)
+        yield f"  {point}"
 
 
-def _draw_findings(console: Console, result: CheckedResult) -> None:
-    """Draw the findings of one result that do not pass, the worst first, and equal ones once."""
-    from penstock.submission.finding import Verdict
-
+def _view_findings(result: CheckedResult) -> View:
+    """The findings of one result that do not pass, the worst first, and equal ones once."""
     counted = Counter(
         (finding.verdict.value, finding.rule, finding.proof, finding.fix)
         for verdict in (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
@@ -111,11 +108,11 @@ def _draw_findings(console: Console, result: CheckedResult) -> None:
         if finding.verdict is verdict
     )
     if counted:
-        console.print(result.name, markup=False)
+        yield result.name
     for (verdict_text, rule, proof, fix), count in counted.items():
         times = f" ({count} times)" if count > 1 else ""
-        console.print(f"  {verdict_text}: {rule}: {proof}{times}", markup=False)
-        console.print(f"    {fix}", markup=False)
+        yield f"  {verdict_text}: {rule}: {proof}{times}"
+        yield f"    {fix}"
 
 
 def _describe_accelerators(result: CheckedResult) -> str:
@@ -178,32 +175,31 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
     if options.writes_tree:
         in_tree, refusals = plan_tree(reports)
         planned += in_tree
-        for sentence in refusals:
-            terminal.note(sentence)
+        terminal.notes(refusals)
     written = write_files(planned)
     for entry in reports:
         for reason in entry.figures.missing:
             terminal.note(f"{entry.checked.name}: not recomputed: {reason}")
     terminal.result(
         {**reports_document(reports, edition), "written": written},
-        lambda console: _draw_reports(console, reports, written),
+        _view_reports(reports, written),
     )
 
 
-def _draw_reports(console: Console, reports: Sequence[ResultReport], written: Sequence[str]) -> None:
+def _view_reports(reports: Sequence[ResultReport], written: Sequence[str]) -> View:
     from penstock.submission.reports.submission_pages import figure_row, value_text
 
     for entry in reports:
         result, figures = entry.checked, entry.figures.found
-        console.print(f"\n{result.name}: {result.verdict.value}", style="bold", markup=False)
-        console.print(f"  {result.workload} on {_describe_accelerators(result)}", markup=False)
-        table("", [figure_row(figure) for figure in figures])(console)
+        yield bold(f"\n{result.name}: {result.verdict.value}")
+        yield f"  {result.workload} on {_describe_accelerators(result)}"
+        yield TextTable("", [figure_row(figure) for figure in figures])
         for figure in figures:
             for outlier in figure.spread.outliers:
                 text = f"{figure.name}, {outlier.run}: {value_text(figure, outlier.value)}, {outlier.rule}"
-                console.print(f"  outlier: {text}", markup=False)
+                yield f"  outlier: {text}"
     if written:
-        console.print(f"\nwritten: {len(written)} files, first {written[0]}", markup=False)
+        yield f"\nwritten: {len(written)} files, first {written[0]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,18 +221,19 @@ def rules(options: _RulesOptions, terminal: Terminal) -> None:
 
     selected = RULES if options.rule_id is None else (rule_by_id(options.rule_id),)
 
-    def draw(console: Console) -> None:
-        if options.rule_id is None:
-            table("Rules", [{"id": rule.id, "title": rule.title} for rule in selected])(console)
-            return
-        for key, value in _rule_document(selected[0]).items():
-            text = ", ".join(value) if isinstance(value, list) else value
-            console.print(f"{key:>9}: {text}", markup=False)
-
-    terminal.result({"rules": [_rule_document(rule) for rule in selected]}, draw)
+    documents = [_rule_document(rule) for rule in selected]
+    terminal.result({"rules": documents}, _view_rules(documents, is_one=options.rule_id is not None))
 
 
-def _rule_document(rule: Rule) -> dict[str, str | list[str]]:
+def _view_rules(documents: Sequence[dict[str, Any]], *, is_one: bool) -> View:
+    if not is_one:
+        yield TextTable("Rules", [{key: rule[key] for key in ("id", "title")} for rule in documents])
+        return
+    for key, value in documents[0].items():
+        yield f"{key:>9}: {', '.join(value) if isinstance(value, list) else value}"
+
+
+def _rule_document(rule: Rule) -> dict[str, Any]:
     return {
         "id": rule.id,
         "title": rule.title,

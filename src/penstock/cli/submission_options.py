@@ -8,18 +8,21 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.option_groups import parse_overrides
 from penstock.cli.options import command_line, flag, group, option, required
 from penstock.cli.parsers import FOLDER_URI, NAME
+from penstock.cluster.comm import Comm
 from penstock.environment import process_environment
 from penstock.errors import UsageError
+from penstock.submission.authoring.data_location import DataLocation, locate_data
+from penstock.submission.tree_layout import Benchmark
+from penstock.workload.division_rules import SubmissionDivision, require_allowed
+from penstock.workload.dlio_keys import canonical_path
+from penstock.workload.layered_settings import dotted
 
 if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.submission.authoring.data_location import DataLocation
     from penstock.submission.authoring.result_dir import Series
-    from penstock.submission.tree_layout import Benchmark
     from penstock.workflows.submission.result_draft import ResultWriter
-    from penstock.workload.division_rules import SubmissionDivision
     from penstock.workload.spec import Workload
 
 
@@ -36,8 +39,6 @@ class DivisionOptions:
     @property
     def division(self) -> SubmissionDivision | None:
         """The division; raises UsageError if both are named."""
-        from penstock.workload.division_rules import SubmissionDivision
-
         if self.closed and self.open:
             raise UsageError("--closed and --open are mutually exclusive", fix="Leave one of them out.")
         if self.closed:
@@ -125,9 +126,6 @@ class SubmissionEntry:
 
 def locate(series: Series, workload: Workload, uri: str) -> DataLocation:
     """The workload with its data at this URI; raises UsageError if the division forbids that place."""
-    from penstock.submission.authoring.data_location import locate_data
-    from penstock.workload.division_rules import require_allowed
-
     located = locate_data(workload, uri)
     paths = [tuple(key.split(".")) for key in located.changes]
     require_allowed(series.division, paths, workload=workload.name)
@@ -154,8 +152,4 @@ def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: C
 
 def parse_changes(settings: Iterable[str]) -> Mapping[str, Any]:
     """What `--set` options change, under DLIO's keys."""
-    from penstock.workload.dlio_keys import canonical_path
-    from penstock.workload.layered_settings import dotted
-    from penstock.workload.overrides import parse_settings
-
-    return {dotted(canonical_path(setting.path)): setting.value for setting in parse_settings(settings)}
+    return {dotted(canonical_path(setting.path)): setting.value for setting in parse_overrides(settings)}

@@ -7,22 +7,28 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoints
-from penstock.cli.option_groups import BackendOptions, DataOptions, ModelOptions, WorkloadOptions
+from penstock.cli.checkpoint_request import CheckpointRunOptions, run_checkpoint_benchmark
+from penstock.cli.option_groups import (
+    CLOSED_GATES,
+    BackendOptions,
+    DataOptions,
+    GateOptions,
+    ModelOptions,
+    WorkloadOptions,
+    parse_overrides,
+)
 from penstock.cli.options import argument, flag, group, option, required
 from penstock.cli.parsers import TEXT, URI, choice, whole
-from penstock.cli.preflight_gates import CLOSED_GATES, GateOptions
 from penstock.cli.rank_options import ranked
-from penstock.cli.run_reports import capture_training_output, draw_checkpoints
+from penstock.cli.run_reports import capture_training_output, view_checkpoints
 from penstock.cli.submission_options import ResultOptions, TreeOptions
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cli.training_request import PlannedTraining, TrainingRunOptions, plan_training
+from penstock.cluster.comm import Comm
 from penstock.errors import UsageError
+from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from penstock.cluster.comm import Comm
     from penstock.results.host_facts import HostFacts
     from penstock.submission.authoring.result_dir import Series
     from penstock.submission.authoring.run_sequence import RunSequence
@@ -60,7 +66,7 @@ def checkpointing(options: _CheckpointingOptions, comm: Comm, terminal: Terminal
       penstock submission run checkpointing llama3-8b --accelerator b200 --to /mnt/ckpt --ranks 8 --closed \
         --submission ~/results --system fast
     """
-    result = run_checkpoints(
+    result = run_checkpoint_benchmark(
         CheckpointRunOptions(
             model=ModelOptions(name=options.model),
             destination=options.destination,
@@ -77,7 +83,7 @@ def checkpointing(options: _CheckpointingOptions, comm: Comm, terminal: Terminal
     )
     if result is None:
         return CLOSED_GATES
-    terminal.result(result.document(), lambda console: draw_checkpoints(console, result))
+    terminal.result(result.document(), view_checkpoints(result))
     return 0 if result.is_right else WRONG_BYTES
 
 
@@ -141,12 +147,10 @@ def _sized_workload(
     options: _TrainingOptions, hosts: Sequence[HostFacts], *, num_accelerators: int
 ) -> WorkloadOptions:
     """The workload with a data set that is large enough; an existing one that is large enough is kept."""
-    from penstock.submission.tree_layout import Benchmark
     from penstock.workload import dataset_size
     from penstock.workload.loading import load
-    from penstock.workload.overrides import parse_settings
 
-    overrides = parse_settings(options.workload.settings)
+    overrides = parse_overrides(options.workload.settings)
     workload = load(
         options.workload.name, accelerator=options.workload.accelerator, overrides=overrides
     ).workload
@@ -197,7 +201,6 @@ def _make_result(
     terminal: Terminal,
 ) -> None:
     from penstock.submission.edition import load_edition
-    from penstock.submission.tree_layout import SubmissionPhase
     from penstock.workflows.submission.training_sequence import (
         TrainingObserver,
         TrainingResultPlan,
@@ -226,7 +229,7 @@ def _make_result(
         else:
             phase = SubmissionPhase(options.only)
             cadence = make_part(session, result_plan, storage, phase=phase, comm=comm, observer=observer)
-    terminal.result(_document(session, cadence), lambda console: _draw(console, session, cadence))
+    terminal.result(_document(session, cadence), _view(session, cadence))
 
 
 def _document(session: ResultWriter, cadence: RunSequence) -> dict[str, Any]:
@@ -239,12 +242,12 @@ def _document(session: ResultWriter, cadence: RunSequence) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, session: ResultWriter, cadence: RunSequence) -> None:
+def _view(session: ResultWriter, cadence: RunSequence) -> View:
     rows = [
-        {"run": leaf.folder.name, "took": f"{leaf.duration.total_seconds():,.0f} s"} for leaf in cadence.kept
+        {"run": run.folder.name, "took": f"{run.duration.total_seconds():,.0f} s"} for run in cadence.kept
     ]
     series = session.series
     state = "complete" if cadence.is_complete else f"{len(cadence.phases)} runs are missing"
-    table(f"{series.model} on {series.system}: {state}", rows)(console)
+    yield TextTable(f"{series.model} on {series.system}: {state}", rows)
     next_verb = "check" if cadence.is_complete else "status"
-    console.print(f"Next: penstock submission {next_verb} {series.claim.root}", markup=False)
+    yield f"Next: penstock submission {next_verb} {series.claim.root}"

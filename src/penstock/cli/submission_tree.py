@@ -12,13 +12,13 @@ from penstock import __version__
 from penstock.cli.options import argument, group, option, verb
 from penstock.cli.parsers import FILE, FOLDER, NAME
 from penstock.cli.submission_options import TreeOptions
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, TextTable, View
+from penstock.cluster.comm import SoloComm
 from penstock.environment import process_environment
 from penstock.errors import UsageError
+from penstock.submission.tree_layout import SENTINEL
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.cluster.facts.host_facts import ClusterFacts
     from penstock.submission.authoring.ownership import OwnedTree
     from penstock.submission.authoring.series_state import SeriesProgress
@@ -44,18 +44,17 @@ def init(options: _InitOptions, terminal: Terminal) -> None:
       penstock submission init acme ~/results
     """
     from penstock.submission.authoring.ownership import claim_tree
-    from penstock.submission.tree_layout import SENTINEL
 
     tree = claim_tree(
         options.folder, options.organisation, now=datetime.now(UTC), by=f"penstock {__version__}"
     )
     verb_ = "now belongs" if tree.is_new else "already belongs"
-    text = (
-        f"{tree.root} {verb_} to {tree.organisation} ({SENTINEL}).\n"
-        f"Next: penstock submission describe --submission {options.folder} --system NAME --closed"
-    )
+    text = [
+        f"{tree.root} {verb_} to {tree.organisation} ({SENTINEL}).",
+        f"Next: penstock submission describe --submission {options.folder} --system NAME --closed",
+    ]
     document = {"root": str(tree.root), "organisation": tree.organisation, "is_new": tree.is_new}
-    terminal.result(document, lambda console: console.print(text, markup=False))
+    terminal.result(document, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ def describe(options: _DescribeOptions, terminal: Terminal) -> int:
             "drift": list(differences),
             "problems": [{"path": each.path, "line": each.line, "text": each.text} for each in violations],
         },
-        lambda console: _draw_description(console, path, differences, violations, is_new=is_new),
+        _view_description(path, differences, violations, is_new=is_new),
     )
     return INCOMPLETE if differences or violations else 0
 
@@ -118,7 +117,6 @@ def _description_path(tree: OwnedTree, options: TreeOptions) -> Path:
 
 def _read_facts(cluster: Path | None) -> ClusterFacts:
     """The facts in the file, which must be complete; else this machine's own."""
-    from penstock.cluster.comm import SoloComm
     from penstock.cluster.facts.collect_facts import collect_from_ranks
     from penstock.cluster.facts.host_facts import read_cluster_facts
 
@@ -135,27 +133,22 @@ def _read_facts(cluster: Path | None) -> ClusterFacts:
     return facts
 
 
-def _draw_description(
-    console: Console,
-    path: Path,
-    differences: Sequence[str],
-    violations: Sequence[SchemaProblem],
-    *,
-    is_new: bool,
-) -> None:
-    lines = [f"{path}: {'written' if is_new else 'exists'}"]
+def _view_description(
+    path: Path, differences: Sequence[str], violations: Sequence[SchemaProblem], *, is_new: bool
+) -> View:
+    yield f"{path}: {'written' if is_new else 'exists'}"
     if differences:
-        lines.append("The machines differ from the description, which was not changed:")
-        lines += [f"  {line}" for line in differences]
+        yield "The machines differ from the description, which was not changed:"
+    for difference in differences:
+        yield f"  {difference}"
     if violations:
-        lines.append(f"{len(violations)} to fill in or correct:")
-        lines += [f"  {violation}" for violation in violations]
+        yield f"{len(violations)} to fill in or correct:"
+    for violation in violations:
+        yield f"  {violation}"
     if not differences and not violations:
-        lines.append("It matches the machines and the schema.")
+        yield "It matches the machines and the schema."
     if not path.with_suffix(".pdf").is_file():
-        lines.append(f"A picture of the system is missing: {path.with_suffix('.pdf')}")
-    for line in lines:
-        console.print(line, markup=False)
+        yield f"A picture of the system is missing: {path.with_suffix('.pdf')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +177,7 @@ def status(options: _StatusOptions, terminal: Terminal) -> None:
         "organisation": tree.organisation,
         "results": [_progress_document(result) for result in results],
     }
-    terminal.result(document, lambda console: _draw_progress(console, results))
+    terminal.result(document, _view_progress(results))
 
 
 def _progress_document(result: SeriesProgress) -> dict[str, Any]:
@@ -207,15 +200,15 @@ def _progress_document(result: SeriesProgress) -> dict[str, Any]:
     }
 
 
-def _draw_progress(console: Console, results: Sequence[SeriesProgress]) -> None:
-    table("Results", [_progress_row(result) for result in results])(console)
+def _view_progress(results: Sequence[SeriesProgress]) -> View:
+    yield TextTable("Results", [_progress_row(result) for result in results])
     for result in results:
         for lack in result.lacks:
-            console.print(f"{result.series.system} {result.series.model} lacks {lack}", markup=False)
+            yield f"{result.series.system} {result.series.model} lacks {lack}"
         for attempt in result.attempts:
-            console.print(f"{attempt.outcome}: {attempt.folder}: {attempt.why}", markup=False)
+            yield f"{attempt.outcome}: {attempt.folder}: {attempt.why}"
         for text in result.unread:
-            console.print(f"cannot be read: {text}", markup=False)
+            yield f"cannot be read: {text}"
 
 
 def _progress_row(result: SeriesProgress) -> dict[str, str]:

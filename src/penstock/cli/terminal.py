@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
@@ -21,9 +21,72 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
+_WIDE = 1000
 
-View = Callable[["Console"], None]
-"""Draws a result for people on a console."""
+Line = str | list[str | tuple[str, str]]
+"""A line of text, or its pieces, each plain or with a style: `["1 of 2 ", ("failed", "red")]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextTable:
+    """A table for people; its columns are the keys of its rows, and numbers are right-aligned."""
+
+    title: str
+    rows: Sequence[Mapping[str, str]]
+    is_wide: bool = False
+    """Whether it may be wider than the terminal: a number that is cut to fit is a wrong number."""
+
+    def draw(self, console: Console) -> None:
+        """Print the table; its title alone if it has no rows."""
+        from rich import box
+        from rich.table import Table
+
+        if not self.rows:
+            console.print(f"{self.title}: none")
+            return
+        grid = Table(
+            title=self.title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        for column in self.rows[0]:
+            texts = [row[column] for row in self.rows]
+            is_numeric = all(text[:1].isdecimal() or text in ("", "-") for text in texts)
+            grid.add_column(column, justify="right" if is_numeric else "left")
+        for row in self.rows:
+            grid.add_row(*row.values())
+        if self.is_wide:
+            console = _open_console(file=console.file, width=_WIDE, color_system=None)
+        console.print(grid)
+
+
+View = Iterable[Line | TextTable]
+"""A result for people, from top to bottom. A generator does its work only if the result is drawn."""
+
+
+def table(title: str, rows: Sequence[Mapping[str, str]], *, is_wide: bool = False) -> View:
+    """A view of one table."""
+    return [TextTable(title, rows, is_wide)]
+
+
+def bold(text: str) -> Line:
+    """A line in bold type."""
+    return [(text, "bold")]
+
+
+def _open_console(**settings: Any) -> Console:
+    """A console that prints texts as they are: names of files may look like markup or emoji codes."""
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, **settings)
+
+
+def _draw(view: View, console: Console) -> None:
+    from rich.text import Text
+
+    for block in view:
+        if isinstance(block, TextTable):
+            block.draw(console)
+        else:
+            console.print(Text.assemble(*([block] if isinstance(block, str) else block)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,20 +97,23 @@ class Terminal:
     speaks: bool = True
 
     def result(self, document: Mapping[str, Any], view: View) -> None:
-        """Print the result: `document` with `--json`, else what `view` draws."""
+        """Print the result: `document` with `--json`, else `view`."""
         if not self.speaks:
             return
         if self.as_json:
             print_json(document)
             return
-        from rich.console import Console
-
-        view(Console(highlight=False, soft_wrap=True))
+        _draw(view, _open_console())
 
     def note(self, text: str) -> None:
         """Print one line for people, on stderr."""
         if self.speaks:
             print(text, file=sys.stderr)
+
+    def notes(self, texts: Iterable[object]) -> None:
+        """Print each text as a line of its own, on stderr."""
+        for text in texts:
+            self.note(str(text))
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -73,11 +139,9 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def render_text(view: View) -> str:
-    """What a view draws, as text for a log."""
-    from rich.console import Console
-
+    """A view as text for a log."""
     text = StringIO()
-    view(Console(file=text, width=110, highlight=False, soft_wrap=True))
+    _draw(view, _open_console(file=text, width=110))
     return text.getvalue()
 
 
@@ -132,29 +196,3 @@ class _Bars:
         """Move the bar; rich is safe for threads."""
         if self._phase is not None:
             self._display.advance(self._phase, amount)
-
-
-def table(title: str, rows: Sequence[Mapping[str, str]]) -> View:
-    """A view of `rows` as a table; its columns are their keys, and numbers are right-aligned."""
-
-    def draw(console: Console) -> None:
-        from rich import box
-        from rich.table import Table
-
-        if not rows:
-            console.print(f"{title}: none")
-            return
-        grid = Table(
-            title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        for column in rows[0]:
-            grid.add_column(column, justify="right" if _is_numeric(rows, column) else "left")
-        for row in rows:
-            grid.add_row(*row.values())
-        console.print(grid)
-
-    return draw
-
-
-def _is_numeric(rows: Sequence[Mapping[str, str]], column: str) -> bool:
-    return all(row[column][:1].isdecimal() or row[column] in ("", "-") for row in rows)

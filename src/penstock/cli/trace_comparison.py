@@ -10,22 +10,20 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, group, option, required, verb
 from penstock.cli.parsers import FILE, FOLDER, TEXT, whole
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, View, table
 from penstock.cli.trace_options import (
+    DimensionOptions,
     TierOptions,
     TraceOptions,
     comparison_document,
-    draw_answer,
-    draw_findings,
     report_losses,
+    view_answer,
+    view_findings,
 )
 from penstock.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.trace.compare.comparison import ComparisonResult
-    from penstock.trace.compare.expectations import CheckResult
     from penstock.trace.compare.trace_study import ComparisonSpec, Study
 
 _DASK_TEXT = "Read with the workers of Dask: local, or a scheduler's address."
@@ -56,47 +54,41 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
     from penstock.trace.yaml_documents import load_document
 
     description = load_document(ComparisonSpec, options.description)
-    with (
-        terminal.progress() as progress,
-        _opened_study(
-            description, options.description.parent, progress, options.dask, terminal, strict=options.strict
-        ) as study,
-    ):
+    folder = options.description.parent
+    with _open_study(description, folder, options.dask, terminal, strict=options.strict) as (study, progress):
         comparison = compare_study(study, progress=progress)
     if options.out is not None:
         from penstock.trace.compare.report import write_report
 
         for path in write_report(comparison, options.out):
             terminal.note(f"wrote {path}")
-    terminal.result(comparison_document(comparison), lambda console: _draw(console, comparison))
+    terminal.result(comparison_document(comparison), _view(comparison))
 
 
-def _draw(console: Console, comparison: ComparisonResult) -> None:
-    """Draw mismatches, findings and the main tables; the others are in the report."""
-    draw_answer(console, comparison.mismatches)
-    draw_findings(console, comparison)
-    console.print()
+def _view(comparison: ComparisonResult) -> View:
+    """Mismatches, findings and the main tables; the others are in the report."""
+    yield from view_answer(comparison.mismatches)
+    yield from view_findings(comparison)
+    yield ""
     for name in ("t0", "t1", "t1_measures", "t2", "t13"):
-        draw_answer(console, comparison.table(name))
-    console.print("All tables: --out DIR, or --json.")
+        yield from view_answer(comparison.table(name))
+    yield "All tables: --out DIR, or --json."
 
 
 @contextmanager
-def _opened_study(
-    description: ComparisonSpec,
-    folder: Path,
-    progress: Progress,
-    dask: str,
-    terminal: Terminal,
-    *,
-    strict: bool,
-) -> Iterator[Study]:
+def _open_study(
+    description: ComparisonSpec, folder: Path, dask: str, terminal: Terminal, *, strict: bool
+) -> Iterator[tuple[Study, Progress]]:
+    """Load all traces of a comparison, and print what was lost of them."""
     from penstock.trace.compare.trace_study import open_study
 
-    with open_study(description, folder, progress=progress, dask=dask) as study:
+    with (
+        terminal.progress() as progress,
+        open_study(description, folder, progress=progress, dask=dask) as study,
+    ):
         accounts = [account for of_run in study.accounts.values() for account in of_run]
         report_losses(accounts, terminal, strict=strict)
-        yield study
+        yield study, progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,30 +111,25 @@ def expect(options: _ExpectOptions, terminal: Terminal) -> int:
     from penstock.trace.yaml_documents import load_document
 
     description = load_document(Expectations, options.description)
-    with (
-        terminal.progress() as progress,
-        _opened_study(
-            description, options.description.parent, progress, options.dask, terminal, strict=False
-        ) as study,
-    ):
+    folder = options.description.parent
+    with _open_study(description, folder, options.dask, terminal, strict=False) as (study, _):
         checks = check_all(study, description)
     failed = [check for check in checks if not check.holds]
     document = {"holds": not failed, "checks": [asdict(check) for check in checks]}
-    terminal.result(document, table("Checks", [_check_row(check) for check in checks]))
+    rows = [
+        {"check": check.check, "holds": "yes" if check.holds else "NO", "seen": check.seen}
+        for check in checks
+    ]
+    terminal.result(document, table("Checks", rows))
     for check in failed:
         terminal.note(f"does not hold: {check.check} ({check.seen})")
     return 1 if failed else 0
 
 
-def _check_row(check: CheckResult) -> dict[str, str]:
-    return {"check": check.check, "holds": "yes" if check.holds else "NO", "seen": check.seen}
-
-
 @dataclass(frozen=True, kw_only=True)
-class _ExportOptions:
+class _ExportOptions(TierOptions, DimensionOptions):
     traces: TraceOptions = group(TraceOptions)
     out: Path = required("--out", FILE, "File to write: trace.json or trace.json.gz.", short="-o")
-    dimensions: TierOptions = group(TierOptions)
 
 
 @verb(_ExportOptions)
@@ -158,12 +145,12 @@ def export(options: _ExportOptions, terminal: Terminal) -> None:
     from penstock.trace.perfetto_export import export_perfetto
     from penstock.trace.questions.events_view import view_events
 
-    out, dimensions = options.out, options.dimensions.dimensions()
+    out, dimensions = options.out, options.dimensions()
     with options.traces.open(terminal) as traces, terminal.progress() as progress:
         events = view_events(traces.connection, traces.relation, dimensions)
         num_events = export_perfetto(events, out, progress=progress)
     document = {"file": str(out), "num_events": num_events, "size_bytes": out.stat().st_size}
-    terminal.result(document, lambda console: console.print(f"{out}: {num_events:,} events", markup=False))
+    terminal.result(document, [f"{out}: {num_events:,} events"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,25 +9,30 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.options import arguments, flag, group, option, repeated
 from penstock.cli.parsers import TEXT, URI, Parser, choice
-from penstock.cli.terminal import Terminal, print_json, table
+from penstock.cli.terminal import Terminal, TextTable, View, bold, print_json
 from penstock.errors import UsageError
+from penstock.trace.dimensions import (
+    DEFAULT_PHASES,
+    Dimensions,
+    check_pattern,
+    parse_mounts,
+    parse_phase,
+    parse_tier,
+)
+from penstock.trace.questions.answer import Answer, document
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.trace.compare.comparison import ComparisonResult
-    from penstock.trace.dimensions import Dimensions
     from penstock.trace.event_schema import FileAccount
-    from penstock.trace.questions.answer import Answer
     from penstock.trace.questions.events_view import EventsView
     from penstock.trace.trace_set import TraceSet
 
-_WIDE = 1000
 _MAX_COLUMNS = 10
 """A single row of more columns is shown as a column."""
 
@@ -85,8 +90,7 @@ def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict
     from penstock.trace.event_schema import refuse_damaged
 
     for account in accounts:
-        for line in account.losses():
-            terminal.note(line)
+        terminal.notes(account.losses())
     if strict:
         refuse_damaged(accounts)
 
@@ -97,13 +101,9 @@ _CLASS = Parser("NAME=REGEX", str)
 _PHASE = Parser("NAME=RULE", str)
 
 
-def _phases() -> tuple[str, ...]:
-    return repeated("--phase", _PHASE, "Assign events to a phase, e.g. flush=name~flush,cat=POSIX.")
-
-
 @dataclass(frozen=True, kw_only=True)
 class DimensionOptions:
-    """The dimensions that events are assigned to. Subclasses make options of those that a command uses."""
+    """The dimensions that events are assigned to: a command inherits the options of those that it uses."""
 
     tiers: tuple[str, ...] = ()
     classes: tuple[str, ...] = ()
@@ -111,14 +111,6 @@ class DimensionOptions:
 
     def dimensions(self) -> Dimensions:
         """The dimensions of these options; without tiers, each mount point of this machine is one."""
-        from penstock.trace.dimensions import (
-            DEFAULT_PHASES,
-            Dimensions,
-            parse_mounts,
-            parse_phase,
-            parse_tier,
-        )
-
         prefixes: dict[str, list[str]] = {}
         for text in self.tiers:
             name, prefix = parse_tier(text)
@@ -132,8 +124,6 @@ class DimensionOptions:
 
 
 def _parse_class(text: str) -> tuple[str, str]:
-    from penstock.trace.dimensions import check_pattern
-
     name, equals, pattern = text.partition("=")
     if not equals:
         raise UsageError(f"{text!r} is not a class", fix="Write for example --class 'weights=^layer-'.")
@@ -141,7 +131,7 @@ def _parse_class(text: str) -> tuple[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierOptions(DimensionOptions):
+class TierOptions:
     """Storage tiers."""
 
     tiers: tuple[str, ...] = repeated(
@@ -150,15 +140,8 @@ class TierOptions(DimensionOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseOptions(DimensionOptions):
-    """Phases of the program."""
-
-    phases: tuple[str, ...] = _phases()
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileDimensionOptions(TierOptions):
-    """Storage tiers and classes of files."""
+class ClassOptions:
+    """Classes of files."""
 
     classes: tuple[str, ...] = repeated(
         "--class", _CLASS, "Assign files whose names match a regular expression to a class."
@@ -166,21 +149,16 @@ class FileDimensionOptions(TierOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TierPhaseOptions(TierOptions):
-    """Storage tiers and phases."""
+class PhaseOptions:
+    """Phases of the program."""
 
-    phases: tuple[str, ...] = _phases()
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllDimensionOptions(FileDimensionOptions):
-    """Storage tiers, classes of files, and phases."""
-
-    phases: tuple[str, ...] = _phases()
+    phases: tuple[str, ...] = repeated(
+        "--phase", _PHASE, "Assign events to a phase, e.g. flush=name~flush,cat=POSIX."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestionOptions:
+class QuestionOptions(DimensionOptions):
     """The traces that a question is asked about, and the form of its answer."""
 
     traces: TraceOptions = group(TraceOptions)
@@ -188,18 +166,13 @@ class QuestionOptions:
         "--format", choice("table", "csv", "markdown"), "Print the answer in this format.", default="table"
     )
 
-    def ask(
-        self,
-        question: Callable[[EventsView], Sequence[Answer]],
-        dimensions: DimensionOptions,
-        terminal: Terminal,
-    ) -> None:
+    def ask(self, question: Callable[[EventsView], Sequence[Answer]], terminal: Terminal) -> None:
         """Ask the traces and print the answers."""
         from penstock.trace.questions.events_view import view_events
 
-        assigned = dimensions.dimensions()
+        dimensions = self.dimensions()
         with self.traces.open(terminal) as traces:
-            answers = question(view_events(traces.connection, traces.relation, assigned))
+            answers = question(view_events(traces.connection, traces.relation, dimensions))
             _print_answers(answers, self.form, terminal)
 
 
@@ -214,44 +187,33 @@ def _print_answers(answers: Sequence[Answer], form: str, terminal: Terminal) -> 
             document["tables"] = {answer.name: rendering.document(answer) for answer in others}
         print_json(document)
     elif form == "table":
-        terminal.result({}, lambda console: _draw_answers(console, answers))
+        terminal.result({}, chain.from_iterable(map(view_answer, answers)))
     else:
         write: Callable[[Answer], str] = rendering.as_csv if form == "csv" else rendering.as_markdown
         sys.stdout.write("\n".join(map(write, answers)))
 
 
-def _draw_answers(console: Console, answers: Sequence[Answer]) -> None:
-    for answer in answers:
-        draw_answer(console, answer)
-
-
-def draw_answer(console: Console, answer: Answer) -> None:
-    """Draw one answer as wide as it is: a number that is cut to fit a terminal is a wrong number."""
-    from rich.console import Console as WideConsole
-
+def view_answer(answer: Answer) -> View:
+    """One answer as wide as it is, and its notes."""
     from penstock.trace.questions import answer as rendering
 
     rows = rendering.as_records(answer)
     if len(rows) == 1 and len(answer.columns) > _MAX_COLUMNS:
         rows = [{"what": what, "value": value} for what, value in rows[0].items()]
-    wide = WideConsole(file=console.file, width=_WIDE, highlight=False, soft_wrap=True, color_system=None)
-    table(answer.title, rows)(wide)
-    for note in answer.notes:
-        console.print(note, markup=False)
+    yield TextTable(answer.title, rows, is_wide=True)
+    yield from answer.notes
 
 
-def draw_findings(console: Console, comparison: ComparisonResult) -> None:
-    """Draw what stands out in a comparison of runs."""
+def view_findings(comparison: ComparisonResult) -> View:
+    """What stands out in a comparison of runs."""
     for finding in comparison.findings:
-        console.print(f"{finding.code} {finding.title}", style="bold", markup=False)
+        yield bold(f"{finding.code} {finding.title}")
         for sentence in finding.says:
-            console.print(f"  {sentence}", markup=False)
+            yield f"  {sentence}"
 
 
 def comparison_document(comparison: ComparisonResult) -> dict[str, Any]:
     """A comparison of runs as JSON."""
-    from penstock.trace.questions.answer import document
-
     return {
         "runs": list(comparison.runs),
         "baseline": comparison.baseline,

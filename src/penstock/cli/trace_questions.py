@@ -8,12 +8,10 @@ from penstock.cli.options import argument, group, option, verb
 from penstock.cli.parsers import TEXT, TIME, several, whole
 from penstock.cli.terminal import Terminal
 from penstock.cli.trace_options import (
-    AllDimensionOptions,
-    DimensionOptions,
-    FileDimensionOptions,
+    ClassOptions,
     PhaseOptions,
     QuestionOptions,
-    TierPhaseOptions,
+    TierOptions,
 )
 from penstock.errors import UsageError
 
@@ -22,11 +20,8 @@ _BY_TEXT = "Group by these columns: rank, host, op, tier, ..."
 
 
 @dataclass(frozen=True, kw_only=True)
-class PhaseQuestion:
+class PhaseQuestion(PhaseOptions, QuestionOptions):
     """A question that assigns events to phases."""
-
-    question: QuestionOptions = group(QuestionOptions)
-    dimensions: PhaseOptions = group(PhaseOptions)
 
 
 @verb(PhaseQuestion)
@@ -41,7 +36,7 @@ def summary(options: PhaseQuestion, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.summary import summary as ask
 
-    options.question.ask(ask, options.dimensions, terminal)
+    options.ask(ask, terminal)
 
 
 @verb(PhaseQuestion)
@@ -56,14 +51,12 @@ def ranks(options: PhaseQuestion, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.breakdowns import ranks as ask
 
-    options.question.ask(lambda events: [ask(events)], options.dimensions, terminal)
+    options.ask(lambda events: [ask(events)], terminal)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OpsQuestion:
-    question: QuestionOptions = group(QuestionOptions)
+class _OpsQuestion(TierOptions, ClassOptions, PhaseOptions, QuestionOptions):
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="tier,op", metavar="COLUMN,...")
-    dimensions: AllDimensionOptions = group(AllDimensionOptions)
 
 
 @verb(_OpsQuestion)
@@ -78,15 +71,13 @@ def ops(options: _OpsQuestion, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.breakdowns import ops as ask
 
-    options.question.ask(lambda events: [ask(events, by=options.by)], options.dimensions, terminal)
+    options.ask(lambda events: [ask(events, by=options.by)], terminal)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FilesQuestion:
-    question: QuestionOptions = group(QuestionOptions)
+class _FilesQuestion(TierOptions, ClassOptions, QuestionOptions):
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="path", metavar="COLUMN,...")
     top: int | None = option("--top", whole(1), "Show only the first N rows.")
-    dimensions: FileDimensionOptions = group(FileDimensionOptions)
 
 
 @verb(_FilesQuestion)
@@ -101,16 +92,12 @@ def files(options: _FilesQuestion, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.breakdowns import files as ask
 
-    options.question.ask(
-        lambda events: [ask(events, by=options.by, top=options.top)], options.dimensions, terminal
-    )
+    options.ask(lambda events: [ask(events, by=options.by, top=options.top)], terminal)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ClassesQuestion:
-    question: QuestionOptions = group(QuestionOptions)
+class _ClassesQuestion(TierOptions, ClassOptions, QuestionOptions):
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="file_class,op", metavar="COLUMN,...")
-    dimensions: FileDimensionOptions = group(FileDimensionOptions)
 
 
 @verb(_ClassesQuestion)
@@ -125,15 +112,13 @@ def classes(options: _ClassesQuestion, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.breakdowns import classes as ask
 
-    options.question.ask(lambda events: [ask(events, by=options.by)], options.dimensions, terminal)
+    options.ask(lambda events: [ask(events, by=options.by)], terminal)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SizesQuestion:
-    question: QuestionOptions = group(QuestionOptions)
+class _SizesQuestion(TierOptions, ClassOptions, QuestionOptions):
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="op", metavar="COLUMN,...")
     top: int = option("--top", whole(1), "Show the N most frequent sizes.", default="20")
-    dimensions: FileDimensionOptions = group(FileDimensionOptions)
 
 
 @verb(_SizesQuestion)
@@ -148,9 +133,7 @@ def sizes(options: _SizesQuestion, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.breakdowns import sizes as ask
 
-    options.question.ask(
-        lambda events: ask(events, by=options.by, top=options.top), options.dimensions, terminal
-    )
+    options.ask(lambda events: ask(events, by=options.by, top=options.top), terminal)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,16 +154,14 @@ def file(options: _FileQuestion, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.timeline import file_events
 
-    options.question.ask(lambda events: [file_events(events, options.path)], DimensionOptions(), terminal)
+    options.question.ask(lambda events: [file_events(events, options.path)], terminal)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TimelineQuestion:
-    question: QuestionOptions = group(QuestionOptions)
+class _TimelineQuestion(TierOptions, PhaseOptions, QuestionOptions):
     bucket_s: float | None = option(
         "--bucket", TIME, "Length of a time bucket, e.g. 100ms (default: about 100 buckets)."
     )
-    dimensions: TierPhaseOptions = group(TierPhaseOptions)
 
 
 @verb(_TimelineQuestion)
@@ -200,17 +181,15 @@ def timeline(options: _TimelineQuestion, terminal: Terminal) -> None:
         raise UsageError(
             "The bucket is shorter than a microsecond", where="--bucket", fix="Write for example 100ms."
         )
-    options.question.ask(lambda events: [ask(events, bucket_us=bucket_us)], options.dimensions, terminal)
+    options.ask(lambda events: [ask(events, bucket_us=bucket_us)], terminal)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OverlapQuestion:
-    question: QuestionOptions = group(QuestionOptions)
+class _OverlapQuestion(TierOptions, ClassOptions, PhaseOptions, QuestionOptions):
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="pid", metavar="COLUMN,...")
     of: str = option(
         "--of", TEXT, "Phase that counts as I/O; all: everything but compute.", default="io", metavar="PHASE"
     )
-    dimensions: AllDimensionOptions = group(AllDimensionOptions)
 
 
 @verb(_OverlapQuestion)
@@ -228,6 +207,4 @@ def overlap(options: _OverlapQuestion, terminal: Terminal) -> None:
     """
     from penstock.trace.questions.overlap import overlap as ask
 
-    options.question.ask(
-        lambda events: [ask(events, by=options.by, of=options.of)], options.dimensions, terminal
-    )
+    options.ask(lambda events: [ask(events, by=options.by, of=options.of)], terminal)

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
-from penstock.cli.option_groups import DataOptions, WorkloadOptions
+from penstock.cli.option_groups import CLOSED_GATES, DataOptions, WorkloadOptions
 from penstock.cli.options import arguments, group, option, required, verb
 from penstock.cli.parsers import FOLDER_URI, TEXT, whole
-from penstock.cli.preflight_gates import CLOSED_GATES
 from penstock.cli.rank_options import ranked
-from penstock.cli.run_reports import draw_training
+from penstock.cli.run_reports import view_training
 from penstock.cli.terminal import Terminal, table
 from penstock.cli.training_request import TrainingRunOptions, plan_training, run_training
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
+from penstock.cluster.comm import Comm
 
 
 @ranked(TrainingRunOptions)
@@ -39,7 +35,7 @@ def run(options: TrainingRunOptions, comm: Comm, terminal: Terminal) -> int:
     if plan.is_stopped:
         return CLOSED_GATES
     result = run_training(plan, comm=comm, terminal=terminal)
-    terminal.result(result.document(), lambda console: draw_training(console, result))
+    terminal.result(result.document(), view_training(result))
     return 0
 
 
@@ -71,10 +67,11 @@ def sweep(options: _SweepOptions, terminal: Terminal) -> int:
 
       penstock training sweep retinanet_b200 --data /data/r --results runs --most 64 -- --hosts a:32,b:32
     """
-    from penstock.workflows.accelerator_sweep import find_most_accelerators as find_largest
-    from penstock.workflows.accelerator_sweep import run_command
+    from penstock.workflows import accelerator_sweep
 
-    found = find_largest(run_command(_run_words(options)), most=options.max_accelerators)
+    result = accelerator_sweep.find_most_accelerators(
+        accelerator_sweep.run_command(_run_words(options)), most=options.max_accelerators
+    )
     rows = [
         {
             "accelerators": str(attempt.accelerators),
@@ -83,11 +80,11 @@ def sweep(options: _SweepOptions, terminal: Terminal) -> int:
             "fed": "yes" if attempt.meets_threshold else "no",
             "limit": attempt.bottleneck or "-",
         }
-        for attempt in found.tries
+        for attempt in result.tries
     ]
-    more = ", and perhaps more" if found.is_most else ""
-    terminal.result(asdict(found), table(f"{found.accelerators} accelerators are fed{more}", rows))
-    return 0 if found.accelerators else 1
+    more = ", and perhaps more" if result.is_most else ""
+    terminal.result(asdict(result), table(f"{result.accelerators} accelerators are fed{more}", rows))
+    return 0 if result.accelerators else 1
 
 
 def _run_words(options: _SweepOptions) -> list[str]:

@@ -13,16 +13,29 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from penstock.cli.option_groups import DataOptions, WorkloadOptions
+from penstock.cli.option_groups import (
+    DataOptions,
+    GateOptions,
+    WorkloadOptions,
+    inspect_gates,
+    parse_overrides,
+)
 from penstock.cli.options import command_line, flag, group, option
 from penstock.cli.parsers import CONTENT_CHECK, DIVISION, NAME, URI, whole
-from penstock.cli.preflight_gates import GateOptions, inspect_gates
 from penstock.cli.run_reports import capture_training_output, reconciliation_notes
 from penstock.cli.submission_options import ResultOptions, SubmissionEntry, locate, open_session
 from penstock.cli.terminal import Terminal
+from penstock.cluster.comm import Comm
+from penstock.cluster.gates.gate_model import PreflightRequest
 from penstock.environment import Environment, process_environment
 from penstock.errors import UsageError
 from penstock.extras import explained_imports
+from penstock.storage import open_storage
+from penstock.submission.tree_layout import Benchmark
+from penstock.workload.choices import Decode, LoaderKind, Shuffle
+from penstock.workload.division_rules import RULES, SubmissionDivision, require_allowed
+from penstock.workload.extensions import Extension, load_extension
+from penstock.workload.values import element_bytes
 
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
@@ -33,9 +46,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_files import OpenFormat
     from penstock.bench.training.training_request import TrainingRequest
     from penstock.bench.training.training_result import TrainingResult
-    from penstock.cluster.comm import Comm
     from penstock.workflows.submission.result_draft import ResultWriter
-    from penstock.workload.division_rules import SubmissionDivision
     from penstock.workload.spec import ReaderSection, Workload
 
 
@@ -94,8 +105,7 @@ def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
     loaded = options.workload.load(terminal)
     rules = choose_reading_rules(options)
     undone = list_unsupported(loaded.workload)
-    for remark in undone:
-        terminal.note(remark)
+    terminal.notes(undone)
     submitted = _find_submitted(options, loaded.workload)
     workload = submitted.located.workload if submitted else loaded.workload
     opener = options.data.opener(rank=comm.rank)
@@ -117,7 +127,7 @@ def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
         checkpoints=plan_checkpoints(workload, options.checkpoints, comm=comm, environment=environment),
     )
     session = open_session(submitted, options.workload.settings, comm=comm) if submitted else None
-    request = _inspected(request, options, comm=comm, terminal=terminal)
+    request = _inspect(request, options, comm=comm, terminal=terminal)
     return PlannedTraining(request=request, open_storage=opener, session=session)
 
 
@@ -135,33 +145,28 @@ def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> Tr
             result = add_run(
                 plan.session, plan.request, storage, comm=comm, progress=progress, format_logs=tell
             )
-    for remark in (*result.stages.remarks, *reconciliation_notes(result.stages.deliveries)):
-        terminal.note(remark)
+    terminal.notes((*result.stages.remarks, *reconciliation_notes(result.stages.deliveries)))
     return result
 
 
 def _find_submitted(options: TrainingRunOptions, workload: Workload) -> SubmissionEntry | None:
-    from penstock.submission.tree_layout import Benchmark
-
     series = options.results.find_series(benchmark=Benchmark.TRAINING, model=workload.name)
     if series is None:
         return None
     return SubmissionEntry(series=series, located=locate(series, workload, options.data.uri))
 
 
-def _inspected(
+def _inspect(
     request: TrainingRequest, options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
 ) -> TrainingRequest:
-    from penstock.cluster.gates.gate_model import PreflightRequest
-
-    undertaking = PreflightRequest(
+    preflight = PreflightRequest(
         environment=request.environment,
         uri=options.data.uri,
         reopen=options.data.opener(rank=comm.rank, is_traced=False),
         results=options.results.folder,
     )
     is_strict = options.results.rules.division is not None
-    inspection = inspect_gates(undertaking, options.gates, is_strict=is_strict, comm=comm, terminal=terminal)
+    inspection = inspect_gates(preflight, options.gates, is_strict=is_strict, comm=comm, terminal=terminal)
     return replace(request, inspection=inspection)
 
 
@@ -175,8 +180,6 @@ class ReadingRules:
 
 def choose_reading_rules(options: TrainingRunOptions) -> ReadingRules:
     """What the options ask for, or what their division of MLPerf Storage prescribes."""
-    from penstock.workload.division_rules import SubmissionDivision
-
     submitted = options.results.rules.division
     if submitted is SubmissionDivision.CLOSED:
         return closed_rules(options.workload, options.loader, options.division)
@@ -192,8 +195,6 @@ def default_rules(loader: str | None, division: Remainder | None) -> ReadingRule
 
 def closed_rules(workload: WorkloadOptions, loader: str | None, division: Remainder | None) -> ReadingRules:
     """What the closed division prescribes; UsageError if the options say something else."""
-    from penstock.workload.division_rules import SubmissionDivision
-
     _require_allowed_changes(SubmissionDivision.CLOSED, workload)
     for name, given, prescribed in (("--loader", loader, "pytorch"), ("--division", division, "drop")):
         if given not in (None, prescribed):
@@ -207,9 +208,7 @@ def closed_rules(workload: WorkloadOptions, loader: str | None, division: Remain
 
 def _require_allowed_changes(division: SubmissionDivision, options: WorkloadOptions) -> None:
     """Raise UsageError unless the division allows this workload with these changes."""
-    from penstock.workload.division_rules import RULES, require_allowed
     from penstock.workload.loading import shipped
-    from penstock.workload.overrides import parse_settings
 
     name = options.name
     families = {loaded.workload.name for loaded in shipped()}
@@ -221,15 +220,13 @@ def _require_allowed_changes(division: SubmissionDivision, options: WorkloadOpti
             where=f"--{division}",
             fix="`penstock workloads` lists them.",
         )
-    changed = [override.path for override in parse_settings(options.settings)]
+    changed = [override.path for override in parse_overrides(options.settings)]
     require_allowed(division, changed, workload=family)
 
 
 def loader_options(name: str, workload: Workload, threads: int | None) -> LoaderOptions:
     """The loader of this name, set up as the workload and `--threads` say."""
     from penstock.bench.loader.native_loader import NativeOptions
-    from penstock.workload.choices import LoaderKind
-    from penstock.workload.extensions import Extension, load_extension
 
     if name == "pytorch":
         return _pytorch_options(workload, threads)
@@ -270,16 +267,12 @@ def _pytorch_options(workload: Workload, threads: int | None) -> PytorchOptions:
 
 def _transformed_bytes(reader: ReaderSection) -> int:
     """A sample's size after its transformation, if the workload says its shape; else 0."""
-    from penstock.workload.values import element_bytes
-
     dims = reader.transformed_record_dims
     return prod(dims) * element_bytes(reader.transformed_record_element_type) if dims else 0
 
 
 def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
     """The seed of `--seed`; else a random one for random shuffling, or the workload's. Collective."""
-    from penstock.workload.choices import Shuffle
-
     if seed is not None:
         return seed
     if Shuffle.RANDOM in (workload.reader.file_shuffle, workload.reader.sample_shuffle):
@@ -289,8 +282,6 @@ def choose_seed(comm: Comm, workload: Workload, seed: int | None) -> int:
 
 def load_reader(name: str | None) -> OpenFormat | None:
     """The reader of an extension; None for files of our own formats."""
-    from penstock.workload.extensions import Extension, load_extension
-
     if name is None:
         return None
     reader: OpenFormat = load_extension(Extension.READER, name, where="--reader")
@@ -299,8 +290,6 @@ def load_reader(name: str | None) -> OpenFormat | None:
 
 def decodes_arrow(workload: Workload) -> bool:
     """Whether DLIO's own key says that samples are decoded."""
-    from penstock.workload.choices import Decode
-
     return workload.storage.storage_options.decode is Decode.ARROW
 
 
@@ -326,7 +315,6 @@ def plan_checkpoints(
     from penstock.bench.model_state import LayoutRequest, plan_layout
     from penstock.bench.training.training_checkpoints import CheckpointsRequest
     from penstock.cli.checkpoint_request import durability_options
-    from penstock.storage import open_storage
     from penstock.workload.checkpoint_model import model_of_workload
 
     if not workload.workflow.checkpoint:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.option_groups import WorkloadOptions
 from penstock.cli.options import option, optional_argument, repeated, verb
 from penstock.cli.parsers import SETTING, TEXT
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, View, bold, table
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from penstock.workload.spec import Workload
 
 MAX_LIST_CHARACTERS = 60
@@ -56,22 +54,21 @@ def _list(terminal: Terminal) -> None:
 
     catalog = [loaded.workload for loaded in shipped()]
     document = {"workloads": [_summarize(workload) for workload in catalog]}
-    terminal.result(document, lambda console: _draw_families(console, catalog))
+    terminal.result(document, _view_families(catalog))
 
 
-def _draw_families(console: Console, catalog: Sequence[Workload]) -> None:
-    """Draw each family with its description, and a line for each accelerator with what decides its load."""
+def _view_families(catalog: Sequence[Workload]) -> View:
+    """Each family with its description, and a line for each accelerator with what decides its load."""
     from penstock.workload.shipped_catalog import families
 
     for name, members in groupby(catalog, key=lambda workload: workload.name):
-        console.print(f"[bold]{name}[/bold]")
-        console.print(f"  [italic]{families()[name].about}[/italic]")
+        yield bold(name)
+        yield [("  " + families()[name].about, "italic")]
         for workload in members:
-            console.print(f"  {workload.accelerator or 'any':<6} {_describe_load(_summarize(workload))}")
+            yield f"  {workload.accelerator or 'any':<6} {_describe_load(_summarize(workload))}"
 
 
 def _describe_load(summary: dict[str, Any]) -> str:
-
     num_samples = summary["num_samples_per_file"]
     samples = f"{num_samples:,} samples" if num_samples > 1 else "1 sample"
     return (

@@ -233,7 +233,11 @@ def _shared_origin(family: WorkloadFamily) -> _Origin:
         for accelerator, own in family.variants.items()
         if "dataset" in own
     ]
-    note = Remark("dataset", f"what all accelerators share; {'; '.join(otherwise)}") if otherwise else None
+    note = (
+        Remark("dataset", f"values shared by all accelerators; {'; '.join(otherwise)} differently")
+        if otherwise
+        else None
+    )
     return _Origin(
         name=family.name,
         accelerator="",

@@ -47,9 +47,7 @@ def start(*words: str) -> subprocess.Popen[str]:
     )
 
 
-def test_people_see_rows_measures_and_findings_and_then_others_the_same_as_json(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_study_report_and_json_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (*SMALL, *places(tmp_path), "--ranks", "1", "-c", "direct_slow,single_flushed")
     code, out, err = here(capsys, *words)
     assert code == 0, err
@@ -82,7 +80,7 @@ def test_people_see_rows_measures_and_findings_and_then_others_the_same_as_json(
         (("--ranks", "1", "-c", "single", "--model", "llama4"), "llama"),
     ],
 )
-def test_wrong_words_are_refused_before_anything_is_made(
+def test_wrong_options_are_refused_before_anything_is_created(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     code, out, err = here(capsys, *SMALL, *places(tmp_path), *words)
@@ -92,7 +90,7 @@ def test_wrong_words_are_refused_before_anything_is_made(
 
 
 @pytest.mark.slow
-def test_four_ranks_play_all_rows_and_an_interrupted_study_goes_on(tmp_path: Path) -> None:
+def test_interrupted_study_on_four_ranks_continues(tmp_path: Path) -> None:
     words = (*SMALL, *places(tmp_path), "--json")
     first = start(*words)
     try:

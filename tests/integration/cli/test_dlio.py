@@ -125,7 +125,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_shipped_workload_leaves_dlios_files(
+def test_every_shipped_workload_writes_dlios_files(
     name: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command(name), "hydra.run.dir=out", "hydra.output_subdir=configs"]) == 0
@@ -155,7 +155,7 @@ def test_one_rank_under_mpiexec_is_the_same_as_alone(here: Path) -> None:
     check_files(here / "out", ranks=1, epochs=2)
 
 
-def test_two_ranks_under_torchrun_are_joined_as_well(here: Path) -> None:
+def test_two_ranks_under_torchrun_join_one_job(here: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = ["--no-python", str(Path(sys.executable).with_name("penstock-dlio"))]
     settings = ("dataset.num_files_train=4", "dataset.keep_files=False")
@@ -168,7 +168,7 @@ def test_two_ranks_under_torchrun_are_joined_as_well(here: Path) -> None:
     assert "4 files were deleted" in result.stderr
 
 
-def test_generation_and_training_are_two_commands_as_well(
+def test_generation_and_training_can_be_separate_commands(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = command("unet3d_h100")
@@ -181,7 +181,7 @@ def test_generation_and_training_are_two_commands_as_well(
     assert "Generation" not in capsys.readouterr().out
 
 
-def test_what_was_asked_for_is_kept_in_hydras_words(here: Path) -> None:
+def test_request_is_kept_in_hydras_files(here: Path) -> None:
     words = command("unet3d_h100", "storage.storage_options.secret_access_key=hidden")
     assert main([*words, "hydra.run.dir=out"]) == 0
     kept = here / "out" / ".hydra"
@@ -202,7 +202,7 @@ def test_a_reader_of_dlios_results_reads_ours(here: Path) -> None:
     assert len(found.durations_s) == 2
 
 
-def test_remainders_are_dropped_as_by_dlio_and_remarks_recorded(here: Path) -> None:
+def test_remainders_are_dropped_as_in_dlio_and_remarks_are_recorded(here: Path) -> None:
     settings = ("dataset.num_files_train=5", "reader.data_loader=dali")
     assert main([*command("unet3d_h100", *settings), "hydra.run.dir=out"]) == 0
     record = read_record(here / "out")
@@ -222,7 +222,7 @@ def test_evaluation_has_figures_of_its_own(here: Path, capsys: pytest.CaptureFix
     assert "[METRIC] Eval Throughput (samples/second): " in capsys.readouterr().out
 
 
-def test_without_a_named_folder_hydras_is_made(here: Path) -> None:
+def test_default_run_folder_is_hydras(here: Path) -> None:
     assert main(command("unet3d_h100")) == 0
     (folder,) = (here / "hydra_log" / "unet3d").iterdir()
     check_files(folder, ranks=1, epochs=2)
@@ -234,7 +234,7 @@ def test_a_null_subfolder_leaves_no_configuration(here: Path) -> None:
     assert (here / "out" / "summary.json").is_file()
 
 
-def test_a_workload_of_ones_own_folder_is_found(here: Path) -> None:
+def test_workload_in_config_dir_is_found(here: Path) -> None:
     own = {
         "model": {"name": "mine"},
         "framework": "pytorch",
@@ -250,16 +250,14 @@ def test_a_workload_of_ones_own_folder_is_found(here: Path) -> None:
     assert len(list((here / "mine" / "train").iterdir())) == 4
 
 
-def test_files_that_are_not_kept_are_deleted_at_the_end(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_files_are_deleted_unless_kept(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command("unet3d_h100", "dataset.keep_files=False"), "hydra.run.dir=out"]) == 0
     assert not [path for path in (here / "data").rglob("*") if path.is_file()]
     assert "keep_files is false: 2 files were deleted" in capsys.readouterr().err
     check_files(here / "out", ranks=1, epochs=2)
 
 
-def test_a_folder_that_is_used_again_holds_only_the_later_run(here: Path) -> None:
+def test_reused_folder_holds_only_the_later_run(here: Path) -> None:
     settings = ("dataset.num_files_train=4", "train.epochs=1", "reader.data_loader=tensorflow")
     words = [*command("unet3d_h100", *settings), "hydra.run.dir=out"]
     assert on_ranks(2, words, here).returncode == 0
@@ -276,7 +274,7 @@ def test_synthetic_samples_are_not_generated(here: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("skip", "said"), [("True", "train/img_0_of_2.npz"), ("False", "There are no files of this format here")]
 )
-def test_missing_data_ends_the_run_and_leaves_what_was_asked(
+def test_missing_data_ends_the_run_and_keeps_its_configuration(
     here: Path, capsys: pytest.CaptureFixture[str], skip: str, said: str
 ) -> None:
     words = command("unet3d_h100", "workflow.generate_data=False", f"dataset.skip_listing={skip}")
@@ -285,14 +283,14 @@ def test_missing_data_ends_the_run_and_leaves_what_was_asked(
     assert names_in(here / "out") == {".hydra", "dlio.log"}
 
 
-def test_wrong_usage_on_ranks_is_told_once_and_leaves_nothing(here: Path) -> None:
+def test_wrong_usage_on_ranks_is_reported_once_and_leaves_nothing(here: Path) -> None:
     result = on_ranks(2, ["workload=unet3d_h100", "++workload.dataset.num_fils_train=3"], here)
     assert result.returncode != 0  # which one is up to the launcher, as ranks leave it one after the other
     assert result.stderr.count("did you mean dataset.num_files_train?") == 1
     assert not (here / "hydra_log").exists()
 
 
-def test_objects_are_made_read_and_deleted_through_dlios_keys(
+def test_objects_are_written_read_and_deleted_by_dlios_keys(
     here: Path, moto: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:

@@ -52,7 +52,7 @@ def found() -> Any:
     return json.loads(Path("out/checkpoints.json").read_text())
 
 
-def test_the_log_the_summary_and_the_files_are_dlios(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_summary_and_files_have_dlios_form(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     said = capsys.readouterr().out
     assert "[METRIC] Checkpoint save duration (seconds):" in said
@@ -68,12 +68,12 @@ def test_the_log_the_summary_and_the_files_are_dlios(here: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("fsync", [True, False])
-def test_fsync_is_what_the_key_says(here: Path, *, fsync: bool) -> None:
+def test_fsync_follows_its_key(here: Path, *, fsync: bool) -> None:
     assert run(f"++workload.checkpoint.fsync={fsync}") == 0
     assert found()["storage_options"]["fsync"] is fsync
 
 
-def test_writes_and_reads_may_be_two_invocations(here: Path) -> None:
+def test_writes_and_reads_can_be_separate_invocations(here: Path) -> None:
     assert run("++workload.checkpoint.num_checkpoints_read=0") == 0
     written = found()
     assert run("++workload.checkpoint.num_checkpoints_write=-1") == 0
@@ -83,7 +83,7 @@ def test_writes_and_reads_may_be_two_invocations(here: Path) -> None:
     assert read["gap_s"] > 0
 
 
-def test_rank_sync_and_the_shift_are_accepted_and_on_one_host_the_shift_is_said_to_be_nothing(
+def test_rank_shift_is_accepted_and_reported_as_useless_on_one_host(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("++workload.checkpoint.rank_sync=True", "++workload.checkpoint.recovery_rank_shift=True")
@@ -91,7 +91,7 @@ def test_rank_sync_and_the_shift_are_accepted_and_on_one_host_the_shift_is_said_
     assert "all ranks are on one host" in capsys.readouterr().err
 
 
-def test_a_subset_needs_to_know_of_how_many_replicas(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_subset_requires_the_number_of_replicas(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("++workload.checkpoint.mode=subset") == 2
     assert "model.parallelism.data" in capsys.readouterr().err
     assert run("++workload.checkpoint.mode=subset", "++workload.model.parallelism.data=4") == 0
@@ -122,7 +122,7 @@ def test_checkpoints_go_to_an_object_service_by_dlios_keys(here: Path, moto: S3S
     assert found()["is_right"] is True
 
 
-def test_folders_of_checkpoints_are_not_joined_with_the_datas_root(here: Path) -> None:
+def test_checkpoint_folders_are_not_joined_with_the_storage_root(here: Path) -> None:
     changes = ["checkpoint.checkpoint_folder=ckpt", "storage.storage_root=/data"]
     workload = load("llama_8b_zero3", overrides=parse_settings(changes)).workload
     assert checkpoint_location(workload, {}).uri == f"file://{here}/ckpt"
@@ -133,7 +133,7 @@ def test_folders_of_checkpoints_are_not_joined_with_the_datas_root(here: Path) -
     assert checkpoint_location(direct, {}).uri == f"direct://{here}/ckpt"
 
 
-def test_a_folder_that_is_a_uri_is_that_place(here: Path) -> None:
+def test_checkpoint_folder_may_be_a_uri(here: Path) -> None:
     changes = [
         "checkpoint.checkpoint_folder=s3://other/a/b",
         "storage.storage_type=s3",

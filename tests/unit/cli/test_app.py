@@ -34,14 +34,14 @@ def failing(error: BaseException) -> int:
         (SystemExit("text"), 0, ""),
     ],
 )
-def test_every_end_has_its_exit_code_and_message(
+def test_every_outcome_has_its_exit_code_and_message(
     error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert failing(error) == code
     assert capsys.readouterr().err == message
 
 
-def test_a_defect_is_called_one_and_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_defect_is_reported_as_such_and_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
     assert failing(ZeroDivisionError("division by zero")) == 70
     shown = capsys.readouterr().err
     assert "a defect in Penstock itself: ZeroDivisionError: division by zero" in shown
@@ -57,16 +57,16 @@ def test_a_missing_library_names_its_extra(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(("result", "code"), [(None, 0), (0, 0), (3, 3)])
-def test_what_a_program_returns_is_its_exit_code(result: int | None, code: int) -> None:
+def test_return_value_of_a_program_is_its_exit_code(result: int | None, code: int) -> None:
     assert run_at_edge(lambda: result, debug=False) == code
 
 
-def test_debug_is_taken_from_anywhere_before_the_words_of_another_program() -> None:
+def test_debug_is_recognised_anywhere_before_a_double_dash() -> None:
     assert take_debug(["a", "--debug", "b"]) == (["a", "b"], True)
     assert take_debug(["a", "--", "--debug"]) == (["a", "--", "--debug"], False)
 
 
-def test_version_and_help_end_with_0_and_a_group_alone_with_2() -> None:
+def test_version_and_help_exit_with_0_and_a_group_alone_with_2() -> None:
     assert run_command("--version").stdout == f"penstock {__version__}\n"
     assert run_command("-h").returncode == 0
     alone = run_command("checkpoint")
@@ -77,13 +77,13 @@ def test_version_and_help_end_with_0_and_a_group_alone_with_2() -> None:
 @pytest.mark.parametrize(
     ("words", "hint"), [(("checkpont",), "checkpoint"), (("trace", "sumary"), "summary")]
 )
-def test_a_mistyped_command_is_suggested(words: tuple[str, ...], hint: str) -> None:
+def test_mistyped_command_gets_a_suggestion(words: tuple[str, ...], hint: str) -> None:
     result = run_command(*words)
     assert result.returncode == 2
     assert f"Did you mean {hint}?" in result.stderr
 
 
-def test_the_console_script_takes_the_words_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_script_reads_the_arguments_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.cli import main
 
     monkeypatch.setattr(sys, "argv", ["penstock", "--version"])

@@ -81,7 +81,7 @@ def test_models_are_listed_with_their_sizes(capsys: pytest.CaptureFixture[str]) 
         (("size", "absent.yaml"), "Name a YAML file"),
     ],
 )
-def test_a_mistake_is_wrong_usage_and_named(
+def test_wrong_usage_exits_with_2_and_names_the_mistake(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     assert main(["checkpoint", *words]) == 2

@@ -66,7 +66,7 @@ def test_no_words_are_wrong_usage_and_get_the_help(capsys: pytest.CaptureFixture
     assert "Usage: penstock-dlio" in capsys.readouterr().out
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"penstock-dlio {__version__}\n"
 
@@ -84,7 +84,7 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_said_with_exit_code_2(
+def test_contradictory_requests_exit_with_2(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == 2
@@ -120,7 +120,7 @@ def test_stages_that_cannot_run_are_refused_by_their_key(settings: list[str], ke
     assert refused.value.where == key
 
 
-def test_a_folder_that_nobody_names_is_hydras_own() -> None:
+def test_default_run_folder_is_hydras() -> None:
     assert folder_of("workload=x") == Path.cwd() / "hydra_log" / "unet3d" / "2026-01-02-03-04-05"
 
 
@@ -146,7 +146,7 @@ def test_torchs_loader_is_used_where_the_workload_asks_for_it() -> None:
     assert (options.document()["name"], options.document()["workers"], said) == ("pytorch", 3, ())
 
 
-def test_without_torch_the_loader_that_replaces_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_the_replacing_loader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "penstock.bench.loader.pytorch_loader", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     options, (said,) = choose_loader(unet3d())
@@ -155,13 +155,13 @@ def test_without_torch_the_loader_that_replaces_it_is_told(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["tensorflow", "dali", "native_dali", "synthetic"])
-def test_other_loaders_are_replaced_and_that_is_told(name: str) -> None:
+def test_replaced_loaders_are_reported(name: str) -> None:
     options, (said,) = choose_loader(unet3d(f"reader.data_loader={name}", "reader.read_threads=5"))
     assert options.document()["threads"] == 5
     assert f"{name} is not used; penstock's own" in said
 
 
-def test_reading_options_that_other_means_replace_are_told() -> None:
+def test_replaced_reading_options_are_reported() -> None:
     said = list_replaced(
         unet3d(option("prefetch_window=8"), option("columns=[label]"), option("decode=arrow"))
     )

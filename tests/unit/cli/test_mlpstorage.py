@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.mlpstorage import main
+from penstock.cli.mlpstorage import Defaults, TranslatedCommand, main, translate
 from penstock.cli.mlpstorage_arguments import OPTIONS, Takes, parse
-from penstock.cli.mlpstorage_translation import Defaults, TranslatedCommand, translate
 from penstock.errors import UsageError
 
 DATA = "--data-dir /mnt/data"

@@ -74,7 +74,7 @@ def work(options: Outer, terminal: Terminal) -> int:
         --dry-run
     """
     CALLS.append(options)
-    terminal.result({"name": options.name}, lambda console: console.print(options.name))
+    terminal.result({"name": options.name}, [options.name])
     return options.count - 1
 
 
@@ -106,7 +106,7 @@ def test_every_option_reaches_its_field_in_the_type_of_its_parser() -> None:
     ] == CALLS
 
 
-def test_what_is_left_out_has_its_default_also_without_a_command_line() -> None:
+def test_omitted_options_have_their_defaults() -> None:
     assert invoke("a", "--count", "1").exit_code == 0
     assert [Outer(name="a", count=1)] == CALLS
     (options,) = CALLS

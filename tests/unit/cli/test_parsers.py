@@ -12,7 +12,7 @@ import pytest
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.sample_decoder import ContentCheck
 from penstock.cli import parsers
-from penstock.cli.preflight_gates import GATE
+from penstock.cli.option_groups import GATE
 from penstock.cluster.gates.gate_model import Gate
 from penstock.cluster.launcher_command import LauncherName
 from penstock.errors import UsageError

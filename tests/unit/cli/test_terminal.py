@@ -30,14 +30,14 @@ with Terminal(as_json=True).progress() as progress:
 """
 
 
-def test_json_is_the_whole_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_all_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     Terminal(as_json=True).result({"a": 1, "b": [1.5, None]}, table("t", ROWS))
     said = capsys.readouterr()
     assert json.loads(said.out) == {"a": 1, "b": [1.5, None]}
     assert said.err == ""
 
 
-def test_people_get_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_is_printed_without_json(capsys: pytest.CaptureFixture[str]) -> None:
     Terminal(as_json=False).result({"a": 1}, table("Speeds", ROWS))
     said = capsys.readouterr().out
     assert "Speeds" in said
@@ -50,7 +50,7 @@ def test_a_table_without_rows_says_so(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "Strays: none\n"
 
 
-def test_only_one_rank_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
     silent = Terminal(as_json=False, speaks=False)
     silent.result({"a": 1}, table("t", ROWS))
     silent.note("psst")
@@ -66,7 +66,7 @@ def test_notes_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "smaller than asked\n"
 
 
-def test_progress_is_silent_where_nobody_looks() -> None:
+def test_progress_is_silent_without_a_terminal() -> None:
     result = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, timeout=60)
     assert result.stdout + result.stderr == b""
 

@@ -242,7 +242,7 @@ def test_a_data_set_needs_no_accelerator_and_what_differs_is_said() -> None:
     assert loaded.workload.full_name == "unet3d"
     assert loaded.workload.dataset.num_files_train == 168
     assert [str(remark) for remark in loaded.remarks] == [
-        "dataset: what all accelerators share; b200 sets num_files_train"
+        "dataset: values shared by all accelerators; b200 sets num_files_train differently"
     ]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_valid_tree_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_valid_tree_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submission", "check", str(valid_submission().write(tmp_path)), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (result,) = document["results"]
@@ -24,7 +24,7 @@ def test_a_valid_tree_ends_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert document["summary"]["valid"] == 1
 
 
-def test_an_invalid_tree_ends_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_tree_exits_with_1_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submission = valid_submission()
     submission.drop("systems/")
     assert main(["submission", "check", str(submission.write(tmp_path))]) == 1
@@ -33,7 +33,7 @@ def test_an_invalid_tree_ends_with_1_and_says_why(tmp_path: Path, capsys: pytest
     assert "invalid" in shown
 
 
-def test_what_cannot_be_checked_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_result_exits_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     submission = valid_submission()
     submission.summary(1).pop("num_hosts")
     assert main(["submission", "check", str(submission.write(tmp_path))]) == 3
@@ -49,7 +49,7 @@ def test_a_submitter_without_results_is_named(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("edition", ["v2.0", "v3.0"])
-def test_later_editions_are_known_by_their_trees(
+def test_later_editions_are_recognised_by_their_trees(
     edition: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["submission", "check", str(valid_round(edition).write(tmp_path)), "--json"]) == 0

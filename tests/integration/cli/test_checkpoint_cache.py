@@ -46,7 +46,7 @@ def left(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_status_tells_levels_and_what_is_still_to_be_flushed(left: Path) -> None:
+def test_status_shows_levels_and_pending_flushes(left: Path) -> None:
     words = ("status", left / "durable", "--cache", left / "cache")
     found = document_of(*words)
     assert found["durable"] == []
@@ -65,7 +65,7 @@ def test_status_tells_levels_and_what_is_still_to_be_flushed(left: Path) -> None
     assert "no daemon; 1 steps to flush" in stderr
 
 
-def test_flush_makes_durable_what_a_dead_job_handed_over(left: Path) -> None:
+def test_flush_makes_pending_steps_of_a_dead_job_durable(left: Path) -> None:
     (states,) = document_of("flush", left / "cache")["caches"].values()
     assert {step: state["phase"] for step, state in states.items()} == {"2": "durable"}
     found = document_of("status", left / "durable", "--cache", left / "cache", "--watch")
@@ -75,7 +75,7 @@ def test_flush_makes_durable_what_a_dead_job_handed_over(left: Path) -> None:
     assert document_of("flush", left / "cache") == {"caches": {str(left / "cache"): {}}}
 
 
-def test_what_does_not_become_durable_is_told_with_its_reason(left: Path) -> None:
+def test_steps_that_stay_undurable_are_reported_with_the_reason(left: Path) -> None:
     (left / "durable/step-2").mkdir()
     (left / "durable/step-2/notes.txt").write_text("mine")
     code, _, stderr = call("flush", left / "cache", "--timeout", "5s")
@@ -88,7 +88,7 @@ def test_what_does_not_become_durable_is_told_with_its_reason(left: Path) -> Non
 
 
 @pytest.mark.parametrize("words", [("flush",), ("status", "/nowhere", "--cache")])
-def test_a_cache_that_is_not_there_is_named(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_missing_cache_is_named(tmp_path: Path, words: tuple[str, ...]) -> None:
     ended = CliRunner().invoke(app, ["checkpoint", *words, str(tmp_path / "no-cache")])
     assert isinstance(ended.exception, ObjectNotFound)
     assert "no-cache" in str(ended.exception)

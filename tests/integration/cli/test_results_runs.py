@@ -39,7 +39,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict
     return document
 
 
-def test_a_removal_is_listed_restored_and_at_last_deleted(
+def test_removed_run_is_listed_restored_and_finally_deleted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here = ("--results", str(tmp_path))
@@ -64,7 +64,7 @@ def test_a_removal_is_listed_restored_and_at_last_deleted(
     assert second in capsys.readouterr().out
 
 
-def test_a_dry_run_takes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_removes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = finished(tmp_path, "penstock")
     here = ("--results", str(tmp_path))
     assert [run["name"] for run in told(capsys, "rm", name, "--dry-run", *here)["runs"]] == [name]
@@ -72,7 +72,7 @@ def test_a_dry_run_takes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert (tmp_path / name).is_dir()
 
 
-def test_the_last_ones_stay_and_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_runs_are_kept_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [finished(tmp_path, "penstock") for _ in range(3)]
     answer = told(capsys, "rm", "--keep-last", "2", "--results", str(tmp_path))
     assert [run["name"] for run in answer["runs"]] == names[:1]
@@ -104,7 +104,7 @@ def test_runs_are_filtered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("rerun", "unet3d", "--json"), "Use --json with --dry-run"),
     ],
 )
-def test_words_that_make_no_sense_are_refused(
+def test_contradictory_options_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     finished(tmp_path, "penstock")
@@ -112,9 +112,7 @@ def test_words_that_make_no_sense_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_a_run_is_shown_by_its_id_in_the_trash_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_in_the_trash_is_shown_by_its_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = finished(tmp_path, "penstock")
     (run,) = told(capsys, "ls", str(tmp_path))["runs"]
     assert told(capsys, "show", run["run"], "--results", str(tmp_path))["id"] == name
@@ -124,7 +122,7 @@ def test_a_run_is_shown_by_its_id_in_the_trash_too(
         assert (shown["id"], ".penstock/trash" in shown["folder"]) == (name, True)
 
 
-def test_a_repetition_is_the_same_command_where_it_was_given(tmp_path: Path) -> None:
+def test_rerun_executes_the_same_command_in_its_directory(tmp_path: Path) -> None:
     name = finished(tmp_path, "penstock", "workloads", "--json")
     again = [sys.executable, "-m", "penstock", "results", "rerun", name[-6:], "--results", str(tmp_path)]
     dry = subprocess.run(
@@ -139,13 +137,13 @@ def test_a_repetition_is_the_same_command_where_it_was_given(tmp_path: Path) -> 
     assert json.loads(real.stdout)
 
 
-def test_a_repetition_ends_with_its_commands_exit_code(tmp_path: Path) -> None:
+def test_rerun_exits_with_the_code_of_its_command(tmp_path: Path) -> None:
     name = finished(tmp_path, "penstock", "training", "nonsense")
     again = [sys.executable, "-m", "penstock", "results", "rerun", name, "--results", str(tmp_path)]
     assert subprocess.run(again, check=False, capture_output=True, timeout=180).returncode == 2
 
 
-def test_what_is_listed_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, lost = finished(tmp_path, "penstock"), finished(tmp_path, "penstock")
     (tmp_path / "run1").mkdir()
     (tmp_path / "run1" / "summary.json").write_text('{"start": "2024-01-01T00:00:00", "metric": {}}')
@@ -164,7 +162,7 @@ def test_what_is_listed_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is torn after 9 bytes" in told.err
 
 
-def test_a_removal_and_a_return_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_removal_and_restoration_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ("--results", str(tmp_path))
     name = finished(tmp_path, "penstock")
     for words, said in (
@@ -178,15 +176,13 @@ def test_a_removal_and_a_return_are_told(tmp_path: Path, capsys: pytest.CaptureF
         assert said in capsys.readouterr().out
 
 
-def test_a_dry_repetition_shows_folder_and_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_rerun_shows_directory_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = finished(tmp_path, "penstock", "workloads")
     assert main(["results", "rerun", name, "--dry-run", "--results", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"cd {Path.cwd()}\npenstock workloads\n"
 
 
-def test_a_run_by_mlpstorages_words_is_recorded_as_the_command_that_it_became(
+def test_run_by_mlpstorage_is_recorded_as_its_penstock_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values = ("dataset.num_files_train=4", "dataset.record_length=512", "dataset.record_length_stdev=0")

@@ -20,7 +20,7 @@ def _cluster(*words: str, **environment: str) -> CommandResult:
     return run_command("cluster", *words, **environment)
 
 
-def test_this_machine_is_collected_and_is_like_itself(tmp_path: Path) -> None:
+def test_this_machine_is_collected_and_equals_itself(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     collected = _cluster("collect", "-o", str(file), "--json", AWS_SECRET_ACCESS_KEY="hush-hush")
     assert collected.returncode == 0, collected.stderr
@@ -35,7 +35,7 @@ def test_this_machine_is_collected_and_is_like_itself(tmp_path: Path) -> None:
     assert json.loads(checked.stdout)["is_partial"] is False
 
 
-def test_hosts_under_a_launcher_that_are_one_machine_are_found_out(tmp_path: Path) -> None:
+def test_hosts_that_are_one_machine_are_detected(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     file = tmp_path / "cluster.json"
     collected = _cluster("collect", "--hosts", "127.0.0.2,127.0.0.3", *FORKED, "-o", str(file))
@@ -46,7 +46,7 @@ def test_hosts_under_a_launcher_that_are_one_machine_are_found_out(tmp_path: Pat
 
 
 @pytest.mark.parametrize("partial", [(), ("--allow-partial",)])
-def test_a_host_that_fails_is_an_error_and_leaves_no_file(
+def test_failing_host_is_an_error_and_leaves_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], partial: tuple[str, ...]
 ) -> None:
     words = ("--python", "/bin/false", "-o", str(tmp_path / "x"), *partial)
@@ -79,7 +79,7 @@ def test_wrong_usage_says_what_to_write(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_with_other_content_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cluster.json").write_text("{}")
     assert main(["cluster", "check", str(tmp_path / "cluster.json")]) == 1
     assert "no facts that this Penstock reads" in capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_broken_hosts_are_named_beside_those_that_reported(
     assert not (tmp_path / "cluster.json").exists()
 
 
-def test_part_of_a_cluster_that_is_kept_is_marked_and_never_wholly_checked(
+def test_partial_facts_are_marked_and_never_pass_all_checks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], srun: tuple[str, ...]
 ) -> None:
     assert main([*srun, "--hosts", "good,dead", "--allow-partial"]) == 0
@@ -139,14 +139,14 @@ def test_part_of_a_cluster_that_is_kept_is_marked_and_never_wholly_checked(
     assert main(["cluster", "check", str(tmp_path / "cluster.json")]) == 3
 
 
-def test_a_host_that_hangs_is_named_within_its_time(
+def test_hanging_host_is_named_after_its_timeout(
     capsys: pytest.CaptureFixture[str], srun: tuple[str, ...]
 ) -> None:
     assert main([*srun, "--hosts", "hung", "--timeout", "200ms"]) == 1
     assert "hung: no answer within 0.2 s" in capsys.readouterr().err
 
 
-def test_an_allocation_of_slurm_names_its_own_hosts(
+def test_slurm_allocation_names_its_hosts(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -162,7 +162,7 @@ def _children() -> set[int]:
     return {child.pid for child in psutil.Process().children()}
 
 
-def test_a_hanging_process_is_ended_at_its_limit_even_if_it_does_not_listen() -> None:
+def test_hanging_process_is_killed_at_its_limit_even_if_it_ignores_signals() -> None:
     before = _children()
     deaf = ("sh", "-c", "trap '' TERM; echo began; while :; do sleep 100; done")
     (answer,) = AgentProcesses(lambda _host: deaf, os.environ)(["b"], timeout_s=0.2)
@@ -170,7 +170,7 @@ def test_a_hanging_process_is_ended_at_its_limit_even_if_it_does_not_listen() ->
     assert _children() <= before
 
 
-def test_many_deaf_hosts_are_all_ended() -> None:
+def test_many_unresponsive_hosts_are_all_ended() -> None:
     before = _children()
     deaf = ("sh", "-c", "trap '' TERM; while :; do sleep 100; done")
     answers = list(AgentProcesses(lambda _host: deaf, os.environ)([f"h{n}" for n in range(8)], timeout_s=0.5))
@@ -178,7 +178,7 @@ def test_many_deaf_hosts_are_all_ended() -> None:
     assert _children() <= before
 
 
-def test_leaving_early_ends_what_was_started() -> None:
+def test_leaving_early_ends_all_started_processes() -> None:
     before = _children()
     ask = AgentProcesses(lambda host: ("sh", "-c", f"test {host} = a || exec sleep 100"), os.environ)
     answers = ask(["a", "b", "c"], timeout_s=60)
@@ -187,7 +187,7 @@ def test_leaving_early_ends_what_was_started() -> None:
     assert _children() <= before
 
 
-def test_each_host_has_its_own_exit_code_and_words() -> None:
+def test_each_host_has_its_own_exit_code_and_output() -> None:
     ask = AgentProcesses(
         lambda host: ("sh", "-c", f"echo {host}; echo no >&2; exit {host}"), os.environ, at_once=2
     )
@@ -197,7 +197,7 @@ def test_each_host_has_its_own_exit_code_and_words() -> None:
     assert {answer.stderr for answer in answers.values()} == {"no\n"}
 
 
-def test_a_program_that_is_not_there_is_an_answer_too() -> None:
+def test_missing_program_is_reported_as_an_answer() -> None:
     (answer,) = AgentProcesses(lambda _host: ("/no/such/program",), os.environ)(["a"], timeout_s=60)
     assert answer.exit_code == 127
     assert "/no/such/program" in answer.stderr

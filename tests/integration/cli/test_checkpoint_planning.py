@@ -15,7 +15,7 @@ WORDS = [
 ]
 
 
-def test_the_best_way_is_named_with_its_interval_and_what_it_survives() -> None:
+def test_plan_names_the_best_strategy_and_its_interval() -> None:
     ended = CliRunner().invoke(app, [*WORDS, "--system-mtbf", "60d", "--json"])
     assert ended.exit_code == 0, ended.output
     document = json.loads(ended.stdout)
@@ -27,7 +27,7 @@ def test_the_best_way_is_named_with_its_interval_and_what_it_survives() -> None:
     assert again == document, "the same seed draws the same failures"
 
 
-def test_a_table_is_drawn_and_a_slow_cache_warned_of() -> None:
+def test_plan_table_warns_of_a_slow_cache() -> None:
     ended = CliRunner().invoke(app, [*WORDS, "--fast", "100MiB/s"])
     assert ended.exit_code == 0
     assert "left for training" in ended.output

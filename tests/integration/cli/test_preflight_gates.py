@@ -15,7 +15,7 @@ from penstock.cli import main
 SMALL = ("llama3-8b", "--scale", "0.0001", "--interval", "0s", "--writes", "1", "--reads", "1")
 
 
-def test_gates_are_looked_at_alone_on_ranks(tmp_path: Path) -> None:
+def test_gates_can_be_inspected_alone_on_ranks(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     words = ("--gate", "storage", "--gate", "clock", "--data", str(tmp_path), "--ranks", "2", "--json")
     seen = subprocess.run(
@@ -34,7 +34,7 @@ def test_gates_are_looked_at_alone_on_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_fails_is_told_with_its_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_gate_is_reported_with_its_fix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--gate", "space", "--data", str(tmp_path), "--needs", "9PiB")
     assert main(["cluster", "check", *words]) == 1
     said = capsys.readouterr().out
@@ -50,14 +50,14 @@ def test_what_fails_is_told_with_its_fix(tmp_path: Path, capsys: pytest.CaptureF
         (("--needs", "much"), "--needs"),
     ],
 )
-def test_wrong_words_say_what_to_write(
+def test_wrong_gate_names_list_the_allowed_ones(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
     assert main(["cluster", "check", *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_run_is_warned_and_its_record_keeps_what_was_found_and_left_out(
+def test_run_warns_of_gates_and_records_findings_and_skips(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
@@ -74,7 +74,7 @@ def test_a_run_is_warned_and_its_record_keeps_what_was_found_and_left_out(
     assert not [path for path in record.parent.rglob("*") if path.is_file() and b"hush" in path.read_bytes()]
 
 
-def test_a_run_that_is_to_be_submitted_is_stopped_before_its_first_byte(
+def test_closed_gate_stops_a_submission_run_before_its_first_byte(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ("--data", str(tmp_path / "data"), "--results", str(tmp_path / "runs"))
@@ -85,9 +85,7 @@ def test_a_run_that_is_to_be_submitted_is_stopped_before_its_first_byte(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gate_that_nobody_knows_cannot_be_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_gate_cannot_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
     assert main(["checkpoint", "run", *SMALL, *place, "--skip-gate", "aprat"]) == 2
     assert "Did you mean apart?" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     assert len(document["unreadable"]) == 1
 
 
-def test_no_runs_is_an_answer_and_no_folder_an_error(tmp_path: Path) -> None:
+def test_empty_directory_lists_no_runs_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
     result = penstock("ls", str(tmp_path))
     assert (result.returncode, result.stdout.strip()) == (0, f"No runs in {tmp_path}")
     result = penstock("ls", str(tmp_path / "absent"))
@@ -102,7 +102,7 @@ def test_one_run_is_shown_with_epochs_times_and_verdict(tmp_path: Path) -> None:
     assert document["settings"]["dataset.format"] == "npz"
 
 
-def test_a_killed_run_is_interrupted_and_shows_what_it_kept(tmp_path: Path) -> None:
+def test_killed_run_is_interrupted_and_shows_its_complete_blocks(tmp_path: Path) -> None:
     running = subprocess.Popen(
         [sys.executable, "-c", KILLED_RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
@@ -131,7 +131,7 @@ def test_a_run_without_events_is_shown_without_figures(tmp_path: Path) -> None:
     assert json.loads(penstock("show", str(run.folder), "--json").stdout)["train"] is None
 
 
-def test_runs_that_asked_alike_are_compared(tmp_path: Path) -> None:
+def test_runs_of_the_same_request_are_compared(tmp_path: Path) -> None:
     first, second = finished_run(tmp_path), finished_run(tmp_path, "reader.read_threads=16", wait=0.25)
     result = penstock("compare", first, second, "--results", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -143,7 +143,7 @@ def test_runs_that_asked_alike_are_compared(tmp_path: Path) -> None:
     assert [each["key"] for each in document["varied"]] == ["reader.read_threads"]
 
 
-def test_what_makes_runs_incomparable_is_said_first(tmp_path: Path) -> None:
+def test_reasons_against_a_comparison_come_first(tmp_path: Path) -> None:
     first, second = finished_run(tmp_path), finished_run(tmp_path, "reader.batch_size=9")
     result = penstock("compare", first, second, "--results", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -159,7 +159,7 @@ def test_what_makes_runs_incomparable_is_said_first(tmp_path: Path) -> None:
         (("show", "nothing", "--results", "/tmp"), 2, "No run is called 'nothing'"),
     ],
 )
-def test_a_run_that_is_not_there_is_said(words: tuple[str, ...], code: int, said: str) -> None:
+def test_missing_run_is_an_error(words: tuple[str, ...], code: int, said: str) -> None:
     result = penstock(*words)
     assert result.returncode == code
     assert said in " ".join(result.stderr.split())

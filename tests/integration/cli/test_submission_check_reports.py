@@ -20,7 +20,7 @@ def files_below(root: Path) -> set[str]:
     return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_report_without_options_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_without_options_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = valid_submission().write(tmp_path)
     before = files_below(root)
     assert main(["submission", "report", str(root), "--json"]) == 0
@@ -32,7 +32,7 @@ def test_a_report_without_options_writes_nothing(tmp_path: Path, capsys: pytest.
     assert files_below(root) == before
 
 
-def test_a_report_of_what_is_invalid_ends_with_0_and_says_so(
+def test_report_of_invalid_results_exits_with_0_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submission = valid_submission()
@@ -43,7 +43,7 @@ def test_a_report_of_what_is_invalid_ends_with_0_and_says_so(
     assert "unet3d on 2 h100" in shown
 
 
-def test_what_cannot_be_recomputed_and_what_stays_is_said(
+def test_results_that_cannot_be_recomputed_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submission = valid_submission()
@@ -55,7 +55,7 @@ def test_what_cannot_be_recomputed_and_what_stays_is_said(
     assert "its report cannot be written" in said
 
 
-def test_reports_lie_beside_the_runs_where_one_asks_for_that(
+def test_write_option_puts_reports_beside_the_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = valid_checkpointing()
@@ -67,7 +67,7 @@ def test_reports_lie_beside_the_runs_where_one_asks_for_that(
     assert written == [str(place / "results.json"), str(place / "results.csv")]
 
 
-def test_the_check_writes_what_one_asks_for_whatever_it_finds(
+def test_check_writes_requested_files_whatever_it_finds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submission = valid_submission()
@@ -93,7 +93,7 @@ def test_the_check_writes_what_one_asks_for_whatever_it_finds(
     assert (out / "a.html").read_text().startswith("<!DOCTYPE html>")
 
 
-def test_a_file_that_cannot_be_written_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = valid_submission().write(tmp_path / "round")
     (tmp_path / "file").write_text("")
     assert main(["submission", "check", str(root), "--csv", str(tmp_path / "file" / "a.csv")]) == 1

@@ -1,24 +1,39 @@
-"""`penstock cluster collect`: the facts of all hosts in one file, or an error that names the missing ones."""
+"""`penstock cluster collect` and `check`: the facts of all hosts in one file, and how hosts differ."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, cast
 
-from penstock.cli.options import flag, option, repeated, verb
-from penstock.cli.parsers import FILE, LAUNCHER, TEXT, TIME, choice
-from penstock.cli.terminal import Terminal, table
-from penstock.environment import Environment, process_environment
+from penstock.cli.option_groups import GATE, BackendOptions, parse_gates
+from penstock.cli.options import flag, group, option, optional_argument, repeated, verb
+from penstock.cli.parsers import FILE, FOLDER, LAUNCHER, SIZE, TEXT, TIME, URI, chosen
+from penstock.cli.rank_options import ranked
+from penstock.cli.terminal import Terminal, TextTable, View
+from penstock.cluster.comm import Comm
+from penstock.cluster.facts.agent_processes import (
+    AgentProcesses,
+    QueryHosts,
+    launcher_agent_command,
+    local_command,
+    ssh_command,
+    ssh_environment,
+)
+from penstock.cluster.facts.homogeneity import check_homogeneity, overall_verdict
+from penstock.cluster.gates.gate_model import Gate, PreflightRequest
+from penstock.cluster.host_slots import expand_nodelist, parse_host_names, parse_hostfile_names
+from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name
+from penstock.environment import Environment, process_environment, untraced
 from penstock.errors import UsageError
+from penstock.storage import open_storage
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from penstock.cluster.facts.agent_processes import QueryHosts
     from penstock.cluster.facts.host_facts import ClusterFacts, PresentHost, Via
 
 
@@ -26,9 +41,9 @@ if TYPE_CHECKING:
 class _CollectOptions:
     hosts: str | None = option("--hosts", TEXT, "Hosts to query (default: this one).", metavar="A,B:4")
     hostfile: Path | None = option("--hostfile", FILE, "Read the hosts from a file, one a line.")
-    via: str | None = option(
+    via: Via | None = option(
         "--via",
-        choice("local", "ssh", "slurm", "mpi"),
+        chosen(("local", "ssh", "slurm", "mpi"), lambda word: cast("Via", word)),
         "Way to start a process on each host: ssh, slurm (default hosts: the allocation), mpi (any launcher) "
         "or local for this machine only (default: mpi with hosts, else local).",
     )
@@ -76,7 +91,7 @@ def collect(options: _CollectOptions, terminal: Terminal) -> None:
     write_text(output.absolute().parent, output.name, facts.model_dump_json(indent=2) + "\n")
     for host in facts.absent:
         terminal.note(f"{host.host} is missing: {host.reason}")
-    terminal.result(facts.model_dump(mode="json"), lambda console: _draw(console, facts, output))
+    terminal.result(facts.model_dump(mode="json"), _view_hosts(facts, output))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +105,7 @@ class TargetHosts:
 def choose_hosts(options: _CollectOptions, environment: Environment) -> TargetHosts:
     """The hosts that the options name, or this machine. A Slurm allocation names its own."""
     hosts = _named_hosts(options)
-    via = _parse_via(options.via or ("mpi" if hosts else "local"))
+    via = options.via or ("mpi" if hosts else "local")
     if via == "slurm" and not hosts:
         hosts = _allocated_hosts(environment)
     if via == "local" and len(hosts) > 1:
@@ -108,15 +123,6 @@ def choose_hosts(options: _CollectOptions, environment: Environment) -> TargetHo
 
 def plan_queries(target: TargetHosts, options: _CollectOptions, environment: Environment) -> QueryHosts:
     """How each host is queried by a process of its own."""
-    from penstock.cluster.facts.agent_processes import (
-        AgentProcesses,
-        launcher_agent_command,
-        local_command,
-        ssh_command,
-        ssh_environment,
-    )
-    from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name
-
     python, arguments = options.python or sys.executable, options.launcher_args
     if options.launcher != "auto" and target.via != "mpi":
         raise UsageError(
@@ -138,16 +144,7 @@ def plan_queries(target: TargetHosts, options: _CollectOptions, environment: Env
     return AgentProcesses(launcher_agent_command(request, environment, python), environment)
 
 
-def _parse_via(word: str) -> Via:
-    from penstock.cluster.facts.host_facts import Via
-
-    via: Via = next(known for known in get_args(Via) if known == word)
-    return via
-
-
 def _named_hosts(options: _CollectOptions) -> tuple[str, ...]:
-    from penstock.cluster.host_slots import parse_host_names, parse_hostfile_names
-
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("--hosts and --hostfile are mutually exclusive", fix="Leave one of them out.")
     if options.hosts is not None:
@@ -164,25 +161,18 @@ def _named_hosts(options: _CollectOptions) -> tuple[str, ...]:
 
 
 def _allocated_hosts(environment: Environment) -> tuple[str, ...]:
-    from penstock.cluster.host_slots import expand_nodelist
-
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     return expand_nodelist(nodes) if nodes else ()
 
 
-def _draw(console: Console, facts: ClusterFacts, output: Path) -> None:
-
-    table("Hosts", [_row(host) for host in facts.present])(console)
+def _view_hosts(facts: ClusterFacts, output: Path) -> View:
+    yield TextTable("Hosts", [_host_row(host) for host in facts.present])
     state = f"PARTIAL: {len(facts.absent)} missing" if facts.is_partial else "complete"
     memory = "unknown" if facts.memory_bytes is None else format_bytes(facts.memory_bytes)
-    console.print(
-        f"{len(facts.present)} of {len(facts.asked)} hosts, {state}, memory of all {memory}: {output}",
-        markup=False,
-    )
+    yield f"{len(facts.present)} of {len(facts.asked)} hosts, {state}, memory of all {memory}: {output}"
 
 
-def _row(host: PresentHost) -> dict[str, str]:
-
+def _host_row(host: PresentHost) -> dict[str, str]:
     report = host.report
     return {
         "host": host.host,
@@ -197,3 +187,102 @@ def _row(host: PresentHost) -> dict[str, str]:
 
 def _count(facts: tuple[object, ...] | None) -> str:
     return "-" if facts is None else str(len(facts))
+
+
+_COLOURS = {"pass": "green", "warning": "yellow", "not checked": "yellow", "fail": "red"}
+_WORST_FIRST = ("fail", "not checked", "warning")
+_EXIT_CODES = {"pass": 0, "warning": 0, "not checked": 3, "fail": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CheckOptions:
+    file: Path | None = optional_argument(
+        "[FILE]", FILE, "Facts that `penstock cluster collect` has written (default: inspect gates)."
+    )
+    gates: tuple[str, ...] = repeated("--gate", GATE, "Inspect only this gate (default: all).")
+    data: str | None = option("--data", URI, "Storage that ranks will read or write.")
+    storage: BackendOptions = group(BackendOptions)
+    results: Path | None = option("--results", FOLDER, "Parent directory for results of the run.")
+    written_bytes: int = option("--needs", SIZE, "Bytes that each rank will write to --data.", default="0")
+
+
+@ranked(_CheckOptions)
+def check(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
+    """Compare the hosts of a collected cluster, or inspect the preflight gates that runs pass.
+
+    With FILE: compares memory, cores, kernel, versions, mounts, settings and clocks of its hosts. Without
+    FILE: inspects gates on all ranks. Exits with 1 if a check fails, with 3 if something was not checked.
+
+    Examples:
+
+      penstock cluster check cluster.json
+
+      penstock cluster check --data /mnt/pfs/unet3d --results runs --hosts node1:4,node2:4
+
+      penstock cluster check --gate clock --gate versions --ranks 8 --json
+    """
+    if options.file is None:
+        return _check_gates(options, comm, terminal)
+    if options.gates or options.data or options.results:
+        raise UsageError(
+            "FILE cannot be combined with --gate, --data or --results",
+            where=str(options.file),
+            fix="Leave FILE out to inspect gates, or the options to compare hosts.",
+        )
+    return _check_file(options.file, terminal)
+
+
+def _check_file(file: Path, terminal: Terminal) -> int:
+    from penstock.cluster.facts.host_facts import read_cluster_facts
+
+    facts = read_cluster_facts(file)
+    checks = check_homogeneity(facts)
+    verdict = overall_verdict(checks)
+    document = {
+        "verdict": verdict,
+        "is_partial": facts.is_partial,
+        "hosts": [host.host for host in facts.present],
+        "checks": [asdict(finding) for finding in checks],
+    }
+    lines = [(finding.verdict, finding.subject, finding.found, finding.fix) for finding in checks]
+    terminal.result(document, _view_checks(lines))
+    return _EXIT_CODES[verdict]
+
+
+def _check_gates(options: _CheckOptions, comm: Comm, terminal: Terminal) -> int:
+    from penstock.cluster.gates.preflight import run_preflight
+
+    environment = untraced(process_environment())
+    reopen = None
+    if options.data is not None:
+        reopen = partial(open_storage, options.data, environment, options=options.storage.values)
+    request = PreflightRequest(
+        environment=environment,
+        uri=options.data,
+        reopen=reopen,
+        results=options.results,
+        written_bytes=options.written_bytes,
+    )
+    gates = parse_gates(options.gates) or tuple(Gate)
+    findings = run_preflight(request, comm, gates=gates).preflight.findings
+    verdicts = {str(finding.verdict) for finding in findings}
+    verdict = next((word for word in _WORST_FIRST if word in verdicts), "pass")
+    document = {
+        "verdict": verdict,
+        "ranks": comm.size,
+        "gates": [asdict(finding) for finding in findings],
+    }
+    lines = [(str(finding.verdict), str(finding.gate), finding.found, finding.fix) for finding in findings]
+    terminal.result(document, _view_checks(lines))
+    return _EXIT_CODES[verdict]
+
+
+def _view_checks(lines: Sequence[tuple[str, str, str, str]]) -> View:
+    """One line for each check, and the fix below each one that does not pass."""
+    verdict_width, subject_width = (max(len(line[column]) for line in lines) for column in (0, 1))
+    indent = " " * (verdict_width + subject_width + 3)
+    for verdict, subject, finding, fix in lines:
+        coloured = (verdict.ljust(verdict_width), _COLOURS.get(verdict, "default"))
+        yield [coloured, f" {subject:<{subject_width}}  {finding}"]
+        if fix and verdict != "pass":
+            yield [indent, (fix, "italic")]

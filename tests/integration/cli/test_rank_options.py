@@ -32,7 +32,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_probe_on_ranks_sums_up_over_all_of_them(tmp_path: Path, ranks: int) -> None:
+def test_probe_on_ranks_adds_up_all_ranks(tmp_path: Path, ranks: int) -> None:
     result = _run(_probe(tmp_path, *QUICK, "--ranks", str(ranks)))
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
@@ -50,21 +50,21 @@ def test_two_hosts_on_loopback_are_launched_without_a_remote_shell(tmp_path: Pat
     assert json.loads(result.stdout)["ranks"] == 2
 
 
-def test_inside_mpiexec_the_command_joins(tmp_path: Path) -> None:
+def test_command_joins_the_job_of_mpiexec(tmp_path: Path) -> None:
     mpiexec = str(Path(sys.executable).with_name("mpiexec"))
     result = _run([mpiexec, "-n", "2", *_probe(tmp_path, *QUICK)])
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["ranks"] == 2
 
 
-def test_inside_torchrun_the_command_joins(tmp_path: Path) -> None:
+def test_command_joins_the_job_of_torchrun(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = _run([*torchrun, "-m", *_probe(tmp_path, *QUICK)[2:]])
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["ranks"] == 2
 
 
-def test_wrong_usage_on_ranks_is_said_once_with_its_exit_code(tmp_path: Path) -> None:
+def test_wrong_usage_on_ranks_is_reported_once_with_its_exit_code(tmp_path: Path) -> None:
     result = _run(_probe(tmp_path, "-o", "fsink=no", "--ranks", "2"))
     assert result.returncode == 2
     assert result.stderr.count("Did you mean 'fsync'?") == 1
@@ -89,7 +89,7 @@ def _piece(terminal: FileIO) -> bytes:
         return b""
 
 
-def test_a_timeout_that_is_no_duration_names_its_option(tmp_path: Path) -> None:
+def test_invalid_timeout_names_its_option(tmp_path: Path) -> None:
     result = _run(_probe(tmp_path, *QUICK, "--timeout", "soon"))
     assert result.returncode == 2
     assert "--timeout" in result.stderr

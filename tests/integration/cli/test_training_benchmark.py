@@ -59,7 +59,7 @@ def sizes(place: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("ranks", "steps"), [(1, 9), (2, 4), (4, 2)])
-def test_ranks_end_with_utilization_and_compatible_files(place: Path, ranks: int, steps: int) -> None:
+def test_ranks_report_utilization_and_write_dlios_files(place: Path, ranks: int, steps: int) -> None:
     result = run(place, "--ranks", str(ranks), "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
@@ -84,7 +84,7 @@ def test_ranks_end_with_utilization_and_compatible_files(place: Path, ranks: int
     assert left_out == [28 - ranks * steps * 3] * 2
 
 
-def test_people_get_a_table_and_the_evidence(place: Path) -> None:
+def test_report_has_a_table_and_the_evidence(place: Path) -> None:
     result = run(place)
     assert result.returncode == 0, result.stderr
     for said in (
@@ -138,7 +138,7 @@ def test_wrong_usage_says_what_would_be_right(place: Path, words: tuple[str, ...
     assert result.returncode in (1, 2)
 
 
-def test_what_is_asked_for_and_not_done_is_said_and_recorded(place: Path) -> None:
+def test_unsupported_requests_are_reported_and_recorded(place: Path) -> None:
     result = run(place, "--set", "workflow.profiling=true", "--json")
     assert result.returncode == 0, result.stderr
     assert "is not started, nor is any other profiler" in result.stderr
@@ -146,7 +146,7 @@ def test_what_is_asked_for_and_not_done_is_said_and_recorded(place: Path) -> Non
     assert any("profiling" in remark for remark in record["remarks"])
 
 
-def test_checkpoints_on_the_way_are_durable_files_outside_of_the_score(place: Path) -> None:
+def test_checkpoints_during_training_are_durable_and_not_scored(place: Path) -> None:
     saves = ("--set", "workflow.checkpoint=true", "--set", "checkpoint.steps_between_checkpoints=3")
     model = ("--set", "model.model_size_bytes=100000", "--checkpoints", str(place / "saves"))
     result = run(place, *saves, *model, "--ranks", "2", "--json")
@@ -166,7 +166,7 @@ def test_checkpoints_on_the_way_are_durable_files_outside_of_the_score(place: Pa
     assert summary["metric"]["save_checkpoint_duration_mean_seconds"] > 0
 
 
-def test_too_little_room_for_checkpoints_is_said_before_the_first_epoch(place: Path) -> None:
+def test_too_little_space_for_checkpoints_is_reported_before_the_first_epoch(place: Path) -> None:
     saves = ("--set", "workflow.checkpoint=true", "--set", "model.model_size_bytes=500TiB")
     late = ("--set", "checkpoint.checkpoint_after_epoch=2")
     result = run(place, *saves, *late, "--checkpoints", str(place / "saves"))
@@ -175,7 +175,7 @@ def test_too_little_room_for_checkpoints_is_said_before_the_first_epoch(place: P
     assert not (place / "saves").exists() or not list((place / "saves").rglob("*.pt"))
 
 
-def test_the_seed_is_the_workloads_the_users_or_drawn_anew_and_always_recorded(place: Path) -> None:
+def test_seed_is_the_workloads_the_users_or_random_and_always_recorded(place: Path) -> None:
     def seed(*words: str) -> int:
         document = json.loads(run(place, "--json", *words).stdout)
         record = json.loads((Path(document["results_dir"]) / "run.json").read_text())

@@ -63,13 +63,13 @@ def test_ranks_write_and_read_on_files_past_the_page_cache(tmp_path: Path) -> No
     assert len(list((tmp_path / "ckpt" / "global_epoch1_step1").iterdir())) == 4
 
 
-def test_people_see_rates_the_bottleneck_and_where_the_record_is(
+def test_report_shows_rates_bottleneck_and_results_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
     result = here(capsys, "run", *SMALL, *place, "--writes", "1", "--reads", "1", "--no-fsync", "--remove")
     assert result.returncode == 0, result.stderr
-    for said in ("GiB/s", "write", "read", "Bottleneck", "the record:", "a checkpoint of llama3-8b"):
+    for said in ("GiB/s", "write", "read", "Bottleneck", "results:", "a checkpoint of llama3-8b"):
         assert said in result.stdout
     assert list((tmp_path / "ckpt").iterdir()) == []
     (folder,) = run_folders(tmp_path / "runs")
@@ -94,7 +94,7 @@ def test_people_see_rates_the_bottleneck_and_where_the_record_is(
         pytest.param("s3torchconnector", marks=pytest.mark.slow),
     ],
 )
-def test_an_object_store_takes_and_gives_back_checkpoints(
+def test_checkpoints_are_written_to_and_read_from_an_object_store(
     tmp_path: Path, moto: S3Server, client: str
 ) -> None:
     place = ("--to", f"s3://{BUCKET}/ckpt-{client}", "--results", str(tmp_path / "runs"))
@@ -106,7 +106,7 @@ def test_an_object_store_takes_and_gives_back_checkpoints(
     assert found["checkpoints"][1]["cold"]["path"] == "no page cache"
 
 
-def test_wrong_bytes_are_exit_code_1_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_bytes_exit_with_1_and_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
     assert here(capsys, "run", *SMALL, *place, "--writes", "1", "--reads", "0").returncode == 0
     path = next((tmp_path / "ckpt" / "global_epoch1_step1").glob("*optim*"))
@@ -120,7 +120,7 @@ def test_wrong_bytes_are_exit_code_1_and_named(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(result.stdout)["is_right"] is False
 
 
-def test_ctrl_c_keeps_whole_checkpoints_and_resume_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_complete_checkpoints_and_resume_continues(tmp_path: Path) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
     words = ["run", *SMALL, *place, "--writes", "3", "--reads", "1"]
     words[words.index("--interval") + 1] = "60s"
@@ -159,7 +159,7 @@ def test_ctrl_c_keeps_whole_checkpoints_and_resume_goes_on(tmp_path: Path) -> No
         (("--set", "checkpoint.num_checkpoint=1"), "did you mean"),
     ],
 )
-def test_a_mistake_is_wrong_usage_and_named(
+def test_wrong_usage_exits_with_2_and_names_the_mistake(
     tmp_path: Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))

@@ -1,4 +1,4 @@
-"""The commands that only compute: workloads, training size, training whatif."""
+"""The commands that only compute: workloads, training size, whatif and plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def document(*words: str) -> Any:
     return json.loads(result.stdout)
 
 
-def test_the_size_comes_with_its_proof_and_the_next_command() -> None:
+def test_size_comes_with_its_proof_and_the_next_command() -> None:
     found = document(*SIZE, "--hosts", "2", "--host-memory", "512GiB")
     assert found["num_files_train"] == 37501
     assert found["hosts"] == 2
@@ -43,7 +43,7 @@ def test_the_size_comes_with_its_proof_and_the_next_command() -> None:
     assert found["remarks"] == []
 
 
-def test_people_see_the_same_figures() -> None:
+def test_report_shows_the_same_figures() -> None:
     result = penstock(*SIZE, "--hosts", "2", "--host-memory", "512GiB")
     assert result.returncode == 0
     assert result.stderr == ""
@@ -73,7 +73,7 @@ def test_the_next_command_repeats_no_secret() -> None:
     assert "hush" not in result.stdout + result.stderr
 
 
-def test_hosts_may_differ() -> None:
+def test_hosts_may_have_different_memory() -> None:
     found = document(*SIZE, "--host-memory", "512GiB,256GiB")
     assert found["hosts"] == 2
     assert found["host_memory_bytes"] == [512 << 30, 256 << 30]
@@ -93,13 +93,13 @@ def test_a_workload_without_computation_has_no_rate(tmp_path: Path) -> None:
     assert "here off is off" in shown.stderr
 
 
-def test_the_forecast_comes_with_its_model() -> None:
+def test_forecast_comes_with_its_model() -> None:
     found = document("training", "whatif", "unet3d", "--accelerator", "h100", "--bandwidth", "40GiB/s")
     assert found["accelerators"] == 15
     assert found["au"] >= found["au_threshold"] > found["au_with_one_more"]
     assert found["proof"][0].startswith("model: prefetching hides reading")
     shown = penstock("training", "whatif", "dlrm_b200", "--bandwidth", "40GiB/s")
-    assert "40 GiB/s feeds 8 of them" in shown.stdout
+    assert "40 GiB/s feeds 8 accelerators" in shown.stdout
     assert "40 of 200 columns" in shown.stdout
 
 
@@ -111,7 +111,7 @@ def test_settings_change_the_forecast_and_remarks_go_to_stderr() -> None:
     assert result.returncode == 0
 
 
-def test_the_list_names_every_family_with_what_it_is() -> None:
+def test_list_describes_every_family() -> None:
     found = document("workloads")["workloads"]
     assert len(found) == 21
     assert {"unet3d_h100", "dlrm_mi355", "bert_v100"} <= {entry["name"] for entry in found}
@@ -132,7 +132,7 @@ def test_one_workload_is_shown_with_all_values() -> None:
     assert "dataset.parquet.row_group_size" in shown.stdout
 
 
-def test_remarks_on_a_shown_workload_are_told() -> None:
+def test_remarks_on_a_shown_workload_are_printed() -> None:
     result = penstock("workloads", "unet3d_h100", "--set", "checkpoint.fsync=true")
     assert "checkpoint.fsync: DLIO never syncs" in result.stderr
 
@@ -156,7 +156,7 @@ def test_remarks_on_a_shown_workload_are_told() -> None:
         (("training", "siz"), "size"),
     ],
 )
-def test_a_wrong_word_is_wrong_usage_with_the_way_out(words: tuple[str, ...], said: str) -> None:
+def test_wrong_usage_comes_with_a_fix(words: tuple[str, ...], said: str) -> None:
     result = penstock(*words)
     assert result.returncode == 2, result.stderr
     assert said in " ".join(result.stderr.replace("│", " ").split())
@@ -180,3 +180,26 @@ def test_help_loads_no_workload_code() -> None:
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+
+
+PLAN = ("training", "plan", "unet3d_h100")
+
+
+def test_plan_document_lists_samples_and_files() -> None:
+    plan = document(*PLAN, "--ranks", "4", "--rank", "2", "--epoch", "3", "--head", "5")
+    assert len(plan["samples"]) == 5
+    assert plan["num_samples"] == 42
+    first = plan["samples"][0]
+    assert first["file"] == f"train/img_{first['index']:03d}_of_168.npz"
+
+
+def test_plan_table_names_rank_and_epoch() -> None:
+    result = penstock(*PLAN, "--ranks", "4", "--rank", "2", "--epoch", "3")
+    assert "Rank 2 of 4 reads 42 samples in epoch 3" in result.stdout
+
+
+def test_invalid_division_names_its_option() -> None:
+    result = penstock(*PLAN, "--division", "conquer")
+    assert result.returncode == 2
+    assert "--division" in result.stderr
+    assert "rotate, drop, pad, error" in result.stderr

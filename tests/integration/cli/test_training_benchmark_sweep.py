@@ -34,7 +34,7 @@ def data(tmp_path: Path) -> str:
     return place
 
 
-def test_a_sweep_runs_until_most_are_fed_and_keeps_every_run(tmp_path: Path, data: str) -> None:
+def test_sweep_finds_the_largest_number_and_keeps_every_run(tmp_path: Path, data: str) -> None:
     results = tmp_path / "runs"
     words = ("--data", data, "--results", str(results), "--most", "2", "--set", "metric.au=0.05", "--json")
     result = _training("sweep", "unet3d_h100", *SMALL, *words)
@@ -46,14 +46,14 @@ def test_a_sweep_runs_until_most_are_fed_and_keeps_every_run(tmp_path: Path, dat
     assert len(list(results.glob("unet3d*"))) == 2
 
 
-def test_a_storage_that_feeds_nobody_is_a_failed_check(tmp_path: Path, data: str) -> None:
+def test_sweep_exits_with_1_if_no_accelerator_is_fed(tmp_path: Path, data: str) -> None:
     words = ("--data", data, "--results", str(tmp_path / "runs"), "--most", "4", "--set", "metric.au=1")
     result = _training("sweep", "unet3d_h100", *SMALL, *words)
     assert result.returncode == 1, result.stderr
     assert "0 accelerators are fed" in result.stdout
 
 
-def test_a_run_that_fails_ends_the_sweep_with_its_words(tmp_path: Path) -> None:
+def test_failing_run_ends_the_sweep_with_its_error(tmp_path: Path) -> None:
     words = ("--data", str(tmp_path / "nothing"), "--results", str(tmp_path / "runs"), "--most", "4")
     result = _training("sweep", "unet3d_h100", *SMALL, *words)
     assert result.returncode == 1

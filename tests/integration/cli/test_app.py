@@ -20,7 +20,7 @@ def penstock(*words: str, **environment: str) -> CommandResult:
     return run_command(*words, **environment)
 
 
-def test_help_names_every_noun_and_all_exit_codes() -> None:
+def test_help_lists_every_group_and_all_exit_codes() -> None:
     result = penstock("--help")
     assert result.returncode == 0
     for word in ("storage", "doctor", "demo", "--version", "--debug", "Exit codes"):
@@ -37,7 +37,7 @@ def test_every_verb_shows_examples_and_offers_json(words: tuple[str, ...]) -> No
     assert "--json" in result.stdout
 
 
-def test_a_noun_alone_shows_its_help_and_is_wrong_usage() -> None:
+def test_group_without_command_shows_its_help_and_exits_with_2() -> None:
     result = penstock("storage")
     assert result.returncode == 2
     assert "probe" in result.stdout + result.stderr
@@ -116,7 +116,7 @@ def test_debug_adds_the_traceback_wherever_it_stands(place: str) -> None:
     assert "Unsupported storage scheme 'ftp'" in result.stderr
 
 
-def test_a_defect_of_our_own_is_called_one() -> None:
+def test_internal_error_is_reported_as_a_defect() -> None:
     program = (
         "import sys, click\nfrom penstock.cli import app, main\n"
         "app.app.verbs['break'] = click.Command('break', callback=lambda: 1 // 0)\nsys.exit(main(['break']))"
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_that_leaves_early_is_no_defect() -> None:
+def test_closed_pipe_is_not_a_defect() -> None:
     result = subprocess.run(
         f"{sys.executable} -m penstock doctor | head -n 1",
         shell=True,
@@ -164,7 +164,7 @@ def test_completion_is_offered_for_shells(shell: str) -> None:
     assert "_PENSTOCK_COMPLETE" in result.stdout
 
 
-def test_bash_completion_completes_nouns_and_verbs() -> None:
+def test_bash_completion_completes_groups_and_commands() -> None:
     result = penstock(_PENSTOCK_COMPLETE="bash_complete", COMP_WORDS="penstock storage pr", COMP_CWORD="2")
     assert "probe" in result.stdout
 

@@ -45,7 +45,7 @@ def tree(tmp_path: Path, penstock: Penstock) -> str:
     return str(tmp_path / "tree")
 
 
-def test_a_tree_is_claimed_once(tree: str, penstock: Penstock) -> None:
+def test_tree_belongs_to_its_first_organisation(tree: str, penstock: Penstock) -> None:
     again = penstock("submission", "init", "acme", tree, "--json")
     assert json.loads(again.stdout) == {"root": tree, "organisation": "acme", "is_new": False}
     other = penstock("submission", "init", "umbrella", tree)
@@ -53,9 +53,7 @@ def test_a_tree_is_claimed_once(tree: str, penstock: Penstock) -> None:
     assert "already belongs to" in other.stderr
 
 
-def test_an_open_run_becomes_a_leaf_and_the_status_shows_it(
-    tree: str, tmp_path: Path, penstock: Penstock
-) -> None:
+def test_open_run_becomes_a_result_and_status_shows_it(tree: str, tmp_path: Path, penstock: Penstock) -> None:
     data = str(tmp_path / "data")
     made = penstock("training", "generate", "retinanet_b200", *SMALL, "--data", data)
     assert made.returncode == 0, made.stderr
@@ -92,7 +90,7 @@ def test_an_open_run_becomes_a_leaf_and_the_status_shows_it(
         (("--open", "--system", "fast", "--set", "train.epochs=1"), "(rule 3.6.3)"),
     ],
 )
-def test_a_run_that_cannot_be_handed_in_is_refused_before_it_begins(
+def test_run_that_cannot_be_submitted_is_refused_before_it_starts(
     tree: str, tmp_path: Path, penstock: Penstock, words: tuple[str, ...], said: str
 ) -> None:
     place = ("--data", str(tmp_path / "data"), "--submission", tree)
@@ -111,7 +109,7 @@ def test_direct_reading_counts_as_the_divisions_own_key(
     assert "reader.odirect is for unet3d alone (rule 3.6.3)" in refused.stderr
 
 
-def test_a_whole_result_begins_at_its_gates(tree: str, tmp_path: Path, penstock: Penstock) -> None:
+def test_submission_run_starts_with_its_gates(tree: str, tmp_path: Path, penstock: Penstock) -> None:
     place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
     stopped = penstock("submission", "run", "training", "unet3d_b200", *place)
     assert stopped.returncode == 3
@@ -119,16 +117,14 @@ def test_a_whole_result_begins_at_its_gates(tree: str, tmp_path: Path, penstock:
     assert not (tmp_path / "data" / "train").exists()
 
 
-def test_a_data_set_that_is_too_small_is_refused_with_the_proof(
-    tree: str, tmp_path: Path, penstock: Penstock
-) -> None:
+def test_too_small_data_set_is_refused_with_the_proof(tree: str, tmp_path: Path, penstock: Penstock) -> None:
     place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
     refused = penstock("submission", "run", "training", "unet3d_b200", *SMALL, *place)
     assert refused.returncode == 2
     assert "500 steps x 7 samples x 1 accelerators = 3,500 files" in refused.stderr
 
 
-def test_a_description_is_written_once_and_then_held_against_the_machine(
+def test_description_is_written_once_and_then_compared_with_the_machine(
     tree: str, tmp_path: Path, penstock: Penstock
 ) -> None:
     words = ("submission", "describe", "--submission", tree, "--system", "fast", "--closed", "--json")
@@ -163,7 +159,7 @@ def test_a_description_is_written_once_and_then_held_against_the_machine(
         (("--accelerator", "h100"), "h100 is none of b200, mi355 (rule 4.3.4)"),
     ],
 )
-def test_checkpoints_that_the_division_forbids_are_refused_before_any_is_written(
+def test_forbidden_checkpoints_are_refused_before_any_is_written(
     tree: str, tmp_path: Path, penstock: Penstock, words: tuple[str, ...], said: str
 ) -> None:
     place = ("--to", str(tmp_path / "saves"), "--submission", tree, "--system", "fast", "--closed")
@@ -174,13 +170,13 @@ def test_checkpoints_that_the_division_forbids_are_refused_before_any_is_written
     assert not (tmp_path / "saves").exists()
 
 
-def test_scaled_checkpoints_are_not_handed_in(tree: str, tmp_path: Path, penstock: Penstock) -> None:
+def test_scaled_checkpoints_cannot_be_submitted(tree: str, tmp_path: Path, penstock: Penstock) -> None:
     place = ("--to", str(tmp_path / "saves"), "--submission", tree, "--system", "fast", "--open")
     refused = penstock("checkpoint", "run", "llama3-8b", *place, "--accelerator", "b200", "--scale", "0.01")
     assert "--scale must be 1: checkpoints are handed in whole (rule 4.3.4)" in refused.stderr
 
 
-def test_one_part_that_there_is_not_is_refused(tree: str, tmp_path: Path, penstock: Penstock) -> None:
+def test_unknown_phase_is_refused(tree: str, tmp_path: Path, penstock: Penstock) -> None:
     place = ("--data", str(tmp_path / "data"), "--submission", tree, "--system", "fast", "--closed")
     refused = penstock("submission", "run", "training", "unet3d_b200", *place, "--only", "datasize")
     assert refused.returncode == 2
