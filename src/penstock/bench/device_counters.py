@@ -42,7 +42,7 @@ class DeviceObserver:
         self._moved: dict[Direction, Counter[str]] = {"read": Counter(), "write": Counter()}
         self._failure: str | None = None
         self._hardware = _NO_HARDWARE
-        self._sight = CounterCoverage(watched="nothing", reason="it was not looked at")
+        self._coverage = CounterCoverage(watched="nothing", reason="it was not looked at")
         self._sampler: CounterSampler | None = None
         self._open_things = ExitStack()
         hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
@@ -54,7 +54,7 @@ class DeviceObserver:
                 self._failure = f"{type(error).__name__}: {error}"
 
     def _begin(self, run_folder: Path, storage: Storage, root: Path) -> None:
-        self._sight = find_coverage(storage, proc=root / "proc")
+        self._coverage = find_coverage(storage, proc=root / "proc")
         hardware = self._hardware = find_hardware(root)
         host = SampledHost(
             host=self._comm.host,
@@ -86,7 +86,7 @@ class DeviceObserver:
         sampler_failure = self._sampler.failure if self._sampler else None
         mine = HostTraffic(
             host=self._comm.host,
-            sight=self._sight,
+            coverage=self._coverage,
             hardware=self._hardware,
             moved=dict(self._moved[direction]),
             failure=self._failure or sampler_failure,

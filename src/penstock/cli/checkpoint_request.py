@@ -213,7 +213,8 @@ def _run_submitted(
     terminal: Terminal,
 ) -> CheckpointResult:
     from penstock.submission.edition import load_edition
-    from penstock.workflows.submission.checkpoint_result import CheckpointObserver, add_checkpoints
+    from penstock.workflows.submission.checkpoint_result import add_checkpoints
+    from penstock.workflows.submission.result_draft import RunObserver
 
     request = replace(request, model=replace(request.model, workload=submitted.located.workload))
     with terminal.progress() as progress:
@@ -224,7 +225,7 @@ def _run_submitted(
             accelerator=options.accelerator,
             edition=load_edition("v3.0"),
             comm=comm,
-            observer=CheckpointObserver(
+            observer=RunObserver(
                 progress=progress, note=terminal.note, format_logs=capture_checkpoint_output
             ),
         )

@@ -30,7 +30,7 @@ from penstock.cli.training_request import (
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment, process_environment
 from penstock.errors import StorageError, Unavailable, UsageError
-from penstock.results.provenance import redacted
+from penstock.results.provenance import redact
 from penstock.storage import Storage, open_storage
 from penstock.workload.choices import DataFormat, LoaderKind, StorageKind
 from penstock.workload.overrides import DlioWords, parse_dlio_words
@@ -356,7 +356,7 @@ class _Stages:
         return HydraFacts(
             subfolder=HYDRA_FOLDER if self.subfolder is None else self.subfolder,
             workload_name=self.workload.full_name,
-            overrides=redacted(self.overrides),
+            overrides=redact(self.overrides),
             working_folder=str(Path.cwd()),
             run_folder=str(self.folder),
         )

@@ -22,7 +22,7 @@ from penstock.results.history.run_selection import (
     parse_criteria,
     plan_removal,
 )
-from penstock.results.provenance import redacted_settings
+from penstock.results.provenance import redact_settings
 
 if TYPE_CHECKING:
     from penstock.results.history.run_catalog import CatalogedRun, RunCatalog
@@ -95,7 +95,7 @@ def _list_document(
 ) -> dict[str, Any]:
     by_place: dict[str, list[dict[str, Any]]] = {"here": [], "trash": [], "gone": [], "deleted": []}
     for run in selected:
-        figures = asdict(run.view) if run.view else {}
+        figures = asdict(run.summary) if run.summary else {}
         figures.pop("settings", None)
         if run.where.value != "here" or run.outcome != "unreadable":
             by_place[run.where.value].append({**_run_document(run), **figures})
@@ -139,10 +139,10 @@ def _view_run(run: CatalogedRun, catalog: RunCatalog) -> View:
     """Two lines a run: its name and outcome, then its main figures."""
     unknown = ", not in the history" if catalog.has_history and run.began is None else ""
     yield bold(f"{_describe_run(run)}{unknown}")
-    if run.view is not None:
-        started = (run.view.started or "unknown")[:16].replace("T", " ")
-        ranks = format_number(run.view.ranks, "d")
-        yield f"  {run.view.workload}, ranks {ranks}, {started}, {_headline(run.view)}"
+    if run.summary is not None:
+        started = (run.summary.started or "unknown")[:16].replace("T", " ")
+        ranks = format_number(run.summary.ranks, "d")
+        yield f"  {run.summary.workload}, ranks {ranks}, {started}, {_headline(run.summary)}"
 
 
 def _headline(run: RunSummary) -> str:
@@ -219,8 +219,8 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
         _empty_trash(options, criteria, terminal)
         return
     selection = _select(options, criteria)
-    is_removing = selection.taken and not options.is_dry
-    batch = move_to_trash(options.parent.path, selection.taken, now) if is_removing else None
+    is_removing = selection.removed and not options.is_dry
+    batch = move_to_trash(options.parent.path, selection.removed, now) if is_removing else None
     title = f"Moved to the trash, batch {batch}" if is_removing else "Would move to the trash"
     _report_removal(terminal, selection, title, {"batch": batch})
 
@@ -229,7 +229,7 @@ def _select(options: _RemoveOptions, criteria: RunCriteria) -> RemovalPlan:
     """The runs to remove. Names and criteria are mutually exclusive, so that neither surprises."""
     from penstock.results.history.run_catalog import FolderPlace, find_run, read_catalog
 
-    has_criteria = criteria.ask_something or options.keep_last > 0
+    has_criteria = criteria.is_selective or options.keep_last > 0
     if bool(options.runs) == has_criteria:
         raise UsageError(
             "Runs are named and selected by options" if options.runs else "No run is named or selected",
@@ -240,7 +240,7 @@ def _select(options: _RemoveOptions, criteria: RunCriteria) -> RemovalPlan:
     if not options.runs:
         return plan_removal(here, criteria, keep_last=options.keep_last)
     named = {run.folder: run for run in (find_run(name, here, where=str(parent)) for name in options.runs)}
-    return RemovalPlan(taken=tuple(named.values()), spared=())
+    return RemovalPlan(removed=tuple(named.values()), spared=())
 
 
 def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Terminal) -> None:
@@ -257,7 +257,7 @@ def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Termi
     )
     is_deleting = options.is_confirmed and not options.is_dry
     if is_deleting:
-        delete_from_trash(parent, selection.taken, datetime.now(UTC))
+        delete_from_trash(parent, selection.removed, datetime.now(UTC))
     title = "Deleted permanently" if is_deleting else "Would be deleted permanently"
     _report_removal(terminal, selection, title, {})
     if not (options.is_confirmed or options.is_dry):
@@ -265,11 +265,11 @@ def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Termi
 
 
 def _report_removal(terminal: Terminal, selection: RemovalPlan, title: str, result: dict[str, Any]) -> None:
-    lines = [f"{title}:" if selection.taken else "No run matches."]
-    lines += [f"  {_describe_run(run)}" for run in selection.taken]
+    lines = [f"{title}:" if selection.removed else "No run matches."]
+    lines += [f"  {_describe_run(run)}" for run in selection.removed]
     lines += [f"  kept: {_describe_run(run)} ({reason})" for run, reason in selection.spared]
     spared = [{**_run_document(run), "reason": reason} for run, reason in selection.spared]
-    runs = [_run_document(run) for run in selection.taken]
+    runs = [_run_document(run) for run in selection.removed]
     terminal.result({"title": title, "runs": runs, "spared": spared, **result}, lines)
 
 
@@ -334,15 +334,15 @@ def rerun(options: _RerunOptions, terminal: Terminal) -> None:
         )
     parent = options.parent.path
     run = find_run(options.run, read_catalog(parent).runs, where=str(parent))
-    replay = plan_rerun(run, redacted_settings(process_environment()))
+    replay = plan_rerun(run, redact_settings(process_environment()))
     terminal.notes(replay.notes)
 
     if options.is_dry:
-        lines = [f"cd {replay.working_folder}", replay.shown]
-        document = {"run": run.id, "command": replay.shown, "working_folder": replay.working_folder}
+        lines = [f"cd {replay.working_folder}", replay.command]
+        document = {"run": run.id, "command": replay.command, "working_folder": replay.working_folder}
         terminal.result({**document, "notes": list(replay.notes)}, lines)
         return
-    terminal.note(f"In {replay.working_folder}: {replay.shown}")
+    terminal.note(f"In {replay.working_folder}: {replay.command}")
     os.chdir(replay.working_folder)
     # Signals, exit code and terminal are the command's own only if no process stands in between.
     os.execv(replay.arguments[0], replay.arguments)  # noqa: S606 - no shell is wanted

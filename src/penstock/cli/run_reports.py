@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_result import TrainingResult
     from penstock.results.io_reconciliation import IoReconciliation
     from penstock.results.utilization import EpochRate
-    from penstock.workflows.submission.result_draft import RunLogs
+    from penstock.submission.authoring.write_result_dir import RunLogs
 
 MAX_DEVICES_NAMED = 4
 
@@ -47,7 +47,7 @@ def reconciliation_notes(reconciliations: Sequence[IoReconciliation]) -> list[st
 
 def capture_training_output(result: TrainingResult, remarks: Sequence[str]) -> RunLogs:
     """What the command prints of a training run, for the logs of its result directory."""
-    from penstock.workflows.submission.result_draft import RunLogs
+    from penstock.submission.authoring.write_result_dir import RunLogs
 
     notes = (*remarks, *result.stages.remarks)
     return RunLogs(stdout=render_text(view_training(result)), stderr="".join(f"{note}\n" for note in notes))
@@ -93,7 +93,7 @@ def _epoch_row(rate: EpochRate) -> dict[str, str]:
 
 def capture_checkpoint_output(result: CheckpointResult) -> RunLogs:
     """What the command prints of a checkpoint run, for the logs of its result directory."""
-    from penstock.workflows.submission.result_draft import RunLogs
+    from penstock.submission.authoring.write_result_dir import RunLogs
 
     notes = "".join(f"{sentence}\n" for sentence in checkpoint_warnings(result))
     return RunLogs(stdout=render_text(view_checkpoints(result)), stderr=notes)

@@ -190,7 +190,7 @@ def _view_reports(reports: Sequence[ResultReport], written: Sequence[str]) -> Vi
     from penstock.submission.reports.submission_pages import figure_row, value_text
 
     for entry in reports:
-        result, figures = entry.checked, entry.figures.found
+        result, figures = entry.checked, entry.figures.computed
         yield bold(f"\n{result.name}: {result.verdict.value}")
         yield f"  {result.workload} on {_describe_accelerators(result)}"
         yield TextTable("", [figure_row(figure) for figure in figures])

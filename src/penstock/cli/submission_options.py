@@ -12,7 +12,6 @@ from penstock.cli.option_groups import parse_overrides
 from penstock.cli.options import command_line, flag, group, option, required
 from penstock.cli.parsers import FOLDER_URI, NAME
 from penstock.cluster.comm import Comm
-from penstock.environment import process_environment
 from penstock.errors import UsageError
 from penstock.submission.authoring.data_location import DataLocation, locate_data
 from penstock.submission.tree_layout import Benchmark
@@ -108,7 +107,7 @@ class ResultOptions:
                 "A submission needs a system under test", where="--submission", fix="Add --system NAME."
             )
         return Series(
-            claim=require_owned_tree(Path(self.tree)),
+            tree=require_owned_tree(Path(self.tree)),
             division=division,
             system=self.system,
             benchmark=benchmark,
@@ -141,11 +140,10 @@ def open_session(submitted: SubmissionEntry, settings: Sequence[str], *, comm: C
 
     return ResultWriter(
         series=submitted.series,
-        image=capture_image(submitted.series.claim, comm=comm, clock=clock),
-        place=submitted.located.place,
+        image=capture_image(submitted.series.tree, comm=comm, clock=clock),
+        data_path=submitted.located.data_path,
         changed={**parse_changes(settings), **submitted.located.changes},
         command=command_line(),
-        environment=process_environment(),
         clock=clock,
     )
 

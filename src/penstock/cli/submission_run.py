@@ -29,7 +29,7 @@ from penstock.errors import UsageError
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 
 if TYPE_CHECKING:
-    from penstock.results.host_facts import HostFacts
+    from penstock.results.provenance import HostFacts
     from penstock.submission.authoring.result_dir import Series
     from penstock.submission.authoring.run_sequence import RunSequence
     from penstock.workflows.submission.result_draft import ResultWriter
@@ -138,9 +138,9 @@ def training(options: _TrainingOptions, comm: Comm, terminal: Terminal) -> int:
 
 
 def _gather_hosts(comm: Comm) -> Sequence[HostFacts]:
-    from penstock.results.host_facts import one_per_host, read_host
+    from penstock.results.provenance import read_host, unique_hosts
 
-    return one_per_host(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
+    return unique_hosts(comm.gather(read_host(comm.host), awaiting="facts of all hosts"))
 
 
 def _sized_workload(
@@ -175,9 +175,9 @@ def _sized_workload(
 
 def _choose_num_files(series: Series, required_size: DatasetSizing) -> int:
     """The number of files of an earlier datasize, if it is enough; else the smallest that is."""
-    from penstock.submission.authoring.series_state import read_series_state
+    from penstock.submission.authoring.run_sequence import read_series_state
 
-    earlier = [leaf.num_files for leaf in read_series_state(series).datasizes]
+    earlier = [result_dir.num_files for result_dir in read_series_state(series).datasizes]
     enough = [num_files for num_files in earlier if required_size.check_files(num_files).passed]
     return int(enough[-1] if enough else required_size.min_files)
 
@@ -201,8 +201,8 @@ def _make_result(
     terminal: Terminal,
 ) -> None:
     from penstock.submission.edition import load_edition
-    from penstock.workflows.submission.training_sequence import (
-        TrainingObserver,
+    from penstock.workflows.submission.result_draft import RunObserver
+    from penstock.workflows.submission.training_result import (
         TrainingResultPlan,
         make_part,
         make_training,
@@ -215,39 +215,40 @@ def _make_result(
         edition=load_edition("v3.0"),
         num_accelerators=comm.size,
         hosts=hosts,
-        generates_with=options.write_threads,
+        generator_threads=options.write_threads,
     )
     with terminal.progress() as progress:
-        observer = TrainingObserver(
+        observer = RunObserver(
             progress=progress,
             note=terminal.note,
             format_logs=partial(capture_training_output, remarks=plan.request.remarks),
         )
         storage = plan.open_storage()
         if options.only is None:
-            cadence = make_training(session, result_plan, storage, comm=comm, observer=observer)
+            sequence = make_training(session, result_plan, storage, comm=comm, observer=observer)
         else:
             phase = SubmissionPhase(options.only)
-            cadence = make_part(session, result_plan, storage, phase=phase, comm=comm, observer=observer)
-    terminal.result(_document(session, cadence), _view(session, cadence))
+            sequence = make_part(session, result_plan, storage, phase=phase, comm=comm, observer=observer)
+    terminal.result(_document(session, sequence), _view(session, sequence))
 
 
-def _document(session: ResultWriter, cadence: RunSequence) -> dict[str, Any]:
+def _document(session: ResultWriter, sequence: RunSequence) -> dict[str, Any]:
     return {
-        "folder": str(session.series.claim.root / session.series.folder),
-        "is_complete": cadence.is_complete,
+        "folder": str(session.series.tree.root / session.series.folder),
+        "is_complete": sequence.is_complete,
         "runs": [
-            {"folder": str(leaf.folder), "duration_s": leaf.duration.total_seconds()} for leaf in cadence.kept
+            {"folder": str(result_dir.folder), "duration_s": result_dir.duration.total_seconds()}
+            for result_dir in sequence.counted
         ],
     }
 
 
-def _view(session: ResultWriter, cadence: RunSequence) -> View:
+def _view(session: ResultWriter, sequence: RunSequence) -> View:
     rows = [
-        {"run": run.folder.name, "took": f"{run.duration.total_seconds():,.0f} s"} for run in cadence.kept
+        {"run": run.folder.name, "took": f"{run.duration.total_seconds():,.0f} s"} for run in sequence.counted
     ]
     series = session.series
-    state = "complete" if cadence.is_complete else f"{len(cadence.phases)} runs are missing"
+    state = "complete" if sequence.is_complete else f"{len(sequence.phases)} runs are missing"
     yield TextTable(f"{series.model} on {series.system}: {state}", rows)
-    next_verb = "check" if cadence.is_complete else "status"
-    yield f"Next: penstock submission {next_verb} {series.claim.root}"
+    next_verb = "check" if sequence.is_complete else "status"
+    yield f"Next: penstock submission {next_verb} {series.tree.root}"

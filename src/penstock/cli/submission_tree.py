@@ -21,7 +21,7 @@ from penstock.submission.tree_layout import SENTINEL
 if TYPE_CHECKING:
     from penstock.cluster.facts.host_facts import ClusterFacts
     from penstock.submission.authoring.ownership import OwnedTree
-    from penstock.submission.authoring.series_state import SeriesProgress
+    from penstock.submission.authoring.run_sequence import SeriesProgress
     from penstock.submission.system_description import SchemaProblem
 
 INCOMPLETE = 1
@@ -168,7 +168,7 @@ def status(options: _StatusOptions, terminal: Terminal) -> None:
       penstock submission status ~/results
     """
     from penstock.submission.authoring.ownership import require_owned_tree
-    from penstock.submission.authoring.series_state import list_progress
+    from penstock.submission.authoring.run_sequence import list_progress
     from penstock.submission.edition import load_edition
 
     tree = require_owned_tree(options.folder)
@@ -190,24 +190,24 @@ def _progress_document(result: SeriesProgress) -> dict[str, Any]:
         "accelerator": result.accelerator,
         "num_accelerators": result.num_accelerators,
         "num_runs": result.num_runs,
-        "num_runs_wanted": result.num_wanted,
-        "lacks": list(result.lacks),
+        "num_runs_wanted": result.num_required,
+        "lacks": list(result.missing),
         "attempts": [
             {"folder": str(attempt.folder), "outcome": attempt.outcome, "why": attempt.why}
             for attempt in result.attempts
         ],
-        "unread": list(result.unread),
+        "unread": list(result.unreadable),
     }
 
 
 def _view_progress(results: Sequence[SeriesProgress]) -> View:
     yield TextTable("Results", [_progress_row(result) for result in results])
     for result in results:
-        for lack in result.lacks:
+        for lack in result.missing:
             yield f"{result.series.system} {result.series.model} lacks {lack}"
         for attempt in result.attempts:
             yield f"{attempt.outcome}: {attempt.folder}: {attempt.why}"
-        for text in result.unread:
+        for text in result.unreadable:
             yield f"cannot be read: {text}"
 
 
@@ -219,6 +219,6 @@ def _progress_row(result: SeriesProgress) -> dict[str, str]:
         "system": series.system,
         "workload": series.model,
         "accelerators": f"{count} {result.accelerator}".strip(),
-        "runs": f"{result.num_runs} of {result.num_wanted}",
-        "state": "incomplete" if result.lacks else "complete",
+        "runs": f"{result.num_runs} of {result.num_required}",
+        "state": "incomplete" if result.missing else "complete",
     }

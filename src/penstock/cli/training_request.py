@@ -134,6 +134,7 @@ def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
 def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> TrainingResult:
     """Train, and add the result to its submission tree if it belongs to one."""
     from penstock.bench.training.training_run import train
+    from penstock.workflows.submission.result_draft import RunObserver
     from penstock.workflows.submission.training_result import add_run
 
     storage = plan.open_storage()
@@ -141,10 +142,12 @@ def run_training(plan: PlannedTraining, *, comm: Comm, terminal: Terminal) -> Tr
         if plan.session is None:
             result = train(plan.request, storage, comm=comm, progress=progress)
         else:
-            tell = partial(capture_training_output, remarks=plan.request.remarks)
-            result = add_run(
-                plan.session, plan.request, storage, comm=comm, progress=progress, format_logs=tell
+            observer = RunObserver(
+                progress=progress,
+                note=terminal.note,
+                format_logs=partial(capture_training_output, remarks=plan.request.remarks),
             )
+            result = add_run(plan.session, plan.request, storage, comm=comm, observer=observer)
     terminal.notes((*result.stages.remarks, *reconciliation_notes(result.stages.deliveries)))
     return result
 

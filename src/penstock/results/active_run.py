@@ -1,10 +1,8 @@
-"""A run while it lasts: rank 0 opens it before anything is timed, and closes it with its figures.
+"""A run in progress: rank 0 opens it before anything is timed, and closes it with its figures.
 
-`run.json` exists, complete, from before the first step on. The run is also entered in the history of its
+`run.json` exists, complete, before the first step. The run is also entered in the history of its
 results folder, before its folder is made.
 """
-
-from __future__ import annotations
 
 import os
 import platform
@@ -13,18 +11,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from penstock import __version__
 from penstock.errors import UsageError
-from penstock.results.history.history_file import HistoryFile
-from penstock.results.history.run_entry import RunEntry
+from penstock.results.history.history_file import HistoryFile, RunEntry
+from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.phase_figures import PhaseFigures
 from penstock.results.provenance import (
     git_state,
-    mark_this_process,
+    identify_this_process,
     package_versions,
-    redacted,
-    redacted_settings,
+    redact,
+    redact_settings,
 )
 from penstock.results.published_files import write_file, write_text
 from penstock.results.run_folder import CLUSTER_FILE, RUN_FILE, make_run_folder, take_run_folder
@@ -38,16 +37,12 @@ from penstock.results.run_record import (
     workload_values,
 )
 
-if TYPE_CHECKING:
-    from penstock.results.io_reconciliation import IoReconciliation
-    from penstock.results.phase_figures import PhaseFigures
-
 
 class ActiveRun:
     """A run in progress, on rank 0. Leaving its `with` block without `finish` records how the run ended.
 
-    Ctrl-C makes it interrupted and any error failed. A killed process leaves "running" behind; `read_record`
-    tells whether that is still true.
+    Ctrl-C is recorded as interrupted, any error as failed. A killed process leaves "running" behind;
+    `read_record` finds out whether that is still true.
     """
 
     def __init__(self, folder: Path, record: RunRecord, entry: RunEntry | None = None) -> None:
@@ -64,32 +59,32 @@ class ActiveRun:
         folder = parent / entry.folder_name
         with entry.starting():
             make_run_folder(folder)
-            return cls._begun(folder, request, now, entry)
+            return cls._create(folder, request, now, entry)
 
     @classmethod
     def start_in(cls, folder: Path, request: RunRequest, *, results: Path | None = None) -> Self:
-        """The same in a folder that its user named. An earlier run there gives way, unless it goes on.
+        """The same in a folder that the user named; replaces an earlier run there unless it is active.
 
-        It is entered in the history of `results`, somewhere above it; of its parent only where that has one
-        already, because a folder elsewhere gets no neighbours.
+        The run is entered in the history of `results`, a folder above it; without `results` in its parent's,
+        but only if that exists already: a folder of unknown use gets no history beside it.
         """
         if (folder / RUN_FILE).is_file() and read_record(folder).outcome is RunOutcome.RUNNING:
-            raise UsageError("A run is under way here", where=str(folder), fix="Name another folder.")
+            raise UsageError("A run is active in this folder", where=str(folder), fix="Name another folder.")
         now = datetime.now(UTC)
         entry = RunEntry.begin_in(folder, request, now, results=results or folder.parent)
         with entry.starting() if entry else nullcontext():
             take_run_folder(folder)
-            return cls._begun(folder, request, now, entry)
+            return cls._create(folder, request, now, entry)
 
     @classmethod
-    def _begun(cls, folder: Path, request: RunRequest, now: datetime, entry: RunEntry | None) -> Self:
+    def _create(cls, folder: Path, request: RunRequest, now: datetime, entry: RunEntry | None) -> Self:
         run = cls(folder, _first_record(request, folder.name, now), entry)
         if request.cluster is not None:
             write_text(folder, CLUSTER_FILE, request.cluster.model_dump_json(indent=2) + "\n")
         return run
 
-    def sign_of_life(self) -> None:
-        """Tell readers on other hosts that the run goes on; cheap, for every few seconds."""
+    def heartbeat(self) -> None:
+        """Show readers on other hosts that the run is active; cheap enough for every few seconds."""
         os.utime(self.folder / RUN_FILE)
 
     def finish(
@@ -102,8 +97,8 @@ class ActiveRun:
         """Close the run with its figures; times rank by rank stay with the step events."""
         self.record = replace(
             self.record,
-            train=_brief(train),
-            evaluation=_brief(evaluation),
+            train=_without_rank_times(train),
+            evaluation=_without_rank_times(evaluation),
             deliveries=tuple(deliveries),
         )
         self._end(RunOutcome.FINISHED, "")
@@ -115,7 +110,7 @@ class ActiveRun:
         if self.record.outcome is not RunOutcome.RUNNING:
             return
         if isinstance(error, KeyboardInterrupt):
-            self._end(RunOutcome.INTERRUPTED, "Stopped: by its user, or because another rank failed.")
+            self._end(RunOutcome.INTERRUPTED, "Stopped by its user, or because another rank failed.")
         elif kind is not None:
             self._end(RunOutcome.FAILED, f"{kind.__name__}: {error}")
         else:
@@ -143,13 +138,13 @@ def _first_record(request: RunRequest, run_id: str, now: datetime) -> RunRecord:
         started_at=now.isoformat(timespec="microseconds"),
         ended_at=None,
         ranks=request.ranks,
-        command=redacted(request.command),
-        settings=redacted_settings(request.environment),
+        command=redact(request.command),
+        settings=redact_settings(request.environment),
         penstock_version=__version__,
         python_version=platform.python_version(),
         package_versions=package_versions(),
         git=git_state(Path.cwd()),
-        process=mark_this_process(),
+        process=identify_this_process(),
         hosts=tuple(request.hosts),
         seeds=request.seeds,
         remarks=tuple(request.remarks),
@@ -159,7 +154,7 @@ def _first_record(request: RunRequest, run_id: str, now: datetime) -> RunRecord:
     )
 
 
-def _brief(figures: PhaseFigures | None) -> PhaseFigures | None:
+def _without_rank_times(figures: PhaseFigures | None) -> PhaseFigures | None:
     if figures is None or figures.times is None:
         return figures
     return replace(figures, times=replace(figures.times, by_rank={}))

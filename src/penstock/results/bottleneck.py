@@ -9,24 +9,25 @@ largest other share is the bottleneck. A rank whose samples come late holds up a
 time counts as storage's or the client CPU's, not as the barrier's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from penstock.results.step_events import barrier_ns, compute_ns, wait_ns
-from penstock.results.utilization import counted_steps, steps_of
+from penstock.results.step_events import (
+    Nanoseconds,
+    RankEvents,
+    Rows,
+    StepPhase,
+    barrier_ns,
+    compute_ns,
+    wait_ns,
+)
+from penstock.results.utilization import UtilizationWindow, concatenate_steps, counted_steps
 from penstock.units import format_seconds
-
-if TYPE_CHECKING:
-    from penstock.results.step_events import Nanoseconds, RankEvents, Rows, StepPhase
-    from penstock.results.utilization import UtilizationWindow
-
 
 MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = MappingProxyType(
     {
@@ -37,7 +38,7 @@ MEASURES: Final[Mapping[str, Callable[[Rows], Nanoseconds]]] = MappingProxyType(
         "barrier": barrier_ns,
     }
 )
-"""What is measured of each step."""
+"""What is measured of each step, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ class TimeStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSkew:
-    """How unlike the ranks are in one measure: means a step of the fastest, the middle and the slowest."""
+    """How ranks differ in one measure: mean per step of the fastest, the median and the slowest rank."""
 
     fastest_rank: int
     fastest_s: float
@@ -66,10 +67,10 @@ class RankSkew:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """Of the time of all ranks, the parts of 1.
+    """How the time of all ranks divides; the shares sum to 1.
 
-    `held_up` is the part of barriers that went by because the step's last rank waited longer for its samples
-    than this one; `barrier` is the rest of them. `harness` is what passed in blocks outside of steps.
+    `held_up` is the part of barriers spent because the step's last rank waited longer for its samples than
+    this one; `barrier` is the rest of them. `harness` is the time in blocks outside of steps.
     """
 
     compute: float
@@ -81,7 +82,7 @@ class TimeShares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeBreakdown:
-    """All measures over all ranks, rank by rank, and from rank to rank."""
+    """All measures: over all ranks, for each rank, and compared between ranks."""
 
     shares: TimeShares
     over_ranks: Mapping[str, TimeStats]
@@ -90,28 +91,30 @@ class TimeBreakdown:
 
 
 def break_down_times(
-    ranks: Sequence[RankEvents], rule: UtilizationWindow, phase: StepPhase
+    ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase
 ) -> TimeBreakdown | None:
     """The times of a phase over all its epochs; None where no step counts."""
-    counted = {rank.clock.rank: _counted(rank, rule, phase) for rank in ranks}
+    counted = {rank.clock.rank: _counted(rank, window, phase) for rank in ranks}
     pooled = np.concatenate(list(counted.values())) if counted else None
     if pooled is None or len(pooled) == 0:
         return None
-    by_rank = {rank: _spreads(steps) for rank, steps in counted.items() if len(steps)}
-    over_ranks = _spreads(pooled)
+    by_rank = {rank: _measure_steps(steps) for rank, steps in counted.items() if len(steps)}
+    over_ranks = _measure_steps(pooled)
     harness_s = sum(_harness_ns(rank, phase) for rank in ranks) / 1e9
     return TimeBreakdown(
-        shares=_shares(over_ranks, held_up_s=float(held_up_ns(pooled).sum()) / 1e9, harness_s=harness_s),
+        shares=_compute_shares(
+            over_ranks, held_up_s=float(held_up_ns(pooled).sum()) / 1e9, harness_s=harness_s
+        ),
         over_ranks=over_ranks,
         by_rank=by_rank,
-        skew={measure: _skew(measure, by_rank) for measure in MEASURES},
+        skew={measure: _compare_ranks(measure, by_rank) for measure in MEASURES},
     )
 
 
 def held_up_ns(steps: Rows) -> Nanoseconds:
-    """For each step of all ranks: how much of its barrier is due to waits for samples on the last rank there.
+    """For each step of all ranks: how much of its barrier is due to the last rank's wait for samples.
 
-    Steps of one number belong together; the last rank is the one that waited and computed longest.
+    The last rank at a barrier is the one whose wait and computation in this step took longest.
     """
     waited = wait_ns(steps)
     _, group = np.unique((steps["epoch"] << 32) | steps["step"], return_inverse=True)
@@ -123,23 +126,23 @@ def held_up_ns(steps: Rows) -> Nanoseconds:
     return held_up
 
 
-def _counted(rank: RankEvents, rule: UtilizationWindow, phase: StepPhase) -> Rows:
-    epochs = [steps_of(rank.blocks(phase, epoch)) for epoch in rank.epochs(phase)]
-    return np.concatenate([rank.steps[:0], *(counted_steps(steps, rule) for steps in epochs)])
+def _counted(rank: RankEvents, window: UtilizationWindow, phase: StepPhase) -> Rows:
+    epochs = [concatenate_steps(rank.blocks(phase, epoch)) for epoch in rank.epochs(phase)]
+    return np.concatenate([rank.steps[:0], *(counted_steps(steps, window) for steps in epochs)])
 
 
 def _harness_ns(rank: RankEvents, phase: StepPhase) -> int:
-    """What a rank's blocks took beyond their steps."""
+    """The time of a rank's blocks outside of their steps."""
     blocks = [block for epoch in rank.epochs(phase) for block in rank.blocks(phase, epoch)]
     in_steps = (int((block.steps["barrier_ns"] - block.steps["start_ns"]).sum()) for block in blocks)
     return sum(block.elapsed_ns for block in blocks) - sum(in_steps)
 
 
-def _spreads(steps: Rows) -> dict[str, TimeStats]:
-    return {measure: _spread(measured(steps) / 1e9) for measure, measured in MEASURES.items()}
+def _measure_steps(steps: Rows) -> dict[str, TimeStats]:
+    return {measure: _compute_stats(measured(steps) / 1e9) for measure, measured in MEASURES.items()}
 
 
-def _spread(seconds: np.ndarray[tuple[int], np.dtype[np.float64]]) -> TimeStats:
+def _compute_stats(seconds: np.ndarray[tuple[int], np.dtype[np.float64]]) -> TimeStats:
     p50, p90, p99 = np.percentile(seconds, (50, 90, 99))
     return TimeStats(
         num_steps=len(seconds),
@@ -152,8 +155,8 @@ def _spread(seconds: np.ndarray[tuple[int], np.dtype[np.float64]]) -> TimeStats:
     )
 
 
-def _skew(measure: str, by_rank: Mapping[int, Mapping[str, TimeStats]]) -> RankSkew:
-    means = {rank: spreads[measure].mean_s for rank, spreads in by_rank.items()}
+def _compare_ranks(measure: str, by_rank: Mapping[int, Mapping[str, TimeStats]]) -> RankSkew:
+    means = {rank: stats[measure].mean_s for rank, stats in by_rank.items()}
     fastest, slowest = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
     return RankSkew(
         fastest_rank=fastest,
@@ -164,8 +167,8 @@ def _skew(measure: str, by_rank: Mapping[int, Mapping[str, TimeStats]]) -> RankS
     )
 
 
-def _shares(spreads: Mapping[str, TimeStats], *, held_up_s: float, harness_s: float) -> TimeShares:
-    compute_s, wait_s, barrier_s = (spreads[part].total_s for part in ("compute", "wait", "barrier"))
+def _compute_shares(stats: Mapping[str, TimeStats], *, held_up_s: float, harness_s: float) -> TimeShares:
+    compute_s, wait_s, barrier_s = (stats[part].total_s for part in ("compute", "wait", "barrier"))
     whole_s = compute_s + wait_s + barrier_s + harness_s
     scale = 1 / whole_s if whole_s > 0 else 0.0
     return TimeShares(
@@ -178,7 +181,7 @@ def _shares(spreads: Mapping[str, TimeStats], *, held_up_s: float, harness_s: fl
 
 
 STRAGGLER: Final = 1.5
-"""A rank that waits this many times longer than the middle one is named."""
+"""A rank that waits this many times as long as the median rank is named."""
 
 
 class Bottleneck(StrEnum):
@@ -192,7 +195,7 @@ class Bottleneck(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BottleneckVerdict:
-    """The bottleneck, and what it was concluded from, in sentences."""
+    """The bottleneck, and the sentences it was concluded from."""
 
     bottleneck: Bottleneck
     evidence: tuple[str, ...]
@@ -201,12 +204,12 @@ class BottleneckVerdict:
 def find_bottleneck(
     times: TimeBreakdown, *, threshold: float, ceiling: float | None = None
 ) -> BottleneckVerdict:
-    """The verdict on a run that shall compute for `threshold` (a share) of its time.
+    """The verdict on a run that should compute for the share `threshold` of its time.
 
-    `ceiling` is the share that the same run reached on storage that costs nothing, if that was tried.
+    `ceiling` is the share that the same run reached on storage without cost, if that was measured.
     """
     shares = times.shares
-    evidence = [_where_time_went(shares, threshold)]
+    evidence = [_describe_shares(shares, threshold)]
     if ceiling is not None:
         evidence.append(f"On storage that costs nothing the same run computed {ceiling:.1%} of its time.")
     if shares.compute >= threshold:
@@ -214,45 +217,45 @@ def find_bottleneck(
     if ceiling is not None and ceiling < threshold:
         evidence.append("So this client cannot reach it with any storage.")
         return BottleneckVerdict(bottleneck=Bottleneck.CLIENT_CPU, evidence=tuple(evidence))
-    bottleneck, reason = _largest(times)
+    bottleneck, reason = _find_largest_share(times)
     return BottleneckVerdict(bottleneck=bottleneck, evidence=(*evidence, reason))
 
 
-def _where_time_went(shares: TimeShares, threshold: float) -> str:
+def _describe_shares(shares: TimeShares, threshold: float) -> str:
     return (
-        f"Of the accelerators' time {shares.compute:.1%} was computation ({threshold:.0%} is asked for), "
+        f"Of the accelerators' time {shares.compute:.1%} was computation ({threshold:.0%} is required), "
         f"{shares.wait:.1%} waiting for samples, {shares.held_up:.1%} waiting for ranks whose samples came "
         f"later, {shares.barrier:.1%} other barriers, {shares.harness:.1%} between steps."
     )
 
 
-def _largest(times: TimeBreakdown) -> tuple[Bottleneck, str]:
+def _find_largest_share(times: TimeBreakdown) -> tuple[Bottleneck, str]:
     shares = times.shares
     samples = shares.wait + shares.held_up
     if samples >= max(shares.barrier, shares.harness):
-        bottleneck, split = _behind_waits(times)
-        return bottleneck, f"{split} {_straggler(times.skew['wait'])}".rstrip()
+        bottleneck, split = _explain_waits(times)
+        return bottleneck, f"{split} {_name_straggler(times.skew['wait'])}".rstrip()
     if shares.barrier >= shares.harness:
-        return (
-            Bottleneck.BARRIER,
-            "Look at cores that ranks share, at the network, and at uneven computation.",
-        )
-    return Bottleneck.CLIENT_CPU, "Most of the rest went by between steps, where only the client works."
+        return (Bottleneck.BARRIER, "Check for cores that ranks share, the network, and uneven computation.")
+    return (
+        Bottleneck.CLIENT_CPU,
+        "Most of the remaining time passed between steps, where only the client works.",
+    )
 
 
-def _behind_waits(times: TimeBreakdown) -> tuple[Bottleneck, str]:
+def _explain_waits(times: TimeBreakdown) -> tuple[Bottleneck, str]:
     read_s, decode_s = times.over_ranks["read"].total_s, times.over_ranks["decode"].total_s
     if read_s + decode_s == 0:
-        return Bottleneck.STORAGE, "The loader did not tell reading from decoding; reading is presumed."
+        return Bottleneck.STORAGE, "The loader did not separate reading from decoding; reading is assumed."
     split = f"Loaders spent {format_seconds(read_s)} reading and {format_seconds(decode_s)} decoding."
     return (Bottleneck.STORAGE if read_s >= decode_s else Bottleneck.CLIENT_CPU), split
 
 
-def _straggler(waits: RankSkew) -> str:
-    """Names the rank that holds up the others, if one does all the time."""
+def _name_straggler(waits: RankSkew) -> str:
+    """Name the rank that waits much longer than the median, if there is one."""
     if waits.slowest_s <= STRAGGLER * waits.median_s:
         return ""
     return (
-        f"Rank {waits.slowest_rank} waits {format_seconds(waits.slowest_s)} a step, the middle rank "
-        f"{format_seconds(waits.median_s)}: look at its path to storage."
+        f"Rank {waits.slowest_rank} waits {format_seconds(waits.slowest_s)} a step, the median rank "
+        f"{format_seconds(waits.median_s)}: check its path to storage."
     )

@@ -1,10 +1,7 @@
-"""`checkpoints.json` of a run, read back: what its writes and its reads reached.
+"""Read `checkpoints.json` of a run: what its writes and its reads reached.
 
-Place in the flow: written by `bench.checkpoint`, read by whoever shows runs. Invariant: another version of
-the file is refused by its number, never half understood.
+`bench.checkpoint` writes it. Invariant: another version of the file is refused by its number.
 """
-
-from __future__ import annotations
 
 import json
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ FORMAT_VERSION: Final = 1
 class DirectionFigures:
     """All writes or all reads. Rates are None where the page cache served every read."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")  # the file has many figures more
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")  # the file has many more figures
 
     checkpoints: int
     bytes: int
@@ -38,7 +35,7 @@ class DirectionFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFigures:
-    """What a run of checkpoints reached; None for a direction in which nothing was moved."""
+    """What a checkpoint run reached; None for a direction that moved nothing."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="ignore")
 
@@ -53,12 +50,12 @@ class CheckpointFigures:
 
 
 def read_checkpoint_figures(folder: Path) -> CheckpointFigures | None:
-    """The figures in a run's folder; None if it took no checkpoints, or not to the end."""
+    """The figures in a run's folder; None if the run has none, or did not finish."""
     path = folder / CHECKPOINTS_FILE
     try:
         text = path.read_bytes()
-        found: Any = json.loads(text)
-        version = found.get("format") if isinstance(found, dict) else None
+        value: Any = json.loads(text)
+        version = value.get("format") if isinstance(value, dict) else None
         if version != FORMAT_VERSION:
             raise StorageError(
                 f"These figures have format {version}, not {FORMAT_VERSION}",

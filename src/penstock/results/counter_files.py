@@ -2,10 +2,8 @@
 
 A spool is a JSON line about its host, then one a sample: its moment and the counters that have changed since
 the sample before. The table has a row for each of those. Times are nanoseconds of the host's CLOCK_MONOTONIC,
-as those of steps and spans. Invariant: neither side holds more than a few thousand samples in memory.
+as those of steps and spans. Invariant: neither writing nor reading a spool holds all samples in memory.
 """
-
-from __future__ import annotations
 
 import json
 import logging
@@ -13,16 +11,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Self
+from typing import IO, Any, Final, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.cluster.host_counters import CounterSample
 from penstock.errors import ObjectNotFound, StorageError
 from penstock.results.published_files import publishing
-
-if TYPE_CHECKING:
-    from penstock.cluster.host_counters import CounterSample
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +28,7 @@ FORMAT_VERSION: Final = 1
 """Raised whenever a column or a counter is renamed or means something else."""
 _METADATA: Final = b"penstock"
 _BATCH: Final = 50_000
-"""Rows that are turned at once."""
+"""Rows of one record batch."""
 _SCHEMA: Final = (
     ("host", pa.dictionary(pa.int32(), pa.string())),
     ("monotonic_ns", pa.int64()),
@@ -43,9 +39,9 @@ _SCHEMA: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledHost:
-    """A host whose counters are kept, its whole drives, and one moment on both of its clocks.
+    """A host whose counters are recorded, its whole drives, and one moment on both of its clocks.
 
-    `boot_id` is the machine's, "" if unknown: hosts that are one machine have its drives in common.
+    `boot_id` is the machine's, "" if unknown: hosts on one machine share its drives.
     """
 
     host: str
@@ -68,7 +64,7 @@ class CounterSpool:
         self._write({"format": FORMAT_VERSION, **asdict(host)})
 
     def append(self, sample: CounterSample) -> None:
-        """Keep what has changed."""
+        """Append the counters that have changed since the last sample."""
         before = self._before
         changed = {name: value for name, value in sample.values.items() if before.get(name) != value}
         self._write({"t": sample.monotonic_ns, "c": changed})
@@ -87,16 +83,16 @@ class CounterSpool:
 
 
 def spool_path(run_folder: Path, rank: int) -> Path:
-    """Where the counters of the host of `rank`, its lowest one, are while the run lasts."""
+    """The spool of the host whose lowest rank is `rank`."""
     return run_folder / FOLDER / f"{rank:06d}.jsonl"
 
 
 def gather_counters(run_folder: Path) -> None:
-    """Turn all hosts' spools into the table, and remove them. For one rank, after a barrier."""
+    """Convert all hosts' spools to the table, and remove them. For one rank, after a barrier."""
     paths = sorted((run_folder / FOLDER).glob("*.jsonl"))
     if not paths:
         return
-    hosts = [_host_of(path) for path in paths]
+    hosts = [_read_host(path) for path in paths]
     header = {"format": FORMAT_VERSION, "hosts": [asdict(host) for host in hosts]}
     schema = pa.schema(list(_SCHEMA), metadata={_METADATA: json.dumps(header).encode()})
     with ExitStack() as files:
@@ -111,18 +107,18 @@ def gather_counters(run_folder: Path) -> None:
 
 
 def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
-    """All hosts' counters: from the table, or from the spools of a run that goes on or was cut short."""
+    """All hosts' counters: from the table, or from the spools of an active or interrupted run."""
     path = run_folder / COUNTERS_FILE
     if not path.exists():
         paths = sorted((run_folder / FOLDER).glob("*.jsonl"))
         if not paths:
-            raise ObjectNotFound("Nobody sampled counters in this run", uri=str(run_folder))
-        hosts = [_host_of(each) for each in paths]
+            raise ObjectNotFound("This run has no sampled counters", uri=str(run_folder))
+        hosts = [_read_host(spool) for spool in paths]
         schema = pa.schema(list(_SCHEMA))
         batches = [
             batch
-            for each, host in zip(paths, hosts, strict=True)
-            for batch in _batches(each, host.host, schema)
+            for spool, host in zip(paths, hosts, strict=True)
+            for batch in _batches(spool, host.host, schema)
         ]
         return hosts, pa.Table.from_batches(batches, schema).unify_dictionaries()
     try:
@@ -139,7 +135,7 @@ def read_counters(run_folder: Path) -> tuple[list[SampledHost], pa.Table]:
     return [SampledHost(**{**host, "drives": tuple(host["drives"])}) for host in header["hosts"]], table
 
 
-def _host_of(path: Path) -> SampledHost:
+def _read_host(path: Path) -> SampledHost:
     with path.open("rb") as file:
         line = file.readline()
     try:
@@ -147,7 +143,7 @@ def _host_of(path: Path) -> SampledHost:
         if header.pop("format") == FORMAT_VERSION:
             return SampledHost(**{**header, "drives": tuple(header["drives"])})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError("This is no spool of counters", uri=str(path), fix="Remove it.") from error
+        raise StorageError("Not a spool of counters", uri=str(path), fix="Remove it.") from error
     raise StorageError(
         "This spool has another format", uri=str(path), fix="Read it with the version that wrote it."
     )
@@ -169,13 +165,13 @@ def _batches(path: Path, host: str, schema: pa.Schema) -> Iterator[pa.RecordBatc
 
 
 def _samples(path: Path) -> Iterator[tuple[int, dict[str, int]]]:
-    """Whole samples; a line that a kill has torn is said in the log and left out, with all behind it."""
+    """All complete samples; a warning tells of a line that was cut off when its writer was killed."""
     with path.open("rb") as file:
         file.readline()
         for number, line in enumerate(file, start=2):
             try:
-                found = json.loads(line)
-                yield found["t"], found["c"]
+                sample = json.loads(line)
+                yield sample["t"], sample["c"]
             except (ValueError, KeyError, TypeError):
                 logger.warning("%s: line %d is torn, what follows is left out", path, number)
                 return

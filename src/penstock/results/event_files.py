@@ -7,8 +7,6 @@ Rank 0 gathers all spools into `steps.parquet` and `spans.parquet`, one row grou
 time in memory: two files even for 1,000 ranks. Spools are removed only once both tables are published.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import struct
@@ -18,33 +16,28 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.errors import ObjectNotFound, StorageError
-from penstock.results.phase_figures import phase_figures
+from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.published_files import publishing
 from penstock.results.run_folder import RUN_FILE
-from penstock.results.run_record import read_recorded_workload
+from penstock.results.run_record import RunRecord, read_recorded_workload
 from penstock.results.step_events import (
     FORMAT_VERSION,
     SPAN_TYPE,
     STEP_TYPE,
     RankClock,
     RankEvents,
+    Rows,
     SpanKind,
     StepPhase,
 )
 from penstock.storage.files.durable import sync_open_file
-
-if TYPE_CHECKING:
-    from penstock.results.phase_figures import PhaseFigures
-    from penstock.results.run_record import RunRecord
-    from penstock.results.step_events import Rows
-
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +50,12 @@ _TYPES: Final = {_STEPS: STEP_TYPE, _SPANS: SPAN_TYPE}
 
 
 def spool_path(run_folder: Path, rank: int) -> Path:
-    """Where a rank's events are while the run lasts: one file per rank, removed by `gather_events`."""
+    """The file of a rank's events while the run lasts; `gather_events` removes it."""
     return run_folder / FOLDER / f"{rank:06d}{_SUFFIX}"
 
 
 def spool_paths(run_folder: Path) -> list[Path]:
-    """The spools that are there, in rank order."""
+    """The existing spools, in rank order."""
     return sorted((run_folder / FOLDER).glob(f"*{_SUFFIX}"))
 
 
@@ -83,7 +76,7 @@ class SpoolWriter:
         self._append(_SPANS, rows)
 
     def close(self) -> None:
-        """Make everything durable. Safe twice."""
+        """Make everything durable. May be called twice."""
         if not self._file.closed:
             sync_open_file(self._file)
             self._file.close()
@@ -157,11 +150,11 @@ STEPS_FILE: Final = "steps.parquet"
 SPANS_FILE: Final = "spans.parquet"
 _METADATA: Final = b"penstock"
 _WORDS: Final[dict[str, type[IntEnum]]] = {"phase": StepPhase, "kind": SpanKind}
-"""Columns stored as words instead of numbers, so that any Parquet reader understands them."""
+"""Columns stored as words instead of numbers, for other Parquet readers."""
 
 
 def gather_events(run_folder: Path, num_ranks: int) -> None:
-    """Turn the spools of all ranks into the two tables, and remove them. For one rank, after a barrier."""
+    """Convert the spools of all ranks to the two tables, and remove them. For one rank, after a barrier."""
     paths = [spool_path(run_folder, rank) for rank in range(num_ranks)]
     missing = [rank for rank, path in enumerate(paths) if not path.exists()]
     if missing:
@@ -183,17 +176,14 @@ def write_tables(run_folder: Path, clocks: Sequence[RankClock], events: Iterator
     with ExitStack() as files:
         steps = _writer(files, run_folder, STEPS_FILE, _schema(STEP_TYPE, metadata))
         spans = _writer(files, run_folder, SPANS_FILE, _schema(SPAN_TYPE, metadata))
-        for each in events:
-            steps.write_batch(
-                _event_batch(each.clock.rank, each.steps, steps.schema), max(1, len(each.steps))
-            )
-            spans.write_batch(
-                _event_batch(each.clock.rank, each.spans, spans.schema), max(1, len(each.spans))
-            )
+        for rank in events:
+            # A row group per rank, as large as its rows: readers then load one rank at a time.
+            for table, rows in ((steps, rank.steps), (spans, rank.spans)):
+                table.write_batch(_event_batch(rank.clock.rank, rows, table.schema), max(1, len(rows)))
 
 
 def read_events(run_folder: Path) -> list[RankEvents]:
-    """All ranks' events: from the tables, or from the spools of a run that goes on or was cut short."""
+    """All ranks' events: from the tables, or from the spools of an active or interrupted run."""
     if not (run_folder / STEPS_FILE).exists():
         paths = spool_paths(run_folder)
         if not paths:
@@ -275,9 +265,6 @@ def recompute_figures(
     Includes times by rank. None if no epoch has a block that all ranks completed.
     """
     workload = read_recorded_workload(
-        record.workload,
-        name=record.name,
-        accelerator=record.accelerator,
-        where=str(folder / RUN_FILE),
+        record.workload, name=record.name, accelerator=record.accelerator, where=str(folder / RUN_FILE)
     )
-    return phase_figures(read_events(folder), workload, phase=phase)
+    return compute_phase_figures(read_events(folder), workload, phase=phase)

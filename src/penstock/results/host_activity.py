@@ -1,27 +1,20 @@
-"""What a run's hosts did in each of its phases: counters over time, cut at the phases' edges.
+"""What a run's hosts did in each of its phases: the counters' growth between the phases' edges.
 
-Pure, apart from the two tables that it is given. Both have the host's own CLOCK_MONOTONIC, so nothing has to
-be aligned. Invariant: between two samples a counter is taken to have grown evenly, and never beyond them.
+Pure: two tables in, figures out. Both use the host's own CLOCK_MONOTONIC, so their times compare. Invariant:
+between two samples a counter is assumed to grow evenly, outside of them not at all.
 """
-
-from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from penstock.results.step_events import SpanKind
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.results.counter_files import SampledHost
-    from penstock.results.step_events import RankEvents, SpanEvent
+from penstock.results.counter_files import SampledHost
+from penstock.results.step_events import RankEvents, SpanEvent, SpanKind
 
 _IDLE: Final = ("cpu.idle_ms", "cpu.iowait_ms")
 _WORDS: Final = {SpanKind.EPOCH: "epoch", SpanKind.SAVE: "save", SpanKind.LOAD: "load"}
@@ -45,20 +38,20 @@ def summarize_activity(
     hosts: Sequence[SampledHost], counters: pa.Table, events: Sequence[RankEvents]
 ) -> tuple[PhaseActivity, ...]:
     """The phases in the order in which they began: checkpoints where there are any, else epochs."""
-    ranks = {each.clock.rank: each for each in events}
+    ranks = {rank.clock.rank: rank for rank in events}
     by_phase: dict[str, list[tuple[float, Mapping[str, float], SampledHost]]] = defaultdict(list)
     machines: set[str] = set()
     for host in hosts:
         if host.rank not in ranks:
             continue
         series = _Series(counters, host.host)
-        # Drives of a machine that goes by two names are counted under the first.
+        # Hosts on one machine share its drives, which count under the first host alone.
         counted = replace(host, drives=()) if host.boot_id in machines else host
         machines |= {host.boot_id} - {""}
         for span in _phases(ranks[host.rank]):
-            grown = series.grown(span.start_ns, span.end_ns)
-            by_phase[_named(span)].append(((span.end_ns - span.start_ns) / 1e9, grown, counted))
-    return tuple(_together(phase, seen) for phase, seen in by_phase.items())
+            growth = series.growth(span.start_ns, span.end_ns)
+            by_phase[_format_phase(span)].append(((span.end_ns - span.start_ns) / 1e9, growth, counted))
+    return tuple(_sum_hosts(phase, samples) for phase, samples in by_phase.items())
 
 
 def _phases(events: RankEvents) -> list[SpanEvent]:
@@ -66,30 +59,32 @@ def _phases(events: RankEvents) -> list[SpanEvent]:
     return checkpoints or list(events.spans_of(SpanKind.EPOCH))
 
 
-def _named(span: SpanEvent) -> str:
+def _format_phase(span: SpanEvent) -> str:
     kind = SpanKind(span.kind)
     return f"{_WORDS[kind]} {span.epoch if kind is SpanKind.EPOCH else span.step}"
 
 
-def _together(phase: str, seen: Sequence[tuple[float, Mapping[str, float], SampledHost]]) -> PhaseActivity:
+def _sum_hosts(
+    phase: str, samples: Sequence[tuple[float, Mapping[str, float], SampledHost]]
+) -> PhaseActivity:
     def total(prefix: str, ending: str) -> int:
         return round(
             sum(
                 value
-                for _, grown, host in seen
-                for counter, value in grown.items()
+                for _, growth, host in samples
+                for counter, value in growth.items()
                 if counter.startswith(prefix)
                 and counter.endswith(ending)
-                # Partitions and volumes count their drives' bytes once more.
+                # Partitions and volumes would count their drives' bytes a second time.
                 and (prefix != "disk." or counter.removeprefix(prefix).removesuffix(ending) in host.drives)
             )
         )
 
-    busy = [share for _, grown, _ in seen if (share := _busy_share(grown)) is not None]
+    busy = [share for _, growth, _ in samples if (share := _busy_share(growth)) is not None]
     return PhaseActivity(
         phase=phase,
-        hosts=len(seen),
-        elapsed_s=max(elapsed_s for elapsed_s, _, _ in seen),
+        hosts=len(samples),
+        elapsed_s=max(elapsed_s for elapsed_s, _, _ in samples),
         cpu_busy_share=sum(busy) / len(busy) if busy else None,
         drives_read_bytes=total("disk.", ".read_bytes"),
         drives_written_bytes=total("disk.", ".written_bytes"),
@@ -98,9 +93,9 @@ def _together(phase: str, seen: Sequence[tuple[float, Mapping[str, float], Sampl
     )
 
 
-def _busy_share(grown: Mapping[str, float]) -> float | None:
-    whole = sum(value for counter, value in grown.items() if counter.startswith("cpu."))
-    idle = sum(grown.get(counter, 0.0) for counter in _IDLE)
+def _busy_share(growth: Mapping[str, float]) -> float | None:
+    whole = sum(value for counter, value in growth.items() if counter.startswith("cpu."))
+    idle = sum(growth.get(counter, 0.0) for counter in _IDLE)
     return (whole - idle) / whole if whole else None
 
 
@@ -114,16 +109,16 @@ class _Series:
         names = chosen["counter"].cast(pa.string()).combine_chunks().dictionary_encode()
         numbers = names.indices.to_numpy(zero_copy_only=False)
         self._moments = np.unique(moments)
-        self._values: dict[str, NDArray[np.float64]] = {}
+        self._values: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
         for number, name in enumerate(names.dictionary.to_pylist()):
             if name.startswith(("cpu.", "disk.", "net.", "ib.")) and not name.startswith("net.lo."):
                 of_name = numbers == number
-                # A counter has a row only where it changed: in between it stayed as it was.
+                # A counter has rows only where it changed: in between it keeps its last value.
                 latest = np.searchsorted(moments[of_name], self._moments, side="right") - 1
                 self._values[name] = values[of_name][np.maximum(latest, 0)].astype(np.float64)
 
-    def grown(self, start_ns: int, end_ns: int) -> dict[str, float]:
-        """By how much each counter grew from one moment to another."""
+    def growth(self, start_ns: int, end_ns: int) -> dict[str, float]:
+        """How much each counter grew from one moment to another."""
         return {
             name: float(np.interp(end_ns, self._moments, values) - np.interp(start_ns, self._moments, values))
             for name, values in self._values.items()

@@ -1,29 +1,85 @@
-"""Whence a run's figures come: command line, settings, versions, state of the working folder, process.
+"""Where a run's figures come from: hosts, command line, settings, versions, git state, process.
 
-Place in the flow: read once, before a run starts. Invariant: no word that may be a secret leaves here.
+Read once, before a run starts. Invariant: secrets are replaced by `***` before anything is recorded.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
+import os
+import platform
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from penstock.environment import user_settings
+from penstock.environment import Environment, user_settings
 from penstock.storage.process_id import ProcessId, current_process
 
-if TYPE_CHECKING:
-    from penstock.environment import Environment
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """One host. `cpuinfo` (of its last core) and `meminfo` are as the kernel prints them."""
+
+    host: str
+    kernel: str
+    machine: str
+    num_cores: int
+    memory_bytes: int
+    cpuinfo: Mapping[str, str]
+    meminfo: Mapping[str, str]
+
+
+ReadHostFacts = Callable[[str], HostFacts]
+"""Reads the facts of the machine it runs on, which the job knows by this name."""
+
+
+def read_host(host: str, *, proc: Path = PROC) -> HostFacts:
+    """Read the facts of this machine, which the job knows as `host`."""
+    meminfo = read_meminfo(proc)
+    kernel = platform.uname()
+    return HostFacts(
+        host=host,
+        kernel=f"{kernel.system} {kernel.release}",
+        machine=kernel.machine,
+        num_cores=os.cpu_count() or 1,
+        memory_bytes=memory_bytes(meminfo),
+        cpuinfo=_pairs((proc / "cpuinfo").read_text(encoding="utf-8")),
+        meminfo=meminfo,
+    )
+
+
+def read_meminfo(proc: Path = PROC) -> dict[str, str]:
+    """Read `/proc/meminfo` as it stands."""
+    return _pairs((proc / "meminfo").read_text(encoding="utf-8"))
+
+
+def memory_bytes(meminfo: Mapping[str, str]) -> int:
+    """The memory that the kernel manages; `KeyError` without MemTotal."""
+    return int(meminfo["MemTotal"].removesuffix(" kB")) * 1024
+
+
+def unique_hosts(facts: Iterable[HostFacts]) -> tuple[HostFacts, ...]:
+    """The first facts of each host, in rank order."""
+    by_host: dict[str, HostFacts] = {}
+    for host in facts:
+        by_host.setdefault(host.host, host)
+    return tuple(by_host.values())
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """`name : value` lines; where cores repeat a name, the last core's value wins."""
+    lines = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, colon, value in lines if colon}
+
 
 PACKAGES: Final = (
     "numpy", "numba", "pyarrow", "h5py", "Pillow", "obstore", "minio", "s3dlio", "s3torchconnector",
     "torch", "mpi4py", "mpich",
 )  # fmt: skip
-"""Packages whose versions can move a figure."""
+"""Packages whose versions can change a figure."""
 
 _SECRET_NAME: Final = re.compile(r"(?i)(secret|password|passwd|token|credential|access_?key|account_?key)")
 _USER_INFO: Final = re.compile(r"://[^/@\s]+@")
@@ -33,7 +89,7 @@ _GIT_TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GitState:
-    """The working folder's commit, and whether files differed from it."""
+    """The commit checked out in the working folder, and whether files differed from it."""
 
     commit: str
     is_modified: bool
@@ -41,7 +97,7 @@ class GitState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMark:
-    """One process, never to be taken for another: not after its death, a reboot or in another container."""
+    """Identifies one process for good: also after its end, after a reboot and in another container."""
 
     boot_id: str
     pid_namespace: int
@@ -49,48 +105,50 @@ class ProcessMark:
     start_ticks: int
 
 
-def redacted(words: Sequence[str]) -> tuple[str, ...]:
-    """A command line without secrets: values of telling names and users in URIs become `***`."""
+def redact(words: Sequence[str]) -> tuple[str, ...]:
+    """A command line whose secrets became `***`: values of suspicious names, and users in URIs."""
     shown: list[str] = []
     for word in words:
         follows_secret_option = shown and shown[-1].startswith("--") and _is_secret_option(shown[-1])
-        shown.append(_HIDDEN if follows_secret_option else _redacted_word(as_text(word)))
+        shown.append(_HIDDEN if follows_secret_option else _redact_word(replace_surrogates(word)))
     return tuple(shown)
 
 
-def redacted_settings(environment: Environment) -> dict[str, str]:
+def redact_settings(environment: Environment) -> dict[str, str]:
     """The user's own variables (`AWS_*`, `PENSTOCK_*`), without secrets."""
     return {
-        as_text(name): _HIDDEN if _SECRET_NAME.search(name) else _redacted_word(as_text(value))
+        replace_surrogates(name): _HIDDEN
+        if _SECRET_NAME.search(name)
+        else _redact_word(replace_surrogates(value))
         for name, value in sorted(user_settings(environment).items())
     }
 
 
-def as_text(word: str) -> str:
-    """A word of the system's with U+FFFD for bytes that are no UTF-8: records hold nothing else than text."""
+def replace_surrogates(word: str) -> str:
+    """Text of the operating system with U+FFFD for bytes that are not UTF-8, which JSON cannot hold."""
     return word.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The versions of those packages that are installed, from their metadata: nothing is imported."""
-    found = {}
+    """The versions of the packages that are installed, from their metadata: nothing is imported."""
+    versions = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def git_state(folder: Path) -> GitState | None:
-    """The state of the repository that holds `folder`; None where there is none, or no git."""
+    """The state of the repository around `folder`; None without a repository, or without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     status = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None or status is None else GitState(commit=commit, is_modified=bool(status))
 
 
-def mark_this_process() -> ProcessMark:
-    """The calling process."""
+def identify_this_process() -> ProcessMark:
+    """Identify the calling process."""
     process = current_process()
     return ProcessMark(
         boot_id=process.kernel,
@@ -101,7 +159,7 @@ def mark_this_process() -> ProcessMark:
 
 
 def is_alive(mark: ProcessMark) -> bool | None:
-    """Whether this process runs; None where that cannot be seen: on another host, in another container."""
+    """Whether this process runs; None if that cannot be seen from here: another host or container."""
     observer = current_process()
     process = ProcessId(
         host=observer.host,
@@ -118,7 +176,7 @@ def _is_secret_option(word: str) -> bool:
     return "=" not in word and _SECRET_NAME.search(word) is not None
 
 
-def _redacted_word(word: str) -> str:
+def _redact_word(word: str) -> str:
     name, equals, _ = word.partition("=")
     if equals and "?" not in name and _SECRET_NAME.search(name):
         return f"{name}={_HIDDEN}"
@@ -126,7 +184,7 @@ def _redacted_word(word: str) -> str:
     address, question, query = open_word.partition("?")
     if "://" not in address or not question:
         return open_word
-    return f"{address}?{'&'.join(map(_redacted_word, query.split('&')))}"
+    return f"{address}?{'&'.join(map(_redact_word, query.split('&')))}"
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -1,9 +1,7 @@
-"""Files of a run's folder, each whole or absent: a reader never meets half of one, and a crash leaves none.
+"""Write the files of a run's folder atomically: a reader or a crash never sees half of one.
 
-Place in the flow: below everything in this room that writes. The commit protocol itself is storage's own.
+The commit protocol (temporary file, fsync, rename) is the file storage's.
 """
-
-from __future__ import annotations
 
 import io
 import json
@@ -13,18 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.storage.files.file_storage import open_local
-from penstock.storage.protocol import write_object
+from penstock.storage.protocol import Sink, write_object
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-    from penstock.storage.files.file_storage import FileStorage
-    from penstock.storage.protocol import Sink
-
 
 def write_file(folder: Path, name: str, content: bytes) -> None:
-    """Replace `folder/name` in one step; durable once this returns. Missing folders are made."""
-    write_object(_storage(folder), name, [content])
+    """Replace `folder/name` in one step; durable once this returns. Creates missing folders."""
+    write_object(open_local(folder), name, [content])
 
 
 def write_text(folder: Path, name: str, text: str) -> None:
@@ -33,23 +28,19 @@ def write_text(folder: Path, name: str, text: str) -> None:
 
 
 def write_json(folder: Path, name: str, document: Mapping[str, Any]) -> None:
-    """The same for one JSON document, for people to read; what is no number in JSON is a defect."""
+    """The same for one JSON document, indented; NaN and infinity, which JSON lacks, are a defect."""
     write_text(folder, name, json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 @contextmanager
 def publishing(folder: Path, name: str) -> Iterator[io.RawIOBase]:
-    """A file to write to, which becomes `folder/name` when the block ends, or nothing if it fails."""
-    sink = _storage(folder).create(name)
+    """Open a file that becomes `folder/name` when the block ends, or nothing if the block fails."""
+    sink = open_local(folder).create(name)
     with ExitStack() as undo:
         undo.callback(sink.abort)
         yield _SinkFile(sink)
         sink.finish()
         undo.pop_all()
-
-
-def _storage(folder: Path) -> FileStorage:
-    return open_local(folder)
 
 
 class _SinkFile(io.RawIOBase):
@@ -62,7 +53,7 @@ class _SinkFile(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, content: ReadableBuffer, /) -> int:
+    def write(self, content: "ReadableBuffer", /) -> int:
         view = memoryview(content).cast("B")
         if view.nbytes:
             self._sink.submit(view)

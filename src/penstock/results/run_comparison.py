@@ -1,27 +1,21 @@
-"""Runs side by side, ours and DLIO's: found below a folder, brought to one form, compared key by key.
+"""Runs of Penstock and DLIO in one form, found below a folder and compared setting by setting.
 
-Place in the flow: what `penstock results` shows. Invariant: a folder that cannot be read is named, and the
-rest goes on; figures of runs that are not alike are not set against each other without saying so first.
+`penstock results` shows them. Invariants: a folder that cannot be read is named, and hides no other; figures
+of runs that are not comparable are only shown together with the settings that prevent it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from penstock.errors import PenstockError
-from penstock.results.checkpoint_figures import read_checkpoint_figures
+from penstock.results.checkpoint_figures import CheckpointFigures, read_checkpoint_figures
 from penstock.results.dlio.dlio_result import read_dlio_result
+from penstock.results.phase_figures import PhaseFigures
 from penstock.results.run_folder import RUN_FILE, run_folders
-from penstock.results.run_record import read_record
+from penstock.results.run_record import RunRecord, read_record
 from penstock.workload.layered_settings import dotted, flatten
-
-if TYPE_CHECKING:
-    from penstock.results.checkpoint_figures import CheckpointFigures
-    from penstock.results.phase_figures import PhaseFigures
-    from penstock.results.run_record import RunRecord
 
 VARIABLE_SETTINGS: Final = (
     "reader.read_threads", "reader.write_threads", "reader.computation_threads", "reader.prefetch_size",
@@ -30,13 +24,13 @@ VARIABLE_SETTINGS: Final = (
     "dataset.listing_validation_interval", "dataset.listing_threads", "dataset.keep_files",
     "checkpoint.checkpoint_folder", "workflow.generate_data", "workflow.profiling", "train.seed", "metric.au",
 )  # fmt: skip
-"""Keys that one varies to see what they do. Any other difference asks storage for something else."""
+"""Settings that users vary to see their effect. Any other difference changes what is asked of storage."""
 _FREE_SECTIONS: Final = ("storage", "output", "profiling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """One run as far as it is known; None where a figure is not. `settings` are its values by dotted key."""
+    """One run; None for unknown figures. `settings` are the workload's values by dotted key."""
 
     id: str
     folder: str
@@ -62,7 +56,7 @@ class RunSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingDifference:
-    """A key in which runs differ, and each one's value; None where a run does not tell."""
+    """A setting in which runs differ, and each run's value; None where a run does not state it."""
 
     key: str
     values: tuple[Any, ...]
@@ -70,7 +64,7 @@ class SettingDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureChange:
-    """A figure of each run, and by what part each differs from the first; None where that makes no sense."""
+    """A figure of each run, and its relative change from the first run; None where that is undefined."""
 
     figure: str
     values: tuple[float | None, ...]
@@ -79,7 +73,7 @@ class FigureChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """Runs side by side. They are comparable unless they asked for something different or did not finish."""
+    """Runs and their differences. `obstacles` are those that make the figures incomparable."""
 
     runs: tuple[RunSummary, ...]
     obstacles: tuple[SettingDifference, ...]
@@ -88,7 +82,7 @@ class RunComparison:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether the deltas say something about storage and settings alone."""
+        """Whether the changes can be attributed to storage and settings alone."""
         return not self.obstacles
 
 
@@ -100,64 +94,59 @@ _FIGURES: Final = (
 
 def find_runs(parent: Path) -> tuple[list[RunSummary], list[str]]:
     """All runs below `parent`, newest first, and a sentence for each folder that cannot be read."""
-    views: list[RunSummary] = []
+    runs: list[RunSummary] = []
     complaints: list[str] = []
     for folder in run_folders(parent):
         try:
-            views.append(summarize_run(folder))
+            runs.append(summarize_run(folder))
         except PenstockError as error:
             complaints.append(str(error))
-    return sorted(views, key=lambda view: (view.started or "", view.id), reverse=True), complaints
+    return sorted(runs, key=lambda run: (run.started or "", run.id), reverse=True), complaints
 
 
 def summarize_run(folder: Path) -> RunSummary:
     """The run in `folder`: by our record where there is one, else by DLIO's files."""
     if (folder / RUN_FILE).is_file():
-        return _own_view(folder, read_record(folder))
-    return _dlio_view(folder)
+        return _summarize_own(folder, read_record(folder))
+    return _summarize_dlio(folder)
 
 
 def compare_runs(runs: Sequence[RunSummary]) -> RunComparison:
-    """Two or more runs against the first."""
-    differences = list(_differences(runs))
+    """Compare two or more runs with the first."""
+    differences = list(_find_differences(runs))
     return RunComparison(
         runs=tuple(runs),
-        obstacles=tuple(each for each in differences if not may_vary(each.key)),
-        varied=tuple(each for each in differences if may_vary(each.key)),
-        deltas=tuple(_delta(figure, [getattr(run, figure) for run in runs]) for figure in _FIGURES),
+        obstacles=tuple(difference for difference in differences if not may_vary(difference.key)),
+        varied=tuple(difference for difference in differences if may_vary(difference.key)),
+        deltas=tuple(_compare_figure(figure, [getattr(run, figure) for run in runs]) for figure in _FIGURES),
     )
 
 
 def may_vary(key: str) -> bool:
-    """Whether runs that differ in this key still answer the same question."""
+    """Whether runs that differ in this setting remain comparable."""
     return key in VARIABLE_SETTINGS or key.partition(".")[0] in _FREE_SECTIONS
 
 
-def _differences(runs: Sequence[RunSummary]) -> Iterator[SettingDifference]:
+def _find_differences(runs: Sequence[RunSummary]) -> Iterator[SettingDifference]:
     for key in ("workload", "ranks", "outcome"):
         values = tuple(getattr(run, key) for run in runs)
         if len(set(values)) > 1 or (key == "outcome" and values[0] != "finished"):
             yield SettingDifference(key=key, values=values)
-    told = [run.settings for run in runs]
-    for key in sorted(set().union(*told)):
-        values = tuple(settings.get(key) for settings in told)
-        if any(value != values[0] for value in values) and _all_tell(key, told):
+    # DLIO's files hold only keys that were set explicitly: a key that one run does not state cannot differ.
+    for key in sorted(set.intersection(*(set(run.settings) for run in runs))):
+        values = tuple(run.settings[key] for run in runs)
+        if any(value != values[0] for value in values):
             yield SettingDifference(key=key, values=values)
 
 
-def _all_tell(key: str, told: Sequence[Mapping[str, Any]]) -> bool:
-    """DLIO's files hold only keys that somebody set: where one does not tell, there is nothing to compare."""
-    return all(key in settings for settings in told)
-
-
-def _delta(figure: str, values: Sequence[float | None]) -> FigureChange:
+def _compare_figure(figure: str, values: Sequence[float | None]) -> FigureChange:
     first = values[0]
     changes = tuple(None if value is None or not first else value / first - 1 for value in values)
     return FigureChange(figure=figure, values=tuple(values), changes=changes)
 
 
-def _own_view(folder: Path, record: RunRecord) -> RunSummary:
-    train, taken = record.train, read_checkpoint_figures(folder)
+def _summarize_own(folder: Path, record: RunRecord) -> RunSummary:
+    train, checkpoints = record.train, read_checkpoint_figures(folder)
     strict = train.au_strict_percent if train else None
     return RunSummary(
         id=record.id,
@@ -175,41 +164,41 @@ def _own_view(folder: Path, record: RunRecord) -> RunSummary:
         io_compat_mib_per_s=train.io_compat_mib_per_s.mean if train else None,
         read_bytes=train.read_bytes if train else None,
         read_bytes_per_s=train.read_bytes_per_s if train else None,
-        bottleneck=_bottleneck(train, taken),
-        write_gib_per_s=taken.write.gib_per_s if taken and taken.write else None,
-        read_gib_per_s=taken.read.gib_per_s if taken and taken.read else None,
+        bottleneck=_bottleneck(train, checkpoints),
+        write_gib_per_s=checkpoints.write.gib_per_s if checkpoints and checkpoints.write else None,
+        read_gib_per_s=checkpoints.read.gib_per_s if checkpoints and checkpoints.read else None,
         settings=_settings(record.workload),
         notes=record.remarks,
     )
 
 
-def _bottleneck(train: PhaseFigures | None, taken: CheckpointFigures | None) -> str | None:
+def _bottleneck(train: PhaseFigures | None, checkpoints: CheckpointFigures | None) -> str | None:
     if train is not None and train.verdict is not None:
         return train.verdict.bottleneck.value
-    return taken.bottleneck if taken else None
+    return checkpoints.bottleneck if checkpoints else None
 
 
-def _dlio_view(folder: Path) -> RunSummary:
-    found = read_dlio_result(folder)
+def _summarize_dlio(folder: Path) -> RunSummary:
+    result = read_dlio_result(folder)
     return RunSummary(
         id=folder.name,
         folder=str(folder),
         kind="DLIO",
-        workload=found.workload_name,
-        started=found.started,
-        ranks=found.num_accelerators,
-        outcome="finished" if found.ended else "unknown",
-        why="" if found.ended else "Its summary has no end.",
-        au_compat_percent=found.au_mean_percent,
+        workload=result.workload_name,
+        started=result.started,
+        ranks=result.num_accelerators,
+        outcome="finished" if result.ended else "unknown",
+        why="" if result.ended else "Its summary has no end.",
+        au_compat_percent=result.au_mean_percent,
         au_strict_percent=None,
-        samples_per_s_compat=found.samples_per_s_mean,
+        samples_per_s_compat=result.samples_per_s_mean,
         samples_per_s_strict=None,
-        io_compat_mib_per_s=found.io_mib_per_s_mean,
+        io_compat_mib_per_s=result.io_mib_per_s_mean,
         read_bytes=None,
         read_bytes_per_s=None,
         bottleneck=None,
-        settings=_settings(found.workload),
-        notes=found.notes,
+        settings=_settings(result.workload),
+        notes=result.notes,
     )
 
 

@@ -1,19 +1,17 @@
 """The names in a results directory: one folder a run below a common parent.
 
     PARENT/NAME-20260102-030405-1a2b3c/
-        run.json                       what was asked, planned, found; written first, outcome "running"
+        run.json                       what was requested, planned, measured; written first, outcome "running"
         steps.parquet spans.parquet    what happened, step by step (`spool/` while the run lasts)
-        checkpoints.json               each checkpoint that was written or read, and what all of them come to
+        checkpoints.json               each checkpoint that was written or read, and their totals
         counters.parquet               what the hosts counted (`counters/` while the run lasts)
         cluster.json                   what the hosts were, where that was collected
         summary.json dlio.log R_output.json R_per_epoch_stats.json .hydra/    for readers of DLIO's files
 
     PARENT/.penstock/                  the history of all runs below PARENT, and the trash (`history`)
 
-Invariant: a run's folder is made by one process, under a name that nobody else has.
+Invariant: a run's folder is created by one process, under a name of its own.
 """
-
-from __future__ import annotations
 
 import re
 from datetime import datetime
@@ -43,13 +41,13 @@ _UNSAFE: Final = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 def run_folder_name(name: str, now: datetime, run_id: str) -> str:
-    """What the folder of a run of `name` is called that starts `now`."""
+    """The name of the folder of a run of workload `name` that starts `now`."""
     safe_name = _UNSAFE.sub("-", name).strip("-.") or "run"
     return f"{safe_name}-{now:%Y%m%d-%H%M%S}-{run_id}"
 
 
 def make_run_folder(folder: Path) -> Path:
-    """Make a new folder for a run; its parent is made where it is missing."""
+    """Create a new folder for a run, and its parents if they are missing."""
     with translate_os_errors("Making the folder of this run", str(folder)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
@@ -57,27 +55,26 @@ def make_run_folder(folder: Path) -> Path:
 
 
 def take_run_folder(folder: Path) -> None:
-    """Make `folder` ready for a run: make it where it is missing, clear it of what an earlier run left."""
+    """Prepare `folder` for a run: create it, or remove what an earlier run left in it."""
     with translate_os_errors("Making the folder of this run", str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / RUN_FILE).is_file():
             return
-        for left in [path for pattern in _LEFT_BY_RUNS for path in folder.glob(pattern)]:
-            left.unlink()
+        for path in [path for pattern in _LEFT_BY_RUNS for path in folder.glob(pattern)]:
+            path.unlink()
 
 
 def resolve_run(text: str, parent: Path) -> Path:
-    """The run that a person names: a folder, a name below `parent`, or a part that only one name has."""
-    direct = (Path(text), parent / text)
-    found = next((folder for folder in direct if is_run(folder)), None)
-    if found is not None:
-        return found
+    """Find the run that a user names: a folder, a name below `parent`, or a unique part of one."""
+    for folder in (Path(text), parent / text):
+        if is_run(folder):
+            return folder
     alike = [folder for folder in run_folders(parent) if text and text in folder.name]
     if len(alike) == 1:
         return alike[0]
     if alike:
         names = ", ".join(folder.name for folder in alike[:3])
-        raise UsageError(f"{text!r} names {len(alike)} runs: {names}", fix="Write more of the name.")
+        raise UsageError(f"{text!r} names {len(alike)} runs: {names}", fix="Give more of the name.")
     raise UsageError(
         f"No run is called {text!r}", where=str(parent), fix="`penstock results ls FOLDER` lists them."
     )
@@ -89,7 +86,7 @@ def is_run(folder: Path) -> bool:
 
 
 def run_folders(parent: Path) -> list[Path]:
-    """The runs right below `parent`, or `parent` itself if it is one, by name."""
+    """The runs directly below `parent`, by name, or `parent` itself if it is a run."""
     if is_run(parent):
         return [parent]
     with translate_os_errors("Listing the runs", str(parent)):

@@ -1,11 +1,8 @@
 """`run.json`: everything needed to understand or repeat a run, and how it ended.
 
-This module has the record, its format and its reader; `active_run` writes it. A run whose process has died is
-never read as running. The recorded workload is kept under DLIO's keys, without secrets and unset values;
-`read_recorded_workload` reads back what `workload_values` wrote.
+This module has the record, its format and its reader; `active_run` writes it. A run whose process is gone is
+never read as running. The workload is recorded under DLIO's keys, without unset values.
 """
-
-from __future__ import annotations
 
 import json
 import time
@@ -14,43 +11,36 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from penstock.cluster.facts.host_facts import ClusterFacts
 from penstock.cluster.gates.gate_model import Preflight
+from penstock.environment import Environment
 from penstock.errors import StorageError
-from penstock.results.host_facts import HostFacts
 from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.phase_figures import PhaseFigures
-from penstock.results.provenance import (
-    GitState,
-    ProcessMark,
-    is_alive,
-)
+from penstock.results.provenance import GitState, HostFacts, ProcessMark, is_alive
 from penstock.results.run_folder import RUN_FILE
 from penstock.units import format_seconds
 from penstock.workload.layered_settings import dotted
+from penstock.workload.spec import Workload
 from penstock.workload.workload_schema import read_workload, write_workload
-
-if TYPE_CHECKING:
-    from penstock.cluster.facts.host_facts import ClusterFacts
-    from penstock.environment import Environment
-    from penstock.workload.spec import Workload
 
 
 def workload_values(workload: Workload) -> dict[str, Any]:
-    """All values that are set, by default or by somebody."""
+    """All values that are set, by default or explicitly."""
     return _set_values(write_workload(workload))
 
 
 def read_recorded_workload(values: Mapping[str, Any], *, name: str, accelerator: str, where: str) -> Workload:
-    """The workload that a record holds; `where` names the record if this version cannot read it."""
+    """The workload in a record; `where` names the record in the error if this version cannot read it."""
     workload, problems = read_workload(values, name=name, accelerator=accelerator)
     if workload is None:
         first = problems[0]
         raise StorageError(
-            f"The recorded workload is not understood: {dotted(first.path)} {first.text}".rstrip(), uri=where
+            f"Cannot read the recorded workload: {dotted(first.path)} {first.text}".rstrip(), uri=where
         )
     return workload
 
@@ -66,14 +56,14 @@ def _set_values(tree: Mapping[str, Any]) -> dict[str, Any]:
 FORMAT_VERSION: Final = 3
 """Raised whenever a key is added, renamed or means something else."""
 _OLDER: Final = (2,)
-"""Formats that lack keys of this one, and are whole without them."""
+"""Older formats that can still be read: they only lack keys that have defaults."""
 
 LONGEST_SILENCE_S: Final = 900.0
-"""A run elsewhere that gave no sign of life for this long is taken for dead."""
+"""A run on another host without a heartbeat for this long counts as interrupted."""
 
 
 class RunOutcome(StrEnum):
-    """How a run ended, or that it has not."""
+    """How a run ended, or that it is running."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -85,8 +75,8 @@ class RunOutcome(StrEnum):
 class RunRequest:
     """What is known before a run starts.
 
-    `plan` is what was derived from the workload, as plain values with units in their keys; of `environment`
-    the user's own settings are kept, without secrets. `cluster` goes into a file of its own.
+    `plan` is what was derived from the workload, as plain values with units in their keys. The user's own
+    settings in `environment` are recorded without secrets. `cluster` goes into a file of its own.
     """
 
     workload: Workload
@@ -105,8 +95,8 @@ class RunRequest:
 class RunRecord:
     """`run.json`. Dates are ISO 8601 in UTC; `why` says in a sentence why a run did not finish.
 
-    `workload` is the spec as asked, under DLIO's keys; nobody's secrets, and no keys that nobody set.
-    `preflight` is None where no gates were looked at; `deliveries` set devices' bytes beside ours.
+    `workload` is the spec as requested, under DLIO's keys, without secrets and unset keys. `preflight` is
+    None if no gates were checked; `deliveries` compare the bytes of devices with the application's.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -144,13 +134,12 @@ def format_record(record: RunRecord) -> bytes:
 
 
 def read_record(folder: Path) -> RunRecord:
-    """The record in a run's folder, its outcome as it is now: a dead run counts as interrupted."""
+    """Read the record in a run's folder, with its present outcome: a dead run counts as interrupted."""
     path = folder / RUN_FILE
     try:
         content = path.read_bytes()
         silence_s = time.time() - path.stat().st_mtime
-        found = json.loads(content)
-        _check_format(found, path)
+        _check_format(json.loads(content), path)
         record = _adapter().validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -166,7 +155,7 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
-    """The record of a run that said it was running `silence_s` ago, seen from here and now."""
+    """The record of a run whose last heartbeat was `silence_s` ago, as seen from this host now."""
     if record.outcome is not RunOutcome.RUNNING:
         return record
     alive = is_alive(record.process)
@@ -175,13 +164,13 @@ def as_of_now(record: RunRecord, silence_s: float) -> RunRecord:
     why = (
         "Its process is gone."
         if alive is False
-        else f"No sign of life from its host for {format_seconds(silence_s)}."
+        else f"No heartbeat from its host for {format_seconds(silence_s)}."
     )
     return replace(record, outcome=RunOutcome.INTERRUPTED, why=why)
 
 
-def _check_format(found: Any, path: Path) -> None:
-    version = found.get("format") if isinstance(found, dict) else None
+def _check_format(document: Any, path: Path) -> None:
+    version = document.get("format") if isinstance(document, dict) else None
     if version != FORMAT_VERSION and version not in _OLDER:
         raise StorageError(
             f"This run has format {version}, not {FORMAT_VERSION}",

@@ -1,16 +1,14 @@
-"""What happened in a run, as rows: one a step, one a span (epoch, block, checkpoint), rank by rank.
+"""The events of a run as rows: one for each step and each span (epoch, block, checkpoint) of a rank.
 
-The waist between those who record (`bench.steps`), keep (`spool`, `tables`) and judge (`utilization`). Times
-are nanoseconds of CLOCK_MONOTONIC, so they compare within a host only; `RankClock` turns them into dates.
+The benchmark records them, `event_files` stores them, `utilization` and `bottleneck` evaluate them. Times are
+nanoseconds of CLOCK_MONOTONIC, so they compare within a host only; `RankClock` converts them to dates.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +29,7 @@ class StepPhase(IntEnum):
 
 
 class SpanKind(IntEnum):
-    """What lasted from one moment to another."""
+    """What a span covers."""
 
     EPOCH = 0
     BLOCK = 1
@@ -42,8 +40,8 @@ class SpanKind(IntEnum):
 class StepEvent(NamedTuple):
     """One step of one rank. Epochs, blocks and steps count from 1; a step's number is its epoch's.
 
-    The four moments: waiting begins, the batch is here, computation is over, all ranks have passed the
-    barrier. `read_ns` and `decode_ns` sum over threads, so they may exceed the time that passed.
+    The four moments: waiting begins, the batch has arrived, computation ends, all ranks have passed the
+    barrier. `read_ns` and `decode_ns` sum over threads, so they may exceed the elapsed time.
     """
 
     phase: int
@@ -62,7 +60,7 @@ class StepEvent(NamedTuple):
 
 
 class SpanEvent(NamedTuple):
-    """Something longer than a step. A checkpoint ends its block; `size_bytes` is this rank's part of it."""
+    """A period longer than a step. A checkpoint ends its block; `size_bytes` is this rank's part of it."""
 
     kind: int
     phase: int
@@ -111,7 +109,7 @@ class StepBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEvents:
-    """All that one rank recorded, in the order in which it happened."""
+    """All events of one rank, in order of time."""
 
     clock: RankClock
     steps: Rows
@@ -123,7 +121,7 @@ class RankEvents:
         return sorted({int(epoch) for epoch in blocks["epoch"][blocks["phase"] == phase]})
 
     def blocks(self, phase: StepPhase, epoch: int) -> list[StepBlock]:
-        """The completed blocks of an epoch; steps of one that was cut short are in none."""
+        """The completed blocks of an epoch; steps of an interrupted block are in none."""
         own = self.steps[(self.steps["phase"] == phase) & (self.steps["epoch"] == epoch)]
         return [
             StepBlock(
@@ -147,19 +145,14 @@ class RankEvents:
 
 def wait_ns(steps: Rows) -> Nanoseconds:
     """How long each step waited for its batch."""
-    return _difference(steps, "loaded_ns", "start_ns")
+    return cast("Nanoseconds", steps["loaded_ns"] - steps["start_ns"])
 
 
 def compute_ns(steps: Rows) -> Nanoseconds:
     """How long each step computed, as measured: an overlong computation counts as computation."""
-    return _difference(steps, "computed_ns", "loaded_ns")
+    return cast("Nanoseconds", steps["computed_ns"] - steps["loaded_ns"])
 
 
 def barrier_ns(steps: Rows) -> Nanoseconds:
     """How long each step waited for other ranks."""
-    return _difference(steps, "barrier_ns", "computed_ns")
-
-
-def _difference(steps: Rows, later: str, earlier: str) -> Nanoseconds:
-    difference: Nanoseconds = steps[later] - steps[earlier]
-    return difference
+    return cast("Nanoseconds", steps["barrier_ns"] - steps["computed_ns"])

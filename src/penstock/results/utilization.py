@@ -1,7 +1,7 @@
-"""How much of its time an accelerator computed, twice: by DLIO's formula, and with its harness set apart.
+"""Accelerator utilization, twice: by DLIO's formula, and strictly, without the harness.
 
 Pure: step events in, figures out. `au_compat` is DLIO's to the letter, quirks included, so that results can
-be compared with published ones; `au_strict` asks only what storage and loader did. Both are percentages.
+be compared with published ones; `au_strict` depends on storage and loader alone. Both are percentages.
 
 DLIO, for each rank and block, with W the steps from `exclude_start_steps` to `num_steps - 1 -
 exclude_end_steps`: AU = 100 x compute(W) / T, where T is the block's whole time less waits and computations
@@ -19,24 +19,18 @@ Strict, for each rank and epoch: compute / (compute + wait) over the epoch's ste
 over ranks. Strict throughput leaves nothing out: all samples over the longest rank's time in blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.results.step_events import StepPhase, compute_ns, wait_ns
-
-if TYPE_CHECKING:
-    from penstock.results.step_events import RankEvents, Rows, StepBlock
-    from penstock.workload.spec import Workload
+from penstock.results.step_events import RankEvents, Rows, StepBlock, StepPhase, compute_ns, wait_ns
+from penstock.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UtilizationWindow:
-    """What counts: DLIO's number of steps, the steps left out at both ends, and samples a step."""
+    """Which steps count: DLIO's number of steps, the steps excluded at both ends, and samples a step."""
 
     num_steps: int
     exclude_start_steps: int
@@ -46,7 +40,7 @@ class UtilizationWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRate:
-    """DLIO's two figures of one block of one rank, and how much the block weighs."""
+    """DLIO's two figures of one block of one rank, and the block's weight."""
 
     au_percent: float
     samples_per_s: float
@@ -75,36 +69,40 @@ class EpochRate:
 def choose_window(
     workload: Workload, *, num_ranks: int, phase: StepPhase = StepPhase.TRAIN
 ) -> UtilizationWindow:
-    """The rule of a phase. DLIO's number of steps is rounded down once, over all ranks."""
+    """The window of a phase. DLIO's number of steps is rounded down once, over all ranks."""
     dataset, reader = workload.dataset, workload.reader
     is_training = phase is StepPhase.TRAIN
     num_files = dataset.num_files_train if is_training else dataset.num_files_eval
     batch_size = reader.batch_size if is_training else reader.batch_size_eval
     whole = dataset.num_samples_per_file * num_files // (batch_size * num_ranks)
-    asked = workload.train.total_training_steps if is_training else None
+    requested = workload.train.total_training_steps if is_training else None
     return UtilizationWindow(
-        num_steps=asked or whole,
+        num_steps=requested or whole,
         exclude_start_steps=workload.metric.exclude_start_steps,
         exclude_end_steps=workload.metric.exclude_end_steps,
         batch_size=batch_size,
     )
 
 
-def epoch_rates(ranks: Sequence[RankEvents], rule: UtilizationWindow, phase: StepPhase) -> list[EpochRate]:
+def epoch_rates(ranks: Sequence[RankEvents], window: UtilizationWindow, phase: StepPhase) -> list[EpochRate]:
     """Every epoch that all ranks have completed a block of."""
     epochs = set.intersection(*(set(rank.epochs(phase)) for rank in ranks)) if ranks else set()
     return [
-        epoch_rate([rank.blocks(phase, epoch) for rank in ranks], rule, phase, epoch)
+        epoch_rate([rank.blocks(phase, epoch) for rank in ranks], window, phase, epoch)
         for epoch in sorted(epochs)
     ]
 
 
 def epoch_rate(
-    ranks: Sequence[Sequence[StepBlock]], rule: UtilizationWindow, phase: StepPhase, epoch: int
+    ranks: Sequence[Sequence[StepBlock]], window: UtilizationWindow, phase: StepPhase, epoch: int
 ) -> EpochRate:
     """One epoch from its blocks, rank by rank."""
-    compat = [compat_rate(blocks, rule, phase) for blocks in ranks]
-    strict = [share for blocks in ranks if (share := strict_au_percent(steps_of(blocks), rule)) is not None]
+    compat = [compat_rate(blocks, window, phase) for blocks in ranks]
+    strict = [
+        share
+        for blocks in ranks
+        if (share := strict_au_percent(concatenate_steps(blocks), window)) is not None
+    ]
     elapsed_s = max(sum(block.elapsed_ns for block in blocks) for blocks in ranks) / 1e9
     samples = sum(int(block.steps["samples"].sum()) for blocks in ranks for block in blocks)
     return EpochRate(
@@ -119,9 +117,9 @@ def epoch_rate(
     )
 
 
-def compat_rate(blocks: Sequence[StepBlock], rule: UtilizationWindow, phase: StepPhase) -> BlockRate:
+def compat_rate(blocks: Sequence[StepBlock], window: UtilizationWindow, phase: StepPhase) -> BlockRate:
     """DLIO's figures of one rank's epoch: its blocks, weighted by their steps."""
-    rates = [compat_block_rate(block, rule, phase) for block in blocks]
+    rates = [compat_block_rate(block, window, phase) for block in blocks]
     num_steps = sum(rate.num_steps for rate in rates)
     if num_steps == 0:
         return BlockRate(au_percent=0.0, samples_per_s=0.0, num_steps=0)
@@ -132,38 +130,38 @@ def compat_rate(blocks: Sequence[StepBlock], rule: UtilizationWindow, phase: Ste
     )
 
 
-def compat_block_rate(block: StepBlock, rule: UtilizationWindow, phase: StepPhase) -> BlockRate:
+def compat_block_rate(block: StepBlock, window: UtilizationWindow, phase: StepPhase) -> BlockRate:
     """DLIO's figures of one block of one rank."""
     # Python's own slices, as DLIO has them: an end below zero counts from the back.
-    first, end = rule.exclude_start_steps, rule.num_steps - rule.exclude_end_steps
+    first, end = window.exclude_start_steps, window.num_steps - window.exclude_end_steps
     computed = compute_ns(block.steps)
     processed = computed + wait_ns(block.steps)
-    window = computed[first:end]
+    counted = computed[first:end]
     left_ns = block.elapsed_ns - int(processed[:first].sum()) - int(processed[end:].sum())
-    counts = len(window) > 0 and left_ns > 0
-    num_counted, counted_ns = len(window), left_ns
+    is_counted = len(counted) > 0 and left_ns > 0
+    num_counted, counted_ns = len(counted), left_ns
     if phase is StepPhase.EVAL:
         num_counted, counted_ns = len(computed), block.elapsed_ns
-    rate = num_counted * rule.batch_size / (counted_ns / 1e9) if counted_ns > 0 else 0.0
+    rate = num_counted * window.batch_size / (counted_ns / 1e9) if counted_ns > 0 else 0.0
     return BlockRate(
-        au_percent=100 * int(window.sum()) / left_ns if counts else 0.0,
+        au_percent=100 * int(counted.sum()) / left_ns if is_counted else 0.0,
         samples_per_s=rate,
         num_steps=len(computed),
     )
 
 
-def strict_au_percent(steps: Rows, rule: UtilizationWindow) -> float | None:
+def strict_au_percent(steps: Rows, window: UtilizationWindow) -> float | None:
     """Compute / (compute + wait) of one rank's epoch, in percent; None where no step counts."""
-    counted = counted_steps(steps, rule)
+    counted = counted_steps(steps, window)
     computed, waited = int(compute_ns(counted).sum()), int(wait_ns(counted).sum())
     return 100 * computed / (computed + waited) if computed + waited > 0 else None
 
 
-def counted_steps(steps: Rows, rule: UtilizationWindow) -> Rows:
+def counted_steps(steps: Rows, window: UtilizationWindow) -> Rows:
     """An epoch's steps without those at both ends: what strict figures and times are made of."""
-    return steps[rule.exclude_start_steps : max(0, len(steps) - rule.exclude_end_steps)]
+    return steps[window.exclude_start_steps : max(0, len(steps) - window.exclude_end_steps)]
 
 
-def steps_of(blocks: Sequence[StepBlock]) -> Rows:
+def concatenate_steps(blocks: Sequence[StepBlock]) -> Rows:
     """The steps of one rank's blocks, in order."""
     return np.concatenate([block.steps for block in blocks])

@@ -9,16 +9,15 @@ The files of one result are in memory at a time, because a round has thousands. 
 a rule is never `invalid`; what a rule cannot judge is `not checked`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
+from penstock.submission import tree_context
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.find_results import Submitter, detect_edition, find_results, find_submitters
 from penstock.submission.finding import Finding, Validity, Verdict, combine, not_checked
@@ -26,16 +25,7 @@ from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import num_accelerators, recompute
 from penstock.submission.result_files import SubmittedResult, read_results
 from penstock.submission.rules import RULES
-from penstock.submission.tree_context import (
-    CodeImagePool,
-    TreeContext,
-    find_pool,
-    read_pool,
-    read_tree_context,
-)
-
-if TYPE_CHECKING:
-    from penstock.submission.rules.rule import Rule
+from penstock.submission.rules.rule import Rule
 
 AUTO: Final = "auto"
 logger = logging.getLogger(__name__)
@@ -158,18 +148,18 @@ class _ContextReader:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._pools: dict[Path | None, CodeImagePool] = {None: CodeImagePool()}
+        self._pools: dict[Path | None, tree_context.CodeImagePool] = {None: tree_context.CodeImagePool()}
         self._submitter: Submitter | None = None
-        self._context = TreeContext(name="")
+        self._context = tree_context.TreeContext(name="")
 
-    def read(self, submitter: Submitter) -> TreeContext:
+    def read(self, submitter: Submitter) -> tree_context.TreeContext:
         """What is around the results of a submitter; locations come sorted by submitter."""
         if submitter != self._submitter:
             self._submitter = submitter
-            folder = find_pool(submitter)
+            folder = tree_context.find_pool(submitter)
             if folder not in self._pools and folder is not None:
-                self._pools[folder] = read_pool(folder, submitter, self._root)
-            self._context = read_tree_context(submitter, self._pools[folder], self._root)
+                self._pools[folder] = tree_context.read_pool(folder, submitter, self._root)
+            self._context = tree_context.read_tree_context(submitter, self._pools[folder], self._root)
         return self._context
 
 

@@ -5,8 +5,6 @@ function of names and bytes alone, not of dates, modes or the order in which a f
 its name in the pool only when it is complete, and is hashed again before anything points to it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

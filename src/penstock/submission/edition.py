@@ -3,8 +3,6 @@
 The YAML files in `editions/` are parsed here, strictly. Invariant: a rule contains no number of its own.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from importlib.resources import files
 from typing import Literal

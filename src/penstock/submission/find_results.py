@@ -4,8 +4,6 @@ v1.0 numbers its runs (run1, run2), later editions name them by time (`tree_layo
 Invariant: an entry that is not understood is kept as stray, and is never fatal.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -4,15 +4,11 @@ Rules make findings, `check` collects them, `reports` writes them. Invariant: wh
 checked`, with the reason; it counts neither as valid nor as invalid.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.submission.parsed_file import MissingFact
+from penstock.submission.parsed_file import MissingFact
 
 
 class Verdict(StrEnum):
@@ -57,7 +53,7 @@ def combine(findings: Iterable[Finding]) -> Validity:
 
 
 def pass_if(
-    kept: bool,  # noqa: FBT001 - the condition that the call is about
+    is_kept: bool,  # noqa: FBT001 - the condition that the call is about
     *,
     evidence: str,
     proof: str,
@@ -68,12 +64,12 @@ def pass_if(
 ) -> Finding:
     """A pass if the rule is kept; else the verdict `otherwise`, which is the one that needs `fix`."""
     return Finding(
-        verdict=Verdict.PASS if kept else otherwise,
+        verdict=Verdict.PASS if is_kept else otherwise,
         evidence=evidence,
         value=str(value),
         limit=str(limit),
         proof=proof,
-        fix="" if kept else fix,
+        fix="" if is_kept else fix,
     )
 
 

@@ -5,8 +5,6 @@ nothing that a file holds; asking for what is not there, or is not what it shoul
 which `check` turns into `not checked`. There are no defaults.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping

@@ -4,23 +4,18 @@ Rules compare these with what the files state; reports print them. Invariant: a 
 figure that cannot be recomputed is absent, and the rule that needs it gets the reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fractions import Fraction
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.submission.parsed_file import MissingFact, ParsedFile
+from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.values import element_bytes
-
-if TYPE_CHECKING:
-    from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
-
 
 MIB: Final = 1 << 20
 
@@ -134,7 +129,7 @@ def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, 
     }
 
 
-def _of_checkpoints(prefix: str, name: str) -> Callable[[SubmittedResult], float]:
+def _checkpoint_metric(prefix: str, name: str) -> Callable[[SubmittedResult], float]:
     """The mean over the invocations that wrote or read, each by its slowest ranks."""
 
     def metric(result: SubmittedResult) -> float:
@@ -160,7 +155,7 @@ TRAINING_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = Mapp
 
 CHECKPOINT_METRICS: Final[Mapping[str, Callable[[SubmittedResult], float]]] = MappingProxyType(
     {
-        name: _of_checkpoints(prefix, name)
+        name: _checkpoint_metric(prefix, name)
         for prefix in ("save", "load")
         for name in (
             f"{prefix}_checkpoint_io_mean_GB_per_second",

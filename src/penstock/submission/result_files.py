@@ -4,15 +4,13 @@
 that a file holds; a rule that needs what is not there gets `MissingFact`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.submission import tree_layout
 from penstock.submission.code_image import POINTER
@@ -26,10 +24,8 @@ from penstock.submission.parsed_file import (
     read_named_file,
     relative,
 )
+from penstock.submission.tree_context import TreeContext
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
-
-if TYPE_CHECKING:
-    from penstock.submission.tree_context import TreeContext
 
 _RANK_STATS: Final = re.compile(r"\d+_per_epoch_stats\.json")
 _NOT_IN_EDITION: Final = ParsedFile(file="", problem="this edition has no such file")

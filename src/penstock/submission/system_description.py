@@ -4,17 +4,14 @@
 as it was written; only what the schema makes optional has a default.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-if TYPE_CHECKING:
-    from penstock.submission.parsed_file import KeyPath, ParsedFile
+from penstock.submission.parsed_file import KeyPath, ParsedFile
 from penstock.suggest import nearest
 
 Count = Annotated[int, Field(ge=1)]
@@ -92,7 +89,7 @@ class Port(_Part):
     traffic: list[Literal["management", "data", "metadata", "backend"]] | None = None
 
     @model_validator(mode="after")
-    def _is_told_if_up(self) -> Port:
+    def _require_speed_if_up(self) -> Self:
         missing = [name for name in ("speed", "traffic") if not getattr(self, name)]
         if self.state == "up" and missing:
             raise ValueError(f"a port that is up needs {' and '.join(missing)}")

@@ -4,8 +4,6 @@ Read once for a submitter, and once for a tree's pool; rules about the tree and 
 Invariant: each image of a pool is hashed once, however many results point to it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

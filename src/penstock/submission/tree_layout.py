@@ -9,8 +9,6 @@
 Writers and checkers share them. Invariant: a result directory is a folder that is named by a time.
 """
 
-from __future__ import annotations
-
 import re
 from enum import StrEnum
 from typing import Final

@@ -4,8 +4,6 @@ Each try is a whole run of its own, with its own folder of results. Invariant: t
 failed or was not asked for; nothing is inferred beyond that utilization falls as accelerators are added.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Invariant: the tour writes only below its own folder, and leaves nothing there but its report and its runs.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,16 +12,18 @@ from functools import partial
 from pathlib import Path
 from socket import gethostname
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock import __version__
 from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
+from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
 from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe
 from penstock.bench.probe.measurement import headline_rows, measurement_rows
 from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import train
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
@@ -31,18 +31,14 @@ from penstock.cluster.doctor import Diagnosis, examine
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import generate
+from penstock.environment import Environment
+from penstock.progress import Progress
 from penstock.reports.html_page import Section, render_sections
 from penstock.storage import open_storage
 from penstock.units import format_bytes, format_seconds
 from penstock.workload.checkpoint_model import load_model
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
-
-if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-    from penstock.bench.training.training_result import TrainingResult
-    from penstock.environment import Environment
-    from penstock.progress import Progress
 
 _NUM_FILES = 28
 _SAMPLE_BYTES = 8 << 20
@@ -93,11 +89,7 @@ class Tour:
 
 
 def tour(
-    out: Path,
-    *,
-    environment: Environment,
-    progress: Progress,
-    probe_size_bytes: int = PROBE_SIZE_BYTES,
+    out: Path, *, environment: Environment, progress: Progress, probe_size_bytes: int = PROBE_SIZE_BYTES
 ) -> Tour:
     """Walk through every flow below `out`, about a minute, and write `out/report.html` and `report.json`."""
     out.mkdir(parents=True, exist_ok=True)

@@ -97,8 +97,8 @@ def test_runs_are_filtered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("rm", "x", "--status", "failed"), "named and selected by options"),
         (("rm", "nothing"), "No run is called 'nothing'"),
         (("rm", "x", "--empty-trash"), "takes no runs"),
-        (("rm", "--older-than", "2"), "no age and no date"),
-        (("rm", "--status", "dead"), "no outcome"),
+        (("rm", "--older-than", "2"), "neither an age nor a date"),
+        (("rm", "--status", "dead"), "not an outcome"),
         (("restore", "nothing"), "No run is called 'nothing'"),
         (("rerun", "nothing"), "No run is called 'nothing'"),
         (("rerun", "unet3d", "--json"), "Use --json with --dry-run"),
@@ -159,7 +159,7 @@ def test_list_reads_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"Started here, without a directory\n  {lost}  finished: Its folder is gone." in told.out
     assert "broken" not in told.out
     assert "broken" in told.err
-    assert "is torn after 9 bytes" in told.err
+    assert "is cut off after 9 bytes" in told.err
 
 
 def test_removal_and_restoration_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from tests.support.command_line import CommandResult, run_command
 from tests.support.run_events import RankScript
 
 from penstock.results.active_run import ActiveRun
-from penstock.results.host_facts import read_host
-from penstock.results.phase_figures import phase_figures
+from penstock.results.phase_figures import compute_phase_figures
+from penstock.results.provenance import read_host
 from penstock.results.run_record import RunRequest
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
@@ -39,7 +39,7 @@ def finished_run(parent: Path, *settings: str, wait: float = 0.5) -> str:
         workload=workload, ranks=1, hosts=[read_host("n")], command=["x"], remarks=["A remark."]
     )
     with ActiveRun.start(parent, request) as run:
-        run.finish(train=phase_figures([script.events()], workload))
+        run.finish(train=compute_phase_figures([script.events()], workload))
     return run.folder.name
 
 

@@ -28,7 +28,7 @@ request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], c
 run = ActiveRun.start(Path(sys.argv[1]), request)
 print(run.folder, flush=True)
 spool = SpoolWriter(spool_path(run.folder, 0), read_clocks(0, "n"))
-recorder = StepRecorder(spool, capacity=64, on_flush=run.sign_of_life)
+recorder = StepRecorder(spool, capacity=64, on_flush=run.heartbeat)
 step = 0
 while True:
     step += 1

@@ -13,11 +13,10 @@ import pytest
 from penstock.errors import ObjectNotFound
 from penstock.results.active_run import ActiveRun
 from penstock.results.dlio.dlio_result import read_dlio_result
-from penstock.results.dlio.metrics_summary import DlioOutputs
-from penstock.results.dlio.output_files import HydraFacts, write_dlio_files
+from penstock.results.dlio.output_files import DlioOutputs, HydraFacts, write_dlio_files
 from penstock.results.event_files import gather_events, read_events, recompute_figures
-from penstock.results.host_facts import read_host
-from penstock.results.phase_figures import PhaseFigures, phase_figures
+from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
+from penstock.results.provenance import read_host
 from penstock.results.run_record import RunOutcome, RunRequest, read_record
 from penstock.workload.loading import load
 from penstock.workload.overrides import parse_settings
@@ -64,7 +63,7 @@ def close(run: ActiveRun) -> PhaseFigures:
     """What rank 0 does behind the last barrier."""
     gather_events(run.folder, run.record.ranks)
     ranks = read_events(run.folder)
-    train = phase_figures(ranks, WORKLOAD)
+    train = compute_phase_figures(ranks, WORKLOAD)
     assert train is not None
     finished = DlioOutputs(
         workload=WORKLOAD,

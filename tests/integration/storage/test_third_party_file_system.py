@@ -144,7 +144,7 @@ def test_checkpoints_have_paths_and_parents(tmp_path: Path, storage: Storage) ->
 
 def test_a_submission_names_its_folder(tmp_path: Path, storage: Storage) -> None:
     located = locate_checkpoints(load("unet3d_h100").workload, storage.uri)
-    assert located.place == str(tmp_path / "root")
+    assert located.data_path == str(tmp_path / "root")
 
 
 def test_bytes_of_arrays_come_back(storage: Storage) -> None:

@@ -57,7 +57,7 @@ def test_a_full_buffer_is_written_out_and_an_emptier_one_is_not(tmp_path: Path) 
     assert len(read_spool(spool(tmp_path)).steps) == 4
 
 
-def test_steps_are_written_out_after_the_interval_with_a_sign_of_life(tmp_path: Path) -> None:
+def test_steps_are_written_out_after_the_interval_with_a_heartbeat(tmp_path: Path) -> None:
     signs: list[int] = []
     recorder = StepRecorder(SpoolWriter(spool(tmp_path), CLOCK), on_flush=lambda: signs.append(1))
     recorder.add_step(step(1))

@@ -13,9 +13,9 @@ from penstock.results.history.run_selection import INCOMPLETE, parse_outcomes
 from penstock.submission.reports.findings_export import FINDING_COLUMNS
 from penstock.submission.reports.result_figures import (
     CONFIDENCE,
-    MOST_SCORE,
-    OF_MEAN_DEVIATION,
-    OF_MEDIAN_DEVIATION,
+    MAX_SCORE,
+    MEAN_DEVIATION_SCALE,
+    MEDIAN_DEVIATION_SCALE,
 )
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -41,6 +41,6 @@ def test_every_verb_and_option_of_the_section_is_there() -> None:
 
 def test_columns_and_limits_of_reports_are_those_of_the_code() -> None:
     assert ", ".join(FINDING_COLUMNS) in SUBMISSION
-    for number in (MOST_SCORE, OF_MEDIAN_DEVIATION, OF_MEAN_DEVIATION):
+    for number in (MAX_SCORE, MEDIAN_DEVIATION_SCALE, MEAN_DEVIATION_SCALE):
         assert f"{number}" in SUBMISSION
     assert f"{CONFIDENCE * 100:.0f} % confidence" in SUBMISSION

@@ -121,7 +121,7 @@ def test_a_rank_without_counted_steps_is_left_out_of_the_skew() -> None:
         ([rank_of(0, (0.05, 0.95, 0.0), read=0.5)], Bottleneck.NONE, "95.0% was computation"),
         ([rank_of(0, (0.5, 0.5, 0.0), read=0.9, decode=0.1)], Bottleneck.STORAGE, "900 ms reading"),
         ([rank_of(0, (0.5, 0.5, 0.0), read=0.1, decode=0.9)], Bottleneck.CLIENT_CPU, "900 ms decoding"),
-        ([rank_of(0, (0.5, 0.5, 0.0))], Bottleneck.STORAGE, "did not tell reading from decoding"),
+        ([rank_of(0, (0.5, 0.5, 0.0))], Bottleneck.STORAGE, "did not separate reading from decoding"),
         ([rank_of(0, (0.1, 0.5, 0.4), read=0.1)], Bottleneck.BARRIER, "cores that ranks share"),
         ([rank_of(0, (0.1, 0.5, 0.0), harness=0.4)], Bottleneck.CLIENT_CPU, "between steps"),
     ],
@@ -137,7 +137,7 @@ def test_one_slow_path_to_storage_is_storage_and_the_rank_is_named() -> None:
     ranks.append(rank_of(3, (2.0, 1.0, 0.0), read=2.0))
     verdict = find_bottleneck(times_of(*ranks), threshold=0.9)
     assert verdict.bottleneck is Bottleneck.STORAGE
-    assert "Rank 3 waits 2.00 s a step, the middle rank 100 ms" in verdict.evidence[-1]
+    assert "Rank 3 waits 2.00 s a step, the median rank 100 ms" in verdict.evidence[-1]
 
 
 def test_even_waits_name_no_rank() -> None:

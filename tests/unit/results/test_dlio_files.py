@@ -15,10 +15,18 @@ from tests.support.run_events import RankScript, even_run
 
 from penstock.errors import StorageError
 from penstock.results.dlio.dlio_result import read_dlio_result
-from penstock.results.dlio.metrics_summary import DlioOutputs, checkpoint_sizes, metric_lines, summary
-from penstock.results.dlio.output_files import HydraFacts, rank_output, rank_per_epoch_stats, write_dlio_files
-from penstock.results.host_facts import HostFacts
-from penstock.results.phase_figures import mean_of, phase_figures
+from penstock.results.dlio.output_files import (
+    DlioOutputs,
+    HydraFacts,
+    checkpoint_sizes,
+    metric_lines,
+    rank_output,
+    rank_per_epoch_stats,
+    summary,
+    write_dlio_files,
+)
+from penstock.results.phase_figures import compute_phase_figures, mean_and_stdev
+from penstock.results.provenance import HostFacts
 from penstock.results.run_comparison import summarize_run
 from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.workload.loading import load
@@ -91,8 +99,8 @@ def run_of(ranks: list[RankEvents], **changes: Any) -> DlioOutputs:
         hosts=hosts,
         started=START,
         ended=START + timedelta(seconds=30),
-        train=phase_figures(ranks, workload),
-        evaluation=phase_figures(ranks, workload, phase=StepPhase.EVAL),
+        train=compute_phase_figures(ranks, workload),
+        evaluation=compute_phase_figures(ranks, workload, phase=StepPhase.EVAL),
     )
     return replace(plain, **changes)
 
@@ -181,7 +189,7 @@ def test_gb_is_gib_and_caching_is_a_matter_of_memory() -> None:
 def test_success_is_the_thresholds_word(full_run: DlioOutputs) -> None:
     assert summary(full_run)["metric"]["train_au_meet_expectation"] == "success"
     strict = replace(full_run.workload, metric=Metric(au=0.99))
-    failed = replace(full_run, train=phase_figures(full_run.ranks, strict))
+    failed = replace(full_run, train=compute_phase_figures(full_run.ranks, strict))
     assert summary(failed)["metric"]["train_au_meet_expectation"] == "fail"
 
 
@@ -281,7 +289,7 @@ def test_configuration_that_cannot_be_read_is_noted(tmp_path: Path) -> None:
     assert found.host_memory_gib == (2.5,)
     assert found.metrics == {}
     assert any("cannot read overrides.yaml" in note for note in found.notes)
-    assert any("no summary" in note for note in found.notes)
+    assert any("Not a summary" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -338,10 +346,10 @@ def test_our_formulas_of_means_and_sizes_are_those_of_published_summaries() -> N
     """Means, deviations, nominal I/O and sizes, recomputed from the published figures of each epoch."""
     for folder in published_runs():
         found = read_dlio_result(folder)
-        rates, record_bytes = mean_of(found.samples_per_s), found.workload["dataset"]["record_length"]
+        rates, record_bytes = mean_and_stdev(found.samples_per_s), found.workload["dataset"]["record_length"]
         metric = found.metrics
-        assert mean_of(found.au_percent).mean == pytest.approx(found.au_mean_percent)
-        assert mean_of(found.au_percent).stdev == pytest.approx(metric["train_au_stdev_percentage"])
+        assert mean_and_stdev(found.au_percent).mean == pytest.approx(found.au_mean_percent)
+        assert mean_and_stdev(found.au_percent).stdev == pytest.approx(metric["train_au_stdev_percentage"])
         assert rates.mean == pytest.approx(found.samples_per_s_mean)
         assert rates.mean * record_bytes / 2**20 == pytest.approx(found.io_mib_per_s_mean)
         assert rates.stdev * record_bytes / 2**20 == pytest.approx(metric["train_io_stdev_MB_per_second"])

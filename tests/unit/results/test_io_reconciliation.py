@@ -30,7 +30,7 @@ def traffic(
     }
     return HostTraffic(
         host=host,
-        sight=CounterCoverage(
+        coverage=CounterCoverage(
             watched=watched, device="vda" if watched == "device" else "", reason="tmpfs shows none"
         ),
         hardware=HARDWARE,

@@ -13,8 +13,8 @@ from tests.support.run_events import RankScript, even_run
 from penstock.errors import StorageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.event_files import SpoolWriter, recompute_figures, spool_path
-from penstock.results.host_facts import HostFacts
-from penstock.results.phase_figures import phase_figures
+from penstock.results.phase_figures import compute_phase_figures
+from penstock.results.provenance import HostFacts
 from penstock.results.run_comparison import (
     VARIABLE_SETTINGS,
     RunSummary,
@@ -41,7 +41,7 @@ HOST = HostFacts(
 def finished_run(parent: Path, *settings: str, num_ranks: int = 2, num_steps: int = 4) -> Path:
     workload = load("unet3d_h100", overrides=parse_settings(settings)).workload
     with ActiveRun.start(parent, a_request(workload, num_ranks)) as run:
-        run.finish(train=phase_figures(even_run(num_ranks=num_ranks, num_steps=num_steps), workload))
+        run.finish(train=compute_phase_figures(even_run(num_ranks=num_ranks, num_steps=num_steps), workload))
     return run.folder
 
 
@@ -103,7 +103,7 @@ def test_a_run_without_figures_has_none_in_its_view(tmp_path: Path) -> None:
     with ActiveRun.start(tmp_path, a_request(load("unet3d_h100").workload, 2)) as run:
         view = summarize_run(run.folder)
         assert (view.outcome, view.au_compat_percent, view.bottleneck) == ("running", None, None)
-        run.finish(train=phase_figures(even_run(num_steps=1), load("unet3d_h100").workload))
+        run.finish(train=compute_phase_figures(even_run(num_steps=1), load("unet3d_h100").workload))
     view = summarize_run(run.folder)
     assert (view.au_compat_percent, view.au_strict_percent, view.bottleneck) == (0.0, None, None)
 

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.results.active_run import ActiveRun
-from penstock.results.host_facts import read_host
+from penstock.results.provenance import read_host
 from penstock.results.run_folder import RUN_FILE
 from penstock.results.run_record import RunOutcome, RunRequest, read_record
 from penstock.workload.loading import load
@@ -49,7 +49,7 @@ def test_a_folder_without_a_run_is_left_as_it_is(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_not_pushed_aside(tmp_path: Path) -> None:
     with ActiveRun.start_in(tmp_path, request()) as run:
-        with pytest.raises(UsageError, match="under way"):
+        with pytest.raises(UsageError, match="is active"):
             ActiveRun.start_in(tmp_path, request())
         run.finish()
     assert read_record(tmp_path).outcome is RunOutcome.FINISHED

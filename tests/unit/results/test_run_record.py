@@ -20,16 +20,18 @@ from tests.support.run_events import even_run
 from penstock.errors import StorageError, UsageError
 from penstock.results import run_folder
 from penstock.results.active_run import ActiveRun
-from penstock.results.host_facts import HostFacts, one_per_host, read_host
-from penstock.results.phase_figures import PhaseFigures, phase_figures
+from penstock.results.phase_figures import PhaseFigures, compute_phase_figures
 from penstock.results.provenance import (
     GitState,
+    HostFacts,
     ProcessMark,
     git_state,
+    identify_this_process,
     is_alive,
-    mark_this_process,
     package_versions,
-    redacted,
+    read_host,
+    redact,
+    unique_hosts,
 )
 from penstock.results.published_files import publishing, write_json
 from penstock.results.run_record import (
@@ -100,7 +102,7 @@ def golden_record() -> RunRecord:
 def golden_figures() -> PhaseFigures:
     dataset = replace(unet3d().dataset, num_files_train=16)
     reader = replace(unet3d().reader, batch_size=2)
-    figures = phase_figures(even_run(), replace(unet3d(), dataset=dataset, reader=reader))
+    figures = compute_phase_figures(even_run(), replace(unet3d(), dataset=dataset, reader=reader))
     assert figures is not None
     assert figures.times is not None
     return replace(figures, times=replace(figures.times, by_rank={}))
@@ -135,7 +137,7 @@ def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_run_is_recorded_before_it_starts_and_closed_with_its_figures(tmp_path: Path) -> None:
-    figures = phase_figures(even_run(), unet3d())
+    figures = compute_phase_figures(even_run(), unet3d())
     with ActiveRun.start(tmp_path / "deep" / "results", request(seeds={"order": 7})) as run:
         seen = read_record(run.folder)
         assert (seen.outcome, seen.ended_at, seen.train) == (RunOutcome.RUNNING, None, None)
@@ -161,7 +163,7 @@ def test_a_run_is_recorded_before_it_starts_and_closed_with_its_figures(tmp_path
         (
             KeyboardInterrupt(),
             RunOutcome.INTERRUPTED,
-            "Stopped: by its user, or because another rank failed.",
+            "Stopped by its user, or because another rank failed.",
         ),
         (
             StorageError("The disk is gone", uri="/x"),
@@ -195,7 +197,7 @@ def test_a_run_that_ends_without_figures_has_failed(tmp_path: Path) -> None:
 
 def test_a_figureless_finish_is_a_finish(tmp_path: Path) -> None:
     with ActiveRun.start(tmp_path, request()) as run:
-        run.finish(train=phase_figures(even_run(num_steps=1), unet3d()))
+        run.finish(train=compute_phase_figures(even_run(num_steps=1), unet3d()))
     seen = read_record(run.folder)
     assert seen.outcome is RunOutcome.FINISHED
     assert seen.train is not None
@@ -207,7 +209,7 @@ def running(mark: ProcessMark) -> RunRecord:
 
 
 def test_a_killed_run_counts_as_interrupted() -> None:
-    own = mark_this_process()
+    own = identify_this_process()
     assert as_of_now(running(own), 10**6).outcome is RunOutcome.RUNNING
     reused = replace(own, start_ticks=own.start_ticks - 1)
     seen = as_of_now(running(reused), 0.0)
@@ -215,19 +217,19 @@ def test_a_killed_run_counts_as_interrupted() -> None:
 
 
 def test_a_run_elsewhere_counts_as_running_while_it_gives_signs_of_life() -> None:
-    elsewhere = replace(mark_this_process(), boot_id="another")
+    elsewhere = replace(identify_this_process(), boot_id="another")
     assert as_of_now(running(elsewhere), LONGEST_SILENCE_S - 1).outcome is RunOutcome.RUNNING
     seen = as_of_now(running(elsewhere), 3600.0)
     assert (seen.outcome, seen.why) == (
         RunOutcome.INTERRUPTED,
-        "No sign of life from its host for 1 h 00 min.",
+        "No heartbeat from its host for 1 h 00 min.",
     )
 
 
-def test_a_sign_of_life_is_the_files_time(tmp_path: Path) -> None:
+def test_heartbeat_sets_the_time_of_the_file(tmp_path: Path) -> None:
     with ActiveRun.start(tmp_path, request()) as run:
         os.utime(run.folder / "run.json", (0, 0))
-        run.sign_of_life()
+        run.heartbeat()
         assert (run.folder / "run.json").stat().st_mtime > 10**9
         run.finish()
 
@@ -236,7 +238,7 @@ def test_a_process_is_known_by_more_than_its_number() -> None:
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         stat = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()
-        mark = replace(mark_this_process(), pid=sleeper.pid, start_ticks=int(stat[19]))
+        mark = replace(identify_this_process(), pid=sleeper.pid, start_ticks=int(stat[19]))
         assert is_alive(mark) is True
     finally:
         sleeper.kill()
@@ -306,14 +308,14 @@ def test_every_workload_survives_its_record(name: str) -> None:
     ],
 )  # fmt: skip
 def test_no_secret_of_a_command_line_is_recorded(words: list[str], wanted: list[str]) -> None:
-    assert redacted(words) == tuple(wanted)
+    assert redact(words) == tuple(wanted)
 
 
 @given(st.text(string.ascii_letters + string.digits, min_size=8, max_size=20))
 def test_a_secret_value_never_shows(secret: str) -> None:
     secret = f"zq{secret}"
     words = ["-o", f"secret_access_key={secret}", "--token", secret, f"s3://b?password={secret}"]
-    assert secret not in " ".join(redacted(words))
+    assert secret not in " ".join(redact(words))
 
 
 def test_the_users_settings_are_recorded_without_secrets(tmp_path: Path) -> None:
@@ -341,7 +343,7 @@ def test_facts_of_this_host_are_read() -> None:
 
 def test_hosts_are_listed_once_in_the_order_of_ranks() -> None:
     other = replace(HOST, host="node0")
-    assert one_per_host([HOST, HOST, other, HOST]) == (HOST, other)
+    assert unique_hosts([HOST, HOST, other, HOST]) == (HOST, other)
 
 
 def test_versions_are_those_installed() -> None:

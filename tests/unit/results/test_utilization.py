@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.run_events import RankScript, even_run
 
-from penstock.results.phase_figures import mean_of, phase_figures
+from penstock.results.phase_figures import compute_phase_figures, mean_and_stdev
 from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.results.utilization import (
     UtilizationWindow,
@@ -237,7 +237,7 @@ WORKLOAD = Workload(
 
 
 def test_a_runs_figures_are_means_over_epochs() -> None:
-    figures = phase_figures(even_run(num_ranks=2, num_epochs=2, num_steps=4), WORKLOAD)
+    figures = compute_phase_figures(even_run(num_ranks=2, num_epochs=2, num_steps=4), WORKLOAD)
     assert figures is not None
     assert figures.au_compat_percent.mean == pytest.approx(90.0)
     assert figures.au_compat_percent.stdev == pytest.approx(0.0)
@@ -254,20 +254,20 @@ def test_the_threshold_is_met_from_its_very_value_on() -> None:
     ranks = [one_block((1, 1, 0), (0, 1, 0), (1, 2, 0))]
     at = replace(WORKLOAD, metric=Metric(au=0.75))
     above = replace(WORKLOAD, metric=Metric(au=0.7501))
-    assert [getattr(phase_figures(ranks, each), "meets_threshold", None) for each in (at, above)] == [
+    assert [getattr(compute_phase_figures(ranks, each), "meets_threshold", None) for each in (at, above)] == [
         True,
         False,
     ]
 
 
 def test_a_run_without_a_completed_block_has_no_figures() -> None:
-    assert phase_figures([], WORKLOAD) is None
-    assert phase_figures([RankScript().events()], WORKLOAD) is None
-    assert phase_figures(even_run(), WORKLOAD, phase=StepPhase.EVAL) is None
+    assert compute_phase_figures([], WORKLOAD) is None
+    assert compute_phase_figures([RankScript().events()], WORKLOAD) is None
+    assert compute_phase_figures(even_run(), WORKLOAD, phase=StepPhase.EVAL) is None
 
 
 def test_a_run_of_excluded_steps_alone_has_neither_times_nor_verdict() -> None:
-    figures = phase_figures(even_run(num_steps=1), WORKLOAD)
+    figures = compute_phase_figures(even_run(num_steps=1), WORKLOAD)
     assert figures is not None
     assert (figures.au_strict_percent, figures.times, figures.verdict) == (None, None, None)
     assert figures.au_compat_percent.mean == 0.0
@@ -278,11 +278,11 @@ def test_a_run_of_excluded_steps_alone_has_neither_times_nor_verdict() -> None:
 
 
 def test_a_run_with_steps_that_count_has_nothing_to_explain() -> None:
-    figures = phase_figures(even_run(num_steps=5), WORKLOAD)
+    figures = compute_phase_figures(even_run(num_steps=5), WORKLOAD)
     assert figures is not None
     assert figures.notes == ()
 
 
 def test_the_deviation_is_the_populations() -> None:
-    assert mean_of([1.0, 3.0]).stdev == 1.0
-    assert mean_of([2.0]).stdev == 0.0
+    assert mean_and_stdev([1.0, 3.0]).stdev == 1.0
+    assert mean_and_stdev([2.0]).stdev == 0.0

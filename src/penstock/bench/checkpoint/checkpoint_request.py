@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.bench.checkpoint.checkpoint_folder import CheckpointShape
 from penstock.results.dlio.output_files import HYDRA_FOLDER
-from penstock.results.host_facts import read_host
+from penstock.results.provenance import read_host
 from penstock.workload.choices import CheckpointMode
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from penstock.checkpoint.saving.pipeline import PipelineSettings
     from penstock.cluster.gates.preflight import PreflightResult
     from penstock.environment import Environment
-    from penstock.results.host_facts import ReadHostFacts
+    from penstock.results.provenance import ReadHostFacts
     from penstock.storage import Storage
     from penstock.workload.checkpoint_model import CheckpointModel
 

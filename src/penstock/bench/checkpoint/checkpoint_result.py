@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.results.checkpoint_figures import FORMAT_VERSION
-from penstock.results.phase_figures import mean_of
+from penstock.results.phase_figures import mean_and_stdev
 from penstock.storage.protocol import OptionValue
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def _sums(every: Sequence[PipelineFigures]) -> dict[str, Any]:
 
 def _rates(counted: Sequence[PipelineFigures], every: Sequence[PipelineFigures]) -> dict[str, Any]:
     """Rates of storage over the rounds that count; that of content over all, as memory does not serve it."""
-    rate = mean_of([phase.gib_per_s for phase in counted]) if counted else None
+    rate = mean_and_stdev([phase.gib_per_s for phase in counted]) if counted else None
     content, store = _overall(every, "content_busy_s"), _overall(counted, "storage_busy_s")
     return {
         "gib_per_s": _overall(counted, "duration_s"),

@@ -44,11 +44,9 @@ from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.dataset.content import CONTENT_VERSION, Content
 from penstock.results.active_run import ActiveRun
 from penstock.results.counter_files import gather_counters
-from penstock.results.dlio.metrics_summary import DlioOutputs
-from penstock.results.dlio.output_files import HydraFacts, write_dlio_files
+from penstock.results.dlio.output_files import DlioOutputs, HydraFacts, write_dlio_files
 from penstock.results.event_files import SpoolWriter, gather_events, read_events, spool_path
-from penstock.results.host_facts import one_per_host
-from penstock.results.provenance import redacted
+from penstock.results.provenance import redact, unique_hosts
 from penstock.results.published_files import write_json
 from penstock.results.run_folder import CHECKPOINTS_FILE
 from penstock.results.run_record import RunRequest
@@ -62,8 +60,8 @@ if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import RoundFigures
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
-    from penstock.results.host_facts import HostFacts
     from penstock.results.io_reconciliation import IoReconciliation
+    from penstock.results.provenance import HostFacts
 
 
 def _write_results(
@@ -86,7 +84,7 @@ def _write_results(
         ),
         HydraFacts(
             workload_name=request.model.name,
-            overrides=redacted(request.overrides),
+            overrides=redact(request.overrides),
             subfolder=request.hydra_subfolder,
             working_folder=str(Path.cwd()),
             run_folder=str(run.folder),
@@ -115,7 +113,7 @@ def run_checkpoints(
     num_writes = sum(each.direction == "write" for each in prepared.rounds)
     sizes = request.layout.bytes_of_processes().tolist()
     require_room(find_local_root(storage), [size * num_writes for size in sizes], comm=comm)
-    facts = one_per_host(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
+    facts = unique_hosts(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
     shift = rank_shift(hosts) if request.model.workload.checkpoint.recovery_rank_shift else 0
     if request.model.workload.checkpoint.recovery_rank_shift and not shift:
         tell("checkpoint.recovery_rank_shift: all ranks are on one host, so each reads what it wrote")
@@ -139,7 +137,7 @@ def run_checkpoints(
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
         board = ProgressBoard(folder / PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size)
         outputs = ProgressOutputs(
-            progress=progress, sign_of_life=run.sign_of_life if run else _nobody_asks, tell=tell
+            progress=progress, heartbeat=run.heartbeat if run else _nobody_asks, tell=tell
         )
         session = _Session(
             request=request,

@@ -72,7 +72,7 @@ class ProgressOutputs:
     """Where rank 0 reports progress: a bar, the run's record (a sign of life), and a line a minute."""
 
     progress: Progress
-    sign_of_life: Callable[[], None]
+    heartbeat: Callable[[], None]
     tell: Callable[[str], None]
 
 
@@ -126,7 +126,7 @@ class RoundProgress:
             self._show(sum(moved))
             now_s = time.monotonic()
             if now_s - signed_s >= SIGN_INTERVAL_S:
-                self._onlookers.sign_of_life()
+                self._onlookers.heartbeat()
                 signed_s = now_s
             if now_s - told_s >= TELL_INTERVAL_S:
                 self._onlookers.tell(f"{title}: {format_progress(moved, bytes_of_ranks, now_s - began_s)}")

@@ -19,7 +19,7 @@ from penstock.bench.training.sample_sharding import RankEpoch
 from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
 from penstock.bench.training.training_result import HarnessLimit
 from penstock.errors import ObjectNotFound
-from penstock.results.phase_figures import phase_figures
+from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankEvents, SpanEvent, StepEvent, StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
@@ -75,7 +75,7 @@ def measure_harness_limit(
         comm.barrier(awaiting="all ranks to begin the ceiling run")
         loop.train(work, 1, num_steps)
     mine = recorder.events(rank=comm.rank, host=comm.host)
-    figures = phase_figures(comm.gather(mine, awaiting="the ceiling run of all ranks"), workload)
+    figures = compute_phase_figures(comm.gather(mine, awaiting="the ceiling run of all ranks"), workload)
     if figures is None or figures.times is None:
         return None
     strict = figures.au_strict_percent

@@ -76,7 +76,7 @@ class TrainingCheckpoints:
         comm: Comm,
         board: Path,
         recorder: StepRecorder,
-        sign_of_life: Callable[[], None],
+        heartbeat: Callable[[], None],
     ) -> TrainingCheckpoints:
         """Check that there is room for all of them, and warm up. Collective."""
         num_due = count_due(request.when, epochs)
@@ -88,7 +88,7 @@ class TrainingCheckpoints:
             memory.touch()
             Content(request.seed, 0)
         # A bar shows the epoch; what a checkpoint adds to it would be no step.
-        outputs = ProgressOutputs(progress=Silent(), sign_of_life=sign_of_life, tell=_nobody_listens)
+        outputs = ProgressOutputs(progress=Silent(), heartbeat=heartbeat, tell=_nobody_listens)
         watch = RoundProgress(
             ProgressBoard(board, rank=comm.rank, num_ranks=comm.size), rank=comm.rank, outputs=outputs
         )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.sample_decoder import ContentCheck
 from penstock.results.dlio.output_files import HYDRA_FOLDER
-from penstock.results.host_facts import read_host
+from penstock.results.provenance import read_host
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import LoaderOptions, OpenStorage
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_files import OpenFormat
     from penstock.cluster.gates.preflight import PreflightResult
     from penstock.environment import Environment
-    from penstock.results.host_facts import ReadHostFacts
+    from penstock.results.provenance import ReadHostFacts
     from penstock.workload.spec import Workload
 
 

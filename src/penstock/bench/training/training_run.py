@@ -36,12 +36,10 @@ from penstock.dataset.formats import open_format
 from penstock.errors import StorageError, UsageError
 from penstock.results.active_run import ActiveRun
 from penstock.results.counter_files import gather_counters
-from penstock.results.dlio.metrics_summary import DlioOutputs
-from penstock.results.dlio.output_files import HydraFacts, write_dlio_files
+from penstock.results.dlio.output_files import DlioOutputs, HydraFacts, write_dlio_files
 from penstock.results.event_files import SpoolWriter, gather_events, read_events, spool_path
-from penstock.results.host_facts import one_per_host
-from penstock.results.phase_figures import phase_figures
-from penstock.results.provenance import redacted
+from penstock.results.phase_figures import compute_phase_figures
+from penstock.results.provenance import redact, unique_hosts
 from penstock.results.published_files import write_json
 from penstock.results.run_record import RunRequest
 from penstock.results.step_events import StepPhase
@@ -57,7 +55,7 @@ if TYPE_CHECKING:
     from penstock.bench.training.training_result import HarnessLimit
     from penstock.cluster.comm import Comm
     from penstock.progress import Progress
-    from penstock.results.host_facts import HostFacts
+    from penstock.results.provenance import HostFacts
     from penstock.storage import Storage
     from penstock.workload.spec import Workload
 
@@ -74,10 +72,10 @@ def _write_results(
     # Without computation every ceiling is near 0, and says nothing about this client.
     is_computing = not workload.train.computation_time.is_zero
     share = stages.ceiling.compute_share if stages.ceiling and is_computing else None
-    train = phase_figures(events, workload, ceiling=share)
+    train = compute_phase_figures(events, workload, ceiling=share)
     if train is None:
         raise StorageError("The run left no completed epoch", uri=str(run.folder))
-    evaluation = phase_figures(events, workload, phase=StepPhase.EVAL)
+    evaluation = compute_phase_figures(events, workload, phase=StepPhase.EVAL)
     write_json(run.folder, STAGES_FILE, stages.document())
     write_dlio_files(
         run.folder,
@@ -92,7 +90,7 @@ def _write_results(
         ),
         HydraFacts(
             workload_name=workload.full_name,
-            overrides=redacted(request.overrides),
+            overrides=redact(request.overrides),
             subfolder=request.hydra_subfolder,
             working_folder=str(Path.cwd()),
             run_folder=str(run.folder),
@@ -176,7 +174,7 @@ def train(request: TrainingRequest, storage: Storage, *, comm: Comm, progress: P
         progress=progress,
         reader=request.reader,
     )
-    hosts = one_per_host(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
+    hosts = unique_hosts(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
     with ExitStack() as open_things:
         run = None
         if comm.rank == 0:
@@ -230,7 +228,7 @@ class _Session:
             workload, self.prepared, self.storage, rank=self.comm.rank, handling=handling
         )
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
-        sign = run.sign_of_life if run else _nobody_asks
+        sign = run.heartbeat if run else _nobody_asks
         observer = DeviceObserver(self.comm, folder, self.storage)
         with observer, StepRecorder(spool, on_flush=sign) as recorder:
             saver = self._saver(folder, recorder, sign)
@@ -279,7 +277,7 @@ class _Session:
             return None
         epochs = [(epoch.epoch, epoch.num_steps) for epoch in self.prepared.plan.epochs]
         return TrainingCheckpoints.begin(
-            wish, epochs, comm=self.comm, board=folder / PROGRESS_FILE, recorder=recorder, sign_of_life=sign
+            wish, epochs, comm=self.comm, board=folder / PROGRESS_FILE, recorder=recorder, heartbeat=sign
         )
 
     def _ceiling(self) -> HarnessLimit | None:

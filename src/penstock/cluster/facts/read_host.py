@@ -21,7 +21,7 @@ from penstock.cluster.doctor import clock_is_synchronised
 from penstock.cluster.facts.host_facts import Clock, Cpu, Drive, HostReport, Mount, Nic, NumaNode
 from penstock.cluster.facts.redaction import SYSCTLS, redact_environment, redact_mount_option, redact_value
 from penstock.environment import Environment
-from penstock.results.host_facts import memory_bytes, read_meminfo
+from penstock.results.provenance import memory_bytes, read_meminfo
 
 OPEN_FILES: Final = "open files"
 PROCESSES: Final = "processes"

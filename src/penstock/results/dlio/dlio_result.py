@@ -1,9 +1,7 @@
-"""A run that DLIO left, of whatever version, as far as it can be understood: for comparison with ours.
+"""Read a run of any version of DLIO as far as possible, for comparison with our own runs.
 
-Place in the flow: an edge, and the only tolerant one: what is missing or odd is noted, never guessed.
+The only tolerant reader: what is missing or malformed is noted, never guessed.
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -22,7 +20,7 @@ _EXPECTED: Final = ("start", "end", "epochs", "num_accelerators", "num_hosts", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DlioResult:
-    """What a run of DLIO says of itself. None where it does not say, or says no number.
+    """What a run of DLIO states. None for what it does not state, or not as a number.
 
     Throughputs are means over epochs; `io_mib_per_s` is nominal. `workload` is the configuration under DLIO's
     keys, empty if it was not kept; `durations_s` of epochs are rank 0's.
@@ -49,7 +47,7 @@ class DlioResult:
 
 
 def read_dlio_result(folder: Path) -> DlioResult:
-    """The run in `folder`; `StorageError` only where its summary is none at all."""
+    """Read the run in `folder`; `StorageError` only if its summary cannot be read at all."""
     summary = _json(folder / SUMMARY_FILE)
     metric = summary.get("metric")
     metrics = metric if isinstance(metric, dict) else {}
@@ -82,22 +80,22 @@ def read_dlio_result(folder: Path) -> DlioResult:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise StorageError(f"Cannot read this summary: {error}", uri=str(path)) from error
-    if not isinstance(found, dict):
-        raise StorageError("This is no summary of a run", uri=str(path))
-    return found
+    if not isinstance(document, dict):
+        raise StorageError("Not a summary of a run", uri=str(path))
+    return document
 
 
 def _configuration(folder: Path) -> tuple[list[str], dict[str, Any], list[str]]:
-    """Overrides and workload from whichever sub-folder has them: `.hydra`, `configs`, `dlio_config`, ..."""
-    found = sorted(folder.glob("*/overrides.yaml"))
-    if not found:
+    """Overrides and workload from the sub-folder that has them: `.hydra`, `configs`, `dlio_config`, ..."""
+    overrides_files = sorted(folder.glob("*/overrides.yaml"))
+    if not overrides_files:
         return [], {}, ["its configuration was not kept"]
     notes: list[str] = []
-    overrides = _read_yaml(found[0], notes)
-    config = _read_yaml(found[0].with_name("config.yaml"), notes)
+    overrides = _read_yaml(overrides_files[0], notes)
+    config = _read_yaml(overrides_files[0].with_name("config.yaml"), notes)
     workload = config.get("workload", {}) if isinstance(config, dict) else {}
     return (
         [word for word in overrides if isinstance(word, str)] if isinstance(overrides, list) else [],

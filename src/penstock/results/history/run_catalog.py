@@ -1,28 +1,21 @@
-"""What is known of every run of a results folder: its entries joined with the folders that are on disk.
+"""All runs of a results folder: the entries of its history joined with the folders on disk.
 
-Place in the flow: `file` and folders -> kept runs -> listed, selected, restored. Invariants: the disk says
-where a folder is, the history what became of it; a folder without an entry and an entry without a folder are
-both told as what they are.
+`penstock results ls`, `rm`, `restore` and `rerun` use it. Invariants: the disk decides where a folder is, the
+history what happened to it; a folder without an entry and an entry without a folder are both listed.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError, UsageError
 from penstock.results.history.history_file import FolderMoved, HistoryEntry, HistoryFile, RunBegan, RunEnded
 from penstock.results.provenance import is_alive
-from penstock.results.run_comparison import summarize_run
+from penstock.results.run_comparison import RunSummary, summarize_run
 from penstock.results.run_folder import RUN_FILE, is_run, resolve_run, run_folders
 from penstock.storage.files.system_calls import translate_os_errors
-
-if TYPE_CHECKING:
-    from penstock.results.run_comparison import RunSummary
 
 
 class FolderPlace(StrEnum):
@@ -36,9 +29,9 @@ class FolderPlace(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogedRun:
-    """One run. `id` is that of its entry, else its folder's name; `path` is None where no folder is left.
+    """One run. `id` is that of its entry, else its folder's name; `path` is None if the folder is gone.
 
-    `outcome` is its record's, or `unreadable`, or `unknown`; `began` None where nobody entered it.
+    `outcome` is its record's, or `unreadable`, or `unknown`; `began` is None without an entry.
     """
 
     id: str
@@ -51,24 +44,24 @@ class CatalogedRun:
     workload: str
     started: datetime | None
     began: RunBegan | None
-    view: RunSummary | None
+    summary: RunSummary | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCatalog:
-    """All runs, newest first, and a sentence for each line of the history that could not be read."""
+    """All runs, newest first, and a sentence for each line of the history that cannot be read."""
 
     runs: tuple[CatalogedRun, ...]
     complaints: tuple[str, ...]
     has_history: bool
 
     def at(self, where: FolderPlace) -> tuple[CatalogedRun, ...]:
-        """The runs whose folders are there."""
+        """The runs whose folders are in this place."""
         return tuple(run for run in self.runs if run.where is where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Story:
+class _History:
     """The entries by run: the latest of each kind."""
 
     began: Mapping[str, RunBegan]
@@ -76,42 +69,42 @@ class _Story:
     moved: Mapping[str, FolderMoved]
     folders: Mapping[str, str]
     owners: Mapping[str, str]
-    """Which run a folder's name belongs to: the last that began in it."""
+    """The run that a folder's name belongs to: the last one that began in it."""
 
 
 def read_catalog(parent: Path) -> RunCatalog:
-    """Everything that is known of the runs right below `parent`."""
-    history = HistoryFile(parent)
-    lines = history.read()
-    story = _story(lines.entries)
-    found = [*_here(parent, story), *_in_trash(history, story)]
+    """Read the catalog of the runs directly below `parent`."""
+    history_file = HistoryFile(parent)
+    lines = history_file.read()
+    history = _index_entries(lines.entries)
+    found = [*_list_present(parent, history), *_list_trashed(history_file, history)]
     seen = {run.id for run in found}
-    found.extend(_without_folder(began, story) for began in story.began.values() if began.run not in seen)
+    found.extend(_catalog_entry(began, history) for began in history.began.values() if began.run not in seen)
     return RunCatalog(
-        runs=tuple(sorted(found, key=_age, reverse=True)),
+        runs=tuple(sorted(found, key=_sort_key, reverse=True)),
         complaints=lines.complaints,
-        has_history=history.exists(),
+        has_history=history_file.exists(),
     )
 
 
 def find_run_folder(text: str, parent: Path) -> Path:
-    """The folder of the run that a person names: by its folder, its id, or a part that only one name has.
+    """Find the folder of the run that a user names: by folder, id, or a unique part of its name.
 
-    One in the trash is found by its name or id.
+    A run in the trash is found by its name or id.
     """
     if any(is_run(folder) for folder in (Path(text), parent / text)):
         return resolve_run(text, parent)
-    history = HistoryFile(parent)
-    own = _story(history.read().entries).folders.get(text)
+    history_file = HistoryFile(parent)
+    own = _index_entries(history_file.read().entries).folders.get(text)
     named = {own} if own else set()
-    removed = [folder for batch in subfolders(history.trash) for folder in subfolders(batch)]
+    removed = [folder for batch in subfolders(history_file.trash) for folder in subfolders(batch)]
     places = [*(parent / name for name in named), *(each for each in removed if each.name in {text, *named})]
     found = next((folder for folder in places if is_run(folder)), None)
     return found or resolve_run(text, parent)
 
 
 def find_run(text: str, runs: tuple[CatalogedRun, ...], *, where: str) -> CatalogedRun:
-    """The run of `runs` that a person names, likewise."""
+    """Find the run that a user names among `runs`, in the same way."""
     exact = [run for run in runs if text in (run.id, run.folder) or Path(text) == run.path]
     found = exact or [run for run in runs if text and text in run.folder]
     if len(found) == 1:
@@ -119,14 +112,14 @@ def find_run(text: str, runs: tuple[CatalogedRun, ...], *, where: str) -> Catalo
     if found:
         names = ", ".join(run.folder for run in found[:3])
         raise UsageError(
-            f"{text!r} names {len(found)} runs: {names}", fix="Write more of the name, or the id."
+            f"{text!r} names {len(found)} runs: {names}", fix="Give more of the name, or the id."
         )
     raise UsageError(
         f"No run is called {text!r}", where=where, fix="`penstock results ls FOLDER` lists them."
     )
 
 
-def _story(entries: tuple[HistoryEntry, ...]) -> _Story:
+def _index_entries(entries: tuple[HistoryEntry, ...]) -> _History:
     began: dict[str, RunBegan] = {}
     ended: dict[str, RunEnded] = {}
     moved: dict[str, FolderMoved] = {}
@@ -141,39 +134,41 @@ def _story(entries: tuple[HistoryEntry, ...]) -> _Story:
                 published[entry.run] = entry.folder
             case FolderMoved():
                 moved[entry.run] = entry
-    folders = {each.run: each.folder for each in began.values()} | published
+    folders = {entry.run: entry.folder for entry in began.values()} | published
     owners = {folder: run for run, folder in folders.items()}
-    return _Story(began=began, ended=ended, moved=moved, folders=folders, owners=owners)
+    return _History(began=began, ended=ended, moved=moved, folders=folders, owners=owners)
 
 
-def _here(parent: Path, story: _Story) -> Iterator[CatalogedRun]:
+def _list_present(parent: Path, history: _History) -> Iterator[CatalogedRun]:
     folders = {folder.name: folder for folder in run_folders(parent)}
-    for name in story.owners:
+    for name in history.owners:
         if name not in folders and (parent / name).is_dir():
             folders[name] = parent / name
     for name, folder in folders.items():
-        yield _on_disk(folder, name, story.owners.get(name, name), story)
+        yield _catalog_folder(folder, name, history.owners.get(name, name), history)
 
 
-def _in_trash(history: HistoryFile, story: _Story) -> Iterator[CatalogedRun]:
-    removed = {(move.batch, move.folder): move.run for move in story.moved.values()}
-    for batch in subfolders(history.trash):
+def _list_trashed(history_file: HistoryFile, history: _History) -> Iterator[CatalogedRun]:
+    removed = {(move.batch, move.folder): move.run for move in history.moved.values()}
+    for batch in subfolders(history_file.trash):
         for folder in subfolders(batch):
-            run = removed.get((batch.name, folder.name), story.owners.get(folder.name, folder.name))
-            yield _on_disk(folder, folder.name, run, story, batch=batch.name)
+            run = removed.get((batch.name, folder.name), history.owners.get(folder.name, folder.name))
+            yield _catalog_folder(folder, folder.name, run, history, batch=batch.name)
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders right below, by name; none where there is no such folder."""
+    """The folders directly below, by name; none if there is no such folder."""
     if not folder.is_dir():
         return []
     with translate_os_errors("Listing the runs", str(folder)):
-        return sorted(each for each in folder.iterdir() if each.is_dir())
+        return sorted(entry for entry in folder.iterdir() if entry.is_dir())
 
 
-def _on_disk(folder: Path, name: str, run_id: str, story: _Story, *, batch: str = "") -> CatalogedRun:
-    began = story.began.get(run_id)
-    view, outcome, why = _seen(folder, began, story)
+def _catalog_folder(
+    folder: Path, name: str, run_id: str, history: _History, *, batch: str = ""
+) -> CatalogedRun:
+    began = history.began.get(run_id)
+    summary, outcome, why = _read_outcome(folder, began, history)
     return CatalogedRun(
         id=run_id,
         folder=name,
@@ -182,54 +177,56 @@ def _on_disk(folder: Path, name: str, run_id: str, story: _Story, *, batch: str 
         batch=batch,
         outcome=outcome,
         why=why,
-        workload=view.workload if view else began.workload if began else "",
-        started=_moment(view.started if view else began.at if began else None),
+        workload=summary.workload if summary else began.workload if began else "",
+        started=_parse_date(summary.started if summary else began.at if began else None),
         began=began,
-        view=view,
+        summary=summary,
     )
 
 
-def _seen(folder: Path, began: RunBegan | None, story: _Story) -> tuple[RunSummary | None, str, str]:
+def _read_outcome(
+    folder: Path, began: RunBegan | None, history: _History
+) -> tuple[RunSummary | None, str, str]:
     if began is not None and not is_run(folder):
-        return (None, *_outcome(began, story, f"There is no {RUN_FILE} in its folder."))
+        return (None, *_infer_outcome(began, history, f"There is no {RUN_FILE} in its folder."))
     try:
-        view = summarize_run(folder)
+        summary = summarize_run(folder)
     except PenstockError as error:
         return None, "unreadable", str(error)
-    return view, view.outcome, view.why
+    return summary, summary.outcome, summary.why
 
 
-def _without_folder(began: RunBegan, story: _Story) -> CatalogedRun:
-    moved = story.moved.get(began.run)
+def _catalog_entry(began: RunBegan, history: _History) -> CatalogedRun:
+    moved = history.moved.get(began.run)
     is_deleted = moved is not None and moved.event == "deleted"
-    later = story.owners[story.folders[began.run]]
+    later = history.owners[history.folders[began.run]]
     gone = f"Its folder is run {later}'s now." if later != began.run else "Its folder is gone."
-    outcome, why = _outcome(began, story, "" if is_deleted else gone)
+    outcome, why = _infer_outcome(began, history, "" if is_deleted else gone)
     return CatalogedRun(
         id=began.run,
-        folder=story.folders[began.run],
+        folder=history.folders[began.run],
         path=None,
         where=FolderPlace.DELETED if is_deleted else FolderPlace.GONE,
         batch=moved.batch if moved else "",
         outcome=outcome,
         why=why,
         workload=began.workload,
-        started=_moment(began.at),
+        started=_parse_date(began.at),
         began=began,
-        view=None,
+        summary=None,
     )
 
 
-def _outcome(began: RunBegan, story: _Story, what: str) -> tuple[str, str]:
-    """How a run without a record ended: as it was entered, else as its process tells."""
-    if (end := story.ended.get(began.run)) is not None:
+def _infer_outcome(began: RunBegan, history: _History, what: str) -> tuple[str, str]:
+    """How a run without a record ended: as it was entered, else by whether its process is alive."""
+    if (end := history.ended.get(began.run)) is not None:
         return end.outcome, " ".join(filter(None, (end.why, what)))
     alive = is_alive(began.process)
     outcome = {True: "running", False: "interrupted", None: "unknown"}[alive]
     return outcome, " ".join(filter(None, ("Its end was never entered.", what)))
 
 
-def _moment(text: str | None) -> datetime | None:
+def _parse_date(text: str | None) -> datetime | None:
     try:
         moment = datetime.fromisoformat(text or "")
     except ValueError:
@@ -237,5 +234,5 @@ def _moment(text: str | None) -> datetime | None:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def _age(run: CatalogedRun) -> tuple[float, str]:
+def _sort_key(run: CatalogedRun) -> tuple[float, str]:
     return (run.started.timestamp() if run.started else 0.0, run.folder)

@@ -1,21 +1,17 @@
-"""Which runs a person means by age, outcome, workload and number: for lists and for removals.
+"""Select runs by age, outcome, workload and number, for lists and for removals.
 
-Pure: runs and criteria in, runs out. Invariant: a removal never takes a run that goes on, and says of each
-run that it spares why.
+Pure: runs and criteria in, runs out. Invariant: a removal never includes an active run, and names the reason
+for each run that it spares.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.errors import UsageError
+from penstock.results.history.run_catalog import CatalogedRun
 from penstock.units import parse_seconds
-
-if TYPE_CHECKING:
-    from penstock.results.history.run_catalog import CatalogedRun
 
 INCOMPLETE: Final = "incomplete"
 OUTCOMES: Final = ("finished", "failed", "interrupted", "running", "unreadable", "unknown")
@@ -24,28 +20,28 @@ _INCOMPLETE: Final = frozenset({"interrupted", "running", "unknown"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCriteria:
-    """What runs must be like; what is None or empty asks nothing."""
+    """What selected runs have in common; None and empty match every run."""
 
     outcomes: frozenset[str] = frozenset()
     workload: str = ""
     begun_before: datetime | None = None
 
     @property
-    def ask_something(self) -> bool:
-        """Whether any run could fall through."""
+    def is_selective(self) -> bool:
+        """Whether any criterion is given."""
         return bool(self.outcomes or self.workload or self.begun_before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemovalPlan:
-    """What a removal takes, and each run that fits but stays, with the reason."""
+    """The runs to remove, and each matching run that stays, with the reason."""
 
-    taken: tuple[CatalogedRun, ...]
+    removed: tuple[CatalogedRun, ...]
     spared: tuple[tuple[CatalogedRun, str], ...]
 
 
 def parse_criteria(*, status: str, workload: str, older_than: str, now: datetime) -> RunCriteria:
-    """Criteria from a person's words."""
+    """Parse the criteria of a command line."""
     return RunCriteria(
         outcomes=parse_outcomes(status) if status else frozenset(),
         workload=workload.lower(),
@@ -54,47 +50,47 @@ def parse_criteria(*, status: str, workload: str, older_than: str, now: datetime
 
 
 def parse_outcomes(text: str) -> frozenset[str]:
-    """Outcomes separated by commas; `incomplete` is every run whose end nobody saw."""
-    found: set[str] = set()
+    """Parse outcomes separated by commas; `incomplete` stands for those without a recorded end."""
+    outcomes: set[str] = set()
     for word in text.split(","):
         if word == INCOMPLETE:
-            found |= _INCOMPLETE
+            outcomes |= _INCOMPLETE
         elif word in OUTCOMES:
-            found.add(word)
+            outcomes.add(word)
         else:
             raise UsageError(
-                f"{word!r} is no outcome of a run",
+                f"{word!r} is not an outcome of a run",
                 where="--status",
-                fix=f"Choose of: {', '.join(OUTCOMES)}, {INCOMPLETE}.",
+                fix=f"Choose from: {', '.join(OUTCOMES)}, {INCOMPLETE}.",
             )
-    return frozenset(found)
+    return frozenset(outcomes)
 
 
 def parse_age(text: str, now: datetime) -> datetime:
-    """The moment that lies `2w`, `7d` or `12h` before `now`, or a date's beginning in UTC."""
+    """Parse an age (`2w`, `7d`, `12h`) as a moment before `now`, or a date as its beginning in UTC."""
     try:
         date = datetime.fromisoformat(text)
     except ValueError:
         try:
-            return now - timedelta(seconds=parse_seconds(_with_unit(text)))
+            return now - timedelta(seconds=parse_seconds(_require_unit(text)))
         except (UsageError, OverflowError) as error:
             raise UsageError(
-                f"{text!r} is no age and no date",
+                f"{text!r} is neither an age nor a date",
                 where="--older-than",
                 fix="Write 2w, 7d, 12h or 2026-01-31.",
             ) from error
     return date if date.tzinfo else date.replace(tzinfo=UTC)
 
 
-def _with_unit(text: str) -> str:
-    """A bare number would be seconds, which nobody means of a run's age."""
+def _require_unit(text: str) -> str:
+    """Refuse a bare number, which would mean seconds: surely not what was meant by a run's age."""
     if not text[-1:].isalpha():
         raise UsageError(f"{text!r} has no unit")
     return text
 
 
 def fits(run: CatalogedRun, wanted: RunCriteria) -> bool:
-    """Whether a run is meant. One that does not say when it began is never old."""
+    """Whether a run matches. One without a start time is never old."""
     if wanted.outcomes and run.outcome not in wanted.outcomes:
         return False
     if wanted.workload and wanted.workload not in run.workload.lower():
@@ -103,13 +99,13 @@ def fits(run: CatalogedRun, wanted: RunCriteria) -> bool:
 
 
 def plan_removal(runs: Sequence[CatalogedRun], wanted: RunCriteria, *, keep_last: int = 0) -> RemovalPlan:
-    """Of `runs`, newest first, those that fit, but not the newest `keep_last` of them nor what goes on."""
+    """Remove the matching of `runs` (newest first), except the newest `keep_last` and active ones."""
     fitting = [run for run in runs if fits(run, wanted)]
     spared = [(run, f"one of the last {keep_last}") for run in fitting[:keep_last]]
-    taken: list[CatalogedRun] = []
+    removed: list[CatalogedRun] = []
     for run in fitting[keep_last:]:
         if run.outcome == "running":
-            spared.append((run, "goes on"))
+            spared.append((run, "still running"))
         else:
-            taken.append(run)
-    return RemovalPlan(taken=tuple(taken), spared=tuple(spared))
+            removed.append(run)
+    return RemovalPlan(removed=tuple(removed), spared=tuple(spared))

@@ -1,44 +1,40 @@
-"""Runs taken away and brought back: a removal is a rename into the trash, so that it can be undone.
+"""Remove and restore runs: a removal renames folders into the trash, so that it can be undone.
 
-Place in the flow: selection -> batch in the trash -> restored, or deleted for good. Invariant: the rename
-comes first and the entry after it, so that a kill in between leaves a folder where the disk says it is.
+Invariant: the rename comes first and the entry after it; a kill in between loses no folder, because the
+catalog takes the disk's word for where a folder is.
 """
-
-from __future__ import annotations
 
 import secrets
 import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
 from penstock.results.history.history_file import FolderMoved, HistoryFile
-from penstock.results.history.run_catalog import subfolders
+from penstock.results.history.run_catalog import CatalogedRun, subfolders
 from penstock.storage.files.durable import rename_durably
 from penstock.storage.files.system_calls import translate_os_errors
 
-if TYPE_CHECKING:
-    from penstock.results.history.run_catalog import CatalogedRun
-
 
 def move_to_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> str:
-    """Move the folders of `runs` into a new batch of the trash; the batch's name."""
+    """Move the folders of `runs` into a new batch of the trash; returns the batch's name."""
     for run in runs:
         if run.outcome == "running":
-            raise UsageError(f"Run {run.id} goes on", where=run.folder, fix="Stop it first, or wait.")
+            raise UsageError(
+                f"Run {run.id} is still running", where=run.folder, fix="Stop it first, or wait."
+            )
         if run.path is None or run.path.parent != parent:
             raise UsageError(
-                f"Run {run.id} is not right below this folder", where=str(parent), fix="Name its parent."
+                f"Run {run.id} is not directly below this folder", where=str(parent), fix="Name its parent."
             )
     history = HistoryFile(parent)
     batch = f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-    place = history.trash / batch
-    with translate_os_errors("Removing runs", str(place)):
-        place.mkdir(parents=True)
+    folder = history.trash / batch
+    with translate_os_errors("Removing runs", str(folder)):
+        folder.mkdir(parents=True)
         for run in runs:
-            _move(run, place / run.folder)
+            _move(run, folder / run.folder)
             history.append(
                 FolderMoved(event="removed", run=run.id, at=_text(now), folder=run.folder, batch=batch)
             )
@@ -46,11 +42,11 @@ def move_to_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> 
 
 
 def restore_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> None:
-    """Bring folders back from the trash; nothing moves where one of their names is taken."""
+    """Move folders back from the trash; nothing moves if one of their names is taken."""
     for run in runs:
         if (parent / run.folder).exists():
             raise UsageError(
-                f"There is a folder {run.folder} already",
+                f"The folder {run.folder} exists already",
                 where=str(parent),
                 fix=f"Move it away first; the removed one stays in the trash, batch {run.batch}.",
             )
@@ -65,7 +61,7 @@ def restore_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime
 
 
 def delete_from_trash(parent: Path, runs: Sequence[CatalogedRun], now: datetime) -> None:
-    """Delete folders in the trash for good; a kill on the way leaves the rest there."""
+    """Delete folders in the trash for good; a kill on the way leaves the others there."""
     history = HistoryFile(parent)
     with translate_os_errors("Emptying the trash", str(history.trash)):
         for run in runs:

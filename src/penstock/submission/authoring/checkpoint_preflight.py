@@ -3,18 +3,13 @@
 Pure: a request in, breaches with the ids of their rules out. Invariant: every number is the edition's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from penstock.errors import UsageError
+from penstock.submission.edition import Edition, ModelLimits
 from penstock.workload.division_rules import Breach, SubmissionDivision
-
-if TYPE_CHECKING:
-    from penstock.submission.edition import Edition, ModelLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +42,9 @@ def find_breaches(
     for key in request.changed:
         if key not in free:
             yield Breach(rule="4.6.3", key=key, why=f"must stay as it is in the {division.value} division")
-    yield from _of_memory(edition, request)
+    yield from _check_memory(edition, request)
     if division is SubmissionDivision.CLOSED:
-        yield from _of_closed(edition, model, request)
+        yield from _check_closed(edition, model, request)
     elif request.num_processes % model.open_unit:
         yield Breach(
             rule="4.6.4", key=f"{request.num_processes} ranks", why=f"are no multiple of {model.open_unit}"
@@ -67,7 +62,7 @@ def require_allowed(edition: Edition, division: SubmissionDivision, request: Che
         )
 
 
-def _of_memory(edition: Edition, request: CheckpointPreflight) -> Iterator[Breach]:
+def _check_memory(edition: Edition, request: CheckpointPreflight) -> Iterator[Breach]:
     memory = edition.require_checkpoints().accelerator_memory_gb
     if request.accelerator not in memory:
         yield Breach(
@@ -81,7 +76,7 @@ def _of_memory(edition: Edition, request: CheckpointPreflight) -> Iterator[Breac
         )
 
 
-def _of_closed(edition: Edition, model: ModelLimits, request: CheckpointPreflight) -> Iterator[Breach]:
+def _check_closed(edition: Edition, model: ModelLimits, request: CheckpointPreflight) -> Iterator[Breach]:
     rules = edition.require_checkpoints()
     allowed = (0, rules.num_checkpoints)
     for what, number in (("writes", request.num_writes), ("reads", request.num_reads)):

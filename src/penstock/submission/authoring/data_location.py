@@ -3,17 +3,13 @@
 Pure. Invariant: each key that a URI sets is among the changes, so that the divisions' rules see it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.storage.uri import find_local_paths_at, parse_uri
 from penstock.workload.choices import StorageKind
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +18,7 @@ class DataLocation:
 
     workload: Workload
     changes: Mapping[str, Any]
-    place: str
+    data_path: str
 
 
 def locate_data(workload: Workload, uri: str) -> DataLocation:
@@ -39,7 +35,7 @@ def locate_data(workload: Workload, uri: str) -> DataLocation:
         changes: dict[str, Any] = {"dataset.data_folder": folder}
         if is_direct:
             changes["reader.odirect"] = True
-        return DataLocation(workload=placed, changes=changes, place=folder)
+        return DataLocation(workload=placed, changes=changes, data_path=folder)
     location = parse_uri(uri)
     bucket, _, prefix = location.root.partition("/")
     placed = replace(
@@ -54,17 +50,17 @@ def locate_data(workload: Workload, uri: str) -> DataLocation:
             "storage.storage_type": StorageKind.S3.value,
             "storage.storage_root": bucket,
         },
-        place=location.uri,
+        data_path=location.uri,
     )
 
 
 def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
     """The checkpoints go to `uri`."""
     paths = find_local_paths_at(uri)
-    place = parse_uri(uri).uri if paths is None else paths.local_root
-    checkpoint = replace(workload.checkpoint, checkpoint_folder=place)
+    data_path = parse_uri(uri).uri if paths is None else paths.local_root
+    checkpoint = replace(workload.checkpoint, checkpoint_folder=data_path)
     return DataLocation(
         workload=replace(workload, checkpoint=checkpoint),
-        changes={"checkpoint.checkpoint_folder": place},
-        place=place,
+        changes={"checkpoint.checkpoint_folder": data_path},
+        data_path=data_path,
     )

@@ -4,18 +4,15 @@ Pure: facts in, values and text out. Invariant: a file that a person has written
 where it differs from the machines, a diff shows it.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import yaml
 
-if TYPE_CHECKING:
-    from penstock.cluster.facts.host_facts import ClusterFacts, Drive, HostReport, Nic
+from penstock.cluster.facts.host_facts import ClusterFacts, Drive, HostReport, Nic
 
 _GIB: Final = 2**30
 _GB: Final = 10**9
@@ -53,7 +50,7 @@ _HEAD: Final = (
 
 def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
     """The collected facts, in the schema's keys; None stands for what a person must fill in."""
-    clients = Counter(_frozen(_client(present.report)) for present in facts.present)
+    clients = Counter(_format_client(_client(present.report)) for present in facts.present)
     return {
         "system_under_test": {
             "solution": {
@@ -84,7 +81,7 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
 
 def initial_text(tree: Mapping[str, Any]) -> str:
     """The first text of the file: with a hint beside everything that is to be filled in."""
-    return _HEAD + "".join(_hinted(line) for line in _dump(tree).splitlines(keepends=True))
+    return _HEAD + "".join(_add_hint(line) for line in _dump(tree).splitlines(keepends=True))
 
 
 def diff_description(
@@ -94,7 +91,7 @@ def diff_description(
 
     Values that cannot be collected are never part of it.
     """
-    merged = _overlaid(written, collected)
+    merged = _overlay(written, collected)
     return tuple(
         difflib.unified_diff(
             _dump(written).splitlines(),
@@ -115,7 +112,7 @@ def _client(report: HostReport) -> dict[str, Any]:
             "cpu_model": (cpu.model or None) if cpu else None,
             "cpu_qty": cpu.num_sockets if cpu else None,
             "cpu_cores": (cpu.num_physical or cpu.num_logical) if cpu else None,
-            "memory_capacity": _rounded(memory / _GIB) if memory else None,
+            "memory_capacity": _round(memory / _GIB) if memory else None,
         },
         "networking": _ports(report.nics or ()) or None,
         "drives": _drives(report.drives or ()) or None,
@@ -130,9 +127,7 @@ def _ports(nics: Iterable[Nic]) -> list[dict[str, Any]]:
             "unit_count": count,
             "type": kind,
             "state": "up" if is_up else "down",
-            **(
-                {"speed": None if speed is None else _rounded(speed / 1000), "traffic": None} if is_up else {}
-            ),
+            **({"speed": None if speed is None else _round(speed / 1000), "traffic": None} if is_up else {}),
         }
         for (kind, is_up, speed), count in counted.items()
     ]
@@ -162,36 +157,36 @@ def _interface(transport: str) -> str:
     return word if word in ("nvme", "sas", "sata") else "other"
 
 
-def _overlaid(written: Any, collected: Any) -> Any:
+def _overlay(written: Any, collected: Any) -> Any:
     """What is written, replaced by what was collected wherever anything was."""
     if collected is None:
         return written
     if isinstance(collected, Mapping):
         below = written if isinstance(written, Mapping) else {}
         keys = [*below, *(key for key in collected if key not in below and collected[key] is not None)]
-        return {key: _overlaid(below.get(key), collected.get(key)) for key in keys}
+        return {key: _overlay(below.get(key), collected.get(key)) for key in keys}
     if isinstance(collected, Sequence) and not isinstance(collected, str):
         entries = written if isinstance(written, list) else []
         return [
-            _overlaid(entries[index] if index < len(entries) else None, entry)
+            _overlay(entries[index] if index < len(entries) else None, entry)
             for index, entry in enumerate(collected)
         ]
     return written if written == collected else collected
 
 
-def _hinted(line: str) -> str:
+def _add_hint(line: str) -> str:
     key, colon, value = line.strip().lstrip("- ").partition(": ")
     if not colon or value.strip() != "null":
         return line
     return f"{line.rstrip()}  # {HINTS.get(key, 'fill in')}\n"
 
 
-def _frozen(client: Mapping[str, Any]) -> str:
+def _format_client(client: Mapping[str, Any]) -> str:
     """A node as text, so that equal ones can be counted."""
     return _dump(client)
 
 
-def _rounded(value: float) -> float | int:
+def _round(value: float) -> float | int:
     found = float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
     return int(found) if found.is_integer() else found
 

@@ -4,8 +4,6 @@
 two that claim one folder at once, one gets it and the other learns who owns it.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from dataclasses import dataclass
@@ -51,7 +49,7 @@ def claim_tree(root: Path, organisation: str, *, now: datetime, by: str) -> Owne
     sentinel, is_new = _read(root), False
     if sentinel is None:
         _require_empty(root)
-        is_new = _put(root, organisation, now=now, by=by)
+        is_new = _write_sentinel(root, organisation, now=now, by=by)
         sentinel = _read(root)
         assert sentinel is not None
     if sentinel.orgname != organisation:
@@ -118,7 +116,7 @@ def _require_empty(root: Path) -> None:
         )
 
 
-def _put(root: Path, organisation: str, *, now: datetime, by: str) -> bool:
+def _write_sentinel(root: Path, organisation: str, *, now: datetime, by: str) -> bool:
     """Write the sentinel; False if another process was faster: unlike a rename, a link replaces nothing."""
     document = _Sentinel(
         mlperf_results_version=VERSION,

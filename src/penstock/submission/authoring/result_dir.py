@@ -4,22 +4,18 @@ Invariant: a result directory that has its name in the tree is complete; a run t
 whose `run.json` says so.
 """
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.results.history.history_file import HistoryFile
 from penstock.storage.files.durable import rename_durably, sync_folder
 from penstock.storage.files.system_calls import translate_os_errors
 from penstock.submission.authoring.ownership import OwnedTree, require_plain_name
 from penstock.submission.tree_layout import TIME_FORMAT, Benchmark, SubmissionPhase, log_names, metadata_name
-
-if TYPE_CHECKING:
-    from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.division_rules import SubmissionDivision
 
 HIDDEN: Final = ".mlps"
 UNDER_WAY: Final = "under-way"
@@ -28,9 +24,9 @@ TRASH: Final = "trash"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """All result directories of one workload on one system, in one division of one organisation's tree."""
+    """The result directories of one workload on one system, in one division of an organisation's tree."""
 
-    claim: OwnedTree
+    tree: OwnedTree
     division: SubmissionDivision
     system: str
     benchmark: Benchmark
@@ -43,7 +39,7 @@ class Series:
     @property
     def submitter(self) -> PurePosixPath:
         """The submitter's folder, relative to the tree's root."""
-        return PurePosixPath(self.division.value, self.claim.organisation)
+        return PurePosixPath(self.division.value, self.tree.organisation)
 
     @property
     def folder(self) -> PurePosixPath:
@@ -57,16 +53,16 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultDirAddress:
-    """The place of one result directory: of one phase, begun at one time."""
+    """Where one result directory goes: a phase of a series, and the time its run started."""
 
     series: Series
     phase: SubmissionPhase
-    began: datetime
+    started_at: datetime
 
     @property
     def stamp(self) -> str:
         """The directory's name: when its run began, in UTC."""
-        return self.began.strftime(TIME_FORMAT)
+        return self.started_at.strftime(TIME_FORMAT)
 
     @property
     def relative(self) -> PurePosixPath:
@@ -76,12 +72,12 @@ class ResultDirAddress:
     @property
     def folder(self) -> Path:
         """The published directory."""
-        return self.series.claim.root / self.relative
+        return self.series.tree.root / self.relative
 
     @property
     def draft(self) -> Path:
         """The directory while it is written."""
-        return self.series.claim.root / HIDDEN / UNDER_WAY / self.relative
+        return self.series.tree.root / HIDDEN / UNDER_WAY / self.relative
 
     @property
     def metadata_file(self) -> str:
@@ -96,14 +92,14 @@ class ResultDirAddress:
 
 def reserve_address(series: Series, phase: SubmissionPhase, *, now: datetime) -> ResultDirAddress:
     """The address of a run that begins now, with its draft created; a taken name moves to the next second."""
-    address = ResultDirAddress(series=series, phase=phase, began=now.replace(microsecond=0))
-    while address.folder.exists() or not _made(address.draft):
-        address = replace(address, began=address.began + timedelta(seconds=1))
+    address = ResultDirAddress(series=series, phase=phase, started_at=now.replace(microsecond=0))
+    while address.folder.exists() or not _create_draft(address.draft):
+        address = replace(address, started_at=address.started_at + timedelta(seconds=1))
     return address
 
 
-def _made(draft: Path) -> bool:
-    """Whether this call created the folder; a run of the same second may have it."""
+def _create_draft(draft: Path) -> bool:
+    """Whether this call created the folder; a run of the same second may have been first."""
     with translate_os_errors("Creating the folder of a result directory", str(draft)):
         draft.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -120,14 +116,14 @@ def publish(address: ResultDirAddress) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         sync_folder(address.draft)
         rename_durably(address.draft, folder)
-        _prune(address.draft.parent, until=address.series.claim.root / HIDDEN)
-    HistoryFile(address.series.claim.root).publish(address.draft, folder)
+        _remove_empty_parents(address.draft.parent, until=address.series.tree.root / HIDDEN)
+    HistoryFile(address.series.tree.root).publish(address.draft, folder)
     return folder
 
 
-def set_aside(claim: OwnedTree, folder: Path) -> Path:
+def set_aside(tree: OwnedTree, folder: Path) -> Path:
     """Move a folder of the tree to the trash below `.mlps/`, from which a person can move it back."""
-    target = claim.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(claim.root)
+    target = tree.root / HIDDEN / TRASH / secrets.token_hex(4) / folder.relative_to(tree.root)
     with translate_os_errors("Moving a result directory to the trash", str(folder)):
         target.parent.mkdir(parents=True)
         rename_durably(folder, target)
@@ -136,16 +132,16 @@ def set_aside(claim: OwnedTree, folder: Path) -> Path:
 
 def list_drafts(series: Series) -> list[Path]:
     """The drafts of runs that failed, or are still running."""
-    below = series.claim.root / HIDDEN / UNDER_WAY / series.folder
+    below = series.tree.root / HIDDEN / UNDER_WAY / series.folder
     depth = "*/*" if series.benchmark is Benchmark.TRAINING else "*"
     return sorted(path for path in below.glob(depth) if path.is_dir())
 
 
-def _prune(folder: Path, *, until: Path) -> None:
+def _remove_empty_parents(folder: Path, *, until: Path) -> None:
     """Remove empty folders from here up."""
     while folder != until:
         try:
             folder.rmdir()
-        except OSError:  # it holds another draft
+        except OSError:  # not empty: it holds another draft
             return
         folder = folder.parent

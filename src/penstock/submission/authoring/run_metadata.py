@@ -5,28 +5,22 @@ Provenance names the rules, the program and the core configuration; a value that
 "unknown", and none is absent. Pure, except for the versions of installed packages.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from penstock.results.provenance import package_versions, redacted
+from penstock.results.provenance import HostFacts, package_versions, redact
 from penstock.results.run_record import workload_values
+from penstock.submission.authoring.result_dir import ResultDirAddress
 from penstock.submission.code_image import UNKNOWN, Program, pointer_text
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, PROVENANCE, Benchmark, SubmissionPhase
 from penstock.workload.choices import StorageKind
 from penstock.workload.layered_settings import dotted, flatten
-
-if TYPE_CHECKING:
-    from penstock.results.host_facts import HostFacts
-    from penstock.submission.authoring.result_dir import ResultDirAddress
-    from penstock.workload.spec import Workload
-
+from penstock.workload.spec import Workload
 
 _GIB: Final = 2**30
 
@@ -52,11 +46,11 @@ class RunFacts:
     workload: Workload
     accelerator: str
     changed: Mapping[str, Any]
-    place: str
+    data_path: str
     num_processes: int
     hosts: Sequence[HostFacts]
     command: Sequence[str]
-    ended: datetime
+    ended_at: datetime
     exit_status: int
     data_size: DatasetSize | None = None
     has_datagen_manifest: bool = False
@@ -89,11 +83,11 @@ def build_metadata(facts: RunFacts) -> dict[str, Any]:
                 for host in facts.hosts
             ],
         },
-        "executed_command": " ".join(redacted(facts.command)),
-        "runtime": (facts.ended - address.began).total_seconds(),
+        "executed_command": " ".join(redact(facts.command)),
+        "runtime": (facts.ended_at - address.started_at).total_seconds(),
         "exit_status": facts.exit_status,
-        "invocation_start_time": address.began.isoformat(),
-        "invocation_end_time": facts.ended.isoformat(),
+        "invocation_start_time": address.started_at.isoformat(),
+        "invocation_end_time": facts.ended_at.isoformat(),
         "provenance_file": PROVENANCE,
     }
     if facts.data_size is not None:
@@ -117,7 +111,7 @@ def _args(facts: RunFacts) -> dict[str, Any]:
         "command": facts.address.phase.value,
         "model": series.model,
         "systemname": series.system,
-        "results_dir": str(series.claim.root),
+        "results_dir": str(series.tree.root),
         "hosts": [host.host for host in facts.hosts],
         "num_client_hosts": len(facts.hosts),
         "client_host_memory_in_gb": min(host.memory_bytes for host in facts.hosts) / _GIB,
@@ -128,7 +122,7 @@ def _args(facts: RunFacts) -> dict[str, Any]:
     if series.benchmark is Benchmark.CHECKPOINTING:
         checkpoint = facts.workload.checkpoint
         return args | {
-            "checkpoint_folder": facts.place,
+            "checkpoint_folder": facts.data_path,
             "num_processes": facts.num_processes,
             "num_checkpoints_write": checkpoint.num_checkpoints_write,
             "num_checkpoints_read": checkpoint.num_checkpoints_read,
@@ -139,7 +133,7 @@ def _args(facts: RunFacts) -> dict[str, Any]:
         SubmissionPhase.DATAGEN: "num_processes",
         SubmissionPhase.RUN: "num_accelerators",
     }
-    return args | {"data_dir": facts.place, counted[facts.address.phase]: facts.num_processes}
+    return args | {"data_dir": facts.data_path, counted[facts.address.phase]: facts.num_processes}
 
 
 SCHEMA: Final = "mlps-run-provenance/1"

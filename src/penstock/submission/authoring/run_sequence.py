@@ -1,51 +1,177 @@
-"""Plan the runs that a result still needs, and which finished ones no longer count.
+"""The runs of a series: which result directories it has, which of them count, and what is still missing.
 
-Pure: the state of a series and the time in, a plan out. Invariant: the runs that are kept follow one another
-as the rules require; each other run is named with the reason, so that it can be set aside.
+    read_series_state    what is published below the series' folder, and which attempts failed
+    plan_run_sequence    what is left to run, and which finished runs no longer count
+    list_progress        the same for all series of a tree, for `penstock submission status`
+
+Invariants: the runs that count follow one another as the rules require, and each other run is named with the
+reason, so that it can be set aside; a folder that cannot be read is named, too.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
 
-from penstock.errors import UsageError
-from penstock.submission.tree_layout import SubmissionPhase
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-if TYPE_CHECKING:
-    from penstock.submission.authoring.series_state import PublishedDir, SeriesState
+from penstock.errors import StorageError, UsageError
+from penstock.results.run_folder import RUN_FILE
+from penstock.results.run_record import read_record
+from penstock.submission.authoring.ownership import OwnedTree
+from penstock.submission.authoring.result_dir import HIDDEN, UNDER_WAY, Series, list_drafts
+from penstock.submission.edition import Edition
+from penstock.submission.parsed_file import read_description
+from penstock.submission.system_description import find_schema_problems
+from penstock.submission.tree_layout import (
+    CHECKED_BENCHMARKS,
+    METADATA_SUFFIX,
+    Benchmark,
+    SubmissionPhase,
+    is_result_dir_name,
+)
+from penstock.workload.division_rules import SubmissionDivision
+
+
+class _Metadata(BaseModel):
+    """The fields of the metadata that are needed here; the rules judge the others."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    accelerator: str
+    num_processes: int
+    exit_status: int
+    invocation_start_time: datetime
+    invocation_end_time: datetime
+    parameters: dict[str, Any]
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedDir:
+    """One published result directory; `place` is that of its data or checkpoints."""
+
+    folder: Path
+    started_at: datetime
+    ended_at: datetime
+    accelerator: str
+    num_processes: int
+    num_files: int
+    data_path: str
+    is_success: bool
+
+    @property
+    def duration(self) -> timedelta:
+        """How long it took, by the clock of its own host."""
+        return self.ended_at - self.started_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A draft whose run failed, was stopped, or is still running; never part of the result."""
+
+    folder: Path
+    outcome: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesState:
+    """Everything that a series has, in the order of time."""
+
+    datasizes: tuple[PublishedDir, ...]
+    datagens: tuple[PublishedDir, ...]
+    runs: tuple[PublishedDir, ...]
+    attempts: tuple[Attempt, ...]
+    unreadable: tuple[str, ...]
+
+
+def read_series_state(series: Series) -> SeriesState:
+    """Read the series from its tree."""
+    unreadable: list[str] = []
+    dirs = {phase: _read_published(series, phase, unreadable) for phase in _phases(series)}
+    return SeriesState(
+        datasizes=dirs.get(SubmissionPhase.DATASIZE, ()),
+        datagens=dirs.get(SubmissionPhase.DATAGEN, ()),
+        runs=dirs[SubmissionPhase.RUN],
+        attempts=tuple(map(_read_attempt, list_drafts(series))),
+        unreadable=tuple(unreadable),
+    )
+
+
+def _phases(series: Series) -> tuple[SubmissionPhase, ...]:
+    return tuple(SubmissionPhase) if series.benchmark is Benchmark.TRAINING else (SubmissionPhase.RUN,)
+
+
+def _read_published(
+    series: Series, phase: SubmissionPhase, unreadable: list[str]
+) -> tuple[PublishedDir, ...]:
+    parent = series.tree.root / series.folder_of(phase)
+    published = []
+    for folder in sorted(parent.glob("*")):
+        if folder.is_dir() and is_result_dir_name(folder.name):
+            try:
+                published.append(_read(folder))
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                first = str(error).splitlines()[0]
+                unreadable.append(f"{folder.relative_to(series.tree.root)}: {first}")
+    return tuple(published)
+
+
+def _read(folder: Path) -> PublishedDir:
+    files = sorted(folder.glob(f"*{METADATA_SUFFIX}"))
+    if len(files) != 1:
+        raise ValueError(f"it has {len(files)} files of metadata, not one")
+    try:
+        stated = _Metadata.model_validate(json.loads(files[0].read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    data_path = stated.args.get("data_dir") or stated.args.get("checkpoint_folder")
+    return PublishedDir(
+        folder=folder,
+        started_at=stated.invocation_start_time,
+        ended_at=stated.invocation_end_time,
+        accelerator=stated.accelerator,
+        num_processes=stated.num_processes,
+        num_files=int(stated.parameters.get("dataset", {}).get("num_files_train", 0)),
+        data_path=str(data_path),
+        is_success=stated.exit_status == 0,
+    )
+
+
+def _read_attempt(folder: Path) -> Attempt:
+    if not (folder / RUN_FILE).exists():
+        return Attempt(folder=folder, outcome="interrupted", why="It left no run.json.")
+    try:
+        record = read_record(folder)
+    except StorageError as error:
+        return Attempt(folder=folder, outcome="unreadable", why=str(error))
+    return Attempt(folder=folder, outcome=record.outcome.value, why=record.why)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestedResult:
-    """The requested result, and how its runs must follow one another."""
+    """The result to make, and how its runs must follow one another."""
 
     accelerator: str
     num_processes: int
-    place: str
+    data_path: str
     num_files: int
     num_runs: int
     max_pause_runs: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExcludedRun:
-    """A run that cannot be part of the result, and why."""
-
-    run_dir: PublishedDir
-    why: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunSequence:
-    """What to do: run `phases` in this order, after `surplus` was set aside; `kept` runs count."""
+    """Run `phases` in this order, after the `excluded` runs, each with the reason, were set aside."""
 
     phases: tuple[SubmissionPhase, ...]
-    kept: tuple[PublishedDir, ...]
-    surplus: tuple[ExcludedRun, ...]
+    counted: tuple[PublishedDir, ...]
+    excluded: tuple[tuple[PublishedDir, str], ...]
 
     @property
     def is_complete(self) -> bool:
@@ -57,80 +183,84 @@ def plan_run_sequence(state: SeriesState, request: RequestedResult, *, now: date
     """What is left to do at this time; `UsageError` where the series is of another result."""
     for run_dir in (*state.datasizes, *state.datagens, *state.runs):
         _require_same(run_dir, request)
-    phases = []
-    if not state.datasizes:
-        phases.append(SubmissionPhase.DATASIZE)
-    if not state.datagens:
-        phases.append(SubmissionPhase.DATAGEN)
-    kept, surplus = select_runs(state.runs, request, now=now)
-    phases += [SubmissionPhase.RUN] * (request.num_runs - len(kept))
-    return RunSequence(phases=tuple(phases), kept=kept, surplus=surplus)
+    phases = _missing_preparations(state)
+    counted, excluded = select_runs(state.runs, request, now=now)
+    phases += [SubmissionPhase.RUN] * (request.num_runs - len(counted))
+    return RunSequence(phases=tuple(phases), counted=counted, excluded=excluded)
 
 
-def select_runs(
-    runs: Sequence[PublishedDir], request: RequestedResult, *, now: datetime
-) -> tuple[tuple[PublishedDir, ...], tuple[ExcludedRun, ...]]:
+def _missing_preparations(state: SeriesState) -> list[SubmissionPhase]:
+    present = {SubmissionPhase.DATASIZE: state.datasizes, SubmissionPhase.DATAGEN: state.datagens}
+    return [phase for phase, result_dirs in present.items() if not result_dirs]
+
+
+SplitRuns = tuple[tuple[PublishedDir, ...], tuple[tuple[PublishedDir, str], ...]]
+"""The runs that count, and the others, each with the reason."""
+
+
+def select_runs(runs: Sequence[PublishedDir], request: RequestedResult, *, now: datetime) -> SplitRuns:
     """The runs that count, and those that no longer do.
 
     A complete sequence counts whenever it was made; an unfinished one only while the next run may follow.
     """
-    chains = _chains(runs, request)
-    whole = next((chain for chain in chains if len(chain) >= request.num_runs), None)
-    if whole is not None:
-        return _kept(runs, whole[: request.num_runs], "the result is complete without it")
-    last = chains[-1] if chains else []
+    sequences = _find_sequences(runs, request)
+    complete = next((sequence for sequence in sequences if len(sequence) >= request.num_runs), None)
+    if complete is not None:
+        return _split_runs(runs, complete[: request.num_runs], "the result is complete without it")
+    last = sequences[-1] if sequences else []
     if last and not may_follow(last, now, request):
-        return _kept(runs, [], f"no run followed by {now:%H:%M:%S}, within the time that one run takes")
-    return _kept(runs, last, "the next run did not follow within the time that one run takes, or it failed")
+        return _split_runs(runs, [], f"no run followed by {now:%H:%M:%S}, within the time that one run takes")
+    return _split_runs(
+        runs, last, "the next run did not follow within the time that one run takes, or it failed"
+    )
 
 
-def may_follow(chain: Sequence[PublishedDir], began: datetime, request: RequestedResult) -> bool:
+def may_follow(runs: Sequence[PublishedDir], started_at: datetime, request: RequestedResult) -> bool:
     """Whether a run that begins at this time follows these, as rule 2.1.18 is judged.
 
     Each pause must be shorter than `max_pause_runs` times the shortest run.
     """
-    shortest = min(run_dir.duration for run_dir in chain)
-    pauses = [after.began - before.ended for before, after in pairwise(chain)]
-    pauses.append(began - chain[-1].ended)
+    shortest = min(run_dir.duration for run_dir in runs)
+    pauses = [after.started_at - before.ended_at for before, after in pairwise(runs)]
+    pauses.append(started_at - runs[-1].ended_at)
     return all(timedelta(0) <= pause < request.max_pause_runs * shortest for pause in pauses)
 
 
-def _chains(runs: Sequence[PublishedDir], request: RequestedResult) -> list[list[PublishedDir]]:
+def _find_sequences(runs: Sequence[PublishedDir], request: RequestedResult) -> list[list[PublishedDir]]:
     """The runs as sequences without a failure, a long pause or an overlap; the last may be empty."""
-    chains: list[list[PublishedDir]] = [[]]
-    for run_dir in sorted(runs, key=lambda run_dir: run_dir.began):
+    sequences: list[list[PublishedDir]] = [[]]
+    for run_dir in sorted(runs, key=lambda run_dir: run_dir.started_at):
         if not run_dir.is_success:
-            chains.append([])
-        elif not chains[-1] or _is_sequence([*chains[-1], run_dir], request):
-            chains[-1].append(run_dir)
+            sequences.append([])
+        elif not sequences[-1] or _is_sequence([*sequences[-1], run_dir], request):
+            sequences[-1].append(run_dir)
         else:
-            chains.append([run_dir])
-    return chains
+            sequences.append([run_dir])
+    return sequences
 
 
 def _is_sequence(run_dirs: Sequence[PublishedDir], request: RequestedResult) -> bool:
     *before, last = run_dirs
-    return may_follow(before, last.began, request) and may_follow(run_dirs, last.ended, request)
+    return may_follow(before, last.started_at, request) and may_follow(run_dirs, last.ended_at, request)
 
 
-def _kept(
-    runs: Sequence[PublishedDir], kept: Sequence[PublishedDir], why: str
-) -> tuple[tuple[PublishedDir, ...], tuple[ExcludedRun, ...]]:
-    return tuple(kept), tuple(
-        ExcludedRun(run_dir=run_dir, why=why) for run_dir in runs if run_dir not in kept
-    )
+def _split_runs(runs: Sequence[PublishedDir], counted: Sequence[PublishedDir], why: str) -> SplitRuns:
+    return tuple(counted), tuple((run_dir, why) for run_dir in runs if run_dir not in counted)
 
 
 def _require_same(run_dir: PublishedDir, request: RequestedResult) -> None:
     """A series holds one result: another accelerator, number or data set needs another series."""
     if run_dir.folder.parent.name == SubmissionPhase.DATAGEN:
-        pairs = [("files", run_dir.num_files, request.num_files), ("data", run_dir.place, request.place)]
+        pairs = [
+            ("files", run_dir.num_files, request.num_files),
+            ("data", run_dir.data_path, request.data_path),
+        ]
     else:
         pairs = [
             ("accelerator", run_dir.accelerator, request.accelerator),
             ("accelerators", run_dir.num_processes, request.num_processes),
             ("files", run_dir.num_files, request.num_files),
-            ("data", run_dir.place, request.place),
+            ("data", run_dir.data_path, request.data_path),
         ]
     for what, present, requested in pairs:
         if present != requested:
@@ -139,3 +269,90 @@ def _require_same(run_dir: PublishedDir, request: RequestedResult) -> None:
                 where=str(run_dir.folder),
                 fix="Request the same, name another --system, or move that result's folder away.",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesProgress:
+    """One series: how many of its runs count, how many it needs, and what is missing."""
+
+    series: Series
+    num_accelerators: int | None
+    accelerator: str
+    num_runs: int
+    num_required: int
+    missing: tuple[str, ...]
+    attempts: tuple[Attempt, ...]
+    unreadable: tuple[str, ...]
+
+
+def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[SeriesProgress, ...]:
+    """The progress of all series of the tree, in order."""
+    return tuple(_measure_progress(series, edition, now) for series in _list_series(tree))
+
+
+def _list_series(tree: OwnedTree) -> Iterator[Series]:
+    found = set()
+    for top in (tree.root, tree.root / HIDDEN / UNDER_WAY):
+        for division in SubmissionDivision:
+            results = top / division.value / tree.organisation / "results"
+            for benchmark in CHECKED_BENCHMARKS:
+                for folder in results.glob(f"*/{benchmark.value}/*"):
+                    if folder.is_dir():
+                        found.add((division, folder.parts[-3], benchmark, folder.name))
+    for division, system, benchmark, model in sorted(found):
+        yield Series(tree=tree, division=division, system=system, benchmark=benchmark, model=model)
+
+
+def _measure_progress(series: Series, edition: Edition, now: datetime) -> SeriesProgress:
+    state = read_series_state(series)
+    last = state.runs[-1] if state.runs else None
+    counted: tuple[PublishedDir, ...] = state.runs
+    num_required = 1
+    if series.benchmark is Benchmark.TRAINING:
+        num_required = edition.num_runs
+        if last is not None:
+            counted, _ = select_runs(state.runs, _request_like(last, edition), now=now)
+    run_dir = last or next(iter(state.datasizes), None)
+    return SeriesProgress(
+        series=series,
+        num_accelerators=run_dir.num_processes if run_dir else None,
+        accelerator=run_dir.accelerator if run_dir else "",
+        num_runs=len(counted),
+        num_required=num_required,
+        missing=tuple(_list_missing(series, state, num_missing=max(0, num_required - len(counted)))),
+        attempts=state.attempts,
+        unreadable=state.unreadable,
+    )
+
+
+def _request_like(run_dir: PublishedDir, edition: Edition) -> RequestedResult:
+    return RequestedResult(
+        accelerator=run_dir.accelerator,
+        num_processes=run_dir.num_processes,
+        data_path=run_dir.data_path,
+        num_files=run_dir.num_files,
+        num_runs=edition.num_runs,
+        max_pause_runs=edition.require_timed().max_pause_runs,
+    )
+
+
+def _list_missing(series: Series, state: SeriesState, *, num_missing: int) -> Iterator[str]:
+    if series.benchmark is Benchmark.TRAINING:
+        yield from (phase.value for phase in _missing_preparations(state))
+    if num_missing:
+        yield f"{num_missing} run{'s' * (num_missing > 1)}"
+    yield from missing_system_files(series)
+
+
+def missing_system_files(series: Series) -> Iterator[str]:
+    """The files of the system's description that are missing, or the lines that need correction."""
+    root = series.tree.root
+    path = root / series.submitter / "systems" / f"{series.system}.yaml"
+    if not path.is_file():
+        yield f"systems/{series.system}.yaml"
+    elif problems := find_schema_problems(read_description(path, root)):
+        lines = sorted({problem.line for problem in problems})
+        shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > len(lines[:5]) else "")
+        yield f"systems/{series.system}.yaml, line{'s' * (len(lines) > 1)} {shown}"
+    if not path.with_suffix(".pdf").is_file():
+        yield f"systems/{series.system}.pdf"

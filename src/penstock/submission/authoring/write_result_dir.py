@@ -5,8 +5,6 @@ directory its name, and lists it in `submission.yaml`. Invariants: the metadata 
 lists exactly the directories that are there, and says "unknown" for what they do not state.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -15,34 +13,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import yaml
 
 from penstock.errors import StorageError
 from penstock.results.dlio.output_files import HydraFacts, write_configuration
-from penstock.results.provenance import redacted
+from penstock.results.provenance import redact
 from penstock.results.published_files import write_json, write_text
 from penstock.storage.uri import find_local_paths_at
-from penstock.submission.authoring.result_dir import publish
+from penstock.submission.authoring.result_dir import Series, publish
 from penstock.submission.authoring.run_metadata import (
     LAYOUT_VERSION,
     RULES_EDITION,
+    RunFacts,
     build_metadata,
     build_provenance,
 )
-from penstock.submission.code_image import POINTER, UNKNOWN, pointer_text
+from penstock.submission.code_image import POINTER, UNKNOWN, Program, pointer_text
+from penstock.submission.edition import Edition
 from penstock.submission.find_results import Submitter, find_result_dirs
 from penstock.submission.reports.result_report import plan_tree, report_all, write_files
 from penstock.submission.tree_layout import CONFIG_FOLDER, MANIFEST, METADATA_SUFFIX, PROVENANCE, SEPARATION
 
-if TYPE_CHECKING:
-    from penstock.submission.authoring.result_dir import Series
-    from penstock.submission.authoring.run_metadata import RunFacts
-    from penstock.submission.code_image import Program
-    from penstock.submission.edition import Edition
-
 SCHEMA: Final = "mlps-submission-manifest/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLogs:
+    """What a command prints about one run: the logs in its result directory."""
+
+    stdout: str
+    stderr: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,44 +59,46 @@ def write_result_dir(
     facts: RunFacts,
     *,
     image: ProgramImage,
-    stdout: str,
-    stderr: str,
-    separation: dict[str, Any] | None,
     now: datetime,
+    logs: RunLogs | None = None,
+    separation: dict[str, Any] | None = None,
 ) -> Path:
-    """Add to the draft of a run what the run itself does not write, and publish it."""
-    address = facts.address
-    hydra = HydraFacts(
-        subfolder=CONFIG_FOLDER,
-        workload_name=facts.workload.full_name,
-        overrides=redacted(list_overrides(facts)),
-        working_folder=str(Path.cwd()),
-        run_folder=str(address.folder),
-    )
-    write_configuration(address.draft, facts.workload, hydra)
-    for name, text in zip(address.log_files, (stdout, stderr), strict=True):
-        write_text(address.draft, name, text)
+    """Add to the draft of a run what the run itself does not write, and publish it.
+
+    Without `logs` nothing ran, as for a data set's size: pointer, provenance and metadata are all there is.
+    """
+    address, program, draft = facts.address, image.program, facts.address.draft
+    if logs is not None:
+        _write_configuration(facts)
+        for name, text in zip(address.log_files, (logs.stdout, logs.stderr), strict=True):
+            write_text(draft, name, text)
     if separation is not None:
-        write_json(address.draft, SEPARATION, separation)
-    return write_metadata_dir(facts, image=image, now=now)
-
-
-def write_metadata_dir(facts: RunFacts, *, image: ProgramImage, now: datetime) -> Path:
-    """Publish a draft with pointer, provenance and metadata alone, such as that of a data set's size."""
-    address, program = facts.address, image.program
+        write_json(draft, SEPARATION, separation)
+    write_text(draft, POINTER, pointer_text(image.digest))
     benchmark = address.series.benchmark
     provenance = build_provenance(facts.workload, benchmark, program=program, digest=image.digest, now=now)
-    write_text(address.draft, POINTER, pointer_text(image.digest))
-    write_json(address.draft, PROVENANCE, provenance)
-    # Last: only a draft with metadata is one whose run came to its end.
-    write_json(address.draft, address.metadata_file, build_metadata(facts))
+    write_json(draft, PROVENANCE, provenance)
+    # Last: a draft with metadata is one whose run came to its end.
+    write_json(draft, address.metadata_file, build_metadata(facts))
     folder = publish(address)
     write_manifest(address.series, by=f"penstock {program.version}", now=now)
     return folder
 
 
-def list_overrides(facts: RunFacts) -> Sequence[str]:
-    """The stages and the changes in DLIO's words."""
+def _write_configuration(facts: RunFacts) -> None:
+    address = facts.address
+    hydra = HydraFacts(
+        subfolder=CONFIG_FOLDER,
+        workload_name=facts.workload.full_name,
+        overrides=redact(_list_overrides(facts)),
+        working_folder=str(Path.cwd()),
+        run_folder=str(address.folder),
+    )
+    write_configuration(address.draft, facts.workload, hydra)
+
+
+def _list_overrides(facts: RunFacts) -> Sequence[str]:
+    """The stages and the changes, as DLIO spells overrides."""
     stages = facts.workload.workflow
     own = {
         "workflow.generate_data": stages.generate_data,
@@ -106,33 +110,33 @@ def list_overrides(facts: RunFacts) -> Sequence[str]:
 
 def write_report(series: Series, edition: Edition) -> None:
     """Write `results.json` and `results.csv` of the series' result, with figures recomputed from its runs."""
-    folder = (series.claim.root / series.folder).resolve()
-    # The report states the verdict, and a rule asks for the report: only the second pass sees its own file.
+    folder = (series.tree.root / series.folder).resolve()
+    # The report states the verdict, and a rule requires the report: only the second pass sees its own file.
     for _ in range(2):
-        reports = [each for each in report_all(series.claim.root, edition) if folder in each.place.parents]
-        planned, _kept = plan_tree(reports)
+        reports = [each for each in report_all(series.tree.root, edition) if folder in each.path.parents]
+        planned, _split_runs = plan_tree(reports)
         write_files(planned)
 
 
 def write_manifest(series: Series, *, by: str, now: datetime) -> None:
     """Write `submission.yaml` of the submitter's folder that a series is in."""
-    claim = series.claim
-    folder = claim.root / series.submitter
-    submitter = Submitter(organisation=claim.organisation, division=series.division, folder=folder)
+    tree = series.tree
+    folder = tree.root / series.submitter
+    submitter = Submitter(organisation=tree.organisation, division=series.division, folder=folder)
     runs = [_describe_run(result_dir, folder) for result_dir in find_result_dirs(submitter)]
     document = {
         "schema": SCHEMA,
-        "org": claim.organisation,
+        "org": tree.organisation,
         "division": series.division.value,
         "rules_edition": RULES_EDITION,
         "layout_version": LAYOUT_VERSION,
         "generated_at": f"{now:%Y-%m-%dT%H:%M:%SZ}",
         "generated_by": by,
-        "tool_versions": _known(run["tool_version"] for run in runs),
+        "tool_versions": _list_known(run["tool_version"] for run in runs),
         "dlio_commits": [],
         "systems": _systems(folder),
         "runs": [{key: value for key, value in run.items() if key != "tool_version"} for run in runs],
-        "code_images": _known(run["code_image"] for run in runs),
+        "code_images": _list_known(run["code_image"] for run in runs),
         "provenance": {"rules_edition": "tool-constant", "runs": "walked"},
     }
     write_text(folder, MANIFEST, yaml.safe_dump(document, sort_keys=False))
@@ -140,8 +144,8 @@ def write_manifest(series: Series, *, by: str, now: datetime) -> None:
 
 def _describe_run(result_dir: Path, folder: Path) -> dict[str, Any]:
     metadata_files = sorted(result_dir.glob(f"*{METADATA_SUFFIX}"))
-    metadata = _read_json(metadata_files[0]) if metadata_files else {}
-    provenance = _read_json(result_dir / PROVENANCE)
+    metadata = _read_mapping(metadata_files[0]) if metadata_files else {}
+    provenance = _read_mapping(result_dir / PROVENANCE)
     tool, core = provenance.get("tool", {}), provenance.get("core_config", {})
     relative = result_dir.relative_to(folder).as_posix()
     return {
@@ -170,12 +174,12 @@ def _systems(folder: Path) -> list[dict[str, str]]:
     ]
 
 
-def _known(values: Any) -> list[str]:
+def _list_known(values: Any) -> list[str]:
     return sorted({value for value in values if value != UNKNOWN})
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """A file's values; none of a file that is missing or damaged, which the rules will name."""
+def _read_mapping(path: Path) -> Mapping[str, Any]:
+    """Values of a JSON file; empty if it is missing or damaged, which the rules will report."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -183,22 +187,22 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def probe_fs_separation(place: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
+def probe_fs_separation(data_path: str, results: Path, *, host: str, now: datetime) -> dict[str, Any] | None:
     """Probe whether data and results are on different file systems, with a hard link; None for objects.
 
     A link within one file system succeeds and one across two is refused, whatever mounts and names say.
     """
-    paths = find_local_paths_at(place)
+    paths = find_local_paths_at(data_path)
     if paths is None:
         return None
     root = Path(paths.local_root)
     name = f".penstock-separation-{secrets.token_hex(4)}"
     source, target = results / name, root / name
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)  # checkpoints make their folder with the first write
+        target.parent.mkdir(parents=True, exist_ok=True)  # a checkpoint folder appears with its first write
         source.touch(exist_ok=False)
         try:
-            is_separate = _is_refused(source, target)
+            is_separate = _is_link_refused(source, target)
         finally:
             source.unlink()
             target.unlink(missing_ok=True)
@@ -222,7 +226,7 @@ def probe_fs_separation(place: str, results: Path, *, host: str, now: datetime) 
     }
 
 
-def _is_refused(source: Path, target: Path) -> bool:
+def _is_link_refused(source: Path, target: Path) -> bool:
     try:
         os.link(source, target)
     except OSError as error:

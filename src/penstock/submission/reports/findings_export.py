@@ -3,20 +3,16 @@
 Invariant: CSV columns keep their names and places; new ones come last.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from penstock.submission.check import CheckedResult
+from penstock.submission.edition import Edition
 from penstock.submission.finding import Validity
-
-if TYPE_CHECKING:
-    from penstock.submission.check import CheckedResult
-    from penstock.submission.edition import Edition
 
 
 def check_document(

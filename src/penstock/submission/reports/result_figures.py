@@ -4,13 +4,11 @@ Results -> figures -> files, table, page. Invariant: a figure that cannot be rec
 reason, and no stated mean takes its place; one value has a mean and no interval.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import (
@@ -21,17 +19,14 @@ from penstock.submission.recomputed_metrics import (
     samples_per_second,
     utilization_percent,
 )
+from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
 
-if TYPE_CHECKING:
-    from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
-
-
 CONFIDENCE: Final = 0.95
-MOST_SCORE: Final = 3.5
+MAX_SCORE: Final = 3.5
 """A modified z-score beyond this makes an outlier (Iglewicz and Hoaglin, 1993)."""
-OF_MEDIAN_DEVIATION: Final = 1.4826
-OF_MEAN_DEVIATION: Final = 1.2533
+MEDIAN_DEVIATION_SCALE: Final = 1.4826
+MEAN_DEVIATION_SCALE: Final = 1.2533
 """What makes either deviation from the median comparable with a standard deviation."""
 
 
@@ -108,19 +103,19 @@ def _interval(numbers: tuple[float, ...]) -> tuple[float, float] | None:
 def _outliers(values: Mapping[str, float]) -> list[Outlier]:
     middle = median(values.values())
     apart = {run: abs(value - middle) for run, value in values.items()}
-    scale, name = OF_MEDIAN_DEVIATION * median(apart.values()), "median absolute deviation"
+    scale, name = MEDIAN_DEVIATION_SCALE * median(apart.values()), "median absolute deviation"
     if scale == 0:  # more than half of the runs are equal to the last digit
-        scale, name = OF_MEAN_DEVIATION * mean(tuple(apart.values())), "mean absolute deviation"
+        scale, name = MEAN_DEVIATION_SCALE * mean(tuple(apart.values())), "mean absolute deviation"
     if scale == 0:
         return []
     return [
         Outlier(
             run=run,
             value=values[run],
-            rule=f"{distance / scale:.1f} > {MOST_SCORE} deviations from the median {middle:,.6g} ({name})",
+            rule=f"{distance / scale:.1f} > {MAX_SCORE} deviations from the median {middle:,.6g} ({name})",
         )
         for run, distance in apart.items()
-        if distance / scale > MOST_SCORE
+        if distance / scale > MAX_SCORE
     ]
 
 
@@ -138,12 +133,12 @@ class ResultFigure:
 class ResultFigures:
     """All figures of a result, and a sentence for each that cannot be recomputed."""
 
-    found: tuple[ResultFigure, ...]
+    computed: tuple[ResultFigure, ...]
     missing: tuple[str, ...]
 
     def mean(self, name: str) -> float | None:
         """The mean of the figure called `name`; None where there is none."""
-        return next((figure.spread.mean for figure in self.found if figure.name == name), None)
+        return next((figure.spread.mean for figure in self.computed if figure.name == name), None)
 
 
 _Values = Callable[["SubmittedResult"], dict[str, float]]
@@ -151,7 +146,7 @@ _Values = Callable[["SubmittedResult"], dict[str, float]]
 
 def compute_figures(result: SubmittedResult) -> ResultFigures:
     """The figures that a result of this benchmark has."""
-    found: list[ResultFigure] = []
+    figures: list[ResultFigure] = []
     missing: list[str] = []
     kinds = {Benchmark.TRAINING: _TRAINING, Benchmark.CHECKPOINTING: _CHECKPOINTING}
     for name, unit, compute in kinds.get(result.location.benchmark, ()):
@@ -161,8 +156,8 @@ def compute_figures(result: SubmittedResult) -> ResultFigures:
             missing.append(f"{name}: {reason}")
             continue
         if values:
-            found.append(ResultFigure(name=name, unit=unit, values=values, spread=compute_spread(values)))
-    return ResultFigures(found=tuple(found), missing=tuple(missing))
+            figures.append(ResultFigure(name=name, unit=unit, values=values, spread=compute_spread(values)))
+    return ResultFigures(computed=tuple(figures), missing=tuple(missing))
 
 
 def _by_run(of_run: Callable[[ResultRun], float]) -> _Values:

@@ -9,16 +9,16 @@ places; a cell is filled from the files or stays empty, never by a default; in a
 only added or, where it is our own, replaced. Bandwidths in the row are GiB/s.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from penstock.progress import Progress
 from penstock.results.published_files import write_text
-from penstock.submission.check import check_result, read_tree
+from penstock.submission.check import CheckedResult, check_result, read_tree
+from penstock.submission.edition import Edition
 from penstock.submission.find_results import V1_REPORT_FILE
 from penstock.submission.finding import Verdict
 from penstock.submission.parsed_file import MissingFact
@@ -26,14 +26,8 @@ from penstock.submission.recomputed_metrics import mib_per_second, samples_per_s
 from penstock.submission.reports.findings_export import to_csv
 from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigures, compute_figures
 from penstock.submission.reports.submission_pages import figures_page
+from penstock.submission.result_files import ResultRun, SubmittedResult
 from penstock.submission.tree_layout import CHECKED_BENCHMARKS, RESULTS_FILE, Benchmark
-
-if TYPE_CHECKING:
-    from penstock.progress import Progress
-    from penstock.submission.check import CheckedResult
-    from penstock.submission.edition import Edition
-    from penstock.submission.result_files import ResultRun, SubmittedResult
-
 
 _COMMON: Final = (
     "Public ID", "Organization", "Division", "Benchmark Type", "Model", "Name", "Description", "Type",
@@ -122,9 +116,9 @@ def _num_clients(result: SubmittedResult) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _if_unanimous(found: set[str]) -> str | None:
+def _if_unanimous(values: set[str]) -> str | None:
     """The value that all runs state; None where they differ."""
-    return found.pop() if len(found) == 1 else None
+    return values.pop() if len(values) == 1 else None
 
 
 def _or_empty(ask: Callable[[], Cell]) -> Cell:
@@ -137,7 +131,7 @@ def _or_empty(ask: Callable[[], Cell]) -> Cell:
 FORMAT_VERSION: Final = 1
 """Of our results.json; raised whenever a key is renamed or means something else."""
 CSV_FILE: Final = "results.csv"
-_TOLD: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
+_ISSUE_VERDICTS: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +141,7 @@ class ResultReport:
     checked: CheckedResult
     benchmark: Benchmark
     edition: str
-    place: Path
+    path: Path
     figures: ResultFigures
     row: dict[str, Cell]
     v1: dict[str, Any] | None
@@ -161,7 +155,7 @@ def report_all(root: Path, edition: Edition, progress: Progress | None = None) -
             checked=checked,
             benchmark=result.location.benchmark,
             edition=edition.edition,
-            place=_place(result),
+            path=_place(result),
             figures=figures,
             row=result_row(result, checked, figures, edition.edition),
             v1=_v1(result, checked) if not result.location.model else None,
@@ -194,11 +188,11 @@ def report_document(report: ResultReport) -> dict[str, Any]:
                 "interval": figure.spread.interval,
                 "outliers": [asdict(outlier) for outlier in figure.spread.outliers],
             }
-            for figure in report.figures.found
+            for figure in report.figures.computed
         ],
         "not_recomputed": list(report.figures.missing),
         "metrics": checked.metrics,
-        "issues": [asdict(finding) for finding in checked.findings if finding.verdict in _TOLD],
+        "issues": [asdict(finding) for finding in checked.findings if finding.verdict in _ISSUE_VERDICTS],
         "columns": report.row,
     }
 
@@ -277,19 +271,19 @@ def plan_tree(reports: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[
     unchanged: list[str] = []
     by_place: dict[Path, list[ResultReport]] = {}
     for report in reports:
-        by_place.setdefault(report.place, []).append(report)
-    for place, here in by_place.items():
+        by_place.setdefault(report.path, []).append(report)
+    for path, here in by_place.items():
         content = _content(here)
-        if content is None or not any(report.figures.found for report in here):
+        if content is None or not any(report.figures.computed for report in here):
             unchanged.append(
                 f"{here[0].checked.name}: its report cannot be written: {'; '.join(_missing(here))}"
             )
-        elif place.exists() and not _is_ours(place):
-            unchanged.append(f"{place}: another tool wrote this file; it is left as it is")
+        elif path.exists() and not _is_ours(path):
+            unchanged.append(f"{path}: another tool wrote this file; it is left as it is")
         else:
-            planned.append(PlannedFile(path=place, text=_json(content)))
-            if place.name == RESULTS_FILE:
-                planned.append(PlannedFile(path=place.with_name(CSV_FILE), text=_rows(here)))
+            planned.append(PlannedFile(path=path, text=_json(content)))
+            if path.name == RESULTS_FILE:
+                planned.append(PlannedFile(path=path.with_name(CSV_FILE), text=_rows(here)))
     return planned, unchanged
 
 
@@ -302,7 +296,7 @@ def write_files(files: Sequence[PlannedFile]) -> list[str]:
 
 def _content(here: Sequence[ResultReport]) -> Mapping[str, Any] | None:
     """The content of the one file of a place, which may hold results of several accelerators."""
-    if here[0].place.name == V1_REPORT_FILE:
+    if here[0].path.name == V1_REPORT_FILE:
         return here[0].v1
     if len(here) == 1:
         return report_document(here[0])
@@ -315,10 +309,10 @@ def _missing(here: Sequence[ResultReport]) -> list[str]:
     return [text for report in here for text in report.figures.missing] or ["a field of a summary is missing"]
 
 
-def _is_ours(place: Path) -> bool:
+def _is_ours(path: Path) -> bool:
     """Whether Penstock wrote the file. The report of v1.0 does not tell its writer: it is never replaced."""
     try:
-        content = json.loads(place.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("format") == FORMAT_VERSION

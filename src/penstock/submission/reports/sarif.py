@@ -4,24 +4,20 @@ Invariants: one result for each finding, passes included; a path leads to someth
 whose own location is stated once in `originalUriBaseIds`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 from penstock import __version__
+from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Verdict
 from penstock.submission.reports.findings_export import count_verdicts, exit_code
-
-if TYPE_CHECKING:
-    from penstock.submission.check import CheckedResult
-    from penstock.submission.rules.rule import Rule
+from penstock.submission.rules.rule import Rule
 
 SCHEMA: Final = "https://json.schemastore.org/sarif-2.1.0.json"
 TREE: Final = "TREE"
@@ -83,8 +79,8 @@ def _described(rule: Rule) -> dict[str, Any]:
 def _results(checked: CheckedResult, positions: Mapping[str, int], root: Path) -> Iterator[dict[str, Any]]:
     occurrences: Counter[tuple[str, str]] = Counter()
     for finding in checked.findings:
-        place = (finding.rule, finding.evidence)
-        occurrences[place] += 1
+        subject = (finding.rule, finding.evidence)
+        occurrences[subject] += 1
         kind, level = _KINDS[finding.verdict]
         yield {
             "ruleId": finding.rule,
@@ -94,7 +90,7 @@ def _results(checked: CheckedResult, positions: Mapping[str, int], root: Path) -
             "message": {"text": _message(finding)},
             "locations": [_location(finding.evidence, checked, root)],
             "partialFingerprints": {
-                "finding/v1": _fingerprint(checked.name, *place, str(occurrences[place]))
+                "finding/v1": _fingerprint(checked.name, *subject, str(occurrences[subject]))
             },
             "properties": {
                 "verdict": finding.verdict.value,

@@ -1,7 +1,5 @@
 """HTML pages: the verdicts of checked results with their findings, and the figures of reported results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -9,13 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.reports.html_page import Cell, make_table, render_page
 from penstock.reports.plots import DotPlot, plan_dot_plot
+from penstock.submission.check import CheckedResult
 from penstock.submission.finding import Finding, Validity, Verdict
 from penstock.submission.reports.findings_export import count_verdicts
-from penstock.submission.reports.result_figures import CONFIDENCE
+from penstock.submission.reports.result_figures import CONFIDENCE, ResultFigure
 
 if TYPE_CHECKING:
-    from penstock.submission.check import CheckedResult
-    from penstock.submission.reports.result_figures import ResultFigure
     from penstock.submission.reports.result_report import ResultReport
 
 
@@ -32,13 +29,7 @@ _LOOK: Final[Mapping[str, str]] = MappingProxyType(
 )
 """The colour of a verdict, on a result or in a finding; the word is always beside it."""
 
-_ORDER: Final = (
-    Verdict.FAIL,
-    Verdict.NOT_CHECKED,
-    Verdict.WARNING,
-    Verdict.PASS,
-    Verdict.NOT_APPLICABLE,
-)
+_ORDER: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)
 _SHOWN_AT_FIRST: Final = frozenset({Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING})
 _COLUMNS: Final = (
     "result", "verdict", "organisation", "division", "system", "workload", "accelerators", "samples/s",
@@ -108,7 +99,7 @@ _FIGURE_NUMBERS: Final = ("number", "mean", "deviation", f"{CONFIDENCE:.0%} from
 _REPORTED: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 
 
-def figures_page(reports: Sequence[ResultReport], edition: str) -> str:
+def figures_page(reports: Sequence["ResultReport"], edition: str) -> str:
     """The page."""
     return render_page(
         "submission_figures.html",
@@ -120,11 +111,11 @@ def figures_page(reports: Sequence[ResultReport], edition: str) -> str:
     )
 
 
-def summary_row(report: ResultReport) -> dict[str, str]:
+def summary_row(report: "ResultReport") -> dict[str, str]:
     """A result in the table of all, with the means that one looks for first."""
     checked = report.checked
     number = "?" if checked.num_accelerators is None else str(checked.num_accelerators)
-    means = {figure.name: value_text(figure, figure.spread.mean) for figure in report.figures.found}
+    means = {figure.name: value_text(figure, figure.spread.mean) for figure in report.figures.computed}
     return {
         "result": checked.name,
         "verdict": checked.verdict.value,
@@ -154,18 +145,18 @@ def value_text(figure: ResultFigure, value: float) -> str:
     return f"{value:,.6g} {figure.unit}"
 
 
-def _lay_out_figures(report: ResultReport) -> dict[str, Any]:
+def _lay_out_figures(report: "ResultReport") -> dict[str, Any]:
     """What the template shows of one result."""
     checked, figures = report.checked, report.figures
     outliers = [
         f"{figure.name}, {outlier.run}: {value_text(figure, outlier.value)}, {outlier.rule}"
-        for figure in figures.found
+        for figure in figures.computed
         for outlier in figure.spread.outliers
     ]
     return {
         "title": f"{checked.name}: {checked.verdict.value}",
-        "figures": make_table([figure_row(figure) for figure in figures.found], numbers=_FIGURE_NUMBERS),
-        "plots": list(map(_plot, figures.found)),
+        "figures": make_table([figure_row(figure) for figure in figures.computed], numbers=_FIGURE_NUMBERS),
+        "plots": list(map(_plot, figures.computed)),
         "lists": (
             ("Outliers", outliers),
             ("Not recomputed", figures.missing),
@@ -185,7 +176,7 @@ def _plot(figure: ResultFigure) -> DotPlot:
     )
 
 
-def _findings(report: ResultReport) -> list[str]:
+def _findings(report: "ResultReport") -> list[str]:
     texts = [
         f"{finding.verdict.value}: {finding.rule}: {finding.proof}"
         for verdict in _REPORTED

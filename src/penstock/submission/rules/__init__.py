@@ -1,15 +1,10 @@
 """The rules of all editions: a module registers its rules when it is imported."""
 
-from __future__ import annotations
-
 from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.errors import UsageError
-from penstock.submission.rules.rule import registered_rules
-
-if TYPE_CHECKING:
-    from penstock.submission.rules.rule import Rule
+from penstock.submission.rules.rule import Rule, registered_rules
 
 MODULES: Final = (
     "structure_rules",
@@ -17,7 +12,6 @@ MODULES: Final = (
     "provenance_rules",
     "run_rules",
     "dataset_rules",
-    "sizing_rules",
     "host_rules",
     "metric_rules",
     "parameter_rules",

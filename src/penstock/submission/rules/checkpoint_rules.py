@@ -1,31 +1,14 @@
 """Rules about checkpointing: what was written and read, by how many processes, and how far apart."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from penstock.submission.edition import ModelLimits
 from penstock.submission.finding import Finding, Verdict, not_applicable, pass_if, violation
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import Interval, read_durations, read_interval
-from penstock.submission.rules.rule import (
-    CHECKPOINTING,
-    LATER,
-    NEWEST,
-    ResultCase,
-    RunCase,
-    limit_rule,
-    num_hosts,
-    require_all_hosts,
-    require_runs,
-    result_rule,
-    run_rule,
-)
+from penstock.submission.result_files import ResultDir, SubmittedResult
+from penstock.submission.rules import rule
 from penstock.submission.rules.system_rules import SOLUTION, require_description
-
-if TYPE_CHECKING:
-    from penstock.submission.edition import ModelLimits
-    from penstock.submission.result_files import ResultDir, SubmittedResult
 
 
 def requested_counts(run: ResultDir) -> tuple[int, int]:
@@ -46,11 +29,11 @@ def checkpoint_gib(run: ResultDir) -> float:
     return run.summary.number("metric", "checkpoint_size_GB")
 
 
-def _num_accelerators(case: RunCase) -> int:
+def _num_accelerators(case: rule.RunCase) -> int:
     return case.run.summary.integer("num_accelerators")
 
 
-def _model(case: RunCase) -> ModelLimits:
+def _model(case: rule.RunCase) -> ModelLimits:
     name, _ = case.run.workload()
     models = case.checkpoints.models
     if name not in models:
@@ -60,18 +43,18 @@ def _model(case: RunCase) -> ModelLimits:
 
 def _write_and_read(result: SubmittedResult) -> tuple[Interval, Interval, ResultDir] | None:
     """The intervals of two invocations and the second one, in the order of their names; None of one alone."""
-    require_runs(result)
+    rule.require_runs(result)
     if len(result.runs) != 2:
         return None
     first, second = (run.dirs[0] for run in result.runs)
     return read_interval(first), read_interval(second), second
 
 
-@result_rule(
+@rule.result_rule(
     id="checkpoint.invocations",
     title="All is written and read in one invocation, or written in one and then read in another",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="2.1.23, 4.7.1; the tool's spelling of the division does not matter",
     formula=(
         "at most max_invocations result directories; CLOSED: (10, 10), or (10, 0) and then (0, 10) without "
@@ -80,18 +63,18 @@ def _write_and_read(result: SubmittedResult) -> tuple[Interval, Interval, Result
     passes="(10, 0), then (0, 10)",
     fails="(10, 0), (0, 5), (0, 5)",
 )
-def _check_invocations(case: ResultCase) -> Iterator[Finding]:
-    require_runs(case.result)
+def _check_invocations(case: rule.ResultCase) -> Iterator[Finding]:
+    rule.require_runs(case.result)
     full = case.checkpoints.num_checkpoints
     counts = [requested_counts(run) for run in case.result.run_dirs()]
     allowed = [[(full, full)], [(full, 0), (0, full)]]
-    kept = len(counts) <= case.checkpoints.max_invocations and (not case.is_closed or counts in allowed)
+    holds = len(counts) <= case.checkpoints.max_invocations and (not case.is_closed or counts in allowed)
     listed, overlap = ", ".join(map(str, counts)), ""
-    if kept and (times := _write_and_read(case.result)):
+    if holds and (times := _write_and_read(case.result)):
         first, second, _ = times
         overlap = "; the second began before the first" if second.begin < first.begin else ""
     yield pass_if(
-        kept and not overlap,
+        holds and not overlap,
         evidence=case.result.name,
         value=listed,
         limit=" or ".join(map(str, allowed)),
@@ -100,17 +83,17 @@ def _check_invocations(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="checkpoint.counts",
     title="In CLOSED ten checkpoints are written and ten read, or none; and as many as were asked for",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="tables 3 and 4, 4.7.1; -1 means none",
     formula="CLOSED: each number is the edition's or 0; per_epoch_stats has as many writes and reads",
     passes="--num-checkpoints-write 10 --num-checkpoints-read 0",
     fails="--num-checkpoints-write 5",
 )
-def _check_counts(case: RunCase) -> Iterator[Finding]:
+def _check_counts(case: rule.RunCase) -> Iterator[Finding]:
     """A finding for what was asked for, and one for what was done."""
     run, full = case.run, case.checkpoints.num_checkpoints
     requested = requested_counts(run)
@@ -136,17 +119,17 @@ def _check_counts(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@result_rule(
+@rule.result_rule(
     id="checkpoint.gap",
     title="Reading begins soon after writing ended",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="4.7.1, by the marks that the tool itself makes",
     formula="begin of reading - end of writing <= max_gap_s; below 0 the clocks differ (warning)",
     passes="20 seconds",
     fails="31 seconds",
 )
-def _check_gap(case: ResultCase) -> Iterator[Finding]:
+def _check_gap(case: rule.ResultCase) -> Iterator[Finding]:
     times = _write_and_read(case.result)
     if times is None:
         yield not_applicable(case.result.name, "there are not two invocations")
@@ -164,18 +147,18 @@ def _check_gap(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-def _total_seconds(case: ResultCase) -> float:
-    require_runs(case.result)
+def _total_seconds(case: rule.ResultCase) -> float:
+    rule.require_runs(case.result)
     intervals = [read_interval(run) for run in case.result.run_dirs()]
     return (intervals[-1].end - intervals[0].begin).total_seconds()
 
 
-limit_rule(
-    ResultCase,
+rule.limit_rule(
+    rule.ResultCase,
     id="checkpoint.duration",
     title="The time from the first write to the last read is known",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="4.7.2",
     formula="end of the last invocation - begin of the first > 0 (else warning)",
     passes="36 minutes",
@@ -191,11 +174,11 @@ limit_rule(
 )
 
 
-@result_rule(
+@rule.result_rule(
     id="checkpoint.remap",
     title="A declared time to remap was spent",
-    editions=NEWEST,
-    benchmarks=CHECKPOINTING,
+    editions=rule.NEWEST,
+    benchmarks=rule.CHECKPOINTING,
     source="4.7.3",
     formula=(
         "gap >= min_remap_share x remap_time_in_seconds; remapping beside simultaneous access is a warning"
@@ -203,7 +186,7 @@ limit_rule(
     passes="remap_time_in_seconds 0, or 30 with a gap of 20 s",
     fails="remap_time_in_seconds 60 with a gap of 20 s",
 )
-def _check_remap(case: ResultCase) -> Iterator[Finding]:
+def _check_remap(case: rule.ResultCase) -> Iterator[Finding]:
     description = require_description(case)
     capabilities = (*SOLUTION, "capabilities")
     declared_s = description.number(*capabilities, "remap_time_in_seconds")
@@ -228,18 +211,18 @@ def _check_remap(case: ResultCase) -> Iterator[Finding]:
         )
 
 
-@run_rule(
+@rule.run_rule(
     id="checkpoint.shared",
     title="Hosts that access storage at the same time are declared to",
-    editions=NEWEST,
-    benchmarks=CHECKPOINTING,
+    editions=rule.NEWEST,
+    benchmarks=rule.CHECKPOINTING,
     source="4.7.4, by the keys of the description's schema",
     formula="num_hosts 1, or simultaneous_write and simultaneous_read are declared (else warning)",
     passes="one host",
     fails="two hosts, simultaneous_read: false (a warning)",
 )
-def _check_shared_access(case: RunCase) -> Iterator[Finding]:
-    hosts, description = num_hosts(case.run), require_description(case)
+def _check_shared_access(case: rule.RunCase) -> Iterator[Finding]:
+    hosts, description = rule.num_hosts(case.run), require_description(case)
     missing = [
         name
         for name in ("simultaneous_write", "simultaneous_read")
@@ -256,12 +239,12 @@ def _check_shared_access(case: RunCase) -> Iterator[Finding]:
     )
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="checkpoint.fsync",
     title="Every checkpoint is synced",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="4.3.2",
     formula="checkpoint.fsync is true in the run's configuration",
     passes="fsync: true",
@@ -275,11 +258,11 @@ limit_rule(
 )
 
 
-@run_rule(
+@rule.run_rule(
     id="checkpoint.processes",
     title="The number of processes is the one that the model requires",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="4.6.1, 4.6.4; the tool's spelling of the division does not matter",
     formula=(
         "CLOSED: processes == the model's, of a subset == the subset's; OPEN: a positive multiple of the "
@@ -288,7 +271,7 @@ limit_rule(
     passes="llama3-70b on 64 processes",
     fails="llama3-70b on 60 processes, in CLOSED",
 )
-def _check_processes(case: RunCase) -> Iterator[Finding]:
+def _check_processes(case: rule.RunCase) -> Iterator[Finding]:
     """A finding for the number, and one for the summary's."""
     model, processes = _model(case), case.run.metadata.integer("num_processes")
     if is_subset(case.run):
@@ -317,41 +300,41 @@ def _check_processes(case: RunCase) -> Iterator[Finding]:
     )
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="checkpoint.hosts",
     title="In CLOSED every host has several accelerators",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source='4.6.2 says "more than 4", its table "minimal 4": exactly 4 is a warning',
     formula="num_accelerators / num_hosts > min_per_host; equal is a warning",
     passes="8 accelerators on one host",
     fails="8 accelerators on 4 hosts",
     not_applicable_if=lambda case: "" if case.is_closed else "OPEN leaves this free",
-    value=lambda case: _num_accelerators(case) / num_hosts(case.run),
+    value=lambda case: _num_accelerators(case) / rule.num_hosts(case.run),
     compare=">",
     limit=lambda case: case.checkpoints.min_per_host,
     evidence=lambda case: case.run.summary.file,
     show=("{:g}", "more than {}"),
     proof=lambda case, value, _: (
-        f"{_num_accelerators(case)} accelerators / {num_hosts(case.run)} hosts = {value:g}"
+        f"{_num_accelerators(case)} accelerators / {rule.num_hosts(case.run)} hosts = {value:g}"
     ),
     fix="Use fewer hosts.",
     otherwise=lambda value, limit: Verdict.WARNING if value == limit else Verdict.FAIL,
 )
 
 
-@run_rule(
+@rule.run_rule(
     id="checkpoint.subset",
     title="In CLOSED a part of the ranks stands for all only where the edition allows it",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="4.3.5",
     formula="no subset, or model and number of accelerators are those of the edition",
     passes="llama3-8b, checkpoint.mode subset, 8 accelerators",
     fails="llama3-70b, checkpoint.mode subset, in v3.0",
 )
-def _check_subset(case: RunCase) -> Iterator[Finding]:
+def _check_subset(case: rule.RunCase) -> Iterator[Finding]:
     run, subset = case.run, case.checkpoints.subset
     model, _ = run.workload()
     if not is_subset(run) or not case.is_closed:
@@ -368,17 +351,17 @@ def _check_subset(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="checkpoint.memory",
     title="The checkpoint fits into the memory of its accelerators",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="4.3.4, by each accelerator's own memory",
     formula="memory of an accelerator of this type x accelerators >= checkpoint_size_GB",
     passes="8 x 180 GB of b200, 105 GB written",
     fails="8 x 80 GB of h100, 912 GB written",
 )
-def _check_accelerator_memory(case: RunCase) -> Iterator[Finding]:
+def _check_accelerator_memory(case: rule.RunCase) -> Iterator[Finding]:
     run, memory_gb = case.run, case.checkpoints.accelerator_memory_gb
     accelerator = run.accelerator() or case.checkpoints.unnamed_accelerator
     if not accelerator:
@@ -399,42 +382,42 @@ def _check_accelerator_memory(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@result_rule(
+@rule.result_rule(
     id="checkpoint.ratio",
     title="More is written than the hosts can keep in memory",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="4.3.1, by all that was written and not by one checkpoint",
     formula="checkpoint_size_GB x writes > memory_multiple x sum of the hosts' memory (else warning)",
     passes="10 x 105 GiB on one host of 256 GiB",
     fails="10 x 105 GiB on one host of 512 GiB (a warning)",
 )
-def _check_data_ratio(case: ResultCase) -> Iterator[Finding]:
+def _check_data_ratio(case: rule.ResultCase) -> Iterator[Finding]:
     counts = [(run, requested_counts(run)[0]) for run in case.result.run_dirs()]
     written = [(run, writes) for run, writes in counts if writes]
     if not written:
         raise MissingFact("nothing was written", where=case.result.name)
     total = sum(checkpoint_gib(run) * writes for run, writes in written)
     first, _ = written[0]
-    require_all_hosts(first)
+    rule.require_all_hosts(first)
     memory, multiple = sum(first.summary.numbers("host_memory_GB")), case.checkpoints.memory_multiple
-    kept = total > multiple * memory
+    holds = total > multiple * memory
     yield pass_if(
-        kept,
+        holds,
         evidence=first.summary.file,
         value=f"{total:g} GiB",
         limit=f"{multiple * memory:g} GiB",
-        proof=f"{total:g} GiB written {'>' if kept else '<='} {multiple:g} x {memory:g} GiB of memory",
+        proof=f"{total:g} GiB written {'>' if holds else '<='} {multiple:g} x {memory:g} GiB of memory",
         fix="Let the reviewer confirm that caches were cleared before reading.",
         otherwise=Verdict.WARNING,
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="checkpoint.size",
     title="A checkpoint has the size that its model requires",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="ours, by the edition's table 2 and by the model's own architecture, which differ for llama3-1t",
     formula=(
         "checkpoint_size_GB is within size_tolerance of one of both (of a subset: of its share), else warning"
@@ -442,7 +425,7 @@ def _check_data_ratio(case: ResultCase) -> Iterator[Finding]:
     passes="llama3-8b with 104.7 GiB",
     fails="llama3-8b with 10 GiB (a warning)",
 )
-def _check_size(case: RunCase) -> Iterator[Finding]:
+def _check_size(case: rule.RunCase) -> Iterator[Finding]:
     model, size = _model(case), checkpoint_gib(case.run)
     tolerance = case.checkpoints.size_tolerance
     share = _num_accelerators(case) / model.closed_processes if is_subset(case.run) else 1.0

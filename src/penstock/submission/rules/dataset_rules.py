@@ -1,25 +1,28 @@
-"""Rules about the data: where it was read and logged, and that it was sized, generated and read in full."""
+"""Rules about the data set: its paths, its size, and that it was sized, generated and read in full.
 
-from __future__ import annotations
+Sizes are computed in exact fractions: one file decides a verdict.
+"""
 
+import math
 import posixpath
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Final
 
-from penstock.submission.finding import Finding, not_applicable, pass_if, violation
-from penstock.submission.parsed_file import MissingFact
-from penstock.submission.recomputed_metrics import record_bytes
-from penstock.submission.rules.rule import BOTH, LATER, NEWEST, ResultCase, RunCase, limit_rule, run_rule
-
-if TYPE_CHECKING:
-    from penstock.submission.result_files import ResultDir
+from penstock.submission.edition import Edition
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
+from penstock.submission.parsed_file import MissingFact, ParsedFile
+from penstock.submission.recomputed_metrics import num_accelerators, record_bytes
+from penstock.submission.result_files import ResultDir, ResultRun
+from penstock.submission.rules import rule
+from penstock.workload.dataset_size import bytes_text, quotient_text
 
 _MOUNT: Final = re.compile(r"^(\S+)\s+\d+\s+\d+\s+\d+\s+\d+%\s+(/\S*)$", re.MULTILINE)
 """A line of `df`: the device, four figures, and where it is mounted."""
 
 
-def _storage_key(case: RunCase) -> str:
+def _storage_key(case: rule.RunCase) -> str:
     """The argument that names the storage under test."""
     return "checkpoint_folder" if case.is_checkpointing else "data_dir"
 
@@ -29,11 +32,11 @@ def _path_argument(run: ResultDir, key: str) -> str:
     return "" if path is None else str(path)
 
 
-@run_rule(
+@rule.run_rule(
     id="paths.set",
     title="The paths of the data and of the results are set, and differ",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="3.4.1, 4.4.1",
     formula=(
         "args.data_dir (of checkpoints args.checkpoint_folder) and args.results_dir are set, and not equal"
@@ -41,7 +44,7 @@ def _path_argument(run: ResultDir, key: str) -> str:
     passes="data_dir /mnt/data, results_dir /home/acme/results",
     fails="both /mnt/data",
 )
-def _check_paths(case: RunCase) -> Iterator[Finding]:
+def _check_paths(case: rule.RunCase) -> Iterator[Finding]:
     key = _storage_key(case)
     under_test, results = _path_argument(case.run, key), _path_argument(case.run, "results_dir")
     unset = [name for name, path in ((key, under_test), ("results_dir", results)) if not path]
@@ -57,11 +60,11 @@ def _check_paths(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="paths.filesystems",
     title="Results were written to another file system than the one under test",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="3.4.2, 4.4.2",
     formula=(
         "fs_separation.json says same_filesystem: false; without it, df in the log shows two devices by "
@@ -70,7 +73,7 @@ def _check_paths(case: RunCase) -> Iterator[Finding]:
     passes="same_filesystem: false",
     fails="same_filesystem: true",
 )
-def _check_file_systems(case: RunCase) -> Iterator[Finding]:
+def _check_file_systems(case: rule.RunCase) -> Iterator[Finding]:
     run, under_test = case.run, _path_argument(case.run, _storage_key(case))
     if "://" in under_test and not under_test.startswith("file://"):
         yield not_applicable(run.metadata.file, "the storage under test holds objects")
@@ -88,7 +91,7 @@ def _check_file_systems(case: RunCase) -> Iterator[Finding]:
         )
 
 
-def _judge_mounts(case: RunCase) -> Finding:
+def _judge_mounts(case: rule.RunCase) -> Finding:
     """By the output of `df` in the run's log, which tools wrote before they probed the file systems."""
     run = case.run
     mounts = [mount for _, mount in _MOUNT.findall(str(run.log.value()))]
@@ -117,14 +120,14 @@ def _mount_point(path: str, mounts: list[str]) -> str:
     return max(above, key=len, default="/")
 
 
-def _require_datagen(case: ResultCase) -> ResultDir:
+def _require_datagen(case: rule.ResultCase) -> ResultDir:
     """The result directory of the last data generation."""
     if not case.result.datagen:
         raise MissingFact("there is no result directory in datagen/", where=case.result.name)
     return case.result.datagen[-1]
 
 
-def _num_files(directory: ResultDir, case: RunCase) -> int:
+def _num_files(directory: ResultDir, case: rule.RunCase) -> int:
     """The files of the data set: from the summary in the metadata, else from their whole configuration."""
     metadata = directory.metadata
     if metadata.has("dataset", "num_files_train"):
@@ -138,16 +141,16 @@ def _num_files(directory: ResultDir, case: RunCase) -> int:
     return metadata.integer(section, "dataset", "num_files_train")
 
 
-@run_rule(
+@rule.run_rule(
     id="dataset.sized",
     title="A run has at least as many files as were sized for its data folder",
-    editions=NEWEST,
+    editions=rule.NEWEST,
     source="3.1.1, 3.3.1 (DATASIZE-MISSING, DATASIZE-UNDERRUN)",
     formula="num_files of the last datasize with the run's data_dir and accelerator <= the run's num_files",
     passes="28,000 files sized, 28,000 read",
     fails="28,000 files sized, 27,999 read",
 )
-def _check_sized_files(case: RunCase) -> Iterator[Finding]:
+def _check_sized_files(case: rule.RunCase) -> Iterator[Finding]:
     run = case.run
     data_folder = run.metadata.value("args", "data_dir")
     sizings = [
@@ -174,16 +177,16 @@ def _check_sized_files(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="dataset.generated",
     title="A run reads no more files than were generated, in the same folders",
-    editions=LATER,
+    editions=rule.LATER,
     source="3.3.1 (DATAGEN-OVERRUN)",
     formula="the run's num_files <= that of the data generation; num_subfolders are the same",
     passes="28,000 files generated, 28,000 read",
     fails="27,999 files generated, 28,000 read",
 )
-def _check_generated_files(case: RunCase) -> Iterator[Finding]:
+def _check_generated_files(case: rule.RunCase) -> Iterator[Finding]:
     datagen = _require_datagen(case)
     generated, read = _num_files(datagen, case), case.run.summary.integer("num_files_train")
     yield pass_if(
@@ -211,16 +214,16 @@ def _file_bytes(directory: ResultDir) -> int:
     return round(samples * record_bytes(directory))
 
 
-def _generated_bytes(case: RunCase) -> int:
+def _generated_bytes(case: rule.RunCase) -> int:
     datagen = _require_datagen(case)
     return _num_files(datagen, case) * _file_bytes(datagen)
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="dataset.bytes",
     title="At least as many bytes were generated as a run reads",
-    editions=LATER,
+    editions=rule.LATER,
     source="3.2.1",
     formula="files x samples a file x bytes a sample of the data generation >= those of the run",
     passes="the same files, samples and bytes",
@@ -233,3 +236,171 @@ limit_rule(
     proof="{value:,} B generated {sign} {limit:,} B read",
     fix="Generate the data set with the workload's own values.",
 )
+
+
+GIB: Final = 1 << 30
+_SOURCE: Final = "v1.0 rules and sizing command; 3.1.2 of later editions"
+_MEMORY_LIMIT: Final = re.compile(
+    r"\b(\d+)\s*([MGT])i?B?\b[^&;|]*>\s*\S*memory\.(?:max|limit_in_bytes)", re.IGNORECASE
+)
+"""A shell command that limits a cgroup's memory, as descriptions quote it."""
+_UNITS: Final = {"M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def min_files(samples: Fraction, samples_per_file: int, edition: Edition) -> int:
+    """Whole files for `samples`, rounded as the edition says."""
+    exact = samples / samples_per_file
+    return math.ceil(exact) if edition.sizing.rounding == "up" else math.floor(exact)
+
+
+def _judge_each_run(
+    case: rule.ResultCase, judge: Callable[[ResultRun, rule.ResultCase], Finding]
+) -> Iterator[Finding]:
+    """One finding for each run: the clients of a run, which read one data set, are judged together."""
+    rule.require_runs(case.result)
+    for run in case.result.runs:
+        try:
+            yield judge(run, case)
+        except MissingFact as reason:
+            yield not_checked(reason)
+
+
+@rule.result_rule(
+    id="sizing.steps",
+    title="The data set feeds every accelerator for enough steps an epoch",
+    editions=rule.ALL,
+    source=_SOURCE,
+    formula="files >= min_steps x batch x accelerators / samples a file, rounded as the edition says",
+    passes="unet3d, batch 7, 2 accelerators: 7,000 files (500 x 7 x 2)",
+    fails="the same with 6,999 files",
+)
+def _check_steps(case: rule.ResultCase) -> Iterator[Finding]:
+    yield from _judge_each_run(case, _judge_steps_of)
+
+
+def _judge_steps_of(run: ResultRun, case: rule.ResultCase) -> Finding:
+    first, steps = run.dirs[0], case.edition.sizing.min_steps
+    batch = first.config.integer("workload", "reader", "batch_size")
+    per_file, files = _read_files(first)
+    accelerators = num_accelerators(run)
+    samples = steps * batch * accelerators
+    needed = min_files(Fraction(samples), per_file, case.edition)
+    return pass_if(
+        files >= needed,
+        evidence=first.summary.file,
+        value=f"{files:,} files",
+        limit=f"{needed:,} files",
+        proof=(
+            f"{steps} steps x {batch:,} samples x {accelerators:,} accelerators / "
+            f"{per_file:,} samples a file = {quotient_text(Fraction(samples, per_file))} -> "
+            f"{needed:,} files {'<=' if files >= needed else '>'} {files:,}"
+        ),
+        fix=f"Generate at least {needed:,} files and repeat the runs.",
+    )
+
+
+@rule.result_rule(
+    id="sizing.memory",
+    title="The data set is several times larger than the memory of all hosts",
+    editions=rule.ALL,
+    source=_SOURCE,
+    formula=(
+        "files >= memory_multiple x sum of the hosts' memory / record length / samples a file, rounded as "
+        "the edition says; memory that the system description limits (a cgroup's memory.max) counts as "
+        "limited, and is then left to the reviewer as a warning"
+    ),
+    passes="unet3d on one host of 256 GiB: 9,376 files of 146,600,628 bytes",
+    fails="the same with 9,374 files",
+)
+def _check_memory(case: rule.ResultCase) -> Iterator[Finding]:
+    yield from _judge_each_run(case, _judge_memory_of)
+
+
+def _judge_memory_of(run: ResultRun, case: rule.ResultCase) -> Finding:
+    """First by the memory that the hosts have, then by what they may use of it."""
+    first, systems = run.dirs[0], case.result.systems
+    rule.require_all_hosts(first)
+    hosts = tuple(memory for each in run.dirs for memory in _read_memory(each.summary, case.edition))
+    physical = _compare_with_memory(first, hosts, case.edition)
+    limit = find_memory_limit(systems)
+    if physical.verdict is Verdict.PASS:
+        return physical
+    if limit is None:
+        for system in systems:  # one that cannot be read may state a limit
+            system.value()
+        return physical
+    limit_bytes, evidence = limit
+    limited = tuple(min(memory, Fraction(limit_bytes)) for memory in hosts)
+    return physical if limited == hosts else _compare_with_memory(first, limited, case.edition, evidence)
+
+
+def _compare_with_memory(
+    run: ResultDir, hosts: tuple[Fraction, ...], edition: Edition, limited_by: str = ""
+) -> Finding:
+    length = record_bytes(run)
+    per_file, files = _read_files(run)
+    multiple, memory = edition.sizing.memory_multiple, sum(hosts, Fraction(0))
+    needed = min_files(multiple * memory / length, per_file, edition)
+    holds = files >= needed
+    note = f" (limited to this by {limited_by})" if limited_by else ""
+    fix = f"Generate at least {needed:,} files and repeat the runs."
+    verdict = Verdict.PASS if holds else Verdict.FAIL
+    if holds and limited_by:  # only a person can tell whether the limit was in force
+        verdict, fix = Verdict.WARNING, "Let the reviewer confirm that this limit held during the runs."
+    return Finding(
+        verdict=verdict,
+        evidence=run.summary.file,
+        value=f"{files:,} files",
+        limit=f"{needed:,} files",
+        proof=(
+            f"{multiple} x {float(memory / GIB):.6g} GiB of memory{note} / {bytes_text(length)} B / "
+            f"{per_file:,} samples a file -> {needed:,} files {'<=' if holds else '>'} {files:,}"
+        ),
+        fix="" if verdict is Verdict.PASS else fix,
+    )
+
+
+def _read_files(run: ResultDir) -> tuple[int, int]:
+    """Samples in a file, and files."""
+    per_file = run.summary.integer("num_samples_per_file")
+    if per_file < 1:
+        raise MissingFact("num_samples_per_file is not positive", where=run.summary.file)
+    return per_file, run.summary.integer("num_files_train")
+
+
+def _read_memory(summary: ParsedFile, edition: Edition) -> tuple[Fraction, ...]:
+    """Each host's memory in bytes, or that of all where only the sum is right."""
+    stated = summary.numbers("host_memory_GB")
+    num_hosts = summary.integer("num_hosts")
+    if edition.sizing.host_memory == "sum":
+        if min(stated) < 0 or sum(stated) <= 0:
+            raise MissingFact(f"host_memory_GB is {stated!r:.60}, which is no memory", where=summary.file)
+        return (sum(map(Fraction, stated), Fraction(0)) * GIB,)
+    if len(stated) != num_hosts or min(stated) <= 0:
+        raise MissingFact(
+            f"host_memory_GB has {len(stated)} entries, {sum(entry <= 0 for entry in stated)} of them empty, "
+            f"for {num_hosts} hosts: the benchmark of this edition fills the list wrongly",
+            where=summary.file,
+            fix="Let the reviewer compare the hosts' memory with the number of files.",
+        )
+    return tuple(Fraction(entry) * GIB for entry in stated)
+
+
+def find_memory_limit(systems: tuple[ParsedFile, ...]) -> tuple[int, str] | None:
+    """The limit of a host's memory in bytes that the system description states, and its file."""
+    limits = {
+        (int(match[1]) * _UNITS[match[2].upper()], system.file)
+        for system in systems
+        if not system.problem
+        for text in _strings(system.content)
+        for match in _MEMORY_LIMIT.finditer(text)
+    }
+    return limits.pop() if len(limits) == 1 else None
+
+
+def _strings(content: object) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, list | dict):
+        for entry in content.values() if isinstance(content, dict) else content:
+            yield from _strings(entry)

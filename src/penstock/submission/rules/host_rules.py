@@ -1,28 +1,26 @@
 """Rules about the hosts of a run: as many as were named, alike, with the same accelerators on each."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from penstock.submission.finding import Finding, Verdict, pass_if
-from penstock.submission.rules.rule import LATER, RunCase, limit_rule, num_hosts, require_all_hosts, run_rule
+from penstock.submission.rules import rule
 
 
-def _num_accelerators(case: RunCase) -> int:
+def _num_accelerators(case: rule.RunCase) -> int:
     return case.run.summary.integer("num_accelerators")
 
 
-@run_rule(
+@rule.run_rule(
     id="hosts.accelerators",
     title="A single host simulates several accelerators",
-    editions=LATER,
+    editions=rule.LATER,
     source="3.3.3, a recommendation",
     formula="num_hosts > 1, or num_accelerators >= the edition's number (else warning)",
     passes="one host, 4 accelerators",
     fails="one host, 3 accelerators (a warning)",
 )
-def _check_accelerators(case: RunCase) -> Iterator[Finding]:
-    hosts, accelerators = num_hosts(case.run), _num_accelerators(case)
+def _check_accelerators(case: rule.RunCase) -> Iterator[Finding]:
+    hosts, accelerators = rule.num_hosts(case.run), _num_accelerators(case)
     recommended = case.timed.min_accelerators_alone
     yield pass_if(
         hosts > 1 or accelerators >= recommended,
@@ -35,17 +33,17 @@ def _check_accelerators(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="hosts.single",
     title="A run on one host was started on one",
-    editions=LATER,
+    editions=rule.LATER,
     source="3.3.4",
     formula="num_hosts > 1, or at most one host in the metadata's args.hosts",
     passes="num_hosts 1, hosts [node1]",
     fails="num_hosts 1, hosts [node1, node2]",
 )
-def _check_single_host(case: RunCase) -> Iterator[Finding]:
-    hosts, names = num_hosts(case.run), case.run.metadata.value("args", "hosts")
+def _check_single_host(case: rule.RunCase) -> Iterator[Finding]:
+    hosts, names = rule.num_hosts(case.run), case.run.metadata.value("args", "hosts")
     if isinstance(names, str):
         names = names.replace(",", " ").split()
     num_named = len(names) if isinstance(names, list) else 0
@@ -59,30 +57,30 @@ def _check_single_host(case: RunCase) -> Iterator[Finding]:
     )
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="hosts.equal",
     title="Every host has the same number of accelerators",
-    editions=LATER,
+    editions=rule.LATER,
     source="3.3.6",
     formula="num_accelerators is a multiple of num_hosts",
     passes="8 accelerators on 2 hosts",
     fails="9 accelerators on 2 hosts",
-    value=lambda case: _num_accelerators(case) % num_hosts(case.run),
+    value=lambda case: _num_accelerators(case) % rule.num_hosts(case.run),
     compare="==",
     limit=0,
     evidence=lambda case: case.run.summary.file,
     proof=lambda case, value, _: (
-        f"{_num_accelerators(case)} accelerators / {num_hosts(case.run)} hosts leaves {value}"
+        f"{_num_accelerators(case)} accelerators / {rule.num_hosts(case.run)} hosts leaves {value}"
     ),
     fix="Give every host the same number of accelerators.",
 )
 
 
-@run_rule(
+@rule.run_rule(
     id="hosts.alike",
     title="Hosts are alike in memory and cores",
-    editions=LATER,
+    editions=rule.LATER,
     source="3.3.7, a recommendation",
     formula=(
         "largest / smallest of host_memory_GB and of host_cpu_count <= the edition's ratio (else warning); "
@@ -91,10 +89,10 @@ limit_rule(
     passes="hosts of 256 and 256 GiB",
     fails="hosts of 256 and 512 GiB (a warning)",
 )
-def _check_alike_hosts(case: RunCase) -> Iterator[Finding]:
+def _check_alike_hosts(case: rule.RunCase) -> Iterator[Finding]:
     summary = case.run.summary
-    require_all_hosts(case.run)
-    hosts, max_ratio = num_hosts(case.run), case.timed.max_ratio_of_hosts
+    rule.require_all_hosts(case.run)
+    hosts, max_ratio = rule.num_hosts(case.run), case.timed.max_ratio_of_hosts
     for name in ("host_memory_GB", "host_cpu_count"):
         numbers = summary.numbers(name)
         is_comparable = len(numbers) == hosts and min(numbers) > 0

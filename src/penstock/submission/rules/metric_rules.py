@@ -1,48 +1,26 @@
 """Rules about figures: utilization reaches its minimum, and every stated mean is the mean it claims to be."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from penstock.submission import recomputed_metrics
+from penstock.submission.edition import Edition
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact, ParsedFile
-from penstock.submission.recomputed_metrics import (
-    CHECKPOINT_METRICS,
-    TRAINING_METRICS,
-    checkpoint_means,
-    mib_per_second,
-    samples_per_second,
-    utilization_percent,
-)
-from penstock.submission.rules.rule import (
-    ALL,
-    BOTH,
-    CHECKPOINTING,
-    FIRST,
-    LATER,
-    ResultCase,
-    RunCase,
-    limit_rule,
-    result_rule,
-    run_rule,
-)
+from penstock.submission.result_files import ResultDir, SubmittedResult
+from penstock.submission.rules import rule
 from penstock.submission.tree_layout import Benchmark
 
-if TYPE_CHECKING:
-    from penstock.submission.edition import Edition
-    from penstock.submission.result_files import ResultDir, SubmittedResult
-
 RUN_MEANS: Final[tuple[tuple[str, Callable[[ResultDir], float]], ...]] = (
-    ("train_au_mean_percentage", utilization_percent),
-    ("train_throughput_mean_samples_per_second", samples_per_second),
-    ("train_io_mean_MB_per_second", mib_per_second),
+    ("train_au_mean_percentage", recomputed_metrics.utilization_percent),
+    ("train_throughput_mean_samples_per_second", recomputed_metrics.samples_per_second),
+    ("train_io_mean_MB_per_second", recomputed_metrics.mib_per_second),
 )
 
 
-def _min_utilization(case: RunCase) -> float:
+def _min_utilization(case: rule.RunCase) -> float:
     family, _ = case.run.workload()
     limits = case.edition.min_utilization_percent
     if family not in limits:
@@ -52,16 +30,16 @@ def _min_utilization(case: RunCase) -> float:
     return limits[family]
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="utilization.minimum",
     title="Accelerators are kept as busy as the workload asks for",
-    editions=ALL,
+    editions=rule.ALL,
     source="v1.0 rules, workloads; 3.3.2 of later editions",
     formula="mean of train_au_percentage over the epochs >= the workload's minimum",
     passes="cosmoflow at 70.1 %",
     fails="unet3d at 89.9 %",
-    value=lambda case: utilization_percent(case.run),
+    value=lambda case: recomputed_metrics.utilization_percent(case.run),
     compare=">=",
     limit=_min_utilization,
     evidence=lambda case: case.run.summary.file,
@@ -74,11 +52,11 @@ limit_rule(
     lenient_in_warm_up=True,
 )
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="utilization.stated",
     title="Each run states that it reached its utilization",
-    editions=ALL,
+    editions=rule.ALL,
     source="v1.0 rules, success of a run; 3.3.2 of later editions",
     formula='metric.train_au_meet_expectation == "success"',
     passes='"success"',
@@ -93,16 +71,16 @@ limit_rule(
 )
 
 
-def _num_epoch_entries(case: RunCase) -> int:
+def _num_epoch_entries(case: rule.RunCase) -> int:
     entries = case.run.summary.value("metric", "train_au_percentage")
     return len(entries) if isinstance(entries, list) else 0
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="means.epochs",
     title="Each run that counts reports every epoch",
-    editions=LATER,
+    editions=rule.LATER,
     source="3.3.8",
     formula="entries of train_au_percentage == epochs of the configuration: none fails, another number warns",
     passes="5 epochs, 5 entries",
@@ -129,37 +107,37 @@ def _compare_stated(
     except MissingFact as reason:
         return not_checked(reason)
     tolerance = edition.means.relative_tolerance
-    kept = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
+    holds = math.isclose(stated, recomputed, rel_tol=tolerance, abs_tol=tolerance)
     return pass_if(
-        kept,
+        holds,
         evidence=file.file,
         value=repr(stated),
         limit=repr(recomputed),
-        proof=f"{'.'.join(path)}: stated {stated!r} {'==' if kept else '!='} recomputed {recomputed!r}",
+        proof=f"{'.'.join(path)}: stated {stated!r} {'==' if holds else '!='} recomputed {recomputed!r}",
         fix="State the recomputed figure, or restore the files that it was made from.",
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="means.run",
     title="The means that a run states are those of its epochs",
-    editions=ALL,
+    editions=rule.ALL,
     source="ours: a stated mean is never trusted",
     formula="stated == mean over epochs, within the edition's tolerance; MB/s by the record's length",
     passes="train_au_percentage [90, 92], train_au_mean_percentage 91",
     fails="train_au_percentage [90, 92], train_au_mean_percentage 95",
 )
-def _check_run_means(case: RunCase) -> Iterator[Finding]:
+def _check_run_means(case: rule.RunCase) -> Iterator[Finding]:
     for name, metric in RUN_MEANS:
         path = ("metric", name)
         yield _compare_stated(case.run.summary, path, partial(metric, case.run), case.edition)
 
 
-@run_rule(
+@rule.run_rule(
     id="means.checkpoint",
     title="The means that a checkpointing run states are those of its checkpoints",
-    editions=LATER,
-    benchmarks=CHECKPOINTING,
+    editions=rule.LATER,
+    benchmarks=rule.CHECKPOINTING,
     source="4.3.6: the mean of size / duration over the checkpoints, not all bytes over all time",
     formula=(
         "stated == mean over checkpoints, within the edition's tolerance, by rank 0 or by each "
@@ -168,20 +146,20 @@ def _check_run_means(case: RunCase) -> Iterator[Finding]:
     passes="10 checkpoints of 104.7 GiB in 4 ... 6.25 s, save_checkpoint_io_mean_GB_per_second 21.1",
     fails="the same, stated 26.2",
 )
-def _check_checkpoint_means(case: RunCase) -> Iterator[Finding]:
+def _check_checkpoint_means(case: rule.RunCase) -> Iterator[Finding]:
     summary = case.run.summary
     for prefix in ("save", "load"):
-        for name, candidates in checkpoint_means(case.run, prefix).items():
+        for name, candidates in recomputed_metrics.checkpoint_means(case.run, prefix).items():
             stated = summary.number("metric", name)
             nearest = min(candidates, key=lambda mean: abs(mean - stated))
             yield _compare_stated(summary, ("metric", name), partial(float, nearest), case.edition)
 
 
-@result_rule(
+@rule.result_rule(
     id="means.results",
     title="The figures of results.json are those of its runs",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="3.3.8, 4.3.6",
     formula=(
         "every figure that is known by its name, at the top or in metrics or overall, == the recomputed one, "
@@ -190,9 +168,9 @@ def _check_checkpoint_means(case: RunCase) -> Iterator[Finding]:
     passes="five runs of 20.1 ... 20.5 samples/s, train_throughput_mean_samples_per_second 20.3",
     fails="the same, stated 20.25, which is the mean with the warm-up",
 )
-def _check_results_means(case: ResultCase) -> Iterator[Finding]:
+def _check_results_means(case: rule.ResultCase) -> Iterator[Finding]:
     report, is_training = case.result.report, case.result.location.benchmark is Benchmark.TRAINING
-    metrics = TRAINING_METRICS if is_training else CHECKPOINT_METRICS
+    metrics = recomputed_metrics.TRAINING_METRICS if is_training else recomputed_metrics.CHECKPOINT_METRICS
     stated = [path for name in metrics for path in _figure_paths(name) if report.has(*path)]
     for path in stated:
         yield _compare_result(case, path, metrics)
@@ -206,25 +184,25 @@ def _figure_paths(name: str) -> tuple[tuple[str, ...], ...]:
 
 
 def _compare_result(
-    case: ResultCase,
+    case: rule.ResultCase,
     path: tuple[str, ...],
-    metrics: Mapping[str, Callable[[SubmittedResult], float]] = TRAINING_METRICS,
+    metrics: Mapping[str, Callable[[SubmittedResult], float]] = recomputed_metrics.TRAINING_METRICS,
 ) -> Finding:
     result = case.result
     return _compare_stated(result.report, path, lambda: metrics[path[-1]](result), case.edition)
 
 
-@result_rule(
+@rule.result_rule(
     id="means.report",
     title="The figures of the report are those of its runs",
-    editions=FIRST,
+    editions=rule.FIRST,
     source="v1.0 rules, a result is the mean of five runs",
     formula="overall.* == mean and population deviation over the runs, within the edition's tolerance",
     passes="runs of 10, 10, 10, 11 and 9 samples/s, reported 10",
     fails="the same, reported 11",
 )
-def _check_report_means(case: ResultCase) -> Iterator[Finding]:
+def _check_report_means(case: rule.ResultCase) -> Iterator[Finding]:
     case.result.report.value("overall")
-    for name in TRAINING_METRICS:
+    for name in recomputed_metrics.TRAINING_METRICS:
         if name.startswith("train_throughput"):
             yield _compare_result(case, ("overall", name))

@@ -1,39 +1,35 @@
 """Rules about what a division lets a run change: by what was set, and by the configuration it then had."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from penstock.submission.edition import ParameterLists
 from penstock.submission.finding import Finding, pass_if
 from penstock.submission.parsed_file import MissingFact
-from penstock.submission.rules.rule import ALL, BOTH, LATER, RunCase, run_rule
+from penstock.submission.rules import rule
 from penstock.workload.dlio_keys import canonical_path
+from penstock.workload.layered_settings import Path
 from penstock.workload.shipped_catalog import families, shipped_card
-
-if TYPE_CHECKING:
-    from penstock.submission.edition import ParameterLists
-    from penstock.workload.layered_settings import Path
 
 _ABSENT: Final = object()
 
 
-def _parameters(case: RunCase) -> ParameterLists:
+def _parameters(case: rule.RunCase) -> ParameterLists:
     return case.checkpoints.parameters if case.is_checkpointing else case.edition.parameters
 
 
-@run_rule(
+@rule.run_rule(
     id="parameters.allowed",
     title="A run sets only what its division leaves free",
-    editions=ALL,
-    benchmarks=BOTH,
+    editions=rule.ALL,
+    benchmarks=rule.BOTH,
     source="v1.0 rules, CLOSED and OPEN; 3.6.2, 3.6.3 and 4.6.3 of later editions",
     formula="keys in overrides.yaml are in the division's list or set by the benchmark's own script",
     passes="closed, ++workload.reader.read_threads=16",
     fails="closed, ++workload.reader.batch_size=1",
 )
-def _check_allowed_parameters(case: RunCase) -> Iterator[Finding]:
+def _check_allowed_parameters(case: rule.RunCase) -> Iterator[Finding]:
     division = case.division
     changed = case.run.settings().keys() - {"workload"}
     forbidden = ", ".join(sorted(changed - _parameters(case).allowed(division)))
@@ -51,16 +47,16 @@ def _check_allowed_parameters(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="parameters.odirect",
     title="Only workloads whose reader can bypass the page cache set reader.odirect",
-    editions=LATER,
+    editions=rule.LATER,
     source="checks of a run, odirect",
     formula="reader.odirect is set only for workloads of the edition's list",
     passes="unet3d, ++workload.reader.odirect=True",
     fails="retinanet, ++workload.reader.odirect=True",
 )
-def _check_odirect(case: RunCase) -> Iterator[Finding]:
+def _check_odirect(case: rule.RunCase) -> Iterator[Finding]:
     family, _ = case.run.workload()
     allowed = case.timed.odirect_workloads
     is_set = case.run.settings().get("reader.odirect", "false").lower() == "true"
@@ -74,17 +70,17 @@ def _check_odirect(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="parameters.configuration",
     title="A run's configuration is the workload's, except for what its division leaves free",
-    editions=ALL,
-    benchmarks=BOTH,
+    editions=rule.ALL,
+    benchmarks=rule.BOTH,
     source="v1.0 rules, CLOSED and OPEN; the workload's published parameters",
     formula="compared keys of config.yaml == the workload's, unless the division leaves them free",
     passes="closed, unet3d, config.yaml with batch_size 7",
     fails="closed, unet3d, config.yaml with batch_size 1, whatever overrides.yaml says",
 )
-def _check_configuration(case: RunCase) -> Iterator[Finding]:
+def _check_configuration(case: rule.RunCase) -> Iterator[Finding]:
     run, parameters = case.run, _parameters(case)
     free = parameters.allowed(case.division)
     family, accelerator = run.workload()
@@ -114,7 +110,7 @@ def _check_configuration(case: RunCase) -> Iterator[Finding]:
     )
 
 
-def _require_reference(case: RunCase, family: str, accelerator: str) -> Mapping[Path, object]:
+def _require_reference(case: rule.RunCase, family: str, accelerator: str) -> Mapping[Path, object]:
     """The workload's values by our paths."""
     run = case.run
     if case.is_checkpointing:

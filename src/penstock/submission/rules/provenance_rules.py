@@ -1,35 +1,14 @@
 """Rules about where a result comes from: its program, its edition, and what each result directory states."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from penstock.errors import DataDamaged
 from penstock.submission.code_image import ALGORITHM, image_name, parse_pointer
-from penstock.submission.finding import (
-    Finding,
-    Verdict,
-    not_applicable,
-    not_checked,
-    pass_if,
-    violation,
-)
+from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if, violation
 from penstock.submission.parsed_file import MissingFact, ParsedFile
-from penstock.submission.rules.rule import (
-    BOTH,
-    LATER,
-    NEWEST,
-    ResultCase,
-    RunCase,
-    limit_rule,
-    result_rule,
-    run_rule,
-)
+from penstock.submission.result_files import ResultDir
+from penstock.submission.rules import rule
 from penstock.workload.division_rules import SubmissionDivision
-
-if TYPE_CHECKING:
-    from penstock.submission.result_files import ResultDir
 
 
 def _pointed_digest(run: ResultDir) -> str:
@@ -45,17 +24,17 @@ def _stated_edition(file: ParsedFile) -> str:
     return f"v{file.text('rules_edition').removeprefix('v')}"
 
 
-@result_rule(
+@rule.result_rule(
     id="code.pointer",
     title="Each result directory points to a code image that is there",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="2.1.6, CHECK-01",
     formula=".mlps-code-image names a digest whose image is in the pool",
     passes="md5-tree-v2:0123..., code-images/code-01234567/",
     fails="a result directory without .mlps-code-image",
 )
-def _check_pointers(case: ResultCase) -> Iterator[Finding]:
+def _check_pointers(case: rule.ResultCase) -> Iterator[Finding]:
     images = {image.name for image in case.result.context.pool.images}
     for run in case.result.all_dirs():
         if run.pointer.is_missing:
@@ -80,17 +59,17 @@ def _check_pointers(case: ResultCase) -> Iterator[Finding]:
         )
 
 
-@result_rule(
+@rule.result_rule(
     id="code.image",
     title="A code image is what its digest says",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="2.1.6, CHECK-02",
     formula="digest of its files == .code-hash.json's hash; the folder is named by its first eight digits",
     passes="code-01234567/ whose files hash to 01234567...",
     fails="a file changed after the image was taken",
 )
-def _check_images(case: ResultCase) -> Iterator[Finding]:
+def _check_images(case: rule.ResultCase) -> Iterator[Finding]:
     pointed = set()
     for run in case.result.all_dirs():
         try:
@@ -114,17 +93,17 @@ def _check_images(case: ResultCase) -> Iterator[Finding]:
         )
 
 
-@result_rule(
+@rule.result_rule(
     id="code.pool",
     title="Every code image is used",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="CHECK-03; a warning here, since no result depends on it",
     formula="a result directory of the tree points to each image of the pool",
     passes="one image, and result directories that point to it",
     fails="a second image that no result directory points to (a warning)",
 )
-def _check_pool(case: ResultCase) -> Iterator[Finding]:
+def _check_pool(case: rule.ResultCase) -> Iterator[Finding]:
     pool = case.result.context.pool
     used = {image_name(digest) for digest in pool.pointed}
     orphans = [image.name for image in pool.images if image.name not in used]
@@ -139,17 +118,17 @@ def _check_pool(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="provenance.run",
     title="A run's provenance names the code image that the run points to",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="PROV-01",
     formula="provenance.json is there if the metadata declare it; tool.code_image == .mlps-code-image",
     passes="both say md5-tree-v2:0123...",
     fails="metadata with provenance_file, and no provenance.json",
 )
-def _check_provenance(case: RunCase) -> Iterator[Finding]:
+def _check_provenance(case: rule.RunCase) -> Iterator[Finding]:
     run = case.run
     is_declared = run.metadata.has("provenance_file")
     if run.provenance.is_missing and not is_declared:
@@ -172,12 +151,12 @@ def _check_provenance(case: RunCase) -> Iterator[Finding]:
         )
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="provenance.edition",
     title="A run was made by the rules it is judged by",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="EDN-01",
     formula="provenance.json's rules_edition == the edition; older trees without provenance state nothing",
     passes='rules_edition "3.0", judged by v3.0',
@@ -192,11 +171,11 @@ limit_rule(
 )
 
 
-@result_rule(
+@rule.result_rule(
     id="provenance.manifest",
     title="submission.yaml lists exactly the result directories that are there",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="PROV-02",
     formula=(
         "runs[].leaf == the tree's result directories, rules_edition == the edition; not "
@@ -205,7 +184,7 @@ limit_rule(
     passes="9 result directories listed, the same 9 there",
     fails="a result directory that is not listed",
 )
-def _check_manifest(case: ResultCase) -> Iterator[Finding]:
+def _check_manifest(case: rule.ResultCase) -> Iterator[Finding]:
     manifest = case.result.context.manifest
     if manifest.is_missing:
         yield not_applicable(manifest.file, "there is no submission.yaml")
@@ -236,17 +215,17 @@ def _check_manifest(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@result_rule(
+@rule.result_rule(
     id="runs.metadata",
     title="The metadata of a result directory agree with its path",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="3.1.1, structure of *_metadata.json",
     formula="benchmark_type, model and command are those of the path, run_datetime is the directory's name",
     passes="training/unet3d/run/20260701_100000/ with command run",
     fails="a result directory that was copied from another workload",
 )
-def _check_metadata(case: ResultCase) -> Iterator[Finding]:
+def _check_metadata(case: rule.ResultCase) -> Iterator[Finding]:
     result = case.result
     phases = (("datasize", result.datasize), ("datagen", result.datagen), ("run", result.run_dirs()))
     for command, directories in phases:
@@ -257,7 +236,7 @@ def _check_metadata(case: ResultCase) -> Iterator[Finding]:
                 yield not_checked(reason)
 
 
-def _judge_metadata_of(directory: ResultDir, case: ResultCase, command: str) -> Finding:
+def _judge_metadata_of(directory: ResultDir, case: rule.ResultCase, command: str) -> Finding:
     expected = {
         "benchmark_type": case.result.location.benchmark.value,
         "model": case.result.location.model.lower(),
@@ -278,12 +257,12 @@ def _judge_metadata_of(directory: ResultDir, case: ResultCase, command: str) -> 
     )
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="runs.exit",
     title="Each run succeeded",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="structure of *_metadata.json; a launcher that fails leaves no result",
     formula="metadata.exit_status == 0",
     passes="exit_status 0",
@@ -297,17 +276,17 @@ limit_rule(
 )
 
 
-@run_rule(
+@rule.run_rule(
     id="runs.division",
     title="A run in CLOSED was made for CLOSED",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="verdict of the tool in *_metadata.json; case does not matter",
     formula="verification is closed, or the result is in OPEN; another verdict of the tool is a warning",
     passes="closed/, verification CLOSED",
     fails="closed/, verification OPEN",
 )
-def _check_division(case: RunCase) -> Iterator[Finding]:
+def _check_division(case: rule.RunCase) -> Iterator[Finding]:
     stated, division = case.run.metadata.text("verification"), case.division
     is_division = stated.lower() in set(SubmissionDivision)
     yield pass_if(

@@ -8,32 +8,18 @@ A declaration registers its rule; nothing else lists it. Invariant: a rule that 
 raises while its module is imported, so that no rule is silently left out of an edition.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Final,
-    Literal,
-    NotRequired,
-    TypedDict,
-    TypeVar,
-    Unpack,
-)
+from typing import Any, Final, Literal, NotRequired, TypedDict, TypeVar, Unpack
 
-from penstock.submission.edition import EDITIONS
+from penstock.submission.edition import EDITIONS, CheckpointLimits, Edition, TimedTree
 from penstock.submission.finding import Finding, Verdict, not_applicable, not_checked, pass_if
 from penstock.submission.parsed_file import MissingFact
+from penstock.submission.result_files import ResultDir, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
 from penstock.workload.division_rules import SubmissionDivision
-
-if TYPE_CHECKING:
-    from penstock.submission.edition import CheckpointLimits, Edition, TimedTree
-    from penstock.submission.result_files import ResultDir, SubmittedResult
 
 ALL: Final = ("v1.0", "v2.0", "v3.0")
 LATER: Final = ("v2.0", "v3.0")
@@ -173,9 +159,7 @@ def result_rule(
     return decorate
 
 
-def run_rule(
-    **description: Unpack[Description],
-) -> Callable[[Callable[[RunCase], Iterator[Finding]]], Rule]:
+def run_rule(**description: Unpack[Description]) -> Callable[[Callable[[RunCase], Iterator[Finding]]], Rule]:
     """Declare a rule that each run must keep.
 
     A fact that is missing in one run hides nothing about the others.
@@ -234,10 +218,10 @@ def limit_rule(  # noqa: PLR0913 - the parts of one declaration
         # The value is read before the limit: of two missing facts its own is the one that is named.
         measured = value(case)
         bound = limit(case) if callable(limit) else limit
-        kept = holds(measured, bound)
-        facts = {"value": measured, "limit": bound, "sign": compare if kept else sign_if_broken}
+        is_kept = holds(measured, bound)
+        facts = {"value": measured, "limit": bound, "sign": compare if is_kept else sign_if_broken}
         finding = pass_if(
-            kept,
+            is_kept,
             evidence=evidence(case),
             value=show_value.format(measured),
             limit=show_limit.format(bound),

@@ -1,36 +1,22 @@
 """Rules about the runs of a result: how many, with which files, of one workload, one after the other."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.submission.finding import Finding, Verdict, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.recomputed_metrics import num_accelerators, read_interval
-from penstock.submission.rules.rule import (
-    ALL,
-    BOTH,
-    LATER,
-    ResultCase,
-    RunCase,
-    limit_rule,
-    require_runs,
-    result_rule,
-    run_rule,
-)
+from penstock.submission.result_files import ResultDir, ResultRun
+from penstock.submission.rules import rule
 from penstock.submission.tree_layout import CONFIG_FOLDER, RESULTS_FILE, Benchmark
 
-if TYPE_CHECKING:
-    from penstock.submission.result_files import ResultDir, ResultRun
-
-limit_rule(
-    ResultCase,
+rule.limit_rule(
+    rule.ResultCase,
     id="datagen.number",
     title="The data set was generated once",
-    editions=LATER,
+    editions=rule.LATER,
     source="2.1.13",
     formula="number of result directories in datagen/ == the edition's",
     passes="datagen/20260701_080000/",
@@ -44,16 +30,16 @@ limit_rule(
 )
 
 
-@result_rule(
+@rule.result_rule(
     id="datagen.files",
     title="The result directory of the data generation has its files",
-    editions=LATER,
+    editions=rule.LATER,
     source="2.1.14; the JSON files that its text names too are never written by a generation",
     formula="every pattern of the edition's list matches a file of the directory",
     passes="training_datagen.stdout.log, training_datagen.stderr.log, dlio.log",
     fails="no dlio.log",
 )
-def _check_datagen_files(case: ResultCase) -> Iterator[Finding]:
+def _check_datagen_files(case: rule.ResultCase) -> Iterator[Finding]:
     for directory in case.result.datagen:
         yield _judge_files(directory, case.timed.datagen_files)
 
@@ -71,16 +57,16 @@ def _judge_files(directory: ResultDir, patterns: tuple[str, ...]) -> Finding:
     )
 
 
-@result_rule(
+@rule.result_rule(
     id="runs.number",
     title="A result has exactly as many runs as the edition asks for",
-    editions=ALL,
+    editions=rule.ALL,
     source="v1.0 rules, a result is the mean of five runs; 2.1.17: one warm-up and five",
     formula="number of runs == num_runs; in v2.0 five runs without the warm-up are a warning",
     passes="run1 ... run5",
     fails="run1 ... run4",
 )
-def _check_num_runs(case: ResultCase) -> Iterator[Finding]:
+def _check_num_runs(case: rule.ResultCase) -> Iterator[Finding]:
     num_runs, expected = len(case.result.runs), case.edition.num_runs
     if not num_runs:
         raise MissingFact("no folder is named as a run (run1, run2, ... or a time)", where=case.result.name)
@@ -95,31 +81,31 @@ def _check_num_runs(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="runs.files",
     title="Each run has its files",
-    editions=ALL,
-    benchmarks=BOTH,
+    editions=rule.ALL,
+    benchmarks=rule.BOTH,
     source="v1.0 rules, structure of a submission; 2.1.19 and 2.1.25 of later editions",
     formula="every pattern of the edition's list matches a file in the run's folder",
     passes="run1/ with summary.json, per_epoch_stats.json and configs/",
     fails="run3/ without summary.json",
 )
-def _check_run_files(case: RunCase) -> Iterator[Finding]:
+def _check_run_files(case: rule.RunCase) -> Iterator[Finding]:
     yield _judge_files(case.run, case.checkpoints.files if case.is_checkpointing else case.edition.run_files)
 
 
-@result_rule(
+@rule.result_rule(
     id="runs.configuration",
     title="The configuration's folder has exactly its files",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="2.1.15, 2.1.20, 2.1.26",
     formula="the files in dlio_config/ are those of the edition's list",
     passes="dlio_config/ with config.yaml, hydra.yaml, overrides.yaml",
     fails="dlio_config/ with config.yaml alone",
 )
-def _check_config_files(case: ResultCase) -> Iterator[Finding]:
+def _check_config_files(case: rule.ResultCase) -> Iterator[Finding]:
     expected, prefix = set(case.timed.config_files), f"{CONFIG_FOLDER}/"
     for directory in (*case.result.datagen, *case.result.run_dirs()):
         present = {name.removeprefix(prefix) for name in directory.files if name.startswith(prefix)}
@@ -135,17 +121,17 @@ def _check_config_files(case: ResultCase) -> Iterator[Finding]:
         )
 
 
-@result_rule(
+@rule.result_rule(
     id="runs.results",
     title="The runs have their results.json",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="2.1.16, 2.1.22",
     formula="results.json is beside the runs, and can be read",
     passes="run/results.json",
     fails="no results.json",
 )
-def _check_results_file(case: ResultCase) -> Iterator[Finding]:
+def _check_results_file(case: rule.ResultCase) -> Iterator[Finding]:
     report = case.result.report
     if not report.is_missing:
         report.value()
@@ -157,11 +143,11 @@ def _check_results_file(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="runs.workload",
     title="Workload and accelerator belong to the edition",
-    editions=ALL,
-    benchmarks=BOTH,
+    editions=rule.ALL,
+    benchmarks=rule.BOTH,
     source="v1.0 rules, workloads; 2.1.11, 2.1.21 and 4.3.3 of later editions",
     formula=(
         "workload= in overrides.yaml (of checkpoints, the metadata) names a workload and an accelerator of "
@@ -170,7 +156,7 @@ def _check_results_file(case: ResultCase) -> Iterator[Finding]:
     passes="workload=unet3d_h100",
     fails="workload=bert_v100",
 )
-def _check_workload(case: RunCase) -> Iterator[Finding]:
+def _check_workload(case: rule.RunCase) -> Iterator[Finding]:
     run, edition = case.run, case.edition
     family, accelerator = run.workload()
     if case.is_checkpointing:
@@ -209,18 +195,18 @@ SHARED_SETTINGS: Final[tuple[tuple[str, Callable[[ResultRun], str]], ...]] = (
 """What all runs of a result share; checkpoints have the first two."""
 
 
-@result_rule(
+@rule.result_rule(
     id="runs.same",
     title="Workload, accelerators, files and samples a file are the same in all runs",
-    editions=ALL,
-    benchmarks=BOTH,
+    editions=rule.ALL,
+    benchmarks=rule.BOTH,
     source="v1.0 rules, a result is the mean of runs of one configuration; 1.3 of later editions",
     formula="one value of each over all runs",
     passes="five runs with 8 accelerators",
     fails="four runs with 8 accelerators, one with 7",
 )
-def _check_same_settings(case: ResultCase) -> Iterator[Finding]:
-    require_runs(case.result)
+def _check_same_settings(case: rule.ResultCase) -> Iterator[Finding]:
+    rule.require_runs(case.result)
     is_training = case.result.location.benchmark is Benchmark.TRAINING
     for name, read in SHARED_SETTINGS if is_training else SHARED_SETTINGS[:2]:
         values = {run.name: read(run) for run in case.result.runs}
@@ -236,16 +222,16 @@ def _check_same_settings(case: ResultCase) -> Iterator[Finding]:
         )
 
 
-@result_rule(
+@rule.result_rule(
     id="runs.pauses",
     title="Runs follow one another, with pauses shorter than a run",
-    editions=LATER,
+    editions=rule.LATER,
     source="2.1.18: the text measures from end to start, its tool from start to start; both agree here",
     formula="0 <= begin of a run - end of the run before < max_pause_runs x duration of the shortest run",
     passes="runs of 18 minutes with 2 minutes between them",
     fails="runs of 18 minutes with 18 minutes between them",
 )
-def _check_pauses(case: ResultCase) -> Iterator[Finding]:
+def _check_pauses(case: rule.ResultCase) -> Iterator[Finding]:
     runs = case.result.runs
     if len(runs) < 2:
         raise MissingFact(f"there are {len(runs)} runs, and no pause", where=case.result.name)
@@ -254,14 +240,14 @@ def _check_pauses(case: ResultCase) -> Iterator[Finding]:
     limit_s = case.timed.max_pause_runs * shortest_s
     for (before, after), run in zip(pairwise(intervals), runs[1:], strict=True):
         pause_s = (after.begin - before.end).total_seconds()
-        kept = 0 <= pause_s < limit_s
+        holds = 0 <= pause_s < limit_s
         yield pass_if(
-            kept,
+            holds,
             evidence=run.dirs[0].name,
             value=f"{pause_s:g} s",
             limit=f"{limit_s:g} s",
             proof=(
-                f"{pause_s:g} s after the run before, {'within' if kept else 'not within'} 0 and "
+                f"{pause_s:g} s after the run before, {'within' if holds else 'not within'} 0 and "
                 f"{limit_s:g} s (the shortest run takes {shortest_s:g} s)"
             ),
             fix="Repeat the runs one after the other.",

@@ -3,20 +3,16 @@
 Invariant: they only warn, and do not apply to a run without `run.json`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.submission.finding import Finding, Verdict, not_applicable, pass_if
 from penstock.submission.parsed_file import MissingFact, ParsedFile
-from penstock.submission.rules.rule import LATER, RunCase, limit_rule, run_rule
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from penstock.submission.rules import rule
 
 _MODULUS: Final = 1 << 64
 _CHUNK_ITEMS: Final = 1 << 20
@@ -24,7 +20,7 @@ _CHUNK_ITEMS: Final = 1 << 20
 _NO_RECORD: Final = "the run has no run.json"
 
 
-def _without_record(case: RunCase) -> str:
+def _without_record(case: rule.RunCase) -> str:
     return _NO_RECORD if case.run.record.is_missing else ""
 
 
@@ -55,43 +51,43 @@ def _digest(share: ParsedFile, *path: str) -> int:
         raise MissingFact(f"digest is {text!r:.60}, not a number", where=share.file) from error
 
 
-def _largest_rest(case: RunCase) -> int:
+def _largest_remainder(case: rule.RunCase) -> int:
     """The samples that the worst epoch leaves out; negative where it reads some twice."""
     total, epochs = _num_samples(case.run.record), _epochs(case.run.record)
     return max((total - sum(rank.integer("samples") for rank in _ranks(e)) for e in epochs), key=abs)
 
 
-def _prove_rest(case: RunCase, rest: int, _: int) -> str:
+def _prove_remainder(case: rule.RunCase, remainder: int, _: int) -> str:
     total, policy = _num_samples(case.run.record), case.run.record.text("plan", "division")
-    share = rest / total if total else 0.0
-    return f"an epoch leaves out {rest:,} of {total:,} samples ({share:.3%}); the policy is {policy}"
+    share = remainder / total if total else 0.0
+    return f"an epoch leaves out {remainder:,} of {total:,} samples ({share:.3%}); the policy is {policy}"
 
 
-limit_rule(
-    RunCase,
+rule.limit_rule(
+    rule.RunCase,
     id="order.left_out",
     title="Every epoch reads all samples",
-    editions=LATER,
+    editions=rule.LATER,
     source="ours",
     formula="samples - those of all ranks == 0 in each epoch (else warning), with count, share and policy",
     passes="28,000 samples, batches of 7 on 8 accelerators: none is left out",
     fails="28,001 samples: one is left out of each epoch (a warning)",
     not_applicable_if=_without_record,
-    value=_largest_rest,
+    value=_largest_remainder,
     compare="==",
     limit=0,
     evidence=lambda case: case.run.record.file,
     show="{:,} samples",
-    proof=_prove_rest,
+    proof=_prove_remainder,
     fix="Choose a number of files that all accelerators' batches divide.",
     otherwise=Verdict.WARNING,
 )
 
 
-@run_rule(
+@rule.run_rule(
     id="order.shuffled",
     title="Samples come in the order that the workload asks for, which changes in each epoch",
-    editions=LATER,
+    editions=rule.LATER,
     source="ours",
     formula=(
         "plan.shuffle is seed where the workload shuffles; ranks of two epochs do not have the same shares, "
@@ -100,7 +96,7 @@ limit_rule(
     passes="file_shuffle: seed, shuffle: seed, other shares in each epoch",
     fails="file_shuffle: seed, shuffle: off (a warning)",
 )
-def _check_shuffle(case: RunCase) -> Iterator[Finding]:
+def _check_shuffle(case: rule.RunCase) -> Iterator[Finding]:
     """A finding for the order, and one for its change."""
     record = case.run.record
     if record.is_missing:
@@ -136,16 +132,16 @@ def _check_shuffle(case: RunCase) -> Iterator[Finding]:
     )
 
 
-@run_rule(
+@rule.run_rule(
     id="order.once",
     title="No epoch reads a sample twice",
-    editions=LATER,
+    editions=rule.LATER,
     source="ours",
     formula="digests of all ranks and of what is left out sum up to that of all samples (else warning)",
     passes="eight ranks with an eighth each",
     fails="one rank that has what another has (a warning)",
 )
-def _check_repeated_samples(case: RunCase) -> Iterator[Finding]:
+def _check_repeated_samples(case: rule.RunCase) -> Iterator[Finding]:
     record = case.run.record
     if record.is_missing:
         yield not_applicable(case.name, _NO_RECORD)

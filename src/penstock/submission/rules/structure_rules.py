@@ -4,28 +4,26 @@ A folder that the edition does not know fails, because the edition's own tool re
 not know is a warning. What is wrong with the system of another result is a warning here.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 
 from penstock.submission.find_results import list_folders
 from penstock.submission.finding import Finding, Verdict, pass_if, violation
-from penstock.submission.rules.rule import ALL, BOTH, FIRST, LATER, ResultCase, result_rule
+from penstock.submission.rules import rule
 from penstock.submission.tree_layout import Benchmark
 
 
-@result_rule(
+@rule.result_rule(
     id="scope.benchmark",
     title="Results of vector search and of key-value caches are not judged",
-    editions=LATER,
+    editions=rule.LATER,
     benchmarks=(Benchmark.VECTOR_SEARCH, Benchmark.KV_CACHE),
     source="sections 5 and 6",
     formula="not checked: neither valid nor invalid",
     passes="a folder training/ or checkpointing/, which other rules judge",
     fails="a folder vector_database/ (not checked)",
 )
-def _check_benchmark(case: ResultCase) -> Iterator[Finding]:
+def _check_benchmark(case: rule.ResultCase) -> Iterator[Finding]:
     """Results that Penstock recognises but does not judge."""
     benchmark = case.result.location.benchmark.value
     yield violation(
@@ -38,57 +36,57 @@ def _check_benchmark(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.names",
     title="Organisation and system have plain names",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="2.1.1",
     formula="both match the edition's pattern",
     passes="closed/acme/results/fast-1/",
     fails="closed/acme & sons/results/fast-1/",
 )
-def _check_names(case: ResultCase) -> Iterator[Finding]:
+def _check_names(case: rule.ResultCase) -> Iterator[Finding]:
     location, pattern = case.result.location, case.timed.name_pattern
     for kind, name in (("organisation", location.submitter.organisation), ("system", location.system)):
-        kept = re.fullmatch(pattern, name) is not None
+        holds = re.fullmatch(pattern, name) is not None
         yield pass_if(
-            kept,
+            holds,
             evidence=case.result.name,
             value=name,
             limit=pattern,
-            proof=f"the {kind} {name!r} {'matches' if kept else 'does not match'} {pattern}",
+            proof=f"the {kind} {name!r} {'matches' if holds else 'does not match'} {pattern}",
             fix="Rename the folder, with - in place of other characters.",
         )
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.divisions",
     title="The top of the tree holds only divisions and code images",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="2.1.2; case does not matter, since the diagram of 2.1.27 writes capitals",
     formula="every folder is in the edition's list (else fail), every file too (else warning)",
     passes="closed/, open/, code-images/",
     fails="closed/, backup/",
 )
-def _check_top_folder(case: ResultCase) -> Iterator[Finding]:
+def _check_top_folder(case: rule.ResultCase) -> Iterator[Finding]:
     context = case.result.context
     known = case.timed.beside_divisions | {context.pool.name.rpartition("/")[2]}
     yield from _unknown_entries("the top of the tree", context.beside_divisions, known)
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.submitter",
     title="A submitter's folder holds only the edition's folders",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="2.1.5, CHECK-04: v3.0 keeps code images beside the divisions, and no code/",
     formula="every folder is in the edition's list (else fail), every file too (else warning)",
     passes="results/, systems/, submission.yaml",
     fails="results/, systems/, results_old/",
 )
-def _check_submitter_folder(case: ResultCase) -> Iterator[Finding]:
+def _check_submitter_folder(case: rule.ResultCase) -> Iterator[Finding]:
     context = case.result.context
     yield from _unknown_entries(context.name, context.entries, case.timed.beside_results)
 
@@ -113,17 +111,17 @@ def _verdict_on_entry(name: str) -> Verdict:
     return Verdict.FAIL if name.endswith("/") else Verdict.WARNING
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.folders",
     title="A submitter's folder holds the folders of the edition",
-    editions=ALL,
-    benchmarks=BOTH,
+    editions=rule.ALL,
+    benchmarks=rule.BOTH,
     source="v1.0 rules, structure of a submission; 2.1.5 of later editions",
     formula="required folders are there (else fail), expected ones too (else warning)",
     passes="closed/acme/ with code/, results/ and systems/",
     fails="closed/acme/ without systems/",
 )
-def _check_required_folders(case: ResultCase) -> Iterator[Finding]:
+def _check_required_folders(case: rule.ResultCase) -> Iterator[Finding]:
     submitter, folders = case.result.location.submitter, case.edition.folders
     present = list_folders(submitter)
     is_complete = True
@@ -147,17 +145,17 @@ def _check_required_folders(case: ResultCase) -> Iterator[Finding]:
         )
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.systems",
     title="Each system has results, a description and a document",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="2.1.7, 2.1.8",
     formula="systems/ holds NAME.yaml and NAME.pdf for each results/NAME/, and nothing else but NAME.md",
     passes="results/fast/, systems/fast.yaml, systems/fast.pdf",
     fails="results/fast/, systems/fast.yaml alone",
 )
-def _check_system_files(case: ResultCase) -> Iterator[Finding]:
+def _check_system_files(case: rule.ResultCase) -> Iterator[Finding]:
     context, system = case.result.context, case.result.location.system
     folder, required = f"{context.name}/systems", {f"{system}.yaml", f"{system}.pdf"}
     allowed = {f"{name}.{suffix}" for name in context.result_systems for suffix in ("yaml", "pdf", "md")}
@@ -185,17 +183,17 @@ def _check_system_files(case: ResultCase) -> Iterator[Finding]:
         )
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.categories",
     title="A system's results are sorted by benchmark",
-    editions=LATER,
-    benchmarks=BOTH,
+    editions=rule.LATER,
+    benchmarks=rule.BOTH,
     source="2.1.10; vector_database and kv_cache are known, as in its diagram",
     formula="each folder of results/SYSTEM/ is in the edition's list; case does not matter",
     passes="results/fast/training/",
     fails="results/fast/trainings/ beside it",
 )
-def _check_categories(case: ResultCase) -> Iterator[Finding]:
+def _check_categories(case: rule.ResultCase) -> Iterator[Finding]:
     context, prefix = case.result.context, f"{case.result.location.system}/"
     folders = [name.removeprefix(prefix) for name in context.categories if name.startswith(prefix)]
     unknown = [name for name in folders if name.lower() not in case.timed.categories]
@@ -209,16 +207,16 @@ def _check_categories(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.phases",
     title="A training has the folders of its phases, and no others",
-    editions=LATER,
+    editions=rule.LATER,
     source="2.1.12; datasize/ may be there or not, since text and tool disagree",
     formula="the edition's required phases are there, and every folder is a phase",
     passes="training/unet3d/ with datasize/, datagen/ and run/",
     fails="training/unet3d/ with run/ alone",
 )
-def _check_phases(case: ResultCase) -> Iterator[Finding]:
+def _check_phases(case: rule.ResultCase) -> Iterator[Finding]:
     folders = case.result.location.phases
     missing = sorted(case.timed.required_phases - set(folders))
     unknown = sorted(set(folders) - case.timed.phases)
@@ -233,17 +231,17 @@ def _check_phases(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.stray",
     title="A result's folder holds only runs and their report",
-    editions=ALL,
-    benchmarks=BOTH,
+    editions=rule.ALL,
+    benchmarks=rule.BOTH,
     source="ours: real trees hold other files, and no edition decides about them",
     formula="every entry is a run, runs/ or the report; others are named, and never fatal",
     passes="run1 ... run5 and mlperf_storage_report.json",
     fails="output.txt beside run1 (a warning)",
 )
-def _check_stray_files(case: ResultCase) -> Iterator[Finding]:
+def _check_stray_files(case: rule.ResultCase) -> Iterator[Finding]:
     stray = case.result.location.stray
     yield pass_if(
         not stray,
@@ -256,16 +254,16 @@ def _check_stray_files(case: ResultCase) -> Iterator[Finding]:
     )
 
 
-@result_rule(
+@rule.result_rule(
     id="structure.system",
     title="A system's description is there and can be read",
-    editions=FIRST,
+    editions=rule.FIRST,
     source="v1.0 rules, system description (which has no fixed schema in this edition)",
     formula="systems/<system>.json is JSON; another name, or a flaw that hides nothing, is a warning",
     passes="results/fast/unet3d_h100/ and systems/fast.json",
     fails="results/fast/unet3d_h100/, and systems/ holds no .json",
 )
-def _check_description_file(case: ResultCase) -> Iterator[Finding]:
+def _check_description_file(case: rule.ResultCase) -> Iterator[Finding]:
     location = case.result.location
     if not case.result.systems:
         yield violation(

@@ -1,28 +1,17 @@
 """Rules about the description of the system: its schema, its name, and the hosts that the runs used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from penstock.submission.finding import Finding, Verdict, pass_if, violation
 from penstock.submission.parsed_file import MissingFact, ParsedFile
-from penstock.submission.rules.rule import (
-    BOTH,
-    NEWEST,
-    ResultCase,
-    RunCase,
-    limit_rule,
-    require_all_hosts,
-    result_rule,
-    run_rule,
-)
+from penstock.submission.rules import rule
 from penstock.submission.system_description import find_schema_problems
 
 SOLUTION = ("system_under_test", "solution")
 CLIENTS = ("system_under_test", "clients")
 
 
-def require_description(case: ResultCase) -> ParsedFile:
+def require_description(case: rule.ResultCase) -> ParsedFile:
     """The description of the result's system."""
     result = case.result
     if not result.systems:
@@ -34,17 +23,17 @@ def require_description(case: ResultCase) -> ParsedFile:
     return result.systems[0]
 
 
-@result_rule(
+@rule.result_rule(
     id="system.schema",
     title="The description of the system follows its schema",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="schema of the system's description",
     formula="every key is known and has a value of its type; each problem is named with its line",
     passes="deployment: onprem",
     fails="deployment: basement",
 )
-def _check_schema(case: ResultCase) -> Iterator[Finding]:
+def _check_schema(case: rule.ResultCase) -> Iterator[Finding]:
     description = require_description(case)
     problems = find_schema_problems(description)
     for problem in problems:
@@ -60,12 +49,12 @@ def _check_schema(case: ResultCase) -> Iterator[Finding]:
         )
 
 
-limit_rule(
-    ResultCase,
+rule.limit_rule(
+    rule.ResultCase,
     id="system.name",
     title="The description names the system as its results do",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="2.1.8",
     formula="solution.submission_name == the folder in results/",
     passes="results/fast/, submission_name: fast",
@@ -79,11 +68,11 @@ limit_rule(
 )
 
 
-@run_rule(
+@rule.run_rule(
     id="system.hosts",
     title="The runs used the clients that are described",
-    editions=NEWEST,
-    benchmarks=BOTH,
+    editions=rule.NEWEST,
+    benchmarks=rule.BOTH,
     source="2.1.9",
     formula=(
         "num_hosts == sum of the clients' quantities; with one kind of client, the mean memory of a host is "
@@ -92,10 +81,10 @@ limit_rule(
     passes="2 clients of 256 GiB described, 2 hosts with 512 GiB together",
     fails="2 clients described, 4 hosts in the runs",
 )
-def _check_clients(case: RunCase) -> Iterator[Finding]:
+def _check_clients(case: rule.RunCase) -> Iterator[Finding]:
     """A finding for the number of hosts, and one for their memory."""
     run = case.run
-    require_all_hosts(run)
+    rule.require_all_hosts(run)
     description = require_description(case)
     hosts = run.summary.integer("num_hosts")
     kinds = description.value(*CLIENTS)
@@ -126,18 +115,18 @@ def _check_clients(case: RunCase) -> Iterator[Finding]:
         yield _judge_memory(case, clients[0], hosts)
 
 
-def _judge_memory(case: RunCase, client: ParsedFile, hosts: int) -> Finding:
+def _judge_memory(case: rule.RunCase, client: ParsedFile, hosts: int) -> Finding:
     summary, tolerance = case.run.summary, case.timed.memory_tolerance
     described_gib = client.number("chassis", "memory_capacity")
     measured_gib = sum(summary.numbers("host_memory_GB")) / hosts
-    kept = abs(measured_gib - described_gib) <= tolerance * described_gib
+    holds = abs(measured_gib - described_gib) <= tolerance * described_gib
     return pass_if(
-        kept,
+        holds,
         evidence=summary.file,
         value=f"{measured_gib:.6g} GiB",
         limit=f"{described_gib:g} GiB +- {tolerance:.0%}",
         proof=(
-            f"a host has {measured_gib:.6g} GiB on average, {'within' if kept else 'not within'} "
+            f"a host has {measured_gib:.6g} GiB on average, {'within' if holds else 'not within'} "
             f"{tolerance:.0%} of the described {described_gib:g} GiB"
         ),
         fix="Describe the memory of the clients that ran, in GiB.",

@@ -6,8 +6,6 @@ Collective. Rows that are complete are never run again. All tables come from the
 `penstock trace compare runs.yaml` repeats the comparison.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 import time
@@ -21,42 +19,29 @@ import psutil
 
 from penstock import __version__
 from penstock.bench.checkpoint.checkpoint_folder import identify_volume, require_room
-from penstock.cluster.comm import all_gather_results
-from penstock.environment import TRACE, TRACE_RANK
+from penstock.cluster.comm import Comm, all_gather_results
+from penstock.environment import TRACE, TRACE_RANK, Environment
 from penstock.errors import Unavailable, UsageError
-from penstock.storage import open_storage
+from penstock.progress import Progress
+from penstock.storage import Storage, open_storage
 from penstock.storage.rate_limit import RateLimitedStorage
 from penstock.trace import span, tracing_to
 from penstock.trace.capture.recorder import get_recorder
 from penstock.trace.capture.traced_storage import trace_storage
 from penstock.units import format_bytes
+from penstock.workflows.levels_study import study_records
 from penstock.workflows.levels_study.study_plan import (
     DRAIN_EVENT,
     SAVE_EVENT,
     STEP_EVENT,
     StudyLevel,
+    StudyRequest,
+    StudyRow,
     check_request,
-)
-from penstock.workflows.levels_study.study_records import (
-    TRACES,
-    RowRecord,
-    StudyIdentity,
-    begin_study,
-    begun_study,
-    done_row,
-    finish_row,
-    require_same,
-    trace_folder,
-    write_runs,
 )
 
 if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.environment import Environment
-    from penstock.progress import Progress
-    from penstock.storage import Storage
     from penstock.trace.compare.comparison import ComparisonResult
-    from penstock.workflows.levels_study.study_plan import StudyRequest, StudyRow
     from penstock.workflows.levels_study.training_loop import EmulatedTrainer, StudySaver
 
 
@@ -85,16 +70,16 @@ class RowSetting:
         limit = self.request.slow_bytes_per_s
         if level is StudyLevel.SLOW and limit is not None:
             storage = RateLimitedStorage(storage, limit / size)
-        traces = trace_folder(self.request.out, row.name)
+        traces = study_records.trace_folder(self.request.out, row.name)
         return trace_storage(storage, {TRACE: str(traces), TRACE_RANK: f"{self.comm.rank}/{size}"})
 
 
-def run_row(row: StudyRow, trainer: EmulatedTrainer, stage: RowSetting) -> RowRecord:
+def run_row(row: StudyRow, trainer: "EmulatedTrainer", stage: RowSetting) -> study_records.RowRecord:
     """Train and save as the row says, all of it traced; nothing of it is left on the levels. Collective."""
     from penstock.workflows.levels_study.training_loop import make_saver  # noqa: PLC0415 - loads torch
 
     comm, request = stage.comm, stage.request
-    traces = trace_folder(request.out, row.name)
+    traces = study_records.trace_folder(request.out, row.name)
     _clear(row, stage)
     stage.progress.begin(f"{row.name}: {row.says}", request.num_checkpoints)
     comm.barrier(awaiting=f"all ranks to begin {row.name}")
@@ -116,7 +101,7 @@ def run_row(row: StudyRow, trainer: EmulatedTrainer, stage: RowSetting) -> RowRe
         get_recorder(str(traces), f"{comm.rank}/{comm.size}").close()
     seen = comm.gather((blocked_s, drain_s, took_s), awaiting=f"all ranks to finish {row.name}")
     _clear(row, stage)
-    return RowRecord(
+    return study_records.RowRecord(
         name=row.name,
         says=row.says,
         blocked_s=tuple(max(times) for times in zip(*(each[0] for each in seen), strict=True)),
@@ -125,7 +110,7 @@ def run_row(row: StudyRow, trainer: EmulatedTrainer, stage: RowSetting) -> RowRe
     )
 
 
-def _train(saver: StudySaver, trainer: EmulatedTrainer, stage: RowSetting) -> list[float]:
+def _train(saver: "StudySaver", trainer: "EmulatedTrainer", stage: RowSetting) -> list[float]:
     """Save and train in turn, so that each flush runs beside training; returns how long each save blocked."""
     blocked_s = []
     for number in range(1, stage.request.num_checkpoints + 1):
@@ -163,19 +148,14 @@ MEETING: Final = "ranks.meeting"
 class StudyResult:
     """A finished study, on rank 0; `rows` are in the study's order."""
 
-    record: StudyIdentity
-    rows: tuple[RowRecord, ...]
-    compared: ComparisonResult
+    record: study_records.StudyIdentity
+    rows: tuple[study_records.RowRecord, ...]
+    compared: "ComparisonResult"
     report: Sequence[Path]
 
 
 def run_study(
-    request: StudyRequest,
-    *,
-    comm: Comm,
-    environment: Environment,
-    command: Sequence[str],
-    progress: Progress,
+    request: StudyRequest, *, comm: Comm, environment: Environment, command: Sequence[str], progress: Progress
 ) -> StudyResult | None:
     """Run the rows that are missing, then compare all rows; None on all ranks but 0. Collective."""
     check_request(request, environment, trace_variable=TRACE)
@@ -197,20 +177,20 @@ def run_study(
         domain=domain,
         progress=progress,
     )
-    rows: list[RowRecord] = []
+    rows: list[study_records.RowRecord] = []
     with process_group(comm, request.out / MEETING):
         trainer = EmulatedTrainer(request.layout, comm.rank, step_s=request.step_s)
         for row in request.rows:
             done = all_gather_results(
                 comm,
-                lambda row=row: done_row(request.out, row.name) if comm.rank == 0 else None,  # type: ignore[misc]
+                lambda row=row: study_records.done_row(request.out, row.name) if comm.rank == 0 else None,  # type: ignore[misc]
                 awaiting=f"rank 0 to look for {row.name}",
             )[0]
             if done is None:
                 done = run_row(row, trainer, stage)
                 all_gather_results(
                     comm,
-                    lambda done=done: finish_row(request.out, done) if comm.rank == 0 else None,  # type: ignore[misc]
+                    lambda done=done: study_records.finish_row(request.out, done) if comm.rank == 0 else None,  # type: ignore[misc]
                     awaiting=f"rank 0 to note that {row.name} is done",
                 )
             rows.append(done)
@@ -225,18 +205,20 @@ def require_torch(find: Callable[[str], object | None] = find_spec) -> None:
         )
 
 
-def _open(request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequence[str]) -> StudyIdentity:
+def _open(
+    request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequence[str]
+) -> study_records.StudyIdentity:
     """Read the study that `out` holds already, or begin this one there."""
     begun = all_gather_results(
         comm,
-        lambda: begun_study(request.out) if comm.rank == 0 else None,
+        lambda: study_records.begun_study(request.out) if comm.rank == 0 else None,
         awaiting="rank 0 to look into the study's folder",
     )[0]
     if begun is not None:
         # Every rank refuses for itself, so that it is wrong usage and no failure of a rank.
-        require_same(begun, request.identity(), request.out)
+        study_records.require_same(begun, request.identity(), request.out)
         return begun
-    wanted = StudyIdentity(
+    wanted = study_records.StudyIdentity(
         place=f"penstock-study-{secrets.token_hex(4)}",
         identity=request.identity(),
         penstock=__version__,
@@ -245,7 +227,7 @@ def _open(request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequ
     )
     all_gather_results(
         comm,
-        lambda: begin_study(request.out, wanted) if comm.rank == 0 else None,
+        lambda: study_records.begin_study(request.out, wanted) if comm.rank == 0 else None,
         awaiting="rank 0 to make the study's folder",
     )
     return comm.broadcast(wanted, awaiting="rank 0 to name the study")
@@ -277,7 +259,12 @@ def require_memory(request: StudyRequest, comm: Comm, hosts: Sequence[str]) -> N
 
 
 def _compare_on_rank0(
-    request: StudyRequest, record: StudyIdentity, rows: list[RowRecord], *, comm: Comm, progress: Progress
+    request: StudyRequest,
+    record: study_records.StudyIdentity,
+    rows: list[study_records.RowRecord],
+    *,
+    comm: Comm,
+    progress: Progress,
 ) -> StudyResult | None:
     """Compare all rows on rank 0, and write the report into `out`; the other ranks wait."""
     result = None
@@ -288,7 +275,7 @@ def _compare_on_rank0(
     return result
 
 
-def compare_rows(request: StudyRequest, progress: Progress) -> tuple[ComparisonResult, Sequence[Path]]:
+def compare_rows(request: StudyRequest, progress: Progress) -> tuple["ComparisonResult", Sequence[Path]]:
     """Compare the traces of all rows, and write the report; returns its files too."""
     # These load DuckDB, which only rank 0 needs.
     from penstock.trace.compare.comparison import compare_runs  # noqa: PLC0415
@@ -297,7 +284,7 @@ def compare_rows(request: StudyRequest, progress: Progress) -> tuple[ComparisonR
     from penstock.trace.yaml_documents import load_document  # noqa: PLC0415
     from penstock.workflows.levels_study.study_findings import RULES  # noqa: PLC0415
 
-    path = write_runs(request.out, describe_comparison(request))
+    path = study_records.write_runs(request.out, describe_comparison(request))
     with open_study(load_document(ComparisonSpec, path), request.out, progress=progress) as opened:
         compared = compare_runs(opened, progress=progress)
         own = [finding for rule in RULES for finding in rule(opened)]
@@ -308,7 +295,7 @@ def compare_rows(request: StudyRequest, progress: Progress) -> tuple[ComparisonR
 def describe_comparison(request: StudyRequest) -> dict[str, Any]:
     """Build `runs.yaml`, with which `penstock trace compare` repeats the comparison or asks it more."""
     described: dict[str, Any] = {
-        "runs": {row.name: f"{row.name}/{TRACES}/*.pfw.gz" for row in request.rows},
+        "runs": {row.name: f"{row.name}/{study_records.TRACES}/*.pfw.gz" for row in request.rows},
         "baseline": request.rows[0].name,
         "app_event": SAVE_EVENT,
         "tiers": {"slow": str(request.slow), "fast": str(request.fast)},

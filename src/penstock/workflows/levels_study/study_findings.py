@@ -4,21 +4,16 @@ Rules over the same events as those of `trace.findings`, in the same form. Invar
 stand in its evidence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from penstock.trace.compare.trace_study import TraceFinding, Weight
+from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, Weight
 from penstock.trace.dimensions import sql_literal
 from penstock.trace.interval_union import union_sql
 from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import IS_IO, IS_WRITE
 from penstock.units import format_bytes, format_rate, format_seconds
 from penstock.workflows.levels_study.study_plan import SAVE_EVENT, STEP_EVENT
-
-if TYPE_CHECKING:
-    from penstock.trace.compare.trace_study import FindingRule, Study
 
 _CACHED: Final = ("cached_flushed", "cached", "single", "single_flushed", "interval_flushed")
 _FLUSHED_AND_NOT: Final = (("cached_flushed", "cached"), ("single_flushed", "single"))

@@ -4,24 +4,18 @@ Pure. Two requests with the same `identity` produce rows that can be compared, s
 continued. Row names are stable: they name folders, runs in `runs.yaml` and options of the command line.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from penstock.checkpoint.levels.options import Single, Xor
+from penstock.bench.model_state import StateLayout
+from penstock.checkpoint.levels.options import Scheme, Single, Xor
+from penstock.environment import Environment
 from penstock.errors import UsageError
 from penstock.suggest import did_you_mean
-
-if TYPE_CHECKING:
-    from penstock.bench.model_state import StateLayout
-    from penstock.checkpoint.levels.options import Scheme
-    from penstock.environment import Environment
-
 
 LARGEST_GROUP: Final = 8
 

@@ -4,8 +4,6 @@ The one module that knows their names and schemas. Invariant: a row's record is 
 a row that has one is whole.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ A step computes for the same time in every row, so what it takes longer beside a
 What `save` wrote is durable on the row's level when it returns, unless the row saves in the background.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,25 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from penstock.bench.compute import SystemClock, compute_until
+from penstock.bench.model_state import StateLayout
 from penstock.checkpoint import Flush, Manager
+from penstock.cluster.comm import Comm
+from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.workflows.levels_study.study_plan import NUM_KEPT, SaveMode, StudyLevel
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from penstock.bench.model_state import StateLayout
-    from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
-    from penstock.workflows.levels_study.study_plan import StudyRow
-
+from penstock.workflows.levels_study.study_plan import NUM_KEPT, SaveMode, StudyLevel, StudyRow
 
 _WORK_BYTES: Final = 8 << 20
 """What a step touches of memory: a host's work for an accelerator, some milliseconds of one core."""

@@ -1,1 +1,1 @@
-"""A submission's runs: benchmarks whose outcome becomes leaves of a submission's tree."""
+"""Run benchmarks whose outcome becomes result directories of a submission tree."""

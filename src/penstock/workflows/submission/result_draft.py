@@ -5,56 +5,58 @@ the draft below `.mlps/under-way`, which becomes the result directory only once 
 so a failed run leaves nothing in the tree. Methods that take a `comm` are collective; rank 0 alone writes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from penstock import __file__ as package_file
 from penstock import __version__
-from penstock.results.provenance import git_state
-from penstock.submission.authoring.result_dir import reserve_address
+from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
+from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
+from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_result import TrainingResult
+from penstock.cluster.comm import Comm
+from penstock.progress import Progress
+from penstock.results.provenance import HostFacts, git_state
+from penstock.results.run_record import read_record
+from penstock.submission.authoring import write_result_dir
+from penstock.submission.authoring.ownership import OwnedTree
+from penstock.submission.authoring.result_dir import ResultDirAddress, Series, reserve_address
 from penstock.submission.authoring.run_metadata import RunFacts
-from penstock.submission.authoring.write_result_dir import ProgramImage, probe_fs_separation, write_result_dir
+from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.code_image import UNKNOWN, Program, capture
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.environment import Environment
-    from penstock.results.host_facts import HostFacts
-    from penstock.submission.authoring.ownership import OwnedTree
-    from penstock.submission.authoring.result_dir import ResultDirAddress, Series
-    from penstock.submission.tree_layout import SubmissionPhase
-    from penstock.workload.spec import Workload
+from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
+from penstock.workload.spec import Workload
 
 Clock = Callable[[], datetime]
+AnyRequest = TypeVar("AnyRequest", TrainingRequest, CheckpointRequest)
+AnyResult = TypeVar("AnyResult", TrainingResult, CheckpointResult)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunLogs:
-    """What a command prints about one run: the logs in its result directory."""
+class RunObserver(Generic[AnyResult]):
+    """Follows runs: `note` gets a sentence before or during each, `format_logs` makes a result's logs."""
 
-    stdout: str
-    stderr: str = ""
+    progress: Progress
+    note: Callable[[str], None]
+    format_logs: Callable[[AnyResult], RunLogs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultWriter:
     """Adds result directories to one series, for one command.
 
-    `place` is where the data or checkpoints are; `changed` are the workload's values that differ from the
-    shipped ones, by dotted key, places included; `command` is the command line.
+    `data_path` is where the data or checkpoints are; `changed` are the workload's values that differ from the
+    shipped ones, by dotted key, locations included; `command` is the command line.
     """
 
     series: Series
     image: ProgramImage
-    place: str
+    data_path: str
     changed: Mapping[str, Any]
     command: Sequence[str]
-    environment: Environment = field(default_factory=dict)
     clock: Clock = lambda: datetime.now(UTC)
 
     def reserve(self, phase: SubmissionPhase, comm: Comm) -> ResultDirAddress:
@@ -68,67 +70,87 @@ class ResultWriter:
         """Find out before a run whether data and results share a file system; None on all ranks but 0."""
         if comm.rank != 0:
             return None
-        return probe_fs_separation(uri, self.series.claim.root, host=comm.host, now=self.clock())
+        return write_result_dir.probe_fs_separation(
+            uri, self.series.tree.root, host=comm.host, now=self.clock()
+        )
 
-    def describe_run(
+    def redirect(self, request: AnyRequest, address: ResultDirAddress) -> AnyRequest:
+        """The same run, writing into the draft instead of a folder of its own."""
+        return replace(request, run_folder=address.draft, results=self.series.tree.root, hydra_subfolder="")
+
+    def publish(
         self,
         address: ResultDirAddress,
         workload: Workload,
         *,
-        accelerator: str,
         num_processes: int,
         hosts: Sequence[HostFacts],
-        **more: Any,
-    ) -> RunFacts:
-        """Collect the facts of a run that has just succeeded; `more` are the optional fields."""
-        return RunFacts(
+        logs: RunLogs | None = None,
+        separation: dict[str, Any] | None = None,
+        **optional: Any,
+    ) -> Path:
+        """Complete the draft of a run that has just succeeded, and give it its name. Rank 0 only.
+
+        `optional` are further fields of `RunFacts`.
+        """
+        facts = RunFacts(
             address=address,
             workload=workload,
-            accelerator=accelerator,
             changed=self.changed,
-            place=self.place,
+            data_path=self.data_path,
             num_processes=num_processes,
             hosts=hosts,
             command=self.command,
-            ended=self.clock(),
+            ended_at=self.clock(),
             exit_status=0,
-            **more,
+            has_datagen_manifest=(address.draft / DATAGEN_MANIFEST).exists(),
+            **{"accelerator": workload.accelerator, **optional},
+        )
+        return write_result_dir.write_result_dir(
+            facts, image=self.image, now=self.clock(), logs=logs, separation=separation
         )
 
-    def publish(self, facts: RunFacts, logs: RunLogs, separation: dict[str, Any] | None = None) -> Path:
-        """Complete the draft, and give it the name of its result directory. Rank 0 only."""
-        return write_result_dir(
-            facts,
-            image=self.image,
-            stdout=logs.stdout,
-            stderr=logs.stderr,
-            separation=separation,
-            now=self.clock(),
-        )
+    def publish_run(
+        self,
+        address: ResultDirAddress,
+        workload: Workload,
+        result: AnyResult,
+        format_logs: Callable[[AnyResult], RunLogs],
+        *,
+        comm: Comm,
+        separation: dict[str, Any] | None,
+        **optional: Any,
+    ) -> AnyResult:
+        """Publish a finished run; returns its result with the final path of its directory. Collective."""
+        folder = None
+        if comm.rank == 0:
+            folder = self.publish(
+                address,
+                workload,
+                num_processes=comm.size,
+                hosts=read_record(address.draft).hosts,
+                logs=format_logs(replace(result, results_dir=str(address.folder))),
+                separation=separation,
+                **optional,
+            )
+        return replace(result, results_dir=str(share_folder(folder, comm)))
 
 
 def share_folder(folder: Path | None, comm: Comm) -> Path:
-    """Tell all ranks the result directory that rank 0 has published. Collective."""
+    """Send all ranks the result directory that rank 0 has published. Collective."""
     published = comm.broadcast(folder, awaiting="rank 0 to publish the result directory")
     assert published is not None
     return published
 
 
-def installed_program() -> Program:
-    """The installed package that is running."""
-    folder = Path(package_file).parent
-    state = git_state(folder)
-    return Program(folder=folder, version=__version__, commit=state.commit if state else UNKNOWN)
-
-
-def capture_image(
-    claim: OwnedTree, *, comm: Comm, clock: Clock, program: Program | None = None
-) -> ProgramImage:
-    """Put the program's image into the tree's pool; the same on all ranks. Collective."""
+def capture_image(tree: OwnedTree, *, comm: Comm, clock: Clock) -> ProgramImage:
+    """Put the image of the running package into the tree's pool; the same on all ranks. Collective."""
     image = None
     if comm.rank == 0:
-        captured = program or installed_program()
-        image = ProgramImage(program=captured, digest=capture(captured, claim.root, now=clock()))
+        folder = Path(package_file).parent
+        state = git_state(folder)
+        program = Program(folder=folder, version=__version__, commit=state.commit if state else UNKNOWN)
+        image = ProgramImage(program=program, digest=capture(program, tree.root, now=clock()))
     pooled = comm.broadcast(image, awaiting="rank 0 to capture the image of the program")
     assert pooled is not None
     return pooled

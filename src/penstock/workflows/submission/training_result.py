@@ -1,111 +1,229 @@
-"""Result directories of training: the data set's size, its generation, and runs.
+"""A training result: the data set's size, its generation, and all runs, as result directories of a tree.
 
-Collective. Each begins as a draft below `.mlps/under-way`; a run that fails leaves its draft there for
-inspection, and nothing in the tree.
+    read the tree -> plan what is missing -> add the next result directory -> read the tree again
+
+Collective. The plan is made from the tree before each run, so an interrupted sequence continues where it was,
+as long as the rules allow it. Each directory begins as a draft below `.mlps/under-way`; a run that fails
+leaves its draft there for inspection, and nothing in the tree.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_result import TrainingResult
 from penstock.bench.training.training_run import train
+from penstock.cluster.comm import Comm
+from penstock.dataset.content import IRREDUCIBLE
+from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.generate import expected_bytes, generate
-from penstock.errors import ObjectNotFound
+from penstock.errors import ObjectNotFound, StorageError
+from penstock.progress import Progress
 from penstock.results.dlio.output_files import log_line, write_log
+from penstock.results.provenance import HostFacts
 from penstock.results.published_files import write_json
-from penstock.results.run_record import read_record
+from penstock.storage import Storage
 from penstock.storage.protocol import read_object, write_object
+from penstock.submission.authoring import run_sequence
+from penstock.submission.authoring.result_dir import ResultDirAddress, set_aside
 from penstock.submission.authoring.run_metadata import DatasetSize
-from penstock.submission.authoring.write_result_dir import write_metadata_dir
+from penstock.submission.authoring.run_sequence import RequestedResult, RunSequence
+from penstock.submission.authoring.write_result_dir import RunLogs, write_manifest, write_report
+from penstock.submission.edition import Edition
 from penstock.submission.tree_layout import DATAGEN_MANIFEST, SubmissionPhase
 from penstock.units import format_bytes, format_seconds
-from penstock.workflows.submission.result_draft import RunLogs, share_folder
-
-if TYPE_CHECKING:
-    from penstock.bench.training.training_request import TrainingRequest
-    from penstock.bench.training.training_result import TrainingResult
-    from penstock.cluster.comm import Comm
-    from penstock.dataset.dataset_manifest import DatasetRecipe
-    from penstock.progress import Progress
-    from penstock.results.host_facts import HostFacts
-    from penstock.storage import Storage
-    from penstock.submission.authoring.result_dir import ResultDirAddress
-    from penstock.workflows.submission.result_draft import ResultWriter
-    from penstock.workload.spec import Workload
+from penstock.workflows.submission.result_draft import ResultWriter, RunObserver, share_folder
+from penstock.workload.spec import Workload
 
 MANIFEST_KEY: Final = ".mlps-datagen-manifest.json"
-FormatLogs = Callable[["TrainingResult"], RunLogs]
+TRIES_PER_RUN: Final = 2
+"""Durations may differ so much that no run may follow another; do not repeat them forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSetPlan:
-    """A data set to generate: its workload and recipe, threads per rank, and the hosts that do it."""
+class TrainingResultPlan:
+    """The result to make: one run's request, repeated as often as the edition requires, on these hosts."""
 
-    workload: Workload
-    recipe: DatasetRecipe
-    threads: int
+    request: TrainingRequest
+    edition: Edition
+    num_accelerators: int
     hosts: Sequence[HostFacts]
+    generator_threads: int = 4
+
+    @property
+    def workload(self) -> Workload:
+        """The workload of all its runs."""
+        return self.request.workload
+
+
+def make_training(
+    writer: ResultWriter,
+    plan: TrainingResultPlan,
+    storage: Storage,
+    *,
+    comm: Comm,
+    observer: RunObserver[TrainingResult],
+) -> RunSequence:
+    """Add result directories until the result is complete; returns the final sequence."""
+    requested = _requested_result(writer, plan)
+    num_tries = 0
+    while True:
+        sequence = _plan_next(writer, requested, comm=comm, observer=observer)
+        if sequence.is_complete:
+            if comm.rank == 0:
+                write_report(writer.series, plan.edition)
+            return sequence
+        phase = sequence.phases[0]
+        if phase is SubmissionPhase.RUN:
+            num_tries += 1
+            _require_tries_left(num_tries, requested.num_runs, writer)
+            observer.note(f"run {len(sequence.counted) + 1} of {requested.num_runs}")
+        else:
+            observer.note(f"{phase.value}: {requested.num_files:,} files")
+        _add(writer, plan, phase, storage, comm=comm, observer=observer)
+
+
+def make_part(
+    writer: ResultWriter,
+    plan: TrainingResultPlan,
+    storage: Storage,
+    *,
+    phase: SubmissionPhase,
+    comm: Comm,
+    observer: RunObserver[TrainingResult],
+) -> RunSequence:
+    """Add one result directory of this phase if the result still lacks it; a run adds the data size first."""
+    requested = _requested_result(writer, plan)
+    if phase is SubmissionPhase.DATAGEN:  # any number of ranks may generate, whatever the runs use
+        num_used = comm.broadcast(_num_accelerators(writer, comm), awaiting="rank 0 to read the tree")
+        requested = replace(requested, num_processes=num_used or requested.num_processes)
+    sequence = _plan_next(writer, requested, comm=comm, observer=observer)
+    if phase is SubmissionPhase.RUN and SubmissionPhase.DATASIZE in sequence.phases:
+        _add(writer, plan, SubmissionPhase.DATASIZE, storage, comm=comm, observer=observer)
+    if phase in sequence.phases:
+        observer.note(f"{phase.value}: {requested.num_files:,} files")
+        _add(writer, plan, phase, storage, comm=comm, observer=observer)
+        sequence = _plan_next(writer, requested, comm=comm, observer=observer)
+    else:
+        observer.note(f"{phase.value}: exists already")
+    if sequence.is_complete and comm.rank == 0:
+        write_report(writer.series, plan.edition)
+    return sequence
+
+
+def _num_accelerators(writer: ResultWriter, comm: Comm) -> int | None:
+    """Read from the tree how many accelerators its runs use; None without runs, and on ranks but 0."""
+    if comm.rank:
+        return None
+    state = run_sequence.read_series_state(writer.series)
+    return next((result_dir.num_processes for result_dir in (*state.datasizes, *state.runs)), None)
+
+
+def _requested_result(writer: ResultWriter, plan: TrainingResultPlan) -> RequestedResult:
+    return RequestedResult(
+        accelerator=plan.workload.accelerator,
+        num_processes=plan.num_accelerators,
+        data_path=writer.data_path,
+        num_files=plan.workload.dataset.num_files_train,
+        num_runs=plan.edition.num_runs,
+        max_pause_runs=plan.edition.require_timed().max_pause_runs,
+    )
+
+
+def _plan_next(
+    writer: ResultWriter, requested: RequestedResult, *, comm: Comm, observer: RunObserver[TrainingResult]
+) -> RunSequence:
+    """Plan what is to be done now, and set aside what no longer counts; the same on all ranks."""
+    sequence = None
+    if comm.rank == 0:
+        state, now = run_sequence.read_series_state(writer.series), writer.clock()
+        sequence = run_sequence.plan_run_sequence(state, requested, now=now)
+        for run, reason in sequence.excluded:
+            target = set_aside(writer.series.tree, run.folder)
+            observer.note(f"{run.folder.name} was set aside: {reason}. It is in {target}")
+        if sequence.excluded:
+            by = f"penstock {writer.image.program.version}"
+            write_manifest(writer.series, by=by, now=writer.clock())
+    planned = comm.broadcast(sequence, awaiting="rank 0 to plan what is left to do")
+    assert planned is not None
+    return planned
+
+
+def _add(
+    writer: ResultWriter,
+    plan: TrainingResultPlan,
+    phase: SubmissionPhase,
+    storage: Storage,
+    *,
+    comm: Comm,
+    observer: RunObserver[TrainingResult],
+) -> None:
+    if phase is SubmissionPhase.DATASIZE:
+        add_datasize(
+            writer, plan.workload, hosts=plan.hosts, num_accelerators=plan.num_accelerators, comm=comm
+        )
+    elif phase is SubmissionPhase.DATAGEN:
+        add_datagen(writer, plan, storage, comm=comm, progress=observer.progress)
+    else:
+        add_run(writer, plan.request, storage, comm=comm, observer=observer)
+
+
+def _require_tries_left(num_tries: int, num_runs: int, writer: ResultWriter) -> None:
+    if num_tries > TRIES_PER_RUN * num_runs:
+        raise StorageError(
+            f"After {num_tries - 1} runs no {num_runs} follow one another: their durations differ too much",
+            uri=str(writer.series.folder),
+            fix="See what else uses this storage: `penstock submission status` lists the runs.",
+        )
 
 
 def add_datasize(
-    writer: ResultWriter,
-    workload: Workload,
-    *,
-    hosts: Sequence[HostFacts],
-    num_accelerators: int,
-    comm: Comm,
+    writer: ResultWriter, workload: Workload, *, hosts: Sequence[HostFacts], num_accelerators: int, comm: Comm
 ) -> Path:
     """Record how large the data set is to be; `workload` has the number of files."""
     address = writer.reserve(SubmissionPhase.DATASIZE, comm)
     folder = None
     if comm.rank == 0:
-        facts = writer.describe_run(
-            address,
-            workload,
-            accelerator=workload.accelerator,
-            num_processes=num_accelerators,
-            hosts=hosts,
-            data_size=_dataset_size(workload),
+        size = _dataset_size(workload)
+        folder = writer.publish(
+            address, workload, num_processes=num_accelerators, hosts=hosts, data_size=size
         )
-        folder = write_metadata_dir(facts, image=writer.image, now=writer.clock())
     return share_folder(folder, comm)
 
 
 def add_datagen(
-    writer: ResultWriter, data_set: DataSetPlan, storage: Storage, *, comm: Comm, progress: Progress
+    writer: ResultWriter, plan: TrainingResultPlan, storage: Storage, *, comm: Comm, progress: Progress
 ) -> Path:
     """Generate the data set, or find it complete; publish that with the manifest, also beside the data."""
     address = writer.reserve(SubmissionPhase.DATAGEN, comm)
-    stages = replace(data_set.workload.workflow, generate_data=True, train=False)
-    workload = replace(data_set.workload, workflow=stages)
+    stages = replace(plan.workload.workflow, generate_data=True, train=False)
+    workload = replace(plan.workload, workflow=stages)
+    recipe = DatasetRecipe(dataset=workload.dataset, seed=workload.train.seed, reduction=IRREDUCIBLE)
     started_at = writer.clock()
-    generated = generate(data_set.recipe, storage, comm=comm, threads=data_set.threads, progress=progress)
+    generated = generate(recipe, storage, comm=comm, threads=plan.generator_threads, progress=progress)
     folder = None
     if comm.rank == 0:
         summary = (
             f"{generated.num_files:,} files: {generated.written_files:,} written "
             f"({format_bytes(generated.written_bytes)} in {format_seconds(generated.elapsed_s)}), "
-            f"{generated.kept_files:,} were there"
+            f"{generated.kept_files:,} existed"
         )
         lines = [log_line(started_at, "Starting data generation"), log_line(writer.clock(), summary)]
         write_log(address.draft, workload, lines)
         manifest = _datagen_manifest(workload, address, writer)
         write_object(storage, MANIFEST_KEY, [json.dumps(manifest, indent=2).encode()])
         write_json(address.draft, DATAGEN_MANIFEST, manifest)
-        facts = writer.describe_run(
+        folder = writer.publish(
             address,
             workload,
-            accelerator=workload.accelerator,
             num_processes=comm.size,
-            hosts=data_set.hosts,
+            hosts=plan.hosts,
+            logs=RunLogs(stdout="\n".join(lines) + "\n"),
             data_size=_dataset_size(workload),
-            has_datagen_manifest=True,
         )
-        folder = writer.publish(facts, RunLogs(stdout="\n".join(lines) + "\n"))
     return share_folder(folder, comm)
 
 
@@ -115,30 +233,17 @@ def add_run(
     storage: Storage,
     *,
     comm: Comm,
-    progress: Progress,
-    format_logs: FormatLogs,
+    observer: RunObserver[TrainingResult],
 ) -> TrainingResult:
     """Train once, and publish the run as a result directory."""
     address = writer.reserve(SubmissionPhase.RUN, comm)
     separation = writer.probe_separation(storage.uri, comm)
-    drafted = replace(request, run_folder=address.draft, results=writer.series.claim.root, hydra_subfolder="")
-    result = train(drafted, storage, comm=comm, progress=progress)
-    folder = None
-    if comm.rank == 0:
-        manifest = _read_datagen_manifest(storage)
-        if manifest is not None:
-            write_json(address.draft, DATAGEN_MANIFEST, manifest)
-        facts = writer.describe_run(
-            address,
-            request.workload,
-            accelerator=request.workload.accelerator,
-            num_processes=comm.size,
-            hosts=read_record(address.draft).hosts,
-            has_datagen_manifest=manifest is not None,
-        )
-        logs = format_logs(replace(result, results_dir=str(address.folder)))
-        folder = writer.publish(facts, logs, separation)
-    return replace(result, results_dir=str(share_folder(folder, comm)))
+    result = train(writer.redirect(request, address), storage, comm=comm, progress=observer.progress)
+    if comm.rank == 0 and (manifest := _read_datagen_manifest(storage)) is not None:
+        write_json(address.draft, DATAGEN_MANIFEST, manifest)
+    return writer.publish_run(
+        address, request.workload, result, observer.format_logs, comm=comm, separation=separation
+    )
 
 
 def _dataset_size(workload: Workload) -> DatasetSize:
@@ -166,7 +271,7 @@ def _datagen_manifest(workload: Workload, address: ResultDirAddress, writer: Res
 
 
 def _read_datagen_manifest(storage: Storage) -> dict[str, Any] | None:
-    """Read the manifest beside the data; None if other means than these generated it."""
+    """Read the manifest beside the data; None if the data set was generated by other means."""
     try:
         manifest: dict[str, Any] = json.loads(bytes(read_object(storage, MANIFEST_KEY)))
     except ObjectNotFound:

@@ -31,7 +31,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUN = """
 import os, signal, sys
 from pathlib import Path
-from penstock.results.history import run_entry
+from penstock.results.history import history_file
 from penstock.results.active_run import ActiveRun
 from penstock.results.run_record import RunRequest
 from penstock.workload.loading import load
@@ -42,7 +42,7 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 if moment == "after its entry":
-    run_entry.RunEntry.starting = die
+    history_file.RunEntry.starting = die
 request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock", "x"])
 if moment == "before its record":
     ActiveRun._write = die
@@ -201,7 +201,7 @@ def test_nothing_comes_back_over_another_run(tmp_path: Path) -> None:
         foreign(tmp_path, name)
     move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
     foreign(tmp_path, "run2")
-    with pytest.raises(UsageError, match="a folder run2 already"):
+    with pytest.raises(UsageError, match="folder run2 exists already"):
         restore_from_trash(tmp_path, read_catalog(tmp_path).at(FolderPlace.TRASH), NOW)
     assert not (tmp_path / "run1").exists()
 
@@ -232,7 +232,7 @@ def test_what_was_deleted_is_still_known(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_never_removed(tmp_path: Path) -> None:
     with ActiveRun.start(tmp_path, request()) as run:
-        with pytest.raises(UsageError, match="goes on"):
+        with pytest.raises(UsageError, match="still running"):
             move_to_trash(tmp_path, read_catalog(tmp_path).runs, NOW)
         assert run.folder.is_dir()
         run.finish()
@@ -252,7 +252,7 @@ def test_what_cannot_be_read_is_kept_as_unreadable_and_can_be_removed(tmp_path: 
     odd = foreign(tmp_path, "odd")
     (odd / "summary.json").write_text('{"start": "yesterday", "metric": {}}')
     by_name = {run.folder: run for run in read_catalog(tmp_path).runs}
-    assert (by_name["broken"].outcome, by_name["broken"].view) == ("unreadable", None)
+    assert (by_name["broken"].outcome, by_name["broken"].summary) == ("unreadable", None)
     assert "run.json" in by_name["broken"].why
     assert by_name["odd"].started is None
     move_to_trash(tmp_path, [by_name["broken"]], NOW)

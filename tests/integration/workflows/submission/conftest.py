@@ -23,7 +23,7 @@ def apart() -> Iterator[Path]:
 def made(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> SmallResult:
     small = SmallResult(root=tmp_path_factory.mktemp("made") / "tree", data=apart / "data")
     small.describe()
-    cadence, said = small.whole()
-    assert len(cadence.kept) == 6
+    sequence, said = small.whole()
+    assert len(sequence.counted) == 6
     assert said[-1] == "run 6 of 6"
     return small

@@ -14,24 +14,23 @@ from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_request import TrainingRequest
 from penstock.cluster.comm import SoloComm
-from penstock.dataset.content import IRREDUCIBLE
-from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.environment import process_environment
 from penstock.progress import Silent
-from penstock.results.host_facts import HostFacts
+from penstock.results.provenance import HostFacts
 from penstock.storage import open_storage
 from penstock.submission.authoring.data_location import locate_data
 from penstock.submission.authoring.ownership import claim_tree
 from penstock.submission.authoring.result_dir import Series
-from penstock.submission.authoring.write_result_dir import ProgramImage
+from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
 from penstock.submission.tree_layout import Benchmark, SubmissionPhase
-from penstock.workflows.submission.result_draft import ResultWriter, RunLogs
-from penstock.workflows.submission.training_result import DataSetPlan, add_datagen, add_datasize, add_run
-from penstock.workflows.submission.training_sequence import (
-    TrainingObserver,
+from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
+from penstock.workflows.submission.training_result import (
     TrainingResultPlan,
+    add_datagen,
+    add_datasize,
+    add_run,
     make_part,
     make_training,
 )
@@ -139,21 +138,21 @@ class SmallResult:
 
     def __post_init__(self) -> None:
         self.program = Program(folder=self._program(), version="1.0")
-        self.claim = claim_tree(self.root, "acme", now=BEGAN, by="tests")
+        self.tree = claim_tree(self.root, "acme", now=BEGAN, by="tests")
         loaded = load("unet3d_b200", overrides=parse_settings(SCALE)).workload
         located = locate_data(loaded, str(self.data))
         self.workload: Workload = located.workload
         scaled = dict(text.split("=") for text in SCALE)
         self.session = ResultWriter(
             series=Series(
-                claim=self.claim,
+                tree=self.tree,
                 division=SubmissionDivision.CLOSED,
                 system="fast",
                 benchmark=Benchmark.TRAINING,
                 model="unet3d",
             ),
             image=ProgramImage(program=self.program, digest=capture(self.program, self.root, now=BEGAN)),
-            place=located.place,
+            data_path=located.data_path,
             changed={**scaled, **located.changes},
             command=("penstock", "submission", "run", "training", "unet3d"),
             clock=self.clock,
@@ -179,22 +178,27 @@ class SmallResult:
         )
 
     def datasize(self) -> Path:
-        """Its leaf."""
+        """The result directory of the size."""
         hosts = [small_host("here")]
         return add_datasize(self.session, self.workload, hosts=hosts, num_accelerators=1, comm=COMM)
 
     def datagen(self) -> Path:
-        """Its leaf."""
-        recipe = DatasetRecipe(
-            dataset=self.workload.dataset, seed=self.workload.train.seed, reduction=IRREDUCIBLE
-        )
-        data_set = DataSetPlan(workload=self.workload, recipe=recipe, threads=2, hosts=[small_host("here")])
-        return add_datagen(self.session, data_set, self.storage, comm=COMM, progress=Silent())
+        """The result directory of the data set."""
+        return add_datagen(self.session, self.plan(), self.storage, comm=COMM, progress=Silent())
 
     def run(self) -> TrainingResult:
-        """One run and its leaf."""
-        return add_run(
-            self.session, self.request(), self.storage, comm=COMM, progress=Silent(), format_logs=told
+        """Run once, into a result directory."""
+        observer = RunObserver(progress=Silent(), note=print, format_logs=format_logs)
+        return add_run(self.session, self.request(), self.storage, comm=COMM, observer=observer)
+
+    def plan(self, num_accelerators: int = 1) -> TrainingResultPlan:
+        """The whole result."""
+        return TrainingResultPlan(
+            request=self.request(),
+            edition=load_edition("v3.0"),
+            num_accelerators=num_accelerators,
+            hosts=[small_host("here")],
+            generator_threads=2,
         )
 
     def describe(self) -> None:
@@ -205,42 +209,34 @@ class SmallResult:
         (systems / "fast.yaml").write_text(yaml.safe_dump(DESCRIBED))
 
     def whole(self, progress: Silent | None = None, *, comm: Comm = COMM) -> tuple[RunSequence, list[str]]:
-        """The whole cadence, and what was said of it."""
-        said: list[str] = []
-        plan = TrainingResultPlan(
-            request=self.request(),
-            edition=load_edition("v3.0"),
-            num_accelerators=comm.size,
-            hosts=[small_host("here")],
+        """The whole sequence, and the notes on its way."""
+        notes: list[str] = []
+        observer = RunObserver(progress=progress or Silent(), note=notes.append, format_logs=format_logs)
+        sequence = make_training(
+            self.session, self.plan(comm.size), self.storage, comm=comm, observer=observer
         )
-        observer = TrainingObserver(progress=progress or Silent(), note=said.append, format_logs=told)
-        cadence = make_training(self.session, plan, self.storage, comm=comm, observer=observer)
-        return cadence, said
+        return sequence, notes
 
     def part(self, phase: SubmissionPhase) -> tuple[RunSequence, list[str]]:
-        """One leaf of the cadence, and what was said."""
-        said: list[str] = []
-        plan = TrainingResultPlan(
-            request=self.request(),
-            edition=load_edition("v3.0"),
-            num_accelerators=1,
-            hosts=[small_host("here")],
+        """One result directory, and the notes on its way."""
+        notes: list[str] = []
+        observer = RunObserver(progress=Silent(), note=notes.append, format_logs=format_logs)
+        sequence = make_part(
+            self.session, self.plan(), self.storage, phase=phase, comm=COMM, observer=observer
         )
-        observer = TrainingObserver(progress=Silent(), note=said.append, format_logs=told)
-        cadence = make_part(self.session, plan, self.storage, phase=phase, comm=COMM, observer=observer)
-        return cadence, said
+        return sequence, notes
 
     def runs(self, num_runs: int) -> Iterator[Path]:
-        """Several leaves, one after the other."""
+        """Several result directories, one after the other."""
         for _ in range(num_runs):
             yield Path(self.run().results_dir)
 
     def with_changed(self, **changes: object) -> SmallResult:
-        """The same with other words in its session."""
+        """The same with other changes of the workload."""
         self.session = replace(self.session, changed={**self.session.changed, **changes})
         return self
 
 
-def told(result: TrainingResult) -> RunLogs:
+def format_logs(result: TrainingResult) -> RunLogs:
     """What a command would have printed."""
     return RunLogs(stdout=f"{result.results_dir}\n", stderr="a remark\n")

@@ -21,20 +21,21 @@ from penstock.storage import open_storage
 from penstock.submission.authoring.data_location import locate_checkpoints
 from penstock.submission.authoring.ownership import claim_tree
 from penstock.submission.authoring.result_dir import Series
-from penstock.submission.authoring.series_state import list_progress
-from penstock.submission.authoring.write_result_dir import ProgramImage
+from penstock.submission.authoring.run_sequence import list_progress
+from penstock.submission.authoring.write_result_dir import ProgramImage, RunLogs
 from penstock.submission.check import check
 from penstock.submission.code_image import Program, capture
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Verdict
 from penstock.submission.tree_layout import Benchmark
 from penstock.testing.rank_threads import on_ranks
-from penstock.workflows.submission.checkpoint_result import CheckpointObserver, add_checkpoints
-from penstock.workflows.submission.result_draft import ResultWriter, RunLogs
+from penstock.workflows.submission.checkpoint_result import add_checkpoints
+from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
 from penstock.workload.checkpoint_model import load_model
 from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
     from penstock.cluster.comm import Comm
 
 from tests.integration.workflows.submission.small_result import DESCRIBED, small_host
@@ -45,7 +46,7 @@ SCALE_BREAKS = {"checkpoint.size", "parameters.configuration"}
 
 
 @pytest.fixture(scope="module")
-def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
+def published_dir(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
     """A tree with one invocation of ten writes and ten reads, by eight ranks of one host."""
     place = tmp_path_factory.mktemp("made")
     (place / "program").mkdir()
@@ -60,14 +61,14 @@ def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
     program = Program(folder=place / "program", version="1.0")
     session = ResultWriter(
         series=Series(
-            claim=claim_tree(root, "acme", now=began, by="tests"),
+            tree=claim_tree(root, "acme", now=began, by="tests"),
             division=SubmissionDivision.CLOSED,
             system="fast",
             benchmark=Benchmark.CHECKPOINTING,
             model="llama3-8b",
         ),
         image=ProgramImage(program=program, digest=capture(program, root, now=began)),
-        place=located.place,
+        data_path=located.data_path,
         changed=located.changes,
         command=("penstock", "submission", "run", "checkpointing", "llama3-8b"),
         clock=lambda: began + timedelta(seconds=next(ticks)),
@@ -80,7 +81,7 @@ def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
         results=root,
         facts_of=small_host,
     )
-    observer = CheckpointObserver(
+    observer: RunObserver[CheckpointResult] = RunObserver(
         progress=Silent(), note=print, format_logs=lambda result: RunLogs(stdout=f"{result.results_dir}\n")
     )
 
@@ -105,32 +106,32 @@ def leaf(tmp_path_factory: pytest.TempPathFactory, apart: Path) -> Path:
     return Path(folder)
 
 
-def test_a_run_of_checkpoints_becomes_a_leaf_with_all_its_files(leaf: Path) -> None:
-    stamp = leaf.name
+def test_a_run_of_checkpoints_becomes_a_leaf_with_all_its_files(published_dir: Path) -> None:
+    stamp = published_dir.name
     expected = {
         "checkpointing_run.stdout.log", "checkpointing_run.stderr.log", "0_output.json", "summary.json",
         "7_per_epoch_stats.json", "dlio.log", "dlio_config", "fs_separation.json", "provenance.json",
         f"checkpointing_{stamp}_metadata.json", ".mlps-code-image", "run.json", "checkpoints.json",
     }  # fmt: skip
-    assert expected <= {path.name for path in leaf.iterdir()}
-    metadata = json.loads((leaf / f"checkpointing_{stamp}_metadata.json").read_text())
+    assert expected <= {path.name for path in published_dir.iterdir()}
+    metadata = json.loads((published_dir / f"checkpointing_{stamp}_metadata.json").read_text())
     assert metadata["accelerator"] == metadata["args"]["accelerator_type"] == "b200"
     assert (metadata["num_processes"], metadata["args"]["num_checkpoints_write"]) == (8, 10)
     assert metadata["parameters"]["checkpoint"]["fsync"] is True
 
 
-def test_a_tree_of_our_own_checkpoints_is_valid_but_for_its_scale(leaf: Path) -> None:
-    root = leaf.parents[6]
+def test_a_tree_of_our_own_checkpoints_is_valid_but_for_its_scale(published_dir: Path) -> None:
+    root = published_dir.parents[6]
     (judged,) = check(root, load_edition("v3.0"))
     bad = {Verdict.FAIL, Verdict.NOT_CHECKED}
     found = [(each.rule, each.verdict, each.proof) for each in judged.findings if each.verdict in bad]
-    is_one = leaf.stat().st_dev == Path("/dev/shm").stat().st_dev
+    is_one = published_dir.stat().st_dev == Path("/dev/shm").stat().st_dev
     allowed = SCALE_BREAKS | ({"paths.filesystems"} if is_one else set())
     assert {rule for rule, _, _ in found} <= allowed, found
 
 
-def test_the_status_of_a_checkpointing_is_one_of_one(leaf: Path) -> None:
-    root = leaf.parents[6]
+def test_the_status_of_a_checkpointing_is_one_of_one(published_dir: Path) -> None:
+    root = published_dir.parents[6]
     now = datetime(2026, 7, 1, 12, 0, 0, tzinfo=UTC)
     (found,) = list_progress(claim_tree(root, "acme", now=now, by="tests"), load_edition("v3.0"), now=now)
-    assert (found.num_runs, found.num_wanted, found.lacks) == (1, 1, ())
+    assert (found.num_runs, found.num_required, found.missing) == (1, 1, ())

@@ -11,7 +11,7 @@ from tests.integration.workflows.submission.small_result import SCALE, SmallResu
 
 from penstock.errors import UsageError
 from penstock.progress import Silent
-from penstock.submission.authoring.series_state import read_series_state
+from penstock.submission.authoring.run_sequence import read_series_state
 from penstock.submission.check import check
 from penstock.submission.edition import Edition, load_edition
 from penstock.submission.finding import Validity, Verdict
@@ -80,8 +80,8 @@ def test_the_manifest_lists_all_leaves(made: SmallResult) -> None:
 
 def test_a_whole_result_is_left_as_it_is(made: SmallResult) -> None:
     before = read_series_state(made.session.series)
-    cadence, said = made.whole()
-    assert cadence.is_complete
+    sequence, said = made.whole()
+    assert sequence.is_complete
     assert said == []
     assert read_series_state(made.session.series) == before
 
@@ -97,24 +97,24 @@ def begun(tmp_path: Path) -> SmallResult:
 
 
 def test_an_interrupted_result_goes_on_where_it_was(begun: SmallResult) -> None:
-    before = [leaf.folder for leaf in read_series_state(begun.session.series).runs]
+    before = [published_dir.folder for published_dir in read_series_state(begun.session.series).runs]
     _, said = begun.whole()
     assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
-    standing = read_series_state(begun.session.series)
-    assert [leaf.folder for leaf in standing.runs][:2] == before
-    assert (len(standing.datasizes), len(standing.datagens)) == (1, 1)
+    state = read_series_state(begun.session.series)
+    assert [published_dir.folder for published_dir in state.runs][:2] == before
+    assert (len(state.datasizes), len(state.datagens)) == (1, 1)
 
 
 def test_runs_that_nothing_may_follow_any_more_are_set_aside_not_deleted(begun: SmallResult) -> None:
-    before = [leaf.folder.name for leaf in read_series_state(begun.session.series).runs]
+    before = [published_dir.folder.name for published_dir in read_series_state(begun.session.series).runs]
     begun.clock.now += timedelta(hours=1)
     _, said = begun.whole()
     assert [text.split(" was set aside")[0] for text in said[:2]] == before
-    after = [leaf.folder.name for leaf in read_series_state(begun.session.series).runs]
+    after = [published_dir.folder.name for published_dir in read_series_state(begun.session.series).runs]
     assert len(after) == 6
     assert not set(after) & set(before)
-    kept = {path.parent.name for path in (begun.root / ".mlps/trash").glob("**/summary.json")}
-    assert kept == set(before)
+    counted = {path.parent.name for path in (begun.root / ".mlps/trash").glob("**/summary.json")}
+    assert counted == set(before)
 
 
 def test_another_result_in_the_same_place_is_refused(begun: SmallResult) -> None:
@@ -126,14 +126,14 @@ def test_another_result_in_the_same_place_is_refused(begun: SmallResult) -> None
 
 def test_parts_are_made_one_by_one_and_none_twice(tmp_path: Path) -> None:
     small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
-    cadence, said = small.part(SubmissionPhase.DATAGEN)
+    sequence, said = small.part(SubmissionPhase.DATAGEN)
     assert said == ["datagen: 28 files"]
-    assert cadence.phases == (SubmissionPhase.DATASIZE, *[SubmissionPhase.RUN] * 6)
-    cadence, said = small.part(SubmissionPhase.RUN)
+    assert sequence.phases == (SubmissionPhase.DATASIZE, *[SubmissionPhase.RUN] * 6)
+    sequence, said = small.part(SubmissionPhase.RUN)
     assert said == ["run: 28 files"]
-    assert cadence.phases == (SubmissionPhase.RUN,) * 5
+    assert sequence.phases == (SubmissionPhase.RUN,) * 5
     _, said = small.part(SubmissionPhase.DATAGEN)
-    assert said == ["datagen: is there already"]
+    assert said == ["datagen: exists already"]
 
 
 class StoppedIn(Silent):
@@ -153,9 +153,9 @@ def test_ctrl_c_leaves_the_tree_as_it_was_and_the_same_command_goes_on(begun: Sm
     with pytest.raises(KeyboardInterrupt):
         begun.whole(StoppedIn("epoch 2"))
     begun.clock.run = usual
-    standing = read_series_state(begun.session.series)
-    assert standing.runs == before
-    assert [attempt.outcome for attempt in standing.attempts] == ["interrupted"]
+    state = read_series_state(begun.session.series)
+    assert state.runs == before
+    assert [attempt.outcome for attempt in state.attempts] == ["interrupted"]
     _, said = begun.whole()
     assert said == [f"run {number} of 6" for number in (3, 4, 5, 6)]
 
@@ -164,9 +164,9 @@ def test_several_ranks_make_one_result_and_see_it_alike(tmp_path: Path) -> None:
     small = SmallResult(root=tmp_path / "tree", data=tmp_path / "data")
     small.clock.run = timedelta(seconds=30)  # each of the two ranks tells of its host
     outcomes = on_ranks(2, lambda comm: small.whole(comm=comm), hosts=["here"] * 2, timeout_s=250)
-    kept = [[leaf.folder for leaf in cadence.kept] for cadence, _ in outcomes]
-    assert kept[0] == kept[1]
+    counted = [[published_dir.folder for published_dir in sequence.counted] for sequence, _ in outcomes]
+    assert counted[0] == counted[1]
     runs = read_series_state(small.session.series).runs
-    assert [leaf.folder for leaf in runs] == kept[0]
-    assert {leaf.num_processes for leaf in runs} == {2}
+    assert [published_dir.folder for published_dir in runs] == counted[0]
+    assert {published_dir.num_processes for published_dir in runs} == {2}
     assert len(list(runs[0].folder.glob("*_output.json"))) == 2

@@ -43,7 +43,7 @@ def test_a_round_that_lasts_tells_how_far_all_ranks_are(hasty: None, tmp_path: P
     bar = _Bar()
     board = ProgressBoard(tmp_path / "progress", rank=0, num_ranks=2)
     watch = RoundProgress(
-        board, rank=0, outputs=ProgressOutputs(progress=bar, sign_of_life=alive.set, tell=tell)
+        board, rank=0, outputs=ProgressOutputs(progress=bar, heartbeat=alive.set, tell=tell)
     )
     other = ProgressBoard(tmp_path / "progress", rank=1, num_ranks=2)
     with watch.track("writing checkpoint 3 of 10", [1000, 1000]):
@@ -61,7 +61,7 @@ def test_a_round_that_lasts_tells_how_far_all_ranks_are(hasty: None, tmp_path: P
 
 def test_a_failed_round_does_not_come_to_its_end(tmp_path: Path) -> None:
     bar = _Bar()
-    outputs = ProgressOutputs(progress=bar, sign_of_life=lambda: None, tell=lambda _: None)
+    outputs = ProgressOutputs(progress=bar, heartbeat=lambda: None, tell=lambda _: None)
     watch = RoundProgress(ProgressBoard(tmp_path / "progress", rank=0, num_ranks=1), rank=0, outputs=outputs)
     with pytest.raises(OSError, match="gone"), watch.track("reading", [10]):
         raise OSError("gone")
@@ -70,7 +70,7 @@ def test_a_failed_round_does_not_come_to_its_end(tmp_path: Path) -> None:
 
 def test_other_ranks_only_note_their_own(hasty: None, tmp_path: Path) -> None:
     bar = _Bar()
-    outputs = ProgressOutputs(progress=bar, sign_of_life=lambda: None, tell=lambda _: None)
+    outputs = ProgressOutputs(progress=bar, heartbeat=lambda: None, tell=lambda _: None)
     board = ProgressBoard(tmp_path / "progress", rank=1, num_ranks=2)
     watch = RoundProgress(board, rank=1, outputs=outputs)
     with watch.track("reading", [10, 10]):

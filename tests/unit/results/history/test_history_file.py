@@ -83,7 +83,7 @@ def test_a_torn_last_line_costs_only_itself(cut: int) -> None:
         assert found.entries == (began(), ended())
     elif left:
         assert found.entries == (began(),)
-        assert found.complaints == (f"history: line 2 is torn after {len(left)} bytes; it is passed over",)
+        assert found.complaints == (f"history: line 2 is cut off after {len(left)} bytes; it is skipped",)
 
 
 def test_the_next_entry_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_next_entry_after_a_torn_line_stands_on_its_own(tmp_path: Path) -> N
     found = history.read()
     assert found.entries == (began(), ended())
     (complaint,) = found.complaints
-    assert f"{history.path}: line 2 cannot be understood" in complaint
+    assert f"{history.path}: line 2 cannot be read" in complaint
 
 
 @pytest.mark.parametrize(

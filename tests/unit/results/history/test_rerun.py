@@ -39,7 +39,7 @@ def a_run(tmp_path: Path, *command: str, ranks: int = 1, is_named: bool = False)
         workload="unet3d_h100",
         started=None,
         began=began,
-        view=None,
+        summary=None,
     )
 
 
@@ -50,7 +50,7 @@ def test_the_words_are_the_same_whatever_is_in_them(tmp_path: Path) -> None:
     assert replay.arguments[3:] == words
     assert "from penstock.cli import main" in replay.arguments[2]
     assert replay.working_folder == str(tmp_path)
-    assert replay.shown == "penstock training run --data 'a b; rm -rf $HOME' --set 'x='\"'\"'y'\"'\"'' 'ü'"
+    assert replay.command == "penstock training run --data 'a b; rm -rf $HOME' --set 'x='\"'\"'y'\"'\"'' 'ü'"
 
 
 def test_dlios_command_line_starts_its_own_program(tmp_path: Path) -> None:
@@ -61,20 +61,20 @@ def test_dlios_command_line_starts_its_own_program(tmp_path: Path) -> None:
 def test_settings_that_changed_are_told(tmp_path: Path) -> None:
     run = a_run(tmp_path, "penstock", "training", "run")
     assert plan_rerun(run, {"AWS_REGION": "here", "AWS_NEW": "2", "PENSTOCK_X": "1"}).notes == (
-        "AWS_NEW was not set, and is 2 now",
-        "AWS_REGION was there, and is here now",
+        "AWS_NEW was not set, and is now 2",
+        "AWS_REGION was there, and is now here",
     )
 
 
 @pytest.mark.parametrize(
     ("command", "ranks", "reason", "advice"),
     [
-        (("penstock", "training", "run", "--token", "***"), 1, "had a secret", "by the environment"),
-        (("penstock", "run", "s3://***@host/x"), 1, "had a secret", "by the environment"),
-        (("penstock", "run", "caf\ufffd"), 1, "no text", "yourself"),
+        (("penstock", "training", "run", "--token", "***"), 1, "had a secret", "in the environment"),
+        (("penstock", "run", "s3://***@host/x"), 1, "had a secret", "in the environment"),
+        (("penstock", "run", "caf\ufffd"), 1, "not text", "yourself"),
         (("penstock", "training", "run"), 4, "started by a launcher", "mpiexec -n 4 penstock training run"),
-        (("their-tool", "run"), 1, "another program", "Start it there"),
-        ((), 1, "another program", "Start it there"),
+        (("their-tool", "run"), 1, "another program", "Repeat it with that program"),
+        ((), 1, "another program", "Repeat it with that program"),
     ],
 )
 def test_what_would_not_be_the_same_is_refused(
@@ -98,12 +98,12 @@ def test_a_working_folder_that_is_gone_is_said(tmp_path: Path) -> None:
 
 def test_a_repetition_never_clears_the_run_that_it_repeats(tmp_path: Path) -> None:
     run = a_run(tmp_path, "penstock-dlio", "++hydra.run.dir=out/mine", is_named=True)
-    with pytest.raises(UsageError, match="would clear") as refusal:
+    with pytest.raises(UsageError, match="would overwrite") as refusal:
         plan_rerun(run, {})
     assert "penstock results rm 1a2b3c" in refusal.value.fix
     assert plan_rerun(replace(run, path=None), {}).working_folder == str(tmp_path)
 
 
 def test_a_run_that_nobody_entered_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Nobody entered how mine was started"):
+    with pytest.raises(UsageError, match="has no entry for mine"):
         plan_rerun(replace(a_run(tmp_path), began=None), {})

@@ -38,7 +38,7 @@ def a_run(
         workload=workload,
         started=None if age_days is None else NOW - timedelta(days=age_days),
         began=None,
-        view=None,
+        summary=None,
     )
 
 
@@ -59,14 +59,14 @@ def test_an_age_or_a_date_is_a_moment(text: str, moment: datetime) -> None:
 
 @pytest.mark.parametrize("text", ["2", "old", "1e30w", "2026-13-01", "-2w"])
 def test_what_is_no_age_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="no age and no date"):
+    with pytest.raises(UsageError, match="neither an age nor a date"):
         parse_age(text, NOW)
 
 
 def test_incomplete_means_every_run_whose_end_nobody_saw() -> None:
     assert parse_outcomes("incomplete") == {"interrupted", "running", "unknown"}
     assert parse_outcomes("failed,finished") == {"failed", "finished"}
-    with pytest.raises(UsageError, match="'done' is no outcome"):
+    with pytest.raises(UsageError, match="'done' is not an outcome"):
         parse_outcomes("done")
 
 
@@ -77,8 +77,8 @@ def test_criteria_fit_together() -> None:
     assert not fits(a_run(outcome="failed", age_days=1), wanted)
     assert not fits(a_run(outcome="failed", age_days=3, workload="resnet50_h100"), wanted)
     assert not fits(a_run(outcome="failed", age_days=None), wanted)
-    assert not RunCriteria().ask_something
-    assert wanted.ask_something
+    assert not RunCriteria().is_selective
+    assert wanted.is_selective
 
 
 RUNS = st.lists(
@@ -106,8 +106,8 @@ def test_every_run_that_fits_is_taken_or_spared_with_a_reason(
     wanted = RunCriteria(outcomes=outcomes, begun_before=before)
     found = plan_removal(runs, wanted, keep_last=keep_last)
     fitting = [run for run in runs if fits(run, wanted)]
-    assert len(found.taken) + len(found.spared) == len(fitting)
-    assert all(run.outcome != "running" for run in found.taken)
+    assert len(found.removed) + len(found.spared) == len(fitting)
+    assert all(run.outcome != "running" for run in found.removed)
     assert all(reason for _, reason in found.spared)
     assert [run for run, _ in found.spared][: min(keep_last, len(fitting))] == fitting[:keep_last]
 

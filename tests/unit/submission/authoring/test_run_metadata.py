@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.results.host_facts import HostFacts
+from penstock.results.provenance import HostFacts
 from penstock.submission.authoring.data_location import locate_checkpoints, locate_data
 from penstock.submission.authoring.ownership import OwnedTree
 from penstock.submission.authoring.result_dir import ResultDirAddress, Series
@@ -44,22 +44,22 @@ def host(name: str, memory_bytes: int) -> HostFacts:
 
 def facts(phase: SubmissionPhase = SubmissionPhase.RUN) -> RunFacts:
     series = Series(
-        claim=OwnedTree(root=Path("/tree"), organisation="acme"),
+        tree=OwnedTree(root=Path("/tree"), organisation="acme"),
         division=SubmissionDivision.CLOSED,
         system="fast",
         benchmark=Benchmark.TRAINING,
         model="unet3d",
     )
     return RunFacts(
-        address=ResultDirAddress(series=series, phase=phase, began=BEGAN),
+        address=ResultDirAddress(series=series, phase=phase, started_at=BEGAN),
         workload=workload(),
         accelerator="b200",
         changed={"dataset.num_files_train": 7200},
-        place="/data",
+        data_path="/data",
         num_processes=8,
         hosts=[host("a", 512 << 30), host("b", 256 << 30)],
         command=("penstock", "--secret-token", "hush"),
-        ended=BEGAN + timedelta(minutes=18),
+        ended_at=BEGAN + timedelta(minutes=18),
         exit_status=0,
         data_size=DatasetSize(num_files_train=7200, num_subfolders_train=0, total_disk_bytes=10**12),
     )
@@ -147,4 +147,4 @@ def test_a_place_is_told_in_the_workloads_own_keys(uri: str, changes: dict[str, 
 
 def test_checkpoints_have_a_place_of_their_own() -> None:
     located = locate_checkpoints(workload(), "direct:///saves")
-    assert located.place == located.workload.checkpoint.checkpoint_folder == "/saves"
+    assert located.data_path == located.workload.checkpoint.checkpoint_folder == "/saves"

@@ -12,29 +12,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.submission.authoring.run_sequence import RequestedResult, plan_run_sequence, select_runs
-from penstock.submission.authoring.series_state import PublishedDir, SeriesState
+from penstock.submission.authoring.run_sequence import (
+    PublishedDir,
+    RequestedResult,
+    SeriesState,
+    plan_run_sequence,
+    select_runs,
+)
 from penstock.submission.tree_layout import SubmissionPhase
 
 BEGAN = datetime(2026, 7, 1, 10, 0, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
 WANTED = RequestedResult(
-    accelerator="b200", num_processes=8, place="/data", num_files=28_000, num_runs=6, max_pause_runs=1.0
+    accelerator="b200", num_processes=8, data_path="/data", num_files=28_000, num_runs=6, max_pause_runs=1.0
 )
 
 
-def leaf(
+def published_dir(
     begin_min: float, duration_min: float, *, phase: str = "run", is_success: bool = True
 ) -> PublishedDir:
-    began = BEGAN + begin_min * MINUTE
+    started_at = BEGAN + begin_min * MINUTE
     return PublishedDir(
-        folder=Path(f"/tree/{phase}/{began:%Y%m%d_%H%M%S}"),
-        began=began,
-        ended=began + duration_min * MINUTE,
+        folder=Path(f"/tree/{phase}/{started_at:%Y%m%d_%H%M%S}"),
+        started_at=started_at,
+        ended_at=started_at + duration_min * MINUTE,
         accelerator="b200",
         num_processes=8,
         num_files=28_000,
-        place="/data",
+        data_path="/data",
         is_success=is_success,
     )
 
@@ -42,31 +47,31 @@ def leaf(
 def runs(
     num_runs: int, *, every_min: float = 20, duration_min: float = 18, begin_min: float = 0
 ) -> list[PublishedDir]:
-    return [leaf(begin_min + number * every_min, duration_min) for number in range(num_runs)]
+    return [published_dir(begin_min + number * every_min, duration_min) for number in range(num_runs)]
 
 
 def at(minute: float) -> datetime:
     return BEGAN + minute * MINUTE
 
 
-def standing(found: list[PublishedDir], *, has_data: bool = True) -> SeriesState:
-    before = (leaf(-60, 1, phase="datasize"),), (leaf(-50, 1, phase="datagen"),)
+def state(found: list[PublishedDir], *, has_data: bool = True) -> SeriesState:
+    before = (published_dir(-60, 1, phase="datasize"),), (published_dir(-50, 1, phase="datagen"),)
     datasizes, datagens = before if has_data else ((), ())
-    return SeriesState(datasizes=datasizes, datagens=datagens, runs=tuple(found), attempts=(), unread=())
+    return SeriesState(datasizes=datasizes, datagens=datagens, runs=tuple(found), attempts=(), unreadable=())
 
 
 def test_everything_is_left_to_do_in_an_empty_place() -> None:
-    cadence = plan_run_sequence(standing([], has_data=False), WANTED, now=at(0))
-    assert cadence.phases == (SubmissionPhase.DATASIZE, SubmissionPhase.DATAGEN, *[SubmissionPhase.RUN] * 6)
-    assert not cadence.is_complete
+    sequence = plan_run_sequence(state([], has_data=False), WANTED, now=at(0))
+    assert sequence.phases == (SubmissionPhase.DATASIZE, SubmissionPhase.DATAGEN, *[SubmissionPhase.RUN] * 6)
+    assert not sequence.is_complete
 
 
 @pytest.mark.parametrize("num_there", range(7))
 def test_as_many_runs_are_left_as_are_missing(num_there: int) -> None:
-    cadence = plan_run_sequence(standing(runs(num_there)), WANTED, now=at(20 * num_there))
-    assert cadence.phases == (SubmissionPhase.RUN,) * (6 - num_there)
-    assert len(cadence.kept) == num_there
-    assert cadence.surplus == ()
+    sequence = plan_run_sequence(state(runs(num_there)), WANTED, now=at(20 * num_there))
+    assert sequence.phases == (SubmissionPhase.RUN,) * (6 - num_there)
+    assert len(sequence.counted) == num_there
+    assert sequence.excluded == ()
 
 
 @pytest.mark.parametrize(("waited_min", "num_kept"), [(0, 3), (17.9, 3), (18, 0), (600, 0), (-1, 0)])
@@ -74,37 +79,37 @@ def test_an_unfinished_sequence_counts_while_the_next_run_may_follow(
     waited_min: float, num_kept: int
 ) -> None:
     end = 2 * 20 + 18
-    kept, surplus = select_runs(runs(3), WANTED, now=at(end + waited_min))
-    assert (len(kept), len(surplus)) == (num_kept, 3 - num_kept)
+    counted, excluded = select_runs(runs(3), WANTED, now=at(end + waited_min))
+    assert (len(counted), len(excluded)) == (num_kept, 3 - num_kept)
 
 
 def test_a_whole_sequence_counts_for_ever() -> None:
-    cadence = plan_run_sequence(standing(runs(6)), WANTED, now=at(100_000))
-    assert cadence.is_complete
+    sequence = plan_run_sequence(state(runs(6)), WANTED, now=at(100_000))
+    assert sequence.is_complete
 
 
 def test_six_of_more_runs_are_the_result_and_the_others_are_named() -> None:
-    kept, surplus = select_runs(runs(8), WANTED, now=at(160))
-    assert [len(kept), len(surplus)] == [6, 2]
-    assert {each.why for each in surplus} == {"the result is complete without it"}
+    counted, excluded = select_runs(runs(8), WANTED, now=at(160))
+    assert [len(counted), len(excluded)] == [6, 2]
+    assert {reason for _, reason in excluded} == {"the result is complete without it"}
 
 
 def test_runs_before_a_failed_one_do_not_count() -> None:
-    found = [*runs(2), leaf(40, 18, is_success=False), *runs(2, begin_min=60)]
-    kept, surplus = select_runs(found, WANTED, now=at(100))
-    assert kept == tuple(found[3:])
-    assert [each.run_dir for each in surplus] == found[:3]
+    found = [*runs(2), published_dir(40, 18, is_success=False), *runs(2, begin_min=60)]
+    counted, excluded = select_runs(found, WANTED, now=at(100))
+    assert counted == tuple(found[3:])
+    assert [run for run, _ in excluded] == found[:3]
 
 
 def test_a_pause_is_measured_against_the_shortest_run() -> None:
-    found = [leaf(0, 30), leaf(35, 4)]  # 5 minutes between them, and the second takes 4
-    kept, _ = select_runs(found, WANTED, now=at(39))
-    assert kept == (found[1],)
+    found = [published_dir(0, 30), published_dir(35, 4)]  # 5 minutes between them, and the second takes 4
+    counted, _ = select_runs(found, WANTED, now=at(39))
+    assert counted == (found[1],)
 
 
 def test_runs_that_overlap_do_not_follow_one_another() -> None:
-    kept, _ = select_runs([leaf(0, 30), leaf(20, 30)], WANTED, now=at(51))
-    assert [run.began for run in kept] == [at(20)]
+    counted, _ = select_runs([published_dir(0, 30), published_dir(20, 30)], WANTED, now=at(51))
+    assert [run.started_at for run in counted] == [at(20)]
 
 
 @given(
@@ -117,14 +122,14 @@ def test_every_run_is_kept_or_named_and_kept_ones_follow_one_another(
     found, minute = [], 0
     for pause, duration, is_success in drawn:
         minute += pause
-        found.append(leaf(minute, duration, is_success=is_success))
+        found.append(published_dir(minute, duration, is_success=is_success))
         minute += duration
-    kept, surplus = select_runs(found, WANTED, now=at(minute + waited))
-    assert sorted([*kept, *(each.run_dir for each in surplus)], key=lambda run: run.began) == found
-    assert len(kept) <= 6
-    shortest = min((run.duration for run in kept), default=timedelta(0))
-    for before, after in pairwise(kept):
-        assert timedelta(0) <= after.began - before.ended < shortest
+    counted, excluded = select_runs(found, WANTED, now=at(minute + waited))
+    assert sorted([*counted, *(run for run, _ in excluded)], key=lambda run: run.started_at) == found
+    assert len(counted) <= 6
+    shortest = min((run.duration for run in counted), default=timedelta(0))
+    for before, after in pairwise(counted):
+        assert timedelta(0) <= after.started_at - before.ended_at < shortest
 
 
 @pytest.mark.parametrize(
@@ -133,9 +138,9 @@ def test_every_run_is_kept_or_named_and_kept_ones_follow_one_another(
         ({"accelerator": "mi355"}, "accelerator: b200, requested: mi355"),
         ({"num_processes": 4}, "accelerators: 8, requested: 4"),
         ({"num_files": 7}, "files: 28000, requested: 7"),
-        ({"place": "/other"}, "data: /data, requested: /other"),
+        ({"data_path": "/other"}, "data: /data, requested: /other"),
     ],
 )
 def test_another_result_under_way_is_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        plan_run_sequence(standing(runs(1)), replace(WANTED, **change), now=at(20))  # type: ignore[arg-type]  # one of the pairs above
+        plan_run_sequence(state(runs(1)), replace(WANTED, **change), now=at(20))  # type: ignore[arg-type]  # one of the pairs above

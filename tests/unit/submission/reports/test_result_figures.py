@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.submission.reports.result_figures import MOST_SCORE, compute_spread, student_quantile
+from penstock.submission.reports.result_figures import MAX_SCORE, compute_spread, student_quantile
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def around(*odd: float) -> dict[str, float]:
 def test_a_run_apart_from_the_others_is_named_with_the_rule() -> None:
     (outlier,) = compute_spread(around(120.0)).outliers
     assert (outlier.run, outlier.value) == ("odd0", 120.0)
-    assert f"> {MOST_SCORE} deviations from the median 100.5" in outlier.rule
+    assert f"> {MAX_SCORE} deviations from the median 100.5" in outlier.rule
     assert "median absolute deviation" in outlier.rule
 
 

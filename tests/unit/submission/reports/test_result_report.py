@@ -33,7 +33,7 @@ def reported(submission: Submission, root: Path) -> ResultReport:
 
 
 def values(found: ResultReport, name: str) -> dict[str, float]:
-    return next(figure.values for figure in found.figures.found if figure.name == name)
+    return next(figure.values for figure in found.figures.computed if figure.name == name)
 
 
 def test_a_trainings_figures_are_those_of_its_runs(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_figure_that_cannot_be_recomputed_is_named_and_the_others_stay(tmp_pat
     submission = valid_submission()
     submission.configs()[2]["dataset"].pop("record_length")
     found = reported(submission, tmp_path)
-    assert [figure.name for figure in found.figures.found] == ["throughput", "utilization"]
+    assert [figure.name for figure in found.figures.computed] == ["throughput", "utilization"]
     (reason,) = found.figures.missing
     assert reason.startswith("read bandwidth: there is no field workload.dataset.record_length (")
     assert found.row["Read B/W (GiB/s)"] is None
@@ -83,7 +83,7 @@ def test_a_checkpoint_takes_as_long_as_its_slowest_rank(tmp_path: Path) -> None:
     tree.files[f"{first}/1_per_epoch_stats.json"] = slower
     (found,) = report_all(tree.write(tmp_path), V3)
     assert values(found, "write duration")["1.save_ckpt3"] == 99.0
-    (outlier,) = next(f for f in found.figures.found if f.name == "write duration").spread.outliers
+    (outlier,) = next(f for f in found.figures.computed if f.name == "write duration").spread.outliers
     assert outlier.run == "1.save_ckpt3"
 
 
@@ -188,7 +188,7 @@ def test_what_is_not_judged_is_reported_without_figures_and_nothing_is_written_t
     tree.files[f"{leaf}/summary.json"] = {"recall": 1.0}
     all_reported = list(report_all(tree.write(tmp_path), V3))
     (other,) = (each for each in all_reported if each.benchmark not in CHECKED_BENCHMARKS)
-    assert (other.figures.found, other.row["Benchmark Type"]) == ((), "vector_database")
+    assert (other.figures.computed, other.row["Benchmark Type"]) == ((), "vector_database")
     planned, kept = plan_tree(all_reported)
     assert len(planned) == 4
     assert [sentence.rpartition(": ")[2] for sentence in kept] == [
@@ -208,7 +208,7 @@ def test_a_result_without_runs_gets_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("edition", ["v2.0", "v3.0"])
 def test_later_editions_are_reported_alike(tmp_path: Path, edition: str) -> None:
     found = list(report_all(valid_round(edition).write(tmp_path), load_edition(edition)))
-    assert [len(each.figures.found) for each in found] == [3, 4]
+    assert [len(each.figures.computed) for each in found] == [3, 4]
     assert [each.row["Rules Edition"] for each in found] == [edition, edition]
 
 
@@ -249,10 +249,10 @@ def test_a_checkpointing_without_times_says_what_is_missing(tmp_path: Path) -> N
     timeless.document("checkpointing", 0, "/0_per_epoch_stats.json")["1"]["save_ckpt2"]["duration"] = 0.0
     empty.drop("_per_epoch_stats.json")
     (found,) = report_all(timeless.write(tmp_path / "timeless"), V3)
-    assert [figure.name for figure in found.figures.found] == ["read bandwidth", "read duration"]
+    assert [figure.name for figure in found.figures.computed] == ["read bandwidth", "read duration"]
     assert found.figures.missing[0].startswith("write bandwidth: 1.save_ckpt2 took no time (")
     (found,) = report_all(empty.write(tmp_path / "empty"), V3)
-    assert found.figures.found == ()
+    assert found.figures.computed == ()
     assert all("no per_epoch_stats.json" in reason for reason in found.figures.missing)
 
 
@@ -261,6 +261,6 @@ def test_a_figure_beyond_all_numbers_is_missing_and_no_crash(tmp_path: Path) -> 
     for summary in submission.summaries():
         summary["metric"]["train_throughput_samples_per_second"] = [1.7e308, 1.7e308]
     found = reported(submission, tmp_path)
-    assert [figure.name for figure in found.figures.found] == ["utilization"]
+    assert [figure.name for figure in found.figures.computed] == ["utilization"]
     assert [reason.partition(":")[0] for reason in found.figures.missing] == ["throughput", "read bandwidth"]
     assert found.v1 is None
