@@ -230,3 +230,11 @@ def test_nobody_wanting_anything_is_a_plan_without_reads() -> None:
     tensors, stored = one_tensor(64)
     (plan,) = plans_of(tensors, stored, [Regions.from_rows([])], FINE)
     assert len(plan.row) == len(plan.local) == 0
+
+
+@pytest.mark.parametrize(("min_gap_bytes", "bytes_of_plan"), [(1536, 8 * 512), (1537, 8 * 2048)])
+def test_a_gap_is_skipped_from_the_size_given_on(min_gap_bytes: int, bytes_of_plan: int) -> None:
+    tensors, stored = one_tensor(8, 512)  # rows of 2048 bytes, of which 512 are wanted; whole rows otherwise
+    wanted = [one_region((0, 0), (8, 128))]
+    plans = plans_of(tensors, stored, wanted, LoadOptions(min_gap_bytes=min_gap_bytes))
+    assert bytes_read(tensors, plans)[0] == bytes_of_plan

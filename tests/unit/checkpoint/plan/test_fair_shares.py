@@ -1,0 +1,68 @@
+"""What is shared is dealt so that the fullest rank ends as low as can be, and cut at the nearest row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.checkpoint.plan.region_arithmetic import level_loads
+from penstock.checkpoint.plan.save_plan import Holdings, NotCovered, SaveOptions, plan_save
+from penstock.checkpoint.state.regions import Regions, TensorFacts, element_sizes, whole_regions
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 300))
+def test_no_other_division_has_a_lower_maximum(loads: list[int], amount: int) -> None:
+    share = level_loads(np.array(loads, dtype=np.int64), amount)
+    assert share.sum() == amount
+    assert (share >= 0).all()
+    total = np.array(loads) + share
+    receivers = share > 0
+    if amount:
+        assert total[receivers].max() - total[receivers].min() <= 1
+        assert (total[~receivers] >= total[receivers].max() - 1).all()
+
+
+def test_a_remainder_goes_to_the_first_of_the_lowest() -> None:
+    assert level_loads(np.array([5, 1, 1, 9]), 9).tolist() == [0, 5, 4, 0]
+    assert level_loads(np.array([0, 0, 0]), 2).tolist() == [1, 1, 0]
+
+
+def bytes_by_rank(shape: tuple[int, ...], num_ranks: int, min_cut_bytes: int) -> list[int]:
+    facts = TensorFacts("w", "int8", shape, 1)
+    plan = plan_save(
+        [Holdings(tensors=(facts,), regions=whole_regions([facts]))] * num_ranks,
+        SaveOptions(min_cut_bytes=min_cut_bytes),
+    )
+    weights = plan.regions.num_bytes(element_sizes(plan.tensors))
+    return np.bincount(plan.rank, weights=weights, minlength=num_ranks).astype(int).tolist()
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ((10, 7), [35, 35]),
+        ((5, 4), [12, 8]),  # the middle is half a row further: rounded up
+        ((3, 4), [8, 4]),
+        ((2, 1), [1, 1]),
+        ((1, 9), [5, 4]),
+    ],
+)
+def test_a_cut_is_at_the_row_nearest_to_the_middle(shape: tuple[int, ...], parts: list[int]) -> None:
+    assert bytes_by_rank(shape, 2, 1) == parts
+
+
+def test_no_part_is_smaller_than_worth_an_item() -> None:
+    assert sorted(bytes_by_rank((20, 1), 2, 10)) == [10, 10]
+    assert sorted(bytes_by_rank((20, 1), 2, 11)) == [0, 20]
+
+
+def test_the_pieces_that_overlap_are_both_named() -> None:
+    facts = (TensorFacts("w", "float32", (8,), 4),)
+    rows = [((0,), (3,)), ((3,), (3,)), ((5,), (3,))]
+    job = [Holdings(tensors=facts, regions=Regions.from_rows([(0, *row)])) for row in rows]
+    with pytest.raises(
+        NotCovered, match=r"\[3\] of \[3\] and \[5\] of \[3\]|\[5\] of \[3\] and \[3\] of \[3\]"
+    ):
+        plan_save(job, SaveOptions())
