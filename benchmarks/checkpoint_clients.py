@@ -16,14 +16,17 @@ from tests.support.s3.moto_server import running_moto
 from tests.support.s3.server import BUCKET, S3Server
 
 from harness import Ratio, interleave
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
-from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
-from penstock.bench.model_state import LayoutRequest, plan_layout
+from penstock.bench.checkpoint.checkpoint_run import (
+    CheckpointRequest,
+    change_checkpoint_section,
+    run_checkpoints,
+)
+from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.progress import Silent
 from penstock.storage import open_storage
-from penstock.workload.checkpoint_model import load_model
+from penstock.workload.loading import load_model
 
 CLIENTS = ("minio", "s3dlio", "s3torchconnector")
 SCALE = Fraction(1, 1000)

@@ -44,8 +44,8 @@ from penstock.results.step_events import StepPhase
 from penstock.storage import Storage, open_storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import DataFormat
-from penstock.workload.duration import Duration
 from penstock.workload.loading import load
+from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 COMM = SoloComm()

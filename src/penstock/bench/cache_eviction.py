@@ -10,19 +10,15 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from penstock.cluster.comm import all_gather_results
+from penstock.bench.training.training_files import TrainingFiles
+from penstock.checkpoint.saving.pipeline import PlannedObject
+from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import Unavailable
+from penstock.storage import Storage
 from penstock.storage.capabilities import find_local_paths
 from penstock.storage.residency import evict_file
-
-if TYPE_CHECKING:
-    from penstock.bench.training.training_files import TrainingFiles
-    from penstock.checkpoint.saving.pipeline import PlannedObject
-    from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
-
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +42,7 @@ class CacheEviction:
 
     @property
     def resident_share(self) -> float:
-        """The part that may be read from memory instead of storage; 0 is a cold start."""
+        """The share that may be read from memory instead of storage; 0 is a cold start."""
         return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def document(self) -> dict[str, Any]:
@@ -81,20 +77,19 @@ def evict_objects(storage: Storage, planned: Sequence[PlannedObject], *, comm: C
     if not files.uses_page_cache:
         return ObjectEviction(path="past the page cache")
     began_s = time.monotonic()
-    paths = [files.local_path(each.key) for each in planned]
+    paths = [files.local_path(object_.key) for object_ in planned]
     counts = all_gather_results(
         comm,
-        lambda: _evict_or_assume_cached(paths, sum(each.size_bytes for each in planned)),
+        lambda: _evict_or_assume_cached(paths, sum(object_.size_bytes for object_ in planned)),
         awaiting="all nodes to drop a checkpoint from memory",
         timeout_s=max(MAX_EVICTION_S, comm.timeout_s),
     )
-    is_known = all(known for known, *_ in counts)
-    before, resident, total = (sum(column) for column in list(zip(*counts, strict=True))[1:])
+    known, before, resident, total = zip(*counts, strict=True)
     return ObjectEviction(
-        path="page cache dropped" if is_known else "not known",
-        before_bytes=before,
-        resident_bytes=resident,
-        total_bytes=total,
+        path="page cache dropped" if all(known) else "not known",
+        before_bytes=sum(before),
+        resident_bytes=sum(resident),
+        total_bytes=sum(total),
         elapsed_s=time.monotonic() - began_s,
     )
 
@@ -125,12 +120,12 @@ def _evict_or_assume_cached(paths: Sequence[str], size_bytes: int) -> tuple[bool
     try:
         return (True, *_evict(paths))
     except Unavailable as error:
-        logger.warning("Reads cannot be proven to be cold: %s", error)
+        logger.warning("Cannot prove that reads come from storage: %s", error)
         return False, size_bytes, size_bytes, size_bytes
 
 
 def _evict(paths: Iterable[str]) -> tuple[int, int, int]:
-    """Bytes in memory before, after, and in total."""
+    """Bytes in memory before and after, and in total."""
     before = resident = total = 0
     for path in paths:
         drop = evict_file(path)

@@ -9,54 +9,39 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.workload.duration import Distribution
+from penstock.results.step_events import StepPhase
+from penstock.workload.quantities import Distribution, Duration
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+_PREPROCESSING: Final = 1  # keeps its draws apart from those of computation
 
-    from penstock.results.step_events import StepPhase
-    from penstock.workload.duration import Duration
-
-_PREPROCESSING: Final = 1  # tells its draws from those of computation
+_Key = NDArray[np.uint64]
 
 SPIN_NS: Final = 200_000
 """Sleep until this long before the end, then watch the clock: a sleep wakes up 50 to 150 us late."""
 
 
-class Clock(Protocol):
-    """Time as a wait sees it; tests bring their own."""
-
-    def now_ns(self) -> int:
-        """CLOCK_MONOTONIC."""
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep about `seconds`, rather longer."""
-
-    def give_way(self) -> None:
-        """Let another thread or process have the core, if one wants it."""
-
-
 class SystemClock:
-    """The machine's own."""
+    """The machine's monotonic clock, and two ways to wait on it; tests replace them."""
 
     def now_ns(self) -> int:
         """CLOCK_MONOTONIC."""
         return time.monotonic_ns()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep without the GIL."""
+        """Sleep without the GIL, rather longer than `seconds`."""
         time.sleep(seconds)
 
     def give_way(self) -> None:
-        """Yield the core and the GIL: loader threads go on while this one watches the clock."""
+        """Yield the core and the GIL, so that loader threads run while this one watches the clock."""
         os.sched_yield()
 
 
-def compute_until(end_ns: int, clock: Clock) -> int:
+def compute_until(end_ns: int, clock: SystemClock) -> int:
     """Return at `end_ns`, or at once if it has passed; the moment of return.
 
     The end is absolute, so that what the caller did before does not add to the time computed.
@@ -72,44 +57,39 @@ def compute_until(end_ns: int, clock: Clock) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComputeTimes:
-    """How long the steps of one rank compute in one phase, keyed by epoch and step."""
+class _DrawnTimes:
+    """Times of one rank in one phase, drawn for each epoch and step by a counter-based generator."""
 
     duration: Duration
     seed: int
     phase: StepPhase
     rank: int
 
-    def of_epoch(self, epoch: int, num_steps: int) -> NDArray[np.int64]:
+    def _make_key(self, *purpose: int) -> _Key:
+        sequence = np.random.SeedSequence((self.seed, int(self.phase), self.rank, *purpose))
+        return sequence.generate_state(4).view(np.uint64)
+
+    def _draw_ns(self, key: _Key, epoch: int, step: int, num_draws: int) -> list[int]:
+        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, step, epoch]))
+        return [round(self.duration.draw(generator) * 1e9) for _ in range(num_draws)]
+
+
+class ComputeTimes(_DrawnTimes):
+    """How long the steps of one rank compute in one phase."""
+
+    def of_epoch(self, epoch: int, num_steps: int) -> list[int]:
         """Nanoseconds for the steps 1 to `num_steps`; drawn before the epoch, so that no step waits."""
         if self.duration.law is Distribution.FIXED:
-            return np.full(num_steps, round(self.duration.mean_s * 1e9), np.int64)
-        key = (
-            np.random.SeedSequence((self.seed, int(self.phase), self.rank)).generate_state(4).view(np.uint64)
-        )
-        drawn = (self._draw(key, epoch, step) for step in range(1, num_steps + 1))
-        return np.fromiter((round(seconds * 1e9) for seconds in drawn), np.int64, num_steps)
-
-    def _draw(self, key: NDArray[np.uint64], epoch: int, step: int) -> float:
-        """A counter-based generator: its key says whose it is, its counter which step's."""
-        philox = np.random.Philox(key=key, counter=[0, 0, step, epoch])
-        return self.duration.draw(np.random.Generator(philox))
+            return [round(self.duration.mean_s * 1e9)] * num_steps
+        key = self._make_key()
+        return [self._draw_ns(key, epoch, step, 1)[0] for step in range(1, num_steps + 1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreprocessTimes:
-    """How long the samples of one rank are worked on before they are a batch, keyed by epoch and step."""
-
-    duration: Duration
-    seed: int
-    phase: StepPhase
-    rank: int
+class PreprocessTimes(_DrawnTimes):
+    """How long the samples of one rank are worked on before they are a batch."""
 
     def of_batch(self, epoch: int, step: int, num_samples: int) -> tuple[int, ...]:
         """Nanoseconds for each sample of a step's batch; none where samples are taken as they are."""
         if self.duration.is_zero:
             return ()
-        identity = (self.seed, int(self.phase), self.rank, _PREPROCESSING)
-        key = np.random.SeedSequence(identity).generate_state(4).view(np.uint64)
-        generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, step, epoch]))
-        return tuple(round(self.duration.draw(generator) * 1e9) for _ in range(num_samples))
+        return tuple(self._draw_ns(self._make_key(_PREPROCESSING), epoch, step, num_samples))

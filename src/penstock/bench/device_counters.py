@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
+from penstock.cluster.comm import Comm
 from penstock.cluster.counter_coverage import CounterCoverage, find_coverage
 from penstock.cluster.host_counters import (
     INTERVAL_S,
@@ -22,19 +23,15 @@ from penstock.cluster.host_counters import (
     read_sample,
 )
 from penstock.results.counter_files import CounterSpool, SampledHost
-from penstock.results.io_reconciliation import HostTraffic, reconcile
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.results.io_reconciliation import Direction, IoReconciliation
-    from penstock.storage import Storage
+from penstock.results.io_reconciliation import Direction, HostTraffic, IoReconciliation, reconcile
+from penstock.storage import Storage
 
 ROOT: Final = Path("/")
 _NO_HARDWARE: Final = HostHardware(boot_id="", drives=(), nics=(), ports=())
 
 
 class DeviceObserver:
-    """One rank's part in it: the lowest rank of each host samples, the others only take part."""
+    """One rank's part: the lowest rank of each host samples its counters, the others only take part."""
 
     def __init__(self, comm: Comm, run_folder: Path, storage: Storage, *, root: Path = ROOT) -> None:
         """Collective."""
@@ -44,7 +41,7 @@ class DeviceObserver:
         self._hardware = _NO_HARDWARE
         self._coverage = CounterCoverage(watched="nothing", reason="it was not looked at")
         self._sampler: CounterSampler | None = None
-        self._open_things = ExitStack()
+        self._resources = ExitStack()
         hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
         self._samples = hosts.index(comm.host) == comm.rank
         if self._samples:
@@ -65,14 +62,14 @@ class DeviceObserver:
             wall_ns=time.time_ns(),
             monotonic_ns=time.monotonic_ns(),
         )
-        spool = self._open_things.enter_context(CounterSpool(run_folder, host))
-        self._sampler = self._open_things.enter_context(
+        spool = self._resources.enter_context(CounterSpool(run_folder, host))
+        self._sampler = self._resources.enter_context(
             CounterSampler(lambda: read_sample(hardware, root), spool.append)
         )
 
     @contextmanager
     def during(self, direction: Direction) -> Iterator[None]:
-        """Count what devices move while the block runs as moved for `direction`."""
+        """Attribute what devices move while the block runs to `direction`."""
         before = self._sampler.sample() if self._sampler else None
         yield
         after = self._sampler.sample() if self._sampler else None
@@ -82,7 +79,7 @@ class DeviceObserver:
             )
 
     def deliver(self, direction: Direction, application_bytes: int) -> IoReconciliation:
-        """Both sides of the account; `application_bytes` are this rank's. Collective."""
+        """Compare devices' bytes with the application's; `application_bytes` are this rank's. Collective."""
         sampler_failure = self._sampler.failure if self._sampler else None
         mine = HostTraffic(
             host=self._comm.host,
@@ -101,5 +98,5 @@ class DeviceObserver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Sample once more, and end."""
-        self._open_things.close()
+        """Sample once more, and stop."""
+        self._resources.close()

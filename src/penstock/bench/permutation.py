@@ -1,6 +1,6 @@
 """A keyed bijection of [0, size): shuffles any number of items without ever holding them.
 
-Orders of epochs and of windows are made of it. Pure; the same on any machine, for one position or for many.
+The order of an epoch is one of these. Pure; the same on any machine, and for any part of the positions.
 Invariant: O(1) memory, and every item exactly once.
 
 An item is a cell of a grid of a rows, an even number of at least sqrt(size), and b = ceil(size / a) columns:
@@ -30,31 +30,10 @@ _ROUNDS: Final = 8
 _ROUNDS_OF_FEW: Final = 32
 """A small grid mixes less in a round; with so many, all orders of few items are equally likely."""
 
-_MASK: Final = 2**64 - 1
 _FIRST_FACTOR: Final = 0xBF58476D1CE4E5B9
 _SECOND_FACTOR: Final = 0x94D049BB133111EB
 _STEP_ITEMS: Final = 1 << 15
 """Positions evaluated at once: their temporaries stay in the cache of a core."""
-
-
-class InTurn:
-    """The bijection that leaves all as it is, for who does not shuffle."""
-
-    __slots__ = ("size",)
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def item(self, position: int) -> int:
-        """`position` itself."""
-        _check(position, position, self.size)
-        return position
-
-    def items(self, positions: Positions) -> Positions:
-        """`positions` themselves, in memory of their own."""
-        if positions.size:
-            _check(int(positions.min()), int(positions.max()), self.size)
-        return positions.copy()
 
 
 class Permutation:
@@ -74,23 +53,15 @@ class Permutation:
         keys = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, len(digest), 8)]
         self._keys = tuple(zip(keys[::2], keys[1::2], strict=True))
 
-    def item(self, position: int) -> int:
-        """The item at one position, in a few microseconds."""
-        _check(position, position, self.size)
-        item = self._cell(position)
-        while item >= self.size:
-            item = self._cell(item)
-        return item
-
     def items(self, positions: Positions) -> Positions:
-        """The items at many positions."""
-        if positions.size:
-            _check(int(positions.min()), int(positions.max()), self.size)
-        found = np.empty(positions.size, dtype=np.uint64)
+        """The items at these positions, which may come in any order."""
+        if positions.size and not 0 <= positions.min() <= positions.max() < self.size:
+            raise IndexError(f"positions {positions.min()} to {positions.max()} of {self.size}")
+        items = np.empty(positions.size, dtype=np.uint64)
         for start in range(0, positions.size, _STEP_ITEMS):
             part = positions[start : start + _STEP_ITEMS].astype(np.uint64)
-            found[start : start + part.size] = self._walk(part)
-        return found.view(np.int64)
+            items[start : start + part.size] = self._walk(part)
+        return items.view(np.int64)
 
     def _walk(self, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
         items = self._cells(positions)
@@ -99,14 +70,6 @@ class Permutation:
             items[outside] = self._cells(items[outside])
             outside = outside[items[outside] >= self.size]
         return items
-
-    def _cell(self, item: int) -> int:
-        rows, columns = self._rows, self._columns
-        row, column = divmod(item, columns)
-        for row_key, column_key in self._keys:
-            row = (row + (_high(column + row_key & _MASK) * rows >> 32)) % rows
-            column = (column + (_high(row + column_key & _MASK) * columns >> 32)) % columns
-        return row * columns + column
 
     def _cells(self, items: NDArray[np.uint64]) -> NDArray[np.uint64]:
         rows, columns = np.uint64(self._rows), np.uint64(self._columns)
@@ -118,17 +81,6 @@ class Permutation:
         row *= columns
         row += column
         return row
-
-
-def _check(lowest: int, highest: int, size: int) -> None:
-    if lowest < 0 or highest >= size:
-        raise IndexError(f"positions {lowest} to {highest} of {size}")
-
-
-def _high(number: int) -> int:
-    number = (number ^ number >> 30) * _FIRST_FACTOR & _MASK
-    number = (number ^ number >> 27) * _SECOND_FACTOR & _MASK
-    return number >> 32
 
 
 def _turn(turned: NDArray[np.uint64], by: NDArray[np.uint64], key: int, size: np.uint64) -> None:

@@ -7,6 +7,7 @@ last seconds; one that fails or is interrupted loses nothing.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
@@ -14,8 +15,6 @@ import numpy as np
 from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankClock, SpanEvent, StepEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from penstock.results.event_files import SpoolWriter
 
 CAPACITY: Final = 4096
@@ -24,16 +23,16 @@ FLUSH_INTERVAL_NS: Final = 10 * 10**9
 
 
 def read_clocks(rank: int, host: str) -> RankClock:
-    """Both clocks of this host, read together: the anchor of a rank's events."""
+    """Both clocks of this host, read together, to which a rank's events refer."""
     return RankClock(rank=rank, host=host, wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
 
 
 class StepRecorder:
-    """One rank's record, used by one thread. Leaving its block writes out the rest, whatever happened.
+    """One rank's record, used by one thread. Leaving its block writes the remaining rows, after errors, too.
 
-    Rows are written out when `capacity` of them wait, when the last writing is `FLUSH_INTERVAL_NS` ago, and
-    with every span: always behind a step's barrier, so that the time falls into none of the step's figures.
-    `on_flush` is called each time, at most every few seconds: a place for a sign of life.
+    Rows are written when `capacity` of them wait, `FLUSH_INTERVAL_NS` after the last write, and with every
+    span: always after a step's barrier, so that the time is in none of the step's figures. `on_flush` is
+    called each time, for a sign of life.
     """
 
     def __init__(
@@ -54,12 +53,12 @@ class StepRecorder:
             self.flush()
 
     def add_span(self, span: SpanEvent) -> None:
-        """Keep an epoch, a block or a checkpoint that has just ended, and all steps before it."""
+        """Keep an epoch, a block or a checkpoint that has just ended; writes all steps before it."""
         self.flush()
         self._spool.append_spans(np.array([span], SPAN_TYPE))
 
     def flush(self) -> None:
-        """Write out the steps that wait."""
+        """Write the steps that wait."""
         self._spool.append_steps(self._rows[: self._num_rows])
         self._num_rows = 0
         self._flushed_ns = time.monotonic_ns()

@@ -18,8 +18,8 @@ from penstock.cluster.comm import Comm
 from penstock.units import format_bytes
 
 if TYPE_CHECKING:
-    from penstock.bench.model_state import StateLayout
-    from penstock.workload.checkpoint_model import CheckpointModel
+    from penstock.bench.state_layout import StateLayout
+    from penstock.workload.loading import CheckpointModel
 
 WRONG_BYTES = 1
 GIB = 2**30
@@ -135,7 +135,7 @@ def _proof(model: CheckpointModel, layout: StateLayout, *, scale: Fraction, num_
 
 
 def _parameter_proof(model: CheckpointModel, num_parameters: int) -> str:
-    from penstock.bench.model_state.layout_planner import DATATYPE_BYTES, OPTIMIZER_STATES
+    from penstock.bench.state_layout import DATATYPE_BYTES, OPTIMIZER_STATES
 
     weights, optimizer = model.workload.model.model_datatype, model.workload.model.optimizer_datatype
     parameter_bytes = DATATYPE_BYTES[weights] + OPTIMIZER_STATES * DATATYPE_BYTES[optimizer]
@@ -178,7 +178,7 @@ def models(_: NoOptions, terminal: Terminal) -> None:
 
 
 def _describe_model(name: str) -> dict[str, Any]:
-    from penstock.workload.checkpoint_model import load_model
+    from penstock.workload.loading import load_model
     from penstock.workload.shipped_catalog import cards
 
     model = load_model(name)

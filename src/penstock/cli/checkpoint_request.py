@@ -35,8 +35,8 @@ from penstock.submission.tree_layout import Benchmark
 from penstock.workload.division_rules import SubmissionDivision
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
+    from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
     from penstock.bench.loader.loader_protocol import OpenStorage
     from penstock.checkpoint.saving.pipeline import PipelineSettings
 
@@ -118,7 +118,7 @@ def run_checkpoint_benchmark(
 
 def build_request(options: CheckpointRunOptions, *, comm: Comm) -> CheckpointRequest:
     """The request for these options."""
-    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
+    from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
 
     model = change_checkpoint_section(
         options.model.load(),

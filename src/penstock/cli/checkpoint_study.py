@@ -20,10 +20,10 @@ from penstock.units import format_bytes, format_seconds
 from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, default_scale
 
 if TYPE_CHECKING:
-    from penstock.bench.model_state import StateLayout
+    from penstock.bench.state_layout import StateLayout
     from penstock.workflows.levels_study.study import StudyResult
     from penstock.workflows.levels_study.study_records import RowRecord
-    from penstock.workload.checkpoint_model import CheckpointModel
+    from penstock.workload.loading import CheckpointModel
 
 DEFAULT_RANKS = 4
 

@@ -43,7 +43,7 @@ def demo(options: _DemoOptions, terminal: Terminal) -> None:
 
 
 def _view(results: Tour) -> View:
-    from penstock.bench.probe.measurement import headline_rows
+    from penstock.bench.probe.probe_run import headline_rows
     from penstock.workflows.demo import checkpoint_rows, training_rows
 
     yield TextTable(f"The limits of {results.probe.uri}", headline_rows(results.probe.measurements))

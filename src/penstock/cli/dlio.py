@@ -255,8 +255,7 @@ class _Stages:
 
     def _train(self) -> None:
         from penstock.bench.epoch_order import Remainder
-        from penstock.bench.training.training_request import TrainingRequest
-        from penstock.bench.training.training_run import train
+        from penstock.bench.training.training_run import TrainingRequest, train
 
         location = checkpoint_location(self.workload, process_environment())
         request = TrainingRequest(
@@ -298,11 +297,11 @@ class _Stages:
             )
 
     def _perform_checkpoints(self) -> CheckpointResult:
-        from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
-        from penstock.bench.model_state import LayoutRequest, plan_layout
+        from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
+        from penstock.bench.state_layout import LayoutRequest, plan_layout
         from penstock.checkpoint.saving.pipeline import PipelineSettings
         from penstock.cli.checkpoint_request import perform_run
-        from penstock.workload.checkpoint_model import model_of_workload
+        from penstock.workload.loading import model_of_workload
 
         model = model_of_workload(self.name, self.workload)
         mode = self.workload.checkpoint.mode

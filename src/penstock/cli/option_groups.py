@@ -16,12 +16,11 @@ from penstock.environment import process_environment, untraced
 
 if TYPE_CHECKING:
     from penstock.bench.loader.loader_protocol import OpenStorage
-    from penstock.bench.model_state import StateLayout
+    from penstock.bench.state_layout import StateLayout
     from penstock.cluster.comm import Comm
     from penstock.cluster.gates.gate_model import Gate, PreflightRequest
     from penstock.cluster.gates.preflight import PreflightResult
-    from penstock.workload.checkpoint_model import CheckpointModel
-    from penstock.workload.loading import LoadedWorkload
+    from penstock.workload.loading import CheckpointModel, LoadedWorkload
     from penstock.workload.overrides import Override
 
 
@@ -100,16 +99,16 @@ class ModelOptions:
 
 def load_model(name: str, settings: tuple[str, ...]) -> CheckpointModel:
     """The model of this name with changed values."""
-    from penstock.workload import checkpoint_model
+    from penstock.workload import loading
 
-    return checkpoint_model.load_model(name, overrides=parse_overrides(settings))
+    return loading.load_model(name, overrides=parse_overrides(settings))
 
 
 def plan_model_layout(
     model: CheckpointModel, *, ranks: int | None, scale: Fraction, is_subset: bool
 ) -> StateLayout:
     """The model's files on a number of ranks; None: on as many as it is laid out for."""
-    from penstock.bench.model_state import LayoutRequest, plan_layout
+    from penstock.bench.state_layout import LayoutRequest, plan_layout
     from penstock.workload.choices import CheckpointMode
 
     mode = CheckpointMode.SUBSET if is_subset else model.workload.checkpoint.mode

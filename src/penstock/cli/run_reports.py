@@ -9,7 +9,7 @@ from penstock.cli.terminal import TextTable, View, bold, format_number, render_t
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, DirectionFigures
+    from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, DirectionTotals
     from penstock.bench.training.training_result import TrainingResult
     from penstock.results.io_reconciliation import IoReconciliation
     from penstock.results.utilization import EpochRate
@@ -121,14 +121,14 @@ def checkpoint_warnings(result: CheckpointResult) -> list[str]:
 
 def view_checkpoints(result: CheckpointResult) -> View:
     """The throughput of each direction, and the bottleneck."""
-    from penstock.bench.checkpoint.checkpoint_result import job_bottleneck
+    from penstock.bench.checkpoint.checkpoint_result import find_bottleneck
 
     directions = (("write", result.write), ("read", result.read))
     yield TextTable(
         f"{format_bytes(result.total_bytes)} a checkpoint of {result.model}, at {result.target}",
         [_direction_row(name, figures) for name, figures in directions if figures is not None],
     )
-    yield bold(f"Bottleneck: {job_bottleneck(result.rounds)}")
+    yield bold(f"Bottleneck: {find_bottleneck(result.rounds)}")
     yield "  GiB/s: all bytes over all time; each: mean of checkpoints; content: making or verifying it"
     if result.gap_s is not None:
         yield f"  {result.gap_s:.1f} s between the last write and the first read"
@@ -137,7 +137,7 @@ def view_checkpoints(result: CheckpointResult) -> View:
     yield f"  results: {result.results_dir}"
 
 
-def _direction_row(name: str, figures: DirectionFigures) -> dict[str, str]:
+def _direction_row(name: str, figures: DirectionTotals) -> dict[str, str]:
     return {
         "": name,
         "bytes": format_bytes(figures.num_bytes),

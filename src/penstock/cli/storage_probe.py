@@ -49,7 +49,7 @@ def probe(options: _ProbeOptions, comm: Comm, terminal: Terminal) -> None:
       penstock storage probe s3://bucket/x -o client=minio -o part_bytes=16MiB --ranks 4
     """
     from penstock.bench import probe as storage_probe
-    from penstock.bench.probe.measurement import measurement_rows
+    from penstock.bench.probe.probe_run import measurement_rows
 
     request = storage_probe.ProbeRequest(
         uri=options.uri,

@@ -226,7 +226,7 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
 
       penstock training plan resnet50_h100 --set dataset.num_files_train=50000000 --ranks 1024 --rank 7 --json
     """
-    from penstock.bench.training.order_preview import preview_order
+    from penstock.bench.training.training_plan import preview_order
 
     loaded = options.workload.load(terminal, is_data_set=True)
     order = preview_order(

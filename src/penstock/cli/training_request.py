@@ -35,7 +35,7 @@ from penstock.submission.tree_layout import Benchmark
 from penstock.workload.choices import Decode, LoaderKind, Shuffle
 from penstock.workload.division_rules import RULES, SubmissionDivision, require_allowed
 from penstock.workload.extensions import Extension, load_extension
-from penstock.workload.values import element_bytes
+from penstock.workload.quantities import element_bytes
 
 if TYPE_CHECKING:
     from penstock.bench.epoch_order import Remainder
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from penstock.bench.loader.sample_decoder import ContentCheck
     from penstock.bench.training.training_checkpoints import CheckpointsRequest
     from penstock.bench.training.training_files import OpenFormat
-    from penstock.bench.training.training_request import TrainingRequest
     from penstock.bench.training.training_result import TrainingResult
+    from penstock.bench.training.training_run import TrainingRequest
     from penstock.workflows.submission.result_draft import ResultWriter
     from penstock.workload.spec import ReaderSection, Workload
 
@@ -99,7 +99,7 @@ class PlannedTraining:
 
 def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal) -> PlannedTraining:
     """The run that the options ask for, with its gates inspected; prints what people should know of it."""
-    from penstock.bench.training.training_request import TrainingRequest
+    from penstock.bench.training.training_run import TrainingRequest
 
     folder = options.results.folder
     loaded = options.workload.load(terminal)
@@ -315,10 +315,10 @@ def plan_checkpoints(
     options: Mapping[str, str] | None = None,
 ) -> CheckpointsRequest | None:
     """The checkpoints that the workload saves as it trains, to `uri` or its own folder; None if none."""
-    from penstock.bench.model_state import LayoutRequest, plan_layout
+    from penstock.bench.state_layout import LayoutRequest, plan_layout
     from penstock.bench.training.training_checkpoints import CheckpointsRequest
     from penstock.cli.checkpoint_request import durability_options
-    from penstock.workload.checkpoint_model import model_of_workload
+    from penstock.workload.loading import model_of_workload
 
     if not workload.workflow.checkpoint:
         return None

@@ -1,7 +1,7 @@
-"""The files of a data set, visited once over all ranks and threads, and their removal.
+"""The files of a data set: their names as a formula, a visit of each over all ranks and threads, and removal.
 
-Rank r of n takes the files r, r + n, ...; file names are computed, never listed. Work that fails on one file
-lets the files in progress finish, starts no other, and raises.
+File names are computed or looked up in a listing, never held as a list in memory. Rank r of n takes the files
+r, r + n, ...; work that fails on one file lets the files in progress finish, starts no other, and raises.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
+from penstock.cluster.comm import Comm
 from penstock.dataset.dataset_manifest import KEY
+from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
 from penstock.errors import ObjectNotFound
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.dataset.file_naming import FileNames
-    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
-    from penstock.storage import Storage
-
+from penstock.storage import Storage
+from penstock.workload.spec import Dataset
 
 Outcome = TypeVar("Outcome")
 
@@ -53,28 +50,28 @@ def for_each_file(
     num_ranks: int,
     threads: int,
 ) -> Iterator[Outcome]:
-    """What `work` made of this rank's files, in their order, `threads` of them at a time."""
-    under_way: deque[Future[Outcome]] = deque()
+    """The results of `work` on this rank's files, in their order, `threads` of them at a time."""
+    in_progress: deque[Future[Outcome]] = deque()
+
+    def work_on(index: int) -> Outcome:
+        return work(files.plan(index))
+
     with ThreadPoolExecutor(threads, thread_name_prefix="penstock-files") as pool:
         try:
             for index in range(rank, len(files), num_ranks):
-                under_way.append(pool.submit(_planned, files, index, work))
-                if len(under_way) > 2 * threads:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
+                in_progress.append(pool.submit(work_on, index))
+                if len(in_progress) > 2 * threads:
+                    yield in_progress.popleft().result()
+            while in_progress:
+                yield in_progress.popleft().result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _planned(files: DataFiles, index: int, work: Callable[[FilePlan], Outcome]) -> Outcome:
-    return work(files.plan(index))
-
-
 def remove(files: DataFiles, storage: Storage, *, comm: Comm, threads: int) -> int:
-    """Delete these files, those that are there, and the manifest; collective. Folders stay.
+    """Delete the manifest and those of these files that exist; how many did. Collective. Folders stay.
 
-    How many files there were is known only where storage tells whether it deleted something.
+    A storage that deletes without a look, as object stores do, counts all of them.
     """
 
     def remove_one(plan: FilePlan) -> int:
@@ -93,3 +90,88 @@ def _delete(storage: Storage, key: str) -> int:
         storage.delete(key)
         return 1
     return 0
+
+
+class FileNames(Protocol):
+    """The names of a data set's files, as keys below its root; safe to use on any thread."""
+
+    def __len__(self) -> int:
+        """The number of files."""
+
+    def name(self, index: int) -> str:
+        """The key of file `index`; IndexError outside of the set."""
+
+    def index(self, name: str) -> int | None:
+        """The file with this key; None if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberedFiles:
+    """The names that DLIO's generator gives: `train/03/img_0017_of_1000.npz`.
+
+    `num_subfolders` of 0 and 1 mean none; else file i is in subfolder i mod n. Numbers are padded with zeros
+    to the width of the counts themselves: 10 subfolders are 00 to 09.
+    """
+
+    folder: str
+    count: int
+    suffix: str
+    prefix: str = "img"
+    num_subfolders: int = 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name(self, index: int) -> str:
+        """The key of file `index`."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"file {index} of {self.count}")
+        return f"{self._folder_of(index)}{self.prefix}_{index:0{self._width}}{self._ending}"
+
+    def index(self, name: str) -> int | None:
+        """The file with this key, by computing; None if there is none."""
+        digits = name.removesuffix(self._ending)[-self._width :]
+        if not (digits.isascii() and digits.isdigit()):
+            return None
+        index = int(digits)
+        return index if index < self.count and self.name(index) == name else None
+
+    def folders(self) -> tuple[str, ...]:
+        """The folders that hold all of them."""
+        if self.num_subfolders <= 1:
+            return (self.folder,)
+        return tuple(self._folder_of(number).rstrip("/") for number in range(self.num_subfolders))
+
+    @property
+    def _width(self) -> int:
+        return len(str(self.count))
+
+    @property
+    def _ending(self) -> str:
+        return f"_of_{self.count}.{self.suffix}"
+
+    def _folder_of(self, index: int) -> str:
+        if self.num_subfolders <= 1:
+            return f"{self.folder}/"
+        width = len(str(self.num_subfolders))
+        return f"{self.folder}/{index % self.num_subfolders:0{width}}/"
+
+
+def training_files(dataset: Dataset) -> NumberedFiles:
+    """The names of the training files."""
+    return _number_files(dataset, "train", dataset.num_files_train, dataset.num_subfolders_train)
+
+
+def evaluation_files(dataset: Dataset) -> NumberedFiles:
+    """The names of the evaluation files."""
+    return _number_files(dataset, "valid", dataset.num_files_eval, dataset.num_subfolders_eval)
+
+
+def _number_files(dataset: Dataset, folder: str, count: int, num_subfolders: int) -> NumberedFiles:
+    return NumberedFiles(
+        folder=folder,
+        count=count,
+        suffix=dataset.format,
+        prefix=dataset.file_prefix,
+        num_subfolders=num_subfolders,
+    )

@@ -10,16 +10,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from penstock import __version__
 from penstock.dataset.content import CONTENT_VERSION, Reduction
 from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.storage import Storage
 from penstock.storage.protocol import read_object, write_object
-
-if TYPE_CHECKING:
-    from penstock.storage import Storage
-    from penstock.workload.spec import Dataset
+from penstock.workload.spec import Dataset
 
 KEY: Final = "penstock-dataset.json"
 _FORMAT_VERSION: Final = 1

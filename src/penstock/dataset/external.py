@@ -17,18 +17,15 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from penstock.cluster.comm import all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results
+from penstock.dataset.data_files import evaluation_files, training_files
 from penstock.dataset.file_listing import Listing, list_files
-from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.progress import Progress
-    from penstock.storage import ObjectInfo, Storage
-    from penstock.workload.spec import Dataset
+from penstock.progress import Progress
+from penstock.storage import ObjectInfo, Storage
+from penstock.workload.spec import Dataset
 
 _PAGE: Final = 1000
 _LOOK_S: Final = 0.2

@@ -27,16 +27,12 @@ from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, BinaryIO, Final, Self
+from typing import BinaryIO, Final, Self
 
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.files.file_storage import open_local
 from penstock.storage.files.system_calls import translate_os_errors
-from penstock.storage.protocol import write_object
-
-if TYPE_CHECKING:
-    from penstock.storage.protocol import ObjectInfo
-
+from penstock.storage.protocol import ObjectInfo, write_object
 
 VERSION: Final = 1
 MAGIC: Final = b"penslist"

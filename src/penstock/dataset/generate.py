@@ -9,25 +9,21 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
+from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
-from penstock.dataset.data_files import DataFiles, for_each_file
+from penstock.dataset.data_files import DataFiles, evaluation_files, for_each_file, training_files
 from penstock.dataset.dataset_manifest import DatasetRecipe, claim_folder, write_manifest
-from penstock.dataset.file_naming import evaluation_files, training_files
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, write_file
+from penstock.dataset.formats.format_protocol import FilePlan
 from penstock.errors import ObjectNotFound
+from penstock.progress import Progress
+from penstock.storage import Storage
+from penstock.storage.aligned import BufferPool
 from penstock.storage.capabilities import find_local_root
 from penstock.storage.volumes import require_free_space
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.dataset.formats.format_protocol import FilePlan
-    from penstock.progress import Progress
-    from penstock.storage import Storage
-    from penstock.storage.aligned import BufferPool
-    from penstock.workload.spec import Dataset
+from penstock.workload.spec import Dataset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
 from penstock.dataset.data_files import for_each_file
+from penstock.dataset.dataset_manifest import DatasetRecipe
 from penstock.dataset.formats.data_file import verify_file
+from penstock.dataset.formats.format_protocol import FilePlan
 from penstock.dataset.generate import data_files
 from penstock.errors import ObjectNotFound, ShortTransfer
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.dataset.dataset_manifest import DatasetRecipe
-    from penstock.dataset.formats.format_protocol import FilePlan
-    from penstock.progress import Progress
-    from penstock.storage import Storage
+from penstock.progress import Progress
+from penstock.storage import Storage
 
 MAX_REPORTED: Final = 100
 """Wrong files that are reported one by one; all are counted."""

@@ -15,7 +15,7 @@ from typing import Final
 from penstock.submission.parsed_file import MissingFact, ParsedFile
 from penstock.submission.result_files import ResultDir, ResultRun, SubmittedResult
 from penstock.submission.tree_layout import Benchmark
-from penstock.workload.values import element_bytes
+from penstock.workload.quantities import element_bytes
 
 MIB: Final = 1 << 20
 

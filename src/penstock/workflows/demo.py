@@ -15,16 +15,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from penstock import __version__
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
+from penstock.bench.checkpoint.checkpoint_run import (
+    CheckpointRequest,
+    change_checkpoint_section,
+    run_checkpoints,
+)
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.model_state import LayoutRequest, plan_layout
 from penstock.bench.probe import ProbeRequest, ProbeResult, probe
-from penstock.bench.probe.measurement import headline_rows, measurement_rows
-from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.probe.probe_run import headline_rows, measurement_rows
+from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.bench.training.training_result import TrainingResult
-from penstock.bench.training.training_run import train
+from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.cluster.doctor import Diagnosis, examine
@@ -36,8 +38,7 @@ from penstock.progress import Progress
 from penstock.reports.html_page import Section, render_sections
 from penstock.storage import open_storage
 from penstock.units import format_bytes, format_seconds
-from penstock.workload.checkpoint_model import load_model
-from penstock.workload.loading import load
+from penstock.workload.loading import load, load_model
 from penstock.workload.overrides import parse_settings
 
 _NUM_FILES = 28

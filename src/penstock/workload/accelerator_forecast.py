@@ -10,14 +10,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.errors import UsageError
 from penstock.units import format_rate
 from penstock.workload.dataset_size import bytes_text, quotient_text, read_bytes_per_sample, record_bytes
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Workload
+from penstock.workload.spec import Workload
 
 MODEL: Final = (
     "prefetching hides reading: step = max(computation, reading), utilization = computation / step, "

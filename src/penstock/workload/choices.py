@@ -6,14 +6,23 @@ from enum import StrEnum
 from typing import Self
 
 
-class Framework(StrEnum):
+class Choice(StrEnum):
+    """A value of a fixed set, read in any case."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        spelled = value.lower() if isinstance(value, str) else value
+        return next((member for member in cls if member.value == spelled), None)
+
+
+class Framework(Choice):
     """Which framework's way of loading is imitated."""
 
     TENSORFLOW = "tensorflow"
     PYTORCH = "pytorch"
 
 
-class DataFormat(StrEnum):
+class DataFormat(Choice):
     """What a file of samples is. One line declares a format.
 
     The line holds its name in workloads, what opens it (`module:callable` of `penstock.dataset.formats`,
@@ -54,7 +63,7 @@ class DataFormat(StrEnum):
     PARQUET = "parquet", "parquet:ParquetFormat"
 
 
-class Compression(StrEnum):
+class Compression(Choice):
     """How files, or columns of them, are compressed."""
 
     NONE = "none"
@@ -68,15 +77,20 @@ class Compression(StrEnum):
     ZSTD = "zstd"
 
 
-class Shuffle(StrEnum):
+class Shuffle(Choice):
     """Whether an order changes with the epoch, and whether two runs draw the same orders."""
 
     OFF = "off"
     SEED = "seed"
     RANDOM = "random"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        # YAML 1.1 reads a bare `off` as false.
+        return super()._missing_("off" if value is False else value)
 
-class LoaderKind(StrEnum):
+
+class LoaderKind(Choice):
     """Whose data loader a workload asks for."""
 
     TENSORFLOW = "tensorflow"
@@ -88,14 +102,14 @@ class LoaderKind(StrEnum):
     CUSTOM = "custom"
 
 
-class ReadType(StrEnum):
+class ReadType(Choice):
     """Whether samples are read when they are wanted, or all before the first step."""
 
     ON_DEMAND = "on_demand"
     MEMORY = "memory"
 
 
-class FileAccess(StrEnum):
+class FileSharing(Choice):
     """Whether each rank reads files of its own, or all ranks read parts of the same ones."""
 
     MULTI = "multi"
@@ -103,7 +117,7 @@ class FileAccess(StrEnum):
     COLLECTIVE = "collective"
 
 
-class ProcessStart(StrEnum):
+class ProcessStart(Choice):
     """How worker processes are started."""
 
     FORK = "fork"
@@ -111,7 +125,7 @@ class ProcessStart(StrEnum):
     FORKSERVER = "forkserver"
 
 
-class StorageKind(StrEnum):
+class StorageKind(Choice):
     """DLIO's names for where data lies; `local_fs` and `parallel_fs` are files."""
 
     LOCAL_FS = "local_fs"
@@ -121,7 +135,7 @@ class StorageKind(StrEnum):
     AISTORE = "aistore"
 
 
-class ObjectClient(StrEnum):
+class StorageLibrary(Choice):
     """Which client library speaks to an object service."""
 
     OBSTORE = "obstore"
@@ -130,28 +144,28 @@ class ObjectClient(StrEnum):
     S3TORCHCONNECTOR = "s3torchconnector"
 
 
-class Decode(StrEnum):
+class Decode(Choice):
     """Whether Parquet bytes are decoded after they were read."""
 
     RAW = "raw"
     ARROW = "arrow"
 
 
-class CheckpointWriters(StrEnum):
+class CheckpointWriters(Choice):
     """Which ranks write a checkpoint of plain model bytes."""
 
     RANK_ZERO = "rank_zero"
     ALL_RANKS = "all_ranks"
 
 
-class CheckpointMode(StrEnum):
+class CheckpointMode(Choice):
     """All ranks of the model's layout take part, or a subset stands for them."""
 
     DEFAULT = "default"
     SUBSET = "subset"
 
 
-class Datatype(StrEnum):
+class Datatype(Choice):
     """Element types of model and optimizer state."""
 
     INT8 = "int8"
@@ -162,7 +176,7 @@ class Datatype(StrEnum):
     FP64 = "fp64"
 
 
-class Profiler(StrEnum):
+class Profiler(Choice):
     """What observes a run from outside."""
 
     NONE = "none"

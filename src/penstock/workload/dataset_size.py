@@ -11,15 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.errors import UsageError
 from penstock.units import format_bytes
 from penstock.workload.choices import DataFormat
-from penstock.workload.values import element_bytes
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Dataset, ParquetColumn, Workload
+from penstock.workload.quantities import element_bytes
+from penstock.workload.spec import Dataset, ParquetColumn, Workload
 
 
 def record_bytes(dataset: Dataset) -> Fraction:

@@ -13,7 +13,7 @@ from typing import Final
 
 from penstock.errors import UsageError
 from penstock.workload.dlio_keys import canonical_path
-from penstock.workload.layered_settings import Path, dotted
+from penstock.workload.layered_settings import KeyPath, dotted
 
 
 class SubmissionDivision(StrEnum):
@@ -90,7 +90,7 @@ class Breach:
 
 
 def find_breaches(
-    division: SubmissionDivision, changed: Iterable[Path], *, workload: str
+    division: SubmissionDivision, changed: Iterable[KeyPath], *, workload: str
 ) -> tuple[Breach, ...]:
     """What a division forbids of these changed keys, of a workload of the family `workload`."""
     allowed = _ALLOWED[division] | PLACE_KEYS
@@ -106,7 +106,7 @@ def find_breaches(
     return tuple(found)
 
 
-def require_allowed(division: SubmissionDivision, changed: Iterable[Path], *, workload: str) -> None:
+def require_allowed(division: SubmissionDivision, changed: Iterable[KeyPath], *, workload: str) -> None:
     """`UsageError` that names every forbidden key with its rule."""
     found = find_breaches(division, changed, workload=workload)
     if found:

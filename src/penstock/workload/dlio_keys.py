@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from penstock.errors import UsageError
 from penstock.workload.extensions import Extension
-from penstock.workload.layered_settings import LayeredSettings, Path, SettingProblem, dotted, flatten
+from penstock.workload.layered_settings import KeyPath, LayeredSettings, SettingProblem, dotted, flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class Remark:
         return f"{self.path}: {self.text}"
 
 
-def _path(text: str) -> Path:
+def _path(text: str) -> KeyPath:
     return tuple(text.split("."))
 
 
-def _paths(texts: Mapping[str, str]) -> dict[Path, Path]:
+def _paths(texts: Mapping[str, str]) -> dict[KeyPath, KeyPath]:
     return {_path(other): _path(ours) for other, ours in texts.items()}
 
 
@@ -186,10 +186,10 @@ DEPARTURES: Final = {
 """Keys that DLIO ignores or misreads: for which values that shows, and what is done here."""
 
 
-def read_layer(tree: Mapping[str, Any], source: str) -> tuple[dict[Path, Any], list[Remark]]:
+def read_layer(tree: Mapping[str, Any], source: str) -> tuple[dict[KeyPath, Any], list[Remark]]:
     """One layer under the names that we use. A wrapping `workload:` is taken off, as in a resolved file."""
     inner = tree["workload"] if set(tree) == {"workload"} else tree
-    values: dict[Path, Any] = {}
+    values: dict[KeyPath, Any] = {}
     remarks = []
     for given, value in flatten(inner):
         path = canonical_path(given)
@@ -203,7 +203,7 @@ def read_layer(tree: Mapping[str, Any], source: str) -> tuple[dict[Path, Any], l
     return values, remarks
 
 
-def canonical_path(given: Path) -> Path:
+def canonical_path(given: KeyPath) -> KeyPath:
     """The key that we know by the one that was given."""
     if given == ("model",):  # a bare `model: resnet50`
         return ("model", "name")
@@ -232,13 +232,13 @@ def apply_dlio_rules(stack: LayeredSettings) -> tuple[list[Remark], list[Setting
     return remarks, problems
 
 
-def explanation(path: Path) -> str:
+def explanation(path: KeyPath) -> str:
     """Why the key at `path`, or its section, means nothing here; "" if it does mean something."""
     sections = (path[:length] for length in range(len(path), 0, -1))
     return next((EXPLAINED[section] for section in sections if section in EXPLAINED), "")
 
 
-def _refusal(path: Path, value: object) -> str:
+def _refusal(path: KeyPath, value: object) -> str:
     if path in REFUSED:
         return f"is {value!r}: {REFUSED[path]}"
     if isinstance(value, str) and "${" in value:

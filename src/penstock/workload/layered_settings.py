@@ -11,15 +11,15 @@ from typing import Any, Literal
 
 from penstock.errors import UsageError
 
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """`dataset.num_files_train`."""
     return ".".join(path)
 
 
-def flatten(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def flatten(tree: Mapping[Any, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Every leaf with its path; lists are leaves, and an empty mapping says nothing."""
     for key, value in tree.items():
         path = (*above, str(key))
@@ -33,7 +33,7 @@ def flatten(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, A
 class SettingProblem:
     """What is wrong with the value at `path`."""
 
-    path: Path
+    path: KeyPath
     kind: Literal["unknown", "refused"]
     text: str = ""
 
@@ -51,21 +51,21 @@ class Setting:
 class LayeredSettings:
     """Settings by path, layer upon layer."""
 
-    settings: dict[Path, Setting] = field(default_factory=dict)
+    settings: dict[KeyPath, Setting] = field(default_factory=dict)
 
-    def add_layer(self, values: Mapping[Path, Any], *, source: str, is_ours: bool = False) -> None:
+    def add_layer(self, values: Mapping[KeyPath, Any], *, source: str, is_ours: bool = False) -> None:
         """Put one layer on top. A value replaces what stood at its path, and everything below it."""
         for path, value in sorted(values.items(), key=lambda setting: len(setting[0])):
             self._make_room(path, source)
             self.settings[path] = Setting(value, source, is_ours)
 
-    def _make_room(self, path: Path, source: str) -> None:
+    def _make_room(self, path: KeyPath, source: str) -> None:
         for below in [known for known in self.settings if known[: len(path)] == path]:
             del self.settings[below]
         for length in range(1, len(path)):
             self._open(path[:length], path, source)
 
-    def _open(self, above: Path, path: Path, source: str) -> None:
+    def _open(self, above: KeyPath, path: KeyPath, source: str) -> None:
         """A bare time becomes a mapping when `.stdev` is set below it; any other value cannot be entered."""
         standing = self.settings.get(above)
         if standing is None:
@@ -90,7 +90,7 @@ class LayeredSettings:
             folder[path[-1]] = setting.value
         return root
 
-    def source_of(self, path: Path) -> str:
+    def source_of(self, path: KeyPath) -> str:
         """Where the value at `path`, above it or below it was asked for."""
         for length in range(len(path), 0, -1):
             for known, setting in self.settings.items():

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.suggest import did_you_mean, nearest
@@ -24,17 +24,23 @@ from penstock.workload.dlio_keys import (
     apply_dlio_rules,
     read_layer,
 )
-from penstock.workload.layered_settings import LayeredSettings, Path, SettingProblem, dotted
-from penstock.workload.shipped_catalog import WorkloadFamily, families, shipped_card
+from penstock.workload.layered_settings import KeyPath, LayeredSettings, SettingProblem, dotted
+from penstock.workload.overrides import Override
+from penstock.workload.shipped_catalog import (
+    FileRule,
+    ModelCard,
+    WorkloadFamily,
+    cards,
+    families,
+    read_card,
+    shipped_card,
+)
+from penstock.workload.spec import Workload
 from penstock.workload.strict_yaml import parse_yaml
 from penstock.workload.workload_schema import known_paths, read_workload
 
-if TYPE_CHECKING:
-    from penstock.workload.overrides import Override
-    from penstock.workload.spec import Workload
 
-
-def suggest_key(path: Path) -> str:
+def suggest_key(path: KeyPath) -> str:
     """What to write instead of `path`, or which keys there are beside it."""
     steps = tuple(step for step in path if not step.isdecimal())  # elements of a list share their keys
     meant = _namesake(steps) or _sibling(steps) or _lookalike(steps)
@@ -45,30 +51,30 @@ def suggest_key(path: Path) -> str:
 
 
 @cache
-def _all_paths() -> tuple[Path, ...]:
+def _all_paths() -> tuple[KeyPath, ...]:
     return (*known_paths(), *ALIASES, *EXPLAINED, *((section,) for section in SECTION_ALIASES))
 
 
-def _children(section: Path) -> set[str]:
+def _children(section: KeyPath) -> set[str]:
     depth = len(section)
     return {path[depth] for path in _all_paths() if path[:depth] == section and len(path) > depth}
 
 
-def _sibling(path: Path) -> str:
+def _sibling(path: KeyPath) -> str:
     meant = nearest(path[-1], sorted(_children(path[:-1])))
     return _ours((*path[:-1], meant)) if meant else ""
 
 
-def _namesake(path: Path) -> str:
+def _namesake(path: KeyPath) -> str:
     return next((_ours(known) for known in _all_paths() if known[-1] == path[-1]), "")
 
 
-def _lookalike(path: Path) -> str:
+def _lookalike(path: KeyPath) -> str:
     meant = nearest(dotted(path), sorted(map(dotted, _all_paths())), cutoff=0.8)
     return _ours(tuple(meant.split("."))) if meant else ""
 
 
-def _ours(path: Path) -> str:
+def _ours(path: KeyPath) -> str:
     """An old spelling is understood, but not recommended."""
     return dotted(ALIASES.get(path, path))
 
@@ -101,7 +107,7 @@ def load(
     *,
     accelerator: str = "",
     overrides: Sequence[Override] = (),
-    config_dir: FilePath | None = None,
+    config_dir: Path | None = None,
 ) -> LoadedWorkload:
     """The workload of this name: shipped (`unet3d` with an accelerator, `unet3d_h100`), or a YAML file.
 
@@ -124,7 +130,7 @@ def load_data_set(
     *,
     accelerator: str = "",
     overrides: Sequence[Override] = (),
-    config_dir: FilePath | None = None,
+    config_dir: Path | None = None,
 ) -> LoadedWorkload:
     """As `load`, for those who look only at the data set: without an accelerator, what all of them share."""
     origin = _file_origin(name, accelerator, config_dir)
@@ -139,7 +145,7 @@ def shipped() -> tuple[LoadedWorkload, ...]:
     return tuple(load(name) for name in names)
 
 
-def _file_origin(name: str, accelerator: str, config_dir: FilePath | None) -> _Origin | None:
+def _file_origin(name: str, accelerator: str, config_dir: Path | None) -> _Origin | None:
     path = _find_file(name, config_dir)
     if path is None:
         return None
@@ -147,7 +153,7 @@ def _file_origin(name: str, accelerator: str, config_dir: FilePath | None) -> _O
     return _Origin(name=path.stem, accelerator=accelerator, source=str(path), layers=(tree,), is_ours=False)
 
 
-def read_text(path: FilePath) -> str:
+def read_text(path: Path) -> str:
     """The text of a file that a user named."""
     try:
         return path.read_text(encoding="utf-8")
@@ -172,9 +178,9 @@ def _model_origin(name: str) -> _Origin | None:
     return _Origin(name=card.name, accelerator="", source=card.name, layers=(card.sections,), is_ours=True)
 
 
-def _find_file(name: str, config_dir: FilePath | None) -> FilePath | None:
+def _find_file(name: str, config_dir: Path | None) -> Path | None:
     if is_file_name(name):
-        return FilePath(name)
+        return Path(name)
     folders = (config_dir, config_dir / "workload") if config_dir else ()
     candidates = (folder / f"{name}{suffix}" for folder in folders for suffix in _SUFFIXES)
     return next((path for path in candidates if path.is_file()), None)
@@ -309,3 +315,66 @@ def _sentence(problem: SettingProblem, stack: LayeredSettings, source: str) -> s
     if problem.kind == "unknown":
         return f"{dotted(problem.path)} is not a key{where}; {suggest_key(problem.path)}"
     return f"{dotted(problem.path)} {problem.text}{where}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointModel:
+    """A model with the workload that asks for its checkpoints.
+
+    `num_ranks` is the number that it is laid out for, None if any will do; `files` is empty unless the
+    layout is known file by file.
+    """
+
+    about: str
+    num_ranks: int | None
+    workload: Workload
+    files: tuple[FileRule, ...] = ()
+    remarks: tuple[Remark, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What the card or the workload is called."""
+        return self.workload.full_name
+
+
+def load_model(name: str, *, overrides: Sequence[Override] = ()) -> CheckpointModel:
+    """The model of this name: `llama3-8b`, DLIO's `llama_8b_zero3`, `unet3d_h100`, or a YAML file."""
+    if is_file_name(name):
+        path = Path(name)
+        tree = parse_yaml(read_text(path), source=name)
+        card = read_card(tree, name=path.stem, source=name)
+        return _of_card(card, load_sections(card.sections, name=path.stem, source=name, overrides=overrides))
+    card_found = shipped_card(name)
+    if card_found is not None:
+        return _of_card(card_found, load(name, overrides=overrides))
+    if not any(name == family or name.startswith(f"{family}_") for family in families()):
+        raise _unknown(name)
+    loaded = load(name, overrides=overrides)
+    return CheckpointModel(about="", num_ranks=None, workload=loaded.workload, remarks=loaded.remarks)
+
+
+def model_of_workload(name: str, workload: Workload) -> CheckpointModel:
+    """The model of a workload that was loaded by `name`; what its card says beside it is added."""
+    card = shipped_card(name)
+    if card is None:
+        return CheckpointModel(about="", num_ranks=None, workload=workload)
+    return CheckpointModel(about=card.about, num_ranks=card.ranks, workload=workload, files=tuple(card.files))
+
+
+def _of_card(card: ModelCard, loaded: LoadedWorkload) -> CheckpointModel:
+    return CheckpointModel(
+        about=card.about,
+        num_ranks=card.ranks,
+        workload=loaded.workload,
+        files=tuple(card.files),
+        remarks=loaded.remarks,
+    )
+
+
+def _unknown(name: str) -> UsageError:
+    known = [*cards(), *(alias for card in cards().values() for alias in card.aliases), *families()]
+    meant = did_you_mean(name, known, cutoff=0.5)
+    return UsageError(
+        f"No model is called {name!r}",
+        fix=f"{meant}`penstock checkpoint models` lists the shipped ones; a file's name ends with .yaml.",
+    )

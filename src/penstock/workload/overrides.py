@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any, Final
 
 from penstock.errors import UsageError
-from penstock.workload.layered_settings import Path, dotted
+from penstock.workload.layered_settings import KeyPath, dotted
 from penstock.workload.spec import SECRET_NAMES
 
 _KEY: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -28,7 +28,7 @@ _OUTERMOST: Final = ","
 class Override:
     """One value to set. `source` is the text it came from, for messages."""
 
-    path: Path
+    path: KeyPath
     value: Any
     source: str
 
@@ -47,7 +47,7 @@ class DlioWords:
 
     workload: str | None = None
     overrides: tuple[Override, ...] = ()
-    config_dir: FilePath | None = None
+    config_dir: Path | None = None
     run_dir: str | None = None
     output_subdir: str | None = None
 
@@ -66,7 +66,7 @@ def parse_dlio_words(words: Sequence[str]) -> DlioWords:
         bare = word.lstrip("+")
         name, equals, value = bare.partition("=")
         if name == "--config-dir":
-            config_dir = FilePath(value)  # an option, not an override: no grammar, no quotes
+            config_dir = Path(value)  # an option, not an override: no grammar, no quotes
         elif equals and name.startswith("workload."):
             overrides.append(_override(bare.removeprefix("workload."), source=word))
         elif equals and name in _DLIO_FIELDS:
@@ -113,7 +113,7 @@ def _override(text: str, *, source: str) -> Override:
     return Override(path=path, value=parse_value(value, source=source), source=source)
 
 
-def _secret(path: Path, value: str, *, source: str) -> Override:
+def _secret(path: KeyPath, value: str, *, source: str) -> Override:
     """An override whose value no message may quote."""
     try:
         return Override(path=path, value=parse_value(value, source=source), source=source)
@@ -140,7 +140,7 @@ def format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def format_setting(path: Path, value: Any) -> str:
+def format_setting(path: KeyPath, value: Any) -> str:
     """The text of one `--set`."""
     return f"{dotted(path)}={format_value(value)}"
 

@@ -1,17 +1,25 @@
 """A workload as typed data: one frozen dataclass per section, with DLIO's defaults.
 
-Between the parser (`workload_schema`) and everything that plans and acts. A spec is never changed: an
-override makes another one. Units are part of the names.
+Types say how `workload_schema` reads and writes a value; the constructors check nothing. A spec is never
+changed: an override makes another one. Units are part of the names; an alias is the key where DLIO's differs.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from types import MappingProxyType
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 from annotated_types import Ge, Gt, Le
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    Strict,
+)
 
 from penstock.workload.choices import (
     CheckpointMode,
@@ -20,31 +28,46 @@ from penstock.workload.choices import (
     DataFormat,
     Datatype,
     Decode,
-    FileAccess,
+    FileSharing,
     Framework,
     LoaderKind,
-    ObjectClient,
     ProcessStart,
     Profiler,
     ReadType,
     Shuffle,
     StorageKind,
+    StorageLibrary,
 )
-from penstock.workload.duration import Duration
+from penstock.workload.quantities import (
+    Duration,
+    read_bytes,
+    read_duration,
+    read_element_type,
+    read_exact_bytes,
+    read_seconds,
+    write_duration,
+)
 
-Count = Annotated[int, Ge(0)]
-AtLeastOne = Annotated[int, Ge(1)]
-Bytes = Annotated[int, Ge(0), "bytes"]
-ExactBytes = Annotated[Fraction, Gt(0), "bytes"]
+
+def _write_fraction(value: Fraction) -> float:
+    return int(value) if value.denominator == 1 else float(value)
+
+
+Integer = Annotated[int, Strict()]
+Count = Annotated[Integer, Ge(0)]
+AtLeastOne = Annotated[Integer, Ge(1)]
+Bytes = Annotated[Count, BeforeValidator(read_bytes)]
+_Exact = Annotated[Fraction, BeforeValidator(read_exact_bytes), PlainSerializer(_write_fraction)]
+ExactBytes = Annotated[_Exact, Gt(0)]
 """Mean sizes may be fractions of a byte (114660.07): kept exactly, so that ceilings are right."""
-SpreadBytes = Annotated[Fraction, Ge(0), "bytes"]
-Seconds = Annotated[float, Ge(0), "seconds"]
-Share = Annotated[float, Ge(0), Le(1)]
-ElementType = Annotated[str, "dtype"]
+SpreadBytes = Annotated[_Exact, Ge(0)]
+Seconds = Annotated[float, Strict(), Ge(0), BeforeValidator(read_seconds)]
+Time = Annotated[Duration, PlainValidator(read_duration), PlainSerializer(write_duration)]
+Share = Annotated[float, Strict(), Ge(0), Le(1)]
+ElementType = Annotated[str, AfterValidator(read_element_type)]
 """A numpy name such as float32; in Parquet also `string` and `binary`, whose elements are bytes."""
-
-SECRET: Final = MappingProxyType({"secret": True})
-"""Marks fields that no printed form may show."""
+Secret = Annotated[str | None, Field(exclude=True)]
+"""No printed form shows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,9 +135,9 @@ class Dataset:
     num_subfolders_eval: Count = 0
     file_prefix: str = "img"
     compression: Compression = Compression.NONE
-    compression_level: Annotated[int, Ge(0), Le(9)] = 4
+    compression_level: Annotated[Count, Le(9)] = 4
     enable_chunking: bool = False
-    chunk_size_bytes: Bytes = 0
+    chunk_size_bytes: Annotated[Bytes, Field(alias="chunk_size")] = 0
     keep_files: bool = True
     skip_listing: bool = False
     listing_validation_interval: Count = 1000
@@ -142,12 +165,14 @@ class ReaderSection:
     sample_shuffle: Shuffle = Shuffle.OFF
     shuffle_size: AtLeastOne = 1024
     read_type: ReadType = ReadType.ON_DEMAND
-    file_access: FileAccess = FileAccess.MULTI
-    transfer_bytes: Annotated[int, Ge(1), "bytes"] | None = None
+    file_access: FileSharing = FileSharing.MULTI
+    transfer_bytes: Annotated[
+        Annotated[AtLeastOne, BeforeValidator(read_bytes)] | None, Field(alias="transfer_size")
+    ] = None
     odirect: bool = False
     pin_memory: bool = True
     multiprocessing_context: ProcessStart = ProcessStart.SPAWN
-    preprocess_time: Duration = field(default_factory=Duration)
+    preprocess_time: Time = field(default_factory=Duration)
     transformed_record_dims: tuple[AtLeastOne, ...] = ()
     transformed_record_element_type: ElementType = "uint8"
 
@@ -160,14 +185,14 @@ class Train:
     total_training_steps: AtLeastOne | None = None
     seed: Count = 123
     seed_change_epoch: bool = True
-    computation_time: Duration = field(default_factory=Duration)
+    computation_time: Time = field(default_factory=Duration)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """The emulated evaluation: first after epoch `eval_after_epoch`, then every `epochs_between_evals`."""
 
-    eval_time: Duration = field(default_factory=Duration)
+    eval_time: Time = field(default_factory=Duration)
     eval_after_epoch: AtLeastOne = 1
     epochs_between_evals: AtLeastOne = 1
 
@@ -184,7 +209,7 @@ class CheckpointSection:
     fsync: bool = False
     recovery_rank_shift: bool = False
     rank_sync: bool = False
-    time_between_checkpoints_s: Seconds = 0.0
+    time_between_checkpoints_s: Annotated[Seconds, Field(alias="time_between_checkpoints")] = 0.0
     num_checkpoints_write: Count = 0
     num_checkpoints_read: Count = 0
     mode: CheckpointMode = CheckpointMode.DEFAULT
@@ -197,7 +222,7 @@ class Parallelism:
     tensor: AtLeastOne = 1
     pipeline: AtLeastOne = 1
     data: AtLeastOne | None = None
-    zero_stage: Annotated[int, Ge(0), Le(3)] = 0
+    zero_stage: Annotated[Count, Le(3)] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,8 +290,8 @@ class StorageOptions:
     """
 
     endpoint_url: str | None = None
-    access_key_id: str | None = field(default=None, repr=False, metadata=SECRET)
-    secret_access_key: str | None = field(default=None, repr=False, metadata=SECRET)
+    access_key_id: Secret = field(default=None, repr=False)
+    secret_access_key: Secret = field(default=None, repr=False)
     region: str | None = None
     uri_scheme: str | None = None
     secure: bool | None = None
@@ -280,9 +305,7 @@ class StorageOptions:
     decode: Decode | None = None
 
 
-SECRET_NAMES: Final = frozenset(
-    entry.name for entry in fields(StorageOptions) if entry.metadata.get("secret")
-)
+SECRET_NAMES: Final = frozenset(entry.name for entry in fields(StorageOptions) if not entry.repr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,14 +314,16 @@ class StorageSection:
 
     storage_type: StorageKind = StorageKind.LOCAL_FS
     storage_root: str = "./"
-    storage_library: ObjectClient | None = None
-    post_generation_settle_s: Seconds = 0.0
+    storage_library: StorageLibrary | None = None
+    post_generation_settle_s: Annotated[Seconds, Field(alias="post_generation_settle_seconds")] = 0.0
     storage_options: StorageOptions = field(default_factory=StorageOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """One request. `name` is the family's or the file's; `accelerator` is "" where none was named."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of all sections
 
     name: str
     accelerator: str = ""

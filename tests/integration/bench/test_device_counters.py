@@ -15,8 +15,7 @@ from tests.unit.cluster.test_host_counters import host
 
 from penstock.bench.device_counters import DeviceObserver
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.training.training_request import TrainingRequest
-from penstock.bench.training.training_run import train
+from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cli import main
 from penstock.cluster.comm import SoloComm
 from penstock.cluster.counter_coverage import find_coverage
@@ -30,7 +29,7 @@ from penstock.results.run_record import read_record
 from penstock.storage import open_storage
 from penstock.testing.rank_threads import ThreadComm, on_ranks
 from penstock.workload.choices import DataFormat
-from penstock.workload.duration import Duration
+from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.bench.probe import ProbeRequest, ProbeResult, measurement, probe
+from penstock.bench.probe import ProbeRequest, ProbeResult, probe, probe_run
 from penstock.bench.probe.probe_folder import ProbeFolder
 from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.cluster.comm import SoloComm
@@ -133,7 +133,7 @@ def test_a_stream_that_fails_ends_all_of_them_with_its_own_error_and_nothing_sta
     def run() -> None:
         with _place(tmp_path) as place:
             place.storage = _Breaking(place.storage)
-            measurement.measure(step, place, comm=SoloComm(), progress=Silent())
+            probe_run.measure(step, place, comm=SoloComm(), progress=Silent())
 
     with pytest.raises(StorageError, match="The cable is out"):
         run()

@@ -155,7 +155,7 @@ def test_ctrl_c_keeps_complete_checkpoints_and_resume_continues(tmp_path: Path) 
         (("--verify", "some"), "--verify"),
         (("--buffer-memory", "1MiB"), "Give at least"),
         (("--writes", "0", "--reads", "1"), "Write some first"),
-        (("--writes", "1", "--reads", "2"), "only 1 will be there"),
+        (("--writes", "1", "--reads", "2"), "only 1 will exist"),
         (("--set", "checkpoint.num_checkpoint=1"), "did you mean"),
     ],
 )

@@ -28,14 +28,14 @@ from penstock.bench.compute import ComputeTimes, SystemClock, compute_until
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.results.step_events import StepPhase, SpanEvent, SpanKind, StepEvent
 from penstock.results.event_files import SpoolWriter, spool_path
-from penstock.workload.duration import Duration
+from penstock.workload.quantities import Duration
 
 folder, rank, clock = Path(sys.argv[1]), int(sys.argv[2]), SystemClock()
 times = ComputeTimes(duration=Duration.fixed(0.004), seed=1, phase=StepPhase.TRAIN, rank=rank)
 with StepRecorder(SpoolWriter(spool_path(folder, rank), read_clocks(rank, "n"))) as recorder:
     for epoch in (1, 2):
         begun = clock.now_ns()
-        for step, compute_ns in enumerate(times.of_epoch(epoch, 5).tolist(), start=1):
+        for step, compute_ns in enumerate(times.of_epoch(epoch, 5), start=1):
             start = clock.now_ns()
             clock.sleep(0.001)
             loaded = clock.now_ns()

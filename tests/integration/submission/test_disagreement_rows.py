@@ -18,12 +18,12 @@ from tests.support.submission.timed_tree import (
     valid_training,
 )
 
-from penstock.bench.model_state import LayoutRequest, plan_layout
+from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.submission.check import check
 from penstock.submission.edition import load_edition
 from penstock.submission.finding import Validity, Verdict
 from penstock.submission.rules import rule_by_id
-from penstock.workload.checkpoint_model import load_model
+from penstock.workload.loading import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

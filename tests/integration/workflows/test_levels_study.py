@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.support.gloo_ranks import on_gloo_ranks
 
-from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
+from penstock.bench.state_layout import LayoutRequest, StateLayout, plan_layout
 from penstock.cluster.comm import SoloComm
 from penstock.errors import PenstockError, Unavailable, UsageError
 from penstock.workflows.levels_study.study import require_memory, require_torch
 from penstock.workflows.levels_study.study_plan import SaveMode, StudyRequest, list_rows
-from penstock.workload.checkpoint_model import load_model
+from penstock.workload.loading import load_model
 
 if TYPE_CHECKING:
     from penstock.cluster.comm import Comm

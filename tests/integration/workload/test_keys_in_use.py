@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock.workload import spec
-from penstock.workload.duration import Duration
+from penstock.workload.quantities import Duration
 
 ROOT = Path(penstock.__file__).parent
 NOT_A_USE = {

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from penstock.bench.compute import SPIN_NS, ComputeTimes, SystemClock, compute_until
 from penstock.results.step_events import StepPhase
-from penstock.workload.duration import Distribution, Duration
+from penstock.workload.quantities import Distribution, Duration
 
 
-class ScriptedClock:
+class ScriptedClock(SystemClock):
     """A clock that moves when one sleeps on it (late by `late_ns`) or looks at it."""
 
     def __init__(self, *, late_ns: int = 0, look_ns: int = 1000) -> None:
@@ -99,19 +99,18 @@ def times(
 
 
 def test_a_fixed_time_is_the_same_nanoseconds_every_step() -> None:
-    assert times(Distribution.FIXED).of_epoch(1, 3).tolist() == [323_000_000] * 3
+    assert times(Distribution.FIXED).of_epoch(1, 3) == [323_000_000] * 3
 
 
 @pytest.mark.parametrize("law", Distribution)
 def test_the_same_key_gives_the_same_times_and_none_is_negative(law: Distribution) -> None:
     first, second = times(law).of_epoch(2, 50), times(law).of_epoch(2, 50)
-    assert first.tolist() == second.tolist()
-    assert first.dtype == np.int64
-    assert (first >= 0).all()
+    assert first == second
+    assert min(first) >= 0
 
 
 def test_a_step_does_not_depend_on_how_many_come_after_it() -> None:
-    assert times().of_epoch(2, 10).tolist() == times().of_epoch(2, 100)[:10].tolist()
+    assert times().of_epoch(2, 10) == times().of_epoch(2, 100)[:10]
 
 
 def test_whatever_names_a_step_changes_its_time() -> None:
@@ -123,11 +122,11 @@ def test_whatever_names_a_step_changes_its_time() -> None:
         times().of_epoch(2, 20),
     ]
     for other in others:
-        assert not np.isin(base, other).any()
-    assert len(set(base.tolist())) == 20
+        assert not set(base) & set(other)
+    assert len(set(base)) == 20
 
 
 def test_drawn_times_have_the_mean_that_was_asked_for() -> None:
-    drawn = times().of_epoch(1, 4000) / 1e9
-    assert abs(drawn.mean() - 0.3) < 0.01
-    assert abs(drawn.std() - 0.1) < 0.01
+    drawn_s = np.array(times().of_epoch(1, 2000)) / 1e9
+    assert abs(drawn_s.mean() - 0.3) < 0.015
+    assert abs(drawn_s.std() - 0.1) < 0.015

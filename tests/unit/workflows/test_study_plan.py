@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
+from penstock.bench.state_layout import LayoutRequest, StateLayout, plan_layout
 from penstock.checkpoint.levels.options import check_schemes, scheme_for
 from penstock.environment import TRACE
 from penstock.errors import StorageError, UsageError
@@ -37,7 +37,7 @@ from penstock.workflows.levels_study.study_records import (
     require_same,
     row_folder,
 )
-from penstock.workload.checkpoint_model import load_model
+from penstock.workload.loading import load_model
 
 
 def layout_for(ranks: int) -> StateLayout:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import UsageError
 from penstock.workload.accelerator_forecast import MODEL, forecast_accelerators
-from penstock.workload.duration import Duration
 from penstock.workload.loading import load, shipped
+from penstock.workload.quantities import Duration
 
 if TYPE_CHECKING:
     from penstock.workload.spec import Workload

@@ -14,13 +14,13 @@ from penstock.workload.division_rules import (
     require_allowed,
 )
 from penstock.workload.dlio_keys import canonical_path
-from penstock.workload.layered_settings import Path, dotted
+from penstock.workload.layered_settings import KeyPath, dotted
 from penstock.workload.workload_schema import known_paths
 
 CLOSED, OPEN = SubmissionDivision.CLOSED, SubmissionDivision.OPEN
 
 
-def keys(*texts: str) -> list[Path]:
+def keys(*texts: str) -> list[KeyPath]:
     return [tuple(text.split(".")) for text in texts]
 
 

@@ -11,9 +11,9 @@ import yaml
 
 from penstock.errors import UsageError
 from penstock.workload.choices import DataFormat, LoaderKind, Shuffle
-from penstock.workload.duration import Distribution, Duration
 from penstock.workload.loading import load, load_data_set
 from penstock.workload.overrides import parse_settings
+from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.workload_schema import write_workload
 
 DLIO_FILE = """

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.workload.choices import DataFormat, Framework, LoaderKind, Shuffle
 from penstock.workload.dataset_size import column_bytes, read_bytes_per_sample, record_bytes
-from penstock.workload.duration import Duration
 from penstock.workload.loading import load, shipped
+from penstock.workload.quantities import Duration
 from penstock.workload.shipped_catalog import families
 
 # name, framework: format, files, samples a file, record, stdev, resize, batch, seconds, epochs, threads,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.workload.choices import DataFormat, Shuffle
-from penstock.workload.duration import Distribution, Duration
 from penstock.workload.loading import shipped
+from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.spec import Parquet, ParquetColumn, StorageOptions, Transformer, Workload
 from penstock.workload.workload_schema import known_paths, read_workload, write_workload
 

@@ -1,37 +1,35 @@
 """The checkpoint folder on storage: its marker file, what is removed before a run, and the space it needs.
 
 Collective. Rank 0 rewrites the marker after each complete checkpoint, so a step that it lists was durable on
-all ranks. Only objects of listed steps are ever deleted, and the marker goes before them.
+all ranks. Only objects of listed steps are ever deleted, after the marker.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from penstock.bench.checkpoint.round_plan import EPOCH, plan_rounds
-from penstock.bench.model_state.state_layout import checkpoint_folder
-from penstock.cluster.comm import all_gather_results
+from penstock.bench.checkpoint.rounds import EPOCH, CheckpointRound, plan_rounds
+from penstock.bench.state_layout import checkpoint_folder
+from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import CONTENT_VERSION
 from penstock.errors import ObjectNotFound, StorageError, UsageError
+from penstock.storage import Storage
 from penstock.storage.capabilities import find_local_paths
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.volumes import nearest_folder, read_volume_id, require_free_space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
 
-    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
-    from penstock.bench.checkpoint.round_plan import CheckpointRound
-    from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
 
+Result = TypeVar("Result")
 
 KEY: Final = "penstock-checkpoints.json"
 FORMAT_VERSION: Final = 1
@@ -51,7 +49,7 @@ class CheckpointShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedStep:
-    """One whole checkpoint; `ended_at_s` is by the wall clock of the rank 0 that wrote it."""
+    """One complete checkpoint; `ended_at_s` is by the wall clock of the rank 0 that wrote it."""
 
     step: int
     ended_at_s: float
@@ -59,7 +57,7 @@ class MarkedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointMarker:
-    """All of a folder. `run_folder` is where the run that wrote it last keeps its results."""
+    """What a folder holds. `run_folder` has the results of the run that wrote the marker last."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -72,22 +70,22 @@ class CheckpointMarker:
 
     @property
     def step_numbers(self) -> tuple[int, ...]:
-        """The steps that are there, ascending."""
-        return tuple(sorted(each.step for each in self.steps))
+        """The steps of all checkpoints, ascending."""
+        return tuple(sorted(marked.step for marked in self.steps))
 
     @property
     def last_written_s(self) -> float | None:
-        """When the last of them was durable."""
-        return max((each.ended_at_s for each in self.steps), default=None)
+        """When the last checkpoint became durable."""
+        return max((marked.ended_at_s for marked in self.steps), default=None)
 
     def with_step(self, step: int, ended_at_s: float) -> CheckpointMarker:
-        """The same, and one more checkpoint."""
-        others = tuple(each for each in self.steps if each.step != step)
+        """The same with one more checkpoint."""
+        others = tuple(marked for marked in self.steps if marked.step != step)
         return replace(self, steps=(*others, MarkedStep(step=step, ended_at_s=ended_at_s)))
 
 
 def read_marker(storage: Storage) -> CheckpointMarker | None:
-    """The marker at `storage`; None if no checkpoints of this benchmark are there."""
+    """The marker at `storage`; None if it has no checkpoints of this benchmark."""
     try:
         text = bytes(read_object(storage, KEY))
     except ObjectNotFound:
@@ -104,29 +102,12 @@ def read_marker(storage: Storage) -> CheckpointMarker | None:
         ) from error
 
 
-def write_marker(storage: Storage, marker: CheckpointMarker) -> None:
-    """Replace the marker; durable once this returns."""
-    write_object(storage, KEY, [TypeAdapter(CheckpointMarker).dump_json(marker, indent=2) + b"\n"])
-
-
-def require_same_shape(found: CheckpointMarker, wanted: CheckpointShape, *, uri: str) -> None:
-    """`UsageError` that names each difference, if these checkpoints are others than are asked for."""
-    seen, asked = asdict(found.shape), asdict(wanted)
-    differences = [f"{name} {seen[name]}, not {asked[name]}" for name in asked if seen[name] != asked[name]]
-    if differences:
-        raise UsageError(
-            f"The checkpoints here were written with other settings: {'; '.join(differences)}",
-            where=uri,
-            fix="Ask for the same model, ranks and scale, or write them anew with --writes.",
-        )
-
-
 _SEED_BITS = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRounds:
-    """What is to be done here. `earlier` is the marker of checkpoints that are kept and used, if any are."""
+    """The rounds to run. `earlier` is the marker of checkpoints that are kept and used, if there are any."""
 
     rounds: tuple[CheckpointRound, ...]
     seed: int
@@ -137,11 +118,9 @@ def prepare_folder(
     request: CheckpointRequest, storage: Storage, *, comm: Comm, tell: Callable[[str], None]
 ) -> PreparedRounds:
     """Read the marker, remove what is to be replaced, and plan the rounds; the same on all ranks."""
-    found = all_gather_results(
-        comm, lambda: read_marker(storage) if comm.rank == 0 else None, awaiting="what lies at the target"
-    )[0]
-    asked = request.model.workload.checkpoint
-    num_writes, num_reads = asked.num_checkpoints_write, asked.num_checkpoints_read
+    found = _run_on_rank0(comm, lambda: read_marker(storage), awaiting="what is at the target")
+    section = request.model.workload.checkpoint
+    num_writes, num_reads = section.num_checkpoints_write, section.num_checkpoints_read
     if num_writes + num_reads == 0:
         raise UsageError(
             "Nothing is to be written or read",
@@ -149,9 +128,9 @@ def prepare_folder(
         )
     keeps = not num_writes or (request.resumes and found is not None)
     if not keeps:
-        rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, there=())
+        rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, kept_steps=())
         if found is not None:
-            tell(f"Replacing {len(found.steps)} checkpoints that lie at {storage.uri}")
+            tell(f"Replacing {len(found.steps)} checkpoints at {storage.uri}")
             remove_steps(storage, found.step_numbers, comm=comm)
         drawn = secrets.randbits(_SEED_BITS) if request.seed is None else request.seed
         seed = comm.broadcast(drawn, awaiting="the seed of all content")
@@ -162,59 +141,23 @@ def prepare_folder(
             where=storage.uri,
             fix="Write some first: --writes 10, with --reads 0 if they are to be read later.",
         )
-    require_same_shape(found, request.shape, uri=storage.uri)
-    _require_same_content(found, request, storage.uri)
-    rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, there=found.step_numbers)
+    _require_same_settings(found, request, uri=storage.uri)
+    rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, kept_steps=found.step_numbers)
     return PreparedRounds(rounds=rounds, seed=found.seed, earlier=found)
 
 
-def update_marker(storage: Storage, marker: CheckpointMarker, *, comm: Comm) -> None:
-    """Rewrite the marker before any rank continues."""
-    all_gather_results(
-        comm,
-        lambda: write_marker(storage, marker) if comm.rank == 0 else None,
-        awaiting="rank 0 to note a whole checkpoint",
-    )
-
-
-def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
-    """Delete whole checkpoints and their marker; ranks share the files. Collective."""
-    all_gather_results(
-        comm,
-        lambda: _delete(storage, KEY) if comm.rank == 0 else None,
-        awaiting="the marker of checkpoints to be deleted",
-    )
-    keys = all_gather_results(
-        comm, lambda: _keys_of(storage, steps) if comm.rank == 0 else [], awaiting="old checkpoints' files"
-    )[0]
-    all_gather_results(
-        comm,
-        lambda: _delete_all(storage, keys[comm.rank :: comm.size]),
-        awaiting="old checkpoints to be deleted",
-    )
-    paths = find_local_paths(storage)
-    if comm.rank == 0 and paths is not None:
-        for step in steps:
-            # A folder with files of other programs stays.
-            with suppress(OSError):
-                Path(paths.local_path(f"{checkpoint_folder(EPOCH, step)}/any")).parent.rmdir()
-
-
-def _keys_of(storage: Storage, steps: Sequence[int]) -> list[str]:
-    return [each.key for step in steps for each in storage.list(checkpoint_folder(EPOCH, step))]
-
-
-def _delete_all(storage: Storage, keys: Sequence[str]) -> None:
-    for key in keys:
-        _delete(storage, key)
-
-
-def _delete(storage: Storage, key: str) -> None:
-    with suppress(ObjectNotFound):
-        storage.delete(key)
-
-
-def _require_same_content(found: CheckpointMarker, request: CheckpointRequest, uri: str) -> None:
+def _require_same_settings(found: CheckpointMarker, request: CheckpointRequest, *, uri: str) -> None:
+    """`UsageError` that names each difference, if these checkpoints are others than are asked for."""
+    shape, wanted = asdict(found.shape), asdict(request.shape)
+    differences = [
+        f"{name} {shape[name]}, not {wanted[name]}" for name in wanted if shape[name] != wanted[name]
+    ]
+    if differences:
+        raise UsageError(
+            f"The checkpoints here were written with other settings: {'; '.join(differences)}",
+            where=uri,
+            fix="Ask for the same model, ranks and scale, or write them anew with --writes.",
+        )
     if found.content_version != CONTENT_VERSION:
         raise UsageError(
             f"The content here is of version {found.content_version}, not {CONTENT_VERSION}",
@@ -229,10 +172,53 @@ def _require_same_content(found: CheckpointMarker, request: CheckpointRequest, u
         )
 
 
-def require_room(root: Path | None, bytes_of_ranks: Sequence[int], *, comm: Comm) -> None:
-    """`OutOfSpace` on all ranks unless each file system holds what its ranks will write. Collective.
+def update_marker(storage: Storage, marker: CheckpointMarker, *, comm: Comm) -> None:
+    """Replace the marker, durably, before any rank continues. Collective."""
+    text = TypeAdapter(CheckpointMarker).dump_json(marker, indent=2) + b"\n"
+    _run_on_rank0(
+        comm, lambda: write_object(storage, KEY, [text]), awaiting="rank 0 to note a complete checkpoint"
+    )
 
-    `root` is the storage's local folder; None for a storage that is not of files.
+
+def remove_steps(storage: Storage, steps: Sequence[int], *, comm: Comm) -> None:
+    """Delete complete checkpoints and their marker; ranks share the files. Collective."""
+    folders = [checkpoint_folder(EPOCH, step) for step in steps]
+    # The marker goes first: what it lists must be complete, whenever this is interrupted.
+    _run_on_rank0(comm, lambda: _delete(storage, [KEY]), awaiting="the marker of checkpoints to be deleted")
+    keys = _run_on_rank0(
+        comm,
+        lambda: [found.key for folder in folders for found in storage.list(folder)],
+        awaiting="old checkpoints' files",
+    )
+    all_gather_results(
+        comm,
+        lambda: _delete(storage, keys[comm.rank :: comm.size]),
+        awaiting="old checkpoints to be deleted",
+    )
+    paths = find_local_paths(storage)
+    if comm.rank == 0 and paths is not None:
+        for folder in folders:
+            # A folder with files of other programs stays.
+            with suppress(OSError):
+                Path(paths.local_path(f"{folder}/any")).parent.rmdir()
+
+
+def _run_on_rank0(comm: Comm, work: Callable[[], Result], *, awaiting: str) -> Result:
+    """As `collectives.run_on_rank0`, but a failure is `RankFailed` in a process without other ranks, too."""
+    results = all_gather_results(comm, lambda: work() if comm.rank == 0 else None, awaiting=awaiting)
+    return cast("Result", results[0])
+
+
+def _delete(storage: Storage, keys: Sequence[str]) -> None:
+    for key in keys:
+        with suppress(ObjectNotFound):
+            storage.delete(key)
+
+
+def require_room(root: Path | None, bytes_of_ranks: Sequence[int], *, comm: Comm) -> None:
+    """`OutOfSpace` on all ranks unless each file system has room for what its ranks will write. Collective.
+
+    `root` is the storage's local folder; None for a storage that is not a file system.
     """
     volumes = comm.gather(identify_volume(root), awaiting="where all ranks write")
     needed = sum(
@@ -248,5 +234,5 @@ def require_room(root: Path | None, bytes_of_ranks: Sequence[int], *, comm: Comm
 
 
 def identify_volume(root: Path | None) -> str:
-    """What tells one file system from another: the same on all nodes for a shared one. "" without files."""
+    """Identify a file system: the same text on all nodes for a shared one; "" for a storage without files."""
     return "" if root is None else read_volume_id(nearest_folder(root))

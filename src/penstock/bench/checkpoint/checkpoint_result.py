@@ -12,15 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.bench.cache_eviction import ObjectEviction
+from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord, WrongByte
 from penstock.results.checkpoint_figures import FORMAT_VERSION
+from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.phase_figures import mean_and_stdev
+from penstock.storage import Counters
 from penstock.storage.protocol import OptionValue
 
 if TYPE_CHECKING:
-    from penstock.bench.cache_eviction import ObjectEviction
-    from penstock.bench.checkpoint.round_plan import CheckpointRound, Direction
-    from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord, WrongByte
-    from penstock.results.io_reconciliation import IoReconciliation
+    from penstock.bench.checkpoint.rounds import CheckpointRound, Direction
 
 
 GIB: Final = 2**30
@@ -62,7 +63,7 @@ class RoundFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DirectionFigures:
+class DirectionTotals:
     """All writes, or all reads that were cold. Times are sums over rounds, each of its slowest rank.
 
     `gib_per_s` is all bytes over all time; `mean_gib_per_s` the mean of the checkpoints' own rates, which is
@@ -102,75 +103,65 @@ class DirectionFigures:
     def document(self, direction: Direction) -> dict[str, Any]:
         """As plain data, in the words of the direction: content is generated or verified."""
         plain = {name: getattr(self, name) for name in self.__slots__}
-        plain["bytes"] = plain.pop("num_bytes")
         plain["streams"] = [asdict(stream) for stream in self.streams]
-        maker, mover = ("generate", "writer") if direction == "write" else ("verify", "reader")
-        plain[f"{maker}_gib_per_s"] = plain.pop("content_gib_per_s")
-        plain[f"{maker}_busy_s"] = plain.pop("content_busy_s")
-        plain[f"{maker}_to_store"] = plain.pop("content_to_store")
-        plain["generator_stall_s" if direction == "write" else "verifier_stall_s"] = plain.pop(
-            "content_stall_s"
-        )
-        plain[f"{mover}_stall_s"] = plain.pop("storage_stall_s")
         if direction == "write":
+            renamed = dict(zip(_DIRECTION_KEYS, _WRITE_KEYS, strict=True))
             for name in ("verified_bytes", "wrong_chunks", "memory_checkpoints", "memory_gib_per_s"):
                 del plain[name]
         else:
+            renamed = dict(zip(_DIRECTION_KEYS, _READ_KEYS, strict=True))
             plain["from_memory"] = self.memory_checkpoints > 0
-        return plain
+        return {renamed.get(name, name): value for name, value in plain.items()}
 
 
-def direction_figures(rounds: Sequence[RoundFigures]) -> DirectionFigures | None:
-    """Everything of one direction; None where there was no round of it."""
+_DIRECTION_KEYS: Final = (
+    *("num_bytes", "content_gib_per_s", "content_busy_s", "content_to_store"),
+    *("content_stall_s", "storage_stall_s"),
+)
+_WRITE_KEYS: Final = (
+    *("bytes", "generate_gib_per_s", "generate_busy_s", "generate_to_store"),
+    *("generator_stall_s", "writer_stall_s"),
+)
+_READ_KEYS: Final = (
+    *("bytes", "verify_gib_per_s", "verify_busy_s", "verify_to_store"),
+    *("verifier_stall_s", "reader_stall_s"),
+)
+
+
+def total_direction(rounds: Sequence[RoundFigures]) -> DirectionTotals | None:
+    """The totals of rounds of one direction; None without a round."""
     if not rounds:
         return None
-    every = [each.phase for each in rounds]
-    counted = [each.phase for each in rounds if not each.is_from_memory]
-    warm = [each.phase for each in rounds if each.is_from_memory]
-    return DirectionFigures(
+    phases = [checkpoint.phase for checkpoint in rounds]
+    cold = [checkpoint.phase for checkpoint in rounds if not checkpoint.is_from_memory]
+    warm = [checkpoint.phase for checkpoint in rounds if checkpoint.is_from_memory]
+    measured = cold or phases
+    # Rates of storage are those of cold rounds; content is generated and verified in every round.
+    rate = mean_and_stdev([phase.gib_per_s for phase in cold]) if cold else None
+    content, store = _overall_rate(phases, "content_busy_s"), _overall_rate(cold, "storage_busy_s")
+    return DirectionTotals(
         checkpoints=len(rounds),
-        bottleneck=_most_of_the_time(rounds),
+        num_bytes=sum(phase.moved_bytes for phase in phases),
+        verified_bytes=sum(phase.verified_bytes for phase in phases),
+        wrong_chunks=sum(phase.wrong_bytes for phase in phases),
+        gib_per_s=_overall_rate(cold, "duration_s"),
+        mean_gib_per_s=rate.mean if rate else None,
+        stdev_gib_per_s=rate.stdev if rate else None,
+        min_gib_per_s=min((phase.min_gib_per_s for phase in cold), default=None),
+        content_gib_per_s=content,
+        store_gib_per_s=store,
+        content_to_store=content / store if content and store else None,
+        max_duration_s=max(phase.duration_s for phase in measured),
+        overhead_percent=math.fsum(phase.overhead_percent for phase in measured) / len(measured),
+        p50_ms=sorted(phase.p50_ms for phase in measured)[len(measured) // 2],
+        p99_ms=max(phase.p99_ms for phase in measured),
+        max_ms=max(phase.max_ms for phase in measured),
+        bottleneck=find_bottleneck(rounds),
         memory_checkpoints=len(warm),
-        memory_gib_per_s=_overall(warm, "duration_s"),
-        streams=tuple(merged_streams(every)),
-        **_sums(every),
-        **_rates(counted, every),
-        **_latencies(counted or every),
+        memory_gib_per_s=_overall_rate(warm, "duration_s"),
+        streams=tuple(_merge_streams(phases)),
+        **{name: math.fsum(getattr(phase, name) for phase in phases) for name in _SUMMED},
     )
-
-
-def _sums(every: Sequence[PipelineFigures]) -> dict[str, Any]:
-    return {
-        "num_bytes": sum(phase.moved_bytes for phase in every),
-        "verified_bytes": sum(phase.verified_bytes for phase in every),
-        "wrong_chunks": sum(phase.wrong_bytes for phase in every),
-        **{name: math.fsum(getattr(phase, name) for phase in every) for name in _SUMMED},
-    }
-
-
-def _rates(counted: Sequence[PipelineFigures], every: Sequence[PipelineFigures]) -> dict[str, Any]:
-    """Rates of storage over the rounds that count; that of content over all, as memory does not serve it."""
-    rate = mean_and_stdev([phase.gib_per_s for phase in counted]) if counted else None
-    content, store = _overall(every, "content_busy_s"), _overall(counted, "storage_busy_s")
-    return {
-        "gib_per_s": _overall(counted, "duration_s"),
-        "mean_gib_per_s": rate.mean if rate else None,
-        "stdev_gib_per_s": rate.stdev if rate else None,
-        "min_gib_per_s": min((phase.min_gib_per_s for phase in counted), default=None),
-        "content_gib_per_s": content,
-        "store_gib_per_s": store,
-        "content_to_store": content / store if content and store else None,
-    }
-
-
-def _latencies(phases: Sequence[PipelineFigures]) -> dict[str, Any]:
-    return {
-        "max_duration_s": max(phase.duration_s for phase in phases),
-        "overhead_percent": math.fsum(phase.overhead_percent for phase in phases) / len(phases),
-        "p50_ms": sorted(phase.p50_ms for phase in phases)[len(phases) // 2],
-        "p99_ms": max(phase.p99_ms for phase in phases),
-        "max_ms": max(phase.max_ms for phase in phases),
-    }
 
 
 _SUMMED: Final = (
@@ -186,53 +177,41 @@ _SUMMED: Final = (
 )
 
 
-def merged_streams(phases: Sequence[PipelineFigures]) -> Iterator[StreamRecord]:
-    """Each stream of each rank over all rounds; none is overwritten by another."""
+def _merge_streams(phases: Sequence[PipelineFigures]) -> Iterator[StreamRecord]:
+    """Each stream of each rank, added up over all rounds."""
     merged: dict[tuple[int, int], StreamRecord] = {}
     for stream in (stream for phase in phases for stream in phase.streams):
         key = (stream.rank, stream.stream)
-        merged[key] = _both(merged[key], stream) if key in merged else stream
+        if key in merged:
+            sums = {name: getattr(merged[key], name) + getattr(stream, name) for name in _STREAM_SUMS}
+            merged[key] = replace(stream, **sums)
+        else:
+            merged[key] = stream
     yield from (merged[key] for key in sorted(merged))
 
 
-def job_bottleneck(rounds: Sequence[RoundFigures]) -> str:
-    """What held the run back for most of its time, writing and reading."""
-    return _most_of_the_time(rounds)
+_STREAM_SUMS: Final = (
+    *("objects", "chunks", "moved_bytes", "busy_s", "stall_s"),
+    *("requests", "retries", "errors"),
+)
 
 
-def _both(one: StreamRecord, other: StreamRecord) -> StreamRecord:
-    return replace(
-        one,
-        objects=one.objects + other.objects,
-        chunks=one.chunks + other.chunks,
-        moved_bytes=one.moved_bytes + other.moved_bytes,
-        busy_s=one.busy_s + other.busy_s,
-        stall_s=one.stall_s + other.stall_s,
-        requests=one.requests + other.requests,
-        retries=one.retries + other.retries,
-        errors=one.errors + other.errors,
-    )
+def find_bottleneck(rounds: Sequence[RoundFigures]) -> str:
+    """What limited these rounds for most of their time, writing and reading.
 
-
-def _overall(phases: Sequence[PipelineFigures], time_name: str) -> float | None:
-    """All bytes over the sum of one kind of time."""
-    elapsed_s = math.fsum(getattr(phase, time_name) for phase in phases)
-    return sum(phase.moved_bytes for phase in phases) / GIB / elapsed_s if elapsed_s > 0 else None
-
-
-def _most_of_the_time(rounds: Sequence[RoundFigures]) -> str:
-    """Reads from memory say nothing about storage, so they count only where there is nothing else."""
+    Reads from memory say nothing about storage, so they count only where there is nothing else.
+    """
     times: Counter[str] = Counter()
-    for each in [each for each in rounds if not each.is_from_memory] or rounds:
-        name = "page cache" if each.is_from_memory else each.phase.bottleneck
-        times[name] += each.phase.duration_s  # type: ignore[assignment]  # seconds count as well as whole numbers
+    for checkpoint in [checkpoint for checkpoint in rounds if not checkpoint.is_from_memory] or rounds:
+        name = "page cache" if checkpoint.is_from_memory else checkpoint.phase.bottleneck
+        times[name] += checkpoint.phase.duration_s  # type: ignore[assignment]  # seconds count as well as whole numbers
     return times.most_common(1)[0][0]
 
 
-def plain_counters(phases: Sequence[PipelineFigures]) -> Mapping[str, Any]:
-    """What all storages of a run counted."""
-    first, *others = [phase.counters for phase in phases]
-    return sum(others, first).record()
+def _overall_rate(phases: Sequence[PipelineFigures], time_name: str) -> float | None:
+    """All bytes over the sum of one kind of time, in GiB/s."""
+    elapsed_s = math.fsum(getattr(phase, time_name) for phase in phases)
+    return sum(phase.moved_bytes for phase in phases) / GIB / elapsed_s if elapsed_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,10 +220,6 @@ class EarlierRun:
 
     run_folder: str
     kept_steps: tuple[int, ...]
-
-    def document(self) -> dict[str, Any]:
-        """As plain data."""
-        return {"run_folder": self.run_folder, "kept_steps": list(self.kept_steps)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,24 +241,24 @@ class CheckpointResult:
     deliveries: tuple[IoReconciliation, ...] = ()
 
     @property
-    def write(self) -> DirectionFigures | None:
+    def write(self) -> DirectionTotals | None:
         """All writes."""
-        return direction_figures([each for each in self.rounds if each.round.direction == "write"])
+        return total_direction([figures for figures in self.rounds if figures.round.direction == "write"])
 
     @property
-    def read(self) -> DirectionFigures | None:
+    def read(self) -> DirectionTotals | None:
         """All reads."""
-        return direction_figures([each for each in self.rounds if each.round.direction == "read"])
+        return total_direction([figures for figures in self.rounds if figures.round.direction == "read"])
 
     @property
     def is_right(self) -> bool:
         """Whether every byte that was verified is the one that was written."""
-        return all(not each.phase.wrong_bytes for each in self.rounds)
+        return not any(figures.phase.wrong_bytes for figures in self.rounds)
 
     @property
     def is_from_memory(self) -> bool:
         """Whether the page cache may have served any read."""
-        return any(each.is_from_memory for each in self.rounds)
+        return any(figures.is_from_memory for figures in self.rounds)
 
     def document(self) -> dict[str, Any]:
         """As plain data: `write` and `read` are None where there was none."""
@@ -297,16 +272,16 @@ class CheckpointResult:
             "seed": self.seed,
             "write": write.document("write") if write else None,
             "read": read.document("read") if read else None,
-            "bottleneck": job_bottleneck(self.rounds),
+            "bottleneck": find_bottleneck(self.rounds),
             "is_right": self.is_right,
             "from_memory": self.is_from_memory,
             "gap_s": self.gap_s,
-            "earlier": self.earlier.document() if self.earlier else None,
+            "earlier": asdict(self.earlier) if self.earlier else None,
             "recovery_rank_shift": self.shift,
             "storage_options": dict(self.storage_options),
-            "storage_counters": plain_counters([each.phase for each in self.rounds]),
-            "deliveries": [asdict(each) for each in self.deliveries],
+            "storage_counters": sum((figures.phase.counters for figures in self.rounds), Counters()).record(),
+            "deliveries": [asdict(delivery) for delivery in self.deliveries],
             "peak_rss_bytes": list(self.peak_rss_bytes),
-            "checkpoints": [each.document() for each in self.rounds],
+            "checkpoints": [figures.document() for figures in self.rounds],
             "results_dir": self.results_dir,
         }

@@ -10,88 +10,120 @@ import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from penstock.bench.checkpoint.checkpoint_folder import (
     CheckpointMarker,
+    CheckpointShape,
+    PreparedRounds,
     prepare_folder,
     remove_steps,
     require_room,
     update_marker,
 )
-from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, EarlierRun
+from penstock.bench.checkpoint.checkpoint_result import CheckpointResult, EarlierRun, RoundFigures
 from penstock.bench.checkpoint.progress_board import (
     PROGRESS_FILE,
     ProgressBoard,
     ProgressOutputs,
     RoundProgress,
 )
-from penstock.bench.checkpoint.round_plan import (
+from penstock.bench.checkpoint.rounds import (
     EPOCH,
+    RoundRunner,
     choose_source_process,
+    fit_pipe,
     plan_objects,
     rank_shift,
     seconds_between,
 )
-from penstock.bench.checkpoint.rounds import RoundRunner, fit_pipe
 from penstock.bench.compute import SystemClock, compute_until
 from penstock.bench.device_counters import DeviceObserver
+from penstock.bench.loader.loader_protocol import OpenStorage
+from penstock.bench.run_settings import RunSettings
+from penstock.bench.state_layout import StateLayout
 from penstock.bench.step_recorder import StepRecorder, read_clocks
 from penstock.checkpoint.saving.buffers import WarmMemory
+from penstock.checkpoint.saving.pipeline import PipelineSettings
+from penstock.cluster.comm import Comm
 from penstock.dataset.content import CONTENT_VERSION, Content
-from penstock.results.active_run import ActiveRun
+from penstock.progress import Progress
 from penstock.results.counter_files import gather_counters
-from penstock.results.dlio.output_files import DlioOutputs, HydraFacts, write_dlio_files
-from penstock.results.event_files import SpoolWriter, gather_events, read_events, spool_path
-from penstock.results.provenance import redact, unique_hosts
+from penstock.results.event_files import SpoolWriter, gather_events, spool_path
+from penstock.results.io_reconciliation import IoReconciliation
 from penstock.results.published_files import write_json
 from penstock.results.run_folder import CHECKPOINTS_FILE
-from penstock.results.run_record import RunRequest
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
 from penstock.storage import Counters
 from penstock.storage.capabilities import find_local_root
-
-if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_folder import PreparedRounds
-    from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, OpenStorage
-    from penstock.bench.checkpoint.checkpoint_result import RoundFigures
-    from penstock.cluster.comm import Comm
-    from penstock.progress import Progress
-    from penstock.results.io_reconciliation import IoReconciliation
-    from penstock.results.provenance import HostFacts
+from penstock.workload.choices import CheckpointMode
+from penstock.workload.loading import CheckpointModel
 
 
-def _write_results(
-    run: ActiveRun, result: CheckpointResult, *, request: CheckpointRequest, hosts: Sequence[HostFacts]
-) -> None:
-    """Close the run, whose ranks have all written their last span."""
-    gather_events(run.folder, run.record.ranks)
-    gather_counters(run.folder)
-    write_json(run.folder, CHECKPOINTS_FILE, result.document())
-    write_dlio_files(
-        run.folder,
-        DlioOutputs(
-            workload=request.model.workload,
-            ranks=read_events(run.folder),
-            hosts=hosts,
-            started=datetime.fromisoformat(run.record.started_at),
-            ended=datetime.now(UTC),
-            train=None,
-            evaluation=None,
-        ),
-        HydraFacts(
-            workload_name=request.model.name,
-            overrides=redact(request.overrides),
-            subfolder=request.hydra_subfolder,
-            working_folder=str(Path.cwd()),
-            run_folder=str(run.folder),
-        ),
-        log_before=request.log_before,
-    )
-    run.finish(deliveries=result.deliveries)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRequest(RunSettings):
+    """What a checkpoint benchmark is asked to do.
+
+    `model.workload.checkpoint` says how many writes and reads, and how; it is what is really run, options
+    included, so the run's record shows it. A `seed` of None is drawn anew for writing, and taken from the
+    marker for reading. With `resumes`, complete checkpoints of an interrupted run are kept; with `removes`,
+    all are deleted at the end.
+    """
+
+    model: CheckpointModel
+    layout: StateLayout
+    scale: Fraction
+    pipe: PipelineSettings
+    seed: int | None = None
+    resumes: bool = False
+    removes: bool = False
+
+    @property
+    def shape(self) -> CheckpointShape:
+        """What another run must ask for to read these checkpoints."""
+        layout, mode = self.layout, "subset" if self.layout.is_subset else "default"
+        return CheckpointShape(
+            model=self.model.name,
+            processes=layout.num_processes,
+            mode=mode,
+            scale=str(self.scale),
+            total_bytes=layout.total_bytes,
+            num_files=layout.num_files,
+        )
+
+    def plan_document(self) -> dict[str, Any]:
+        """The plan for the run's record, as plain values."""
+        mesh = self.layout.mesh
+        return {
+            "kind": "checkpoint",
+            "model": self.model.name,
+            "parameters": self.layout.num_parameters,
+            "parallelism": {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "data": mesh.data},
+            "is_subset": self.layout.is_subset,
+            "is_folded": self.layout.is_folded,
+            "scale": str(self.scale),
+            "total_bytes": self.layout.total_bytes,
+            "num_files": self.layout.num_files,
+            "pipe": {
+                "streams": self.pipe.streams,
+                "chunk_bytes": self.pipe.chunk_bytes,
+                "buffer_memory_bytes": self.pipe.buffer_memory_bytes,
+                "verify": self.pipe.verify,
+                "silence_s": self.pipe.silence_s,
+            },
+        }
+
+
+def change_checkpoint_section(model: CheckpointModel, **changes: object) -> CheckpointModel:
+    """The model with values of its workload's section `checkpoint` changed; None leaves one as it is."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    if "mode" in given:
+        given["mode"] = CheckpointMode(str(given["mode"]))
+    checkpoint = replace(model.workload.checkpoint, **given)  # type: ignore[arg-type]  # callers name fields
+    return replace(model, workload=replace(model.workload, checkpoint=checkpoint))
 
 
 Tell = Callable[[str], None]
@@ -113,46 +145,46 @@ def run_checkpoints(
     num_writes = sum(each.direction == "write" for each in prepared.rounds)
     sizes = request.layout.bytes_of_processes().tolist()
     require_room(find_local_root(storage), [size * num_writes for size in sizes], comm=comm)
-    facts = unique_hosts(comm.gather(request.facts_of(comm.host), awaiting="facts of all hosts"))
-    shift = rank_shift(hosts) if request.model.workload.checkpoint.recovery_rank_shift else 0
-    if request.model.workload.checkpoint.recovery_rank_shift and not shift:
+    facts = request.gather_hosts(comm)
+    workload = request.model.workload
+    shift = rank_shift(hosts) if workload.checkpoint.recovery_rank_shift else 0
+    if workload.checkpoint.recovery_rank_shift and not shift:
         tell("checkpoint.recovery_rank_shift: all ranks are on one host, so each reads what it wrote")
-    with ExitStack() as open_things:
-        open_things.enter_context(_hint_at_resuming(tell))
+    with ExitStack() as resources:
+        resources.enter_context(_hint_at_resuming(tell))
         run = None
         if comm.rank == 0:
-            asked = RunRequest(
-                workload=request.model.workload,
-                ranks=comm.size,
-                hosts=facts,
-                command=request.command,
-                environment=request.environment,
-                seeds={"content": prepared.seed},
-                preflight=request.inspection.preflight if request.inspection else None,
-                cluster=request.inspection.cluster if request.inspection else None,
-                plan=request.plan_document(),
-                remarks=request.remarks,
+            run = resources.enter_context(
+                request.open_run(
+                    workload,
+                    hosts=facts,
+                    ranks=comm.size,
+                    seeds={"content": prepared.seed},
+                    plan=request.plan_document(),
+                )
             )
-            run = open_things.enter_context(_open_run(request, asked))
         folder = comm.broadcast(run.folder if run else None, awaiting="the folder of the run")
         board = ProgressBoard(folder / PROGRESS_FILE, rank=comm.rank, num_ranks=comm.size)
         outputs = ProgressOutputs(
-            progress=progress, heartbeat=run.heartbeat if run else _nobody_asks, tell=tell
+            progress=progress, heartbeat=run.heartbeat if run else _no_heartbeat, tell=tell
         )
         session = _Session(
             request=request,
             reopen=reopen,
-            uri=storage.uri,
             comm=comm,
             prepared=prepared,
             shift=shift,
-            watch=RoundProgress(board, rank=comm.rank, outputs=outputs),
+            progress=RoundProgress(board, rank=comm.rank, outputs=outputs),
         )
         result = session.run(folder)
         if run is not None:
             board.remove()
-            _write_results(run, result, request=request, hosts=facts)
-        # Ranks saw the same but for their wall clocks: rank 0's count.
+            gather_events(folder, comm.size)
+            gather_counters(folder)
+            write_json(folder, CHECKPOINTS_FILE, result.document())
+            request.write_dlio_files(run, workload, hosts=facts)
+            run.finish(deliveries=result.deliveries)
+        # All ranks have the same result but for their wall clocks: rank 0's count.
         return comm.broadcast(result, awaiting="rank 0 to finish the run's files")
 
 
@@ -165,33 +197,26 @@ def _hint_at_resuming(tell: Tell) -> Iterator[None]:
         raise
 
 
-def _open_run(request: CheckpointRequest, asked: RunRequest) -> ActiveRun:
-    if request.run_folder is not None:
-        return ActiveRun.start_in(request.run_folder, asked, results=request.results)
-    return ActiveRun.start(request.results, asked)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Session:
     """One rank's part of a run between its preparation and its figures."""
 
     request: CheckpointRequest
     reopen: OpenStorage
-    uri: str
     comm: Comm
     prepared: PreparedRounds
     shift: int
-    watch: RoundProgress
+    progress: RoundProgress
 
     def run(self, folder: Path) -> CheckpointResult:
         """All rounds; their spans lie in the folder's spools afterwards."""
         began_ns = time.monotonic_ns()
         spool = SpoolWriter(spool_path(folder, self.comm.rank), read_clocks(self.comm.rank, self.comm.host))
         with DeviceObserver(self.comm, folder, self.reopen()) as observer, StepRecorder(spool) as recorder:
-            work = self._work(recorder)
-            rounds = tuple(self._rounds(work, folder, observer))
+            runner = self._make_runner(recorder)
+            rounds = tuple(self._run_rounds(runner, folder, observer))
             recorder.add_span(_epoch_span(began_ns))
-        deliveries = tuple(_delivered(observer, work, rounds))
+        deliveries = tuple(_reconcile(observer, runner, rounds))
         written = [each.ended_at_s for each in rounds if each.round.direction == "write"]
         earlier = self.prepared.earlier
         if not written and earlier is not None and earlier.last_written_s is not None:
@@ -199,12 +224,12 @@ class _Session:
         read_from_s = next((each.began_at_s for each in rounds if each.round.direction == "read"), None)
         if self.request.removes:
             steps = {*(each.round.step for each in rounds), *(earlier.step_numbers if earlier else ())}
-            remove_steps(work.storages[0], sorted(steps), comm=self.comm)
+            remove_steps(runner.storages[0], sorted(steps), comm=self.comm)
         return CheckpointResult(
             model=self.request.model.name,
             ranks=self.comm.size,
             results_dir=str(folder),
-            target=work.storages[0].uri,
+            target=runner.storages[0].uri,
             total_bytes=self.request.layout.total_bytes,
             seed=self.prepared.seed,
             rounds=rounds,
@@ -213,13 +238,13 @@ class _Session:
             if earlier
             else None,
             shift=self.shift,
-            storage_options=work.storages[0].options,
+            storage_options=runner.storages[0].options,
             deliveries=deliveries,
             peak_rss_bytes=tuple(self.comm.gather(peak_rss_bytes(), awaiting="all ranks' memory")),
         )
 
-    def _work(self, recorder: StepRecorder) -> RoundRunner:
-        """Everything that rounds share, warm before the first of them."""
+    def _make_runner(self, recorder: StepRecorder) -> RoundRunner:
+        """What all rounds share, warmed up before the first of them."""
         layout, rank = self.request.layout, self.comm.rank
         read_rank = choose_source_process(rank, num_processes=self.comm.size, shift=self.shift)
         pipe = fit_pipe(
@@ -242,42 +267,39 @@ class _Session:
             seed=self.prepared.seed,
             shift=self.shift,
             syncs_ranks=self.request.model.workload.checkpoint.rank_sync,
-            watch=self.watch,
+            progress=self.progress,
             recorder=recorder,
         )
 
-    def _rounds(self, work: RoundRunner, folder: Path, observer: DeviceObserver) -> Iterator[RoundFigures]:
-        asked = self.request.model.workload.checkpoint
-        rounds = self.prepared.rounds
-        marker = self._first_marker(folder)
-        pauses = seconds_between(rounds, asked.time_between_checkpoints_s)
-        for each, pause_s in zip(rounds, pauses, strict=True):
-            compute_until(time.monotonic_ns() + round(pause_s * 1e9), SystemClock())
-            last = max(other.number for other in rounds if other.direction == each.direction)
-            with observer.during(each.direction):
-                seen = work.run(each, last=last)
-            if each.direction == "write":
-                marker = marker.with_step(each.step, seen.ended_at_s)
-                update_marker(work.storages[0], marker, comm=self.comm)
-            yield seen
-
-    def _first_marker(self, folder: Path) -> CheckpointMarker:
-        """What the marker says from now on: another run's checkpoints stay noted, with this run's folder."""
-        earlier = self.prepared.earlier
-        return CheckpointMarker(
+    def _run_rounds(
+        self, runner: RoundRunner, folder: Path, observer: DeviceObserver
+    ) -> Iterator[RoundFigures]:
+        rounds, earlier = self.prepared.rounds, self.prepared.earlier
+        # Another run's checkpoints stay noted, with this run's folder.
+        marker = CheckpointMarker(
             content_version=CONTENT_VERSION,
             seed=self.prepared.seed,
             shape=self.request.shape,
             run_folder=str(folder.absolute()),
             steps=earlier.steps if earlier else (),
         )
+        interval_s = self.request.model.workload.checkpoint.time_between_checkpoints_s
+        for checkpoint, pause_s in zip(rounds, seconds_between(rounds, interval_s), strict=True):
+            compute_until(time.monotonic_ns() + round(pause_s * 1e9), SystemClock())
+            last = max(other.number for other in rounds if other.direction == checkpoint.direction)
+            with observer.during(checkpoint.direction):
+                figures = runner.run(checkpoint, last=last)
+            if checkpoint.direction == "write":
+                marker = marker.with_step(checkpoint.step, figures.ended_at_s)
+                update_marker(runner.storages[0], marker, comm=self.comm)
+            yield figures
 
 
-def _delivered(
-    observer: DeviceObserver, work: RoundRunner, rounds: Sequence[RoundFigures]
+def _reconcile(
+    observer: DeviceObserver, runner: RoundRunner, rounds: Sequence[RoundFigures]
 ) -> Iterator[IoReconciliation]:
-    """What devices moved beside what this rank's storages did, for each direction there was. Collective."""
-    counted = sum((storage.counters.snapshot() for storage in work.storages), Counters())
+    """Compare what devices moved with what the storages did, in each direction there was. Collective."""
+    counted = sum((storage.counters.snapshot() for storage in runner.storages), Counters())
     directions = {each.round.direction for each in rounds}
     if "write" in directions:
         yield observer.deliver("write", counted.written_bytes)
@@ -304,5 +326,5 @@ def _epoch_span(began_ns: int) -> SpanEvent:
     )
 
 
-def _nobody_asks() -> None:
-    """Only rank 0 gives signs of life."""
+def _no_heartbeat() -> None:
+    """Only rank 0 has the run's record, which a sign of life touches."""

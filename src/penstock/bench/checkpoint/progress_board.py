@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from penstock.progress import Progress
 from penstock.units import format_bytes, format_rate
-
-if TYPE_CHECKING:
-    from penstock.progress import Progress
 
 logger = logging.getLogger(__name__)
 

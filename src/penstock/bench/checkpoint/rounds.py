@@ -1,40 +1,108 @@
-"""One round: all ranks write or read one checkpoint through the engine's pipeline.
+"""The rounds of a checkpoint benchmark: which checkpoints are written and read, in which order, and how.
 
-Collective. A round that fails on any rank fails on all of them and leaves none of its files behind. Content
-follows from the seed and the object's key, so nothing is stored to verify against.
+All writes come before all reads, as in MLPerf Storage and DLIO. In a round all ranks write or read one
+checkpoint through the engine's pipeline: collective, and a round that fails on any rank fails on all of them
+and leaves none of its files behind. Content follows from the seed and the object's key, so nothing is stored
+to verify against.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final, Literal
 
 from penstock.bench.cache_eviction import evict_objects
 from penstock.bench.checkpoint.checkpoint_result import MAX_WRONG_PLACES, RoundFigures
-from penstock.bench.checkpoint.round_plan import choose_source_process, plan_objects
-from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM
-from penstock.checkpoint.saving.measurement import combine_ranks, common_origin_ns
-from penstock.checkpoint.saving.pipeline import write_objects
+from penstock.bench.checkpoint.progress_board import RoundProgress
+from penstock.bench.state_layout import StateLayout, checkpoint_folder
+from penstock.bench.step_recorder import StepRecorder
+from penstock.checkpoint.saving.buffers import MIN_BUFFERS_PER_STREAM, WarmMemory
+from penstock.checkpoint.saving.measurement import Measurement, combine_ranks, common_origin_ns
+from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject, write_objects
 from penstock.checkpoint.saving.read_pipeline import read_objects
-from penstock.cluster.comm import all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import Content
-from penstock.errors import ObjectNotFound, StorageError
+from penstock.errors import ObjectNotFound, StorageError, UsageError
 from penstock.results.step_events import SpanEvent, SpanKind, StepPhase
+from penstock.storage import Storage
 
-if TYPE_CHECKING:
-    from penstock.bench.checkpoint.progress_board import RoundProgress
-    from penstock.bench.checkpoint.round_plan import CheckpointRound
-    from penstock.bench.model_state import StateLayout
-    from penstock.bench.step_recorder import StepRecorder
-    from penstock.checkpoint.saving.buffers import WarmMemory
-    from penstock.checkpoint.saving.measurement import Measurement
-    from penstock.checkpoint.saving.pipeline import PipelineSettings, PlannedObject
-    from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
+logger = logging.getLogger(__name__)
+
+Direction = Literal["write", "read"]
+
+EPOCH: Final = 1
+"""DLIO's checkpoint-only runs have one epoch, and a step for each checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRound:
+    """One checkpoint, written or read by all ranks together; the `number`-th of its direction."""
+
+    direction: Direction
+    number: int
+    step: int
+    epoch: int = EPOCH
+
+    @property
+    def folder(self) -> str:
+        """Where its files lie, below the storage's root."""
+        return checkpoint_folder(self.epoch, self.step)
+
+
+def plan_rounds(*, num_writes: int, num_reads: int, kept_steps: Sequence[int]) -> tuple[CheckpointRound, ...]:
+    """The rounds still to come; `kept_steps` are those of complete checkpoints that stay, ascending.
+
+    Reads take the oldest checkpoints first, as DLIO does: what was written last may still be in some cache.
+    """
+    missing = (step for step in range(1, num_writes + 1) if step not in kept_steps)
+    writes = [CheckpointRound(direction="write", number=step, step=step) for step in missing]
+    readable = sorted({*kept_steps, *(write.step for write in writes)})
+    if num_reads > len(readable):
+        raise UsageError(
+            f"{num_reads} checkpoints are to be read, but only {len(readable)} will exist",
+            where="--reads",
+            fix=f"Read at most {len(readable)}, or write more: --writes {num_reads}.",
+        )
+    reads = [
+        CheckpointRound(direction="read", number=number, step=step)
+        for number, step in enumerate(readable[:num_reads], start=1)
+    ]
+    return (*writes, *reads)
+
+
+def plan_objects(
+    layout: StateLayout, process: int, step: int, *, epoch: int = EPOCH
+) -> tuple[PlannedObject, ...]:
+    """What one process writes of a checkpoint."""
+    folder = checkpoint_folder(epoch, step)
+    return tuple(
+        PlannedObject(f"{folder}/{file.name}", file.size_bytes)
+        for file in layout.files_of(process, epoch=epoch, step=step)
+    )
+
+
+def choose_source_process(process: int, *, num_processes: int, shift: int) -> int:
+    """Whose files a process reads back: with a shift of a node's ranks, those of the next node."""
+    return (process + shift) % num_processes
+
+
+def rank_shift(hosts: Sequence[str]) -> int:
+    """How far to shift so that every rank reads what another host wrote; 0 on one host.
+
+    It is the largest number of ranks on a host. Where hosts have unlike numbers of consecutive ranks, some
+    ranks of a large host still read what their own host wrote.
+    """
+    counts = [hosts.count(host) for host in dict.fromkeys(hosts)]
+    return max(counts) if len(counts) > 1 else 0
+
+
+def seconds_between(rounds: Sequence[CheckpointRound], interval_s: float) -> Iterator[float]:
+    """How long to wait before each round: the interval between two of them, nothing before the first."""
+    return (interval_s if place else 0.0 for place in range(len(rounds)))
 
 
 class StateContent:
@@ -42,7 +110,7 @@ class StateContent:
 
     def __init__(self, seed: int, planned: Iterable[PlannedObject]) -> None:
         # A key names checkpoint, rank and file, so that no two of a run have a block in common.
-        self._contents = {each.key: Content(seed, each.key) for each in planned}
+        self._contents = {object_.key: Content(seed, object_.key) for object_ in planned}
 
     def fill(self, planned: PlannedObject, offset: int, buffer: memoryview) -> None:
         """Overwrite `buffer` with the object's bytes from `offset` on."""
@@ -53,10 +121,8 @@ class StateContent:
         return self._contents[planned.key].verify(buffer, offset)
 
 
-logger = logging.getLogger(__name__)
-
 LONGEST_ROUND_S: Final = 7 * 24 * 3600.0
-"""Ranks may take very unlike times. None hangs: the pipe gives up on a silent storage by itself."""
+"""Ranks may take very different times; the pipeline itself gives up on a storage that stays silent."""
 
 _KINDS: Final = {"write": SpanKind.SAVE, "read": SpanKind.LOAD}
 _TITLES: Final = {"write": "writing", "read": "reading"}
@@ -64,7 +130,7 @@ _TITLES: Final = {"write": "writing", "read": "reading"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRunner:
-    """What all rounds of one rank have in common. `shift` is how far ranks are moved for reading."""
+    """Runs the rounds of one rank. For reading, ranks are moved by `shift`."""
 
     comm: Comm
     layout: StateLayout
@@ -74,46 +140,52 @@ class RoundRunner:
     seed: int
     shift: int
     syncs_ranks: bool
-    watch: RoundProgress
+    progress: RoundProgress
     recorder: StepRecorder
 
-    def run(self, each: CheckpointRound, *, last: int) -> RoundFigures:
-        """The round, and what all ranks saw of it. `last` is the number of its direction's last round."""
+    def run(self, checkpoint: CheckpointRound, *, last: int) -> RoundFigures:
+        """Run the round; its figures over all ranks. `last` is the number of its direction's last round."""
         process = self.comm.rank
-        if each.direction == "read":
+        if checkpoint.direction == "read":
             process = choose_source_process(process, num_processes=self.comm.size, shift=self.shift)
-        planned = plan_objects(self.layout, process, each.step, epoch=each.epoch)
+        planned = plan_objects(self.layout, process, checkpoint.step, epoch=checkpoint.epoch)
         content = StateContent(self.seed, planned)
-        cold = evict_objects(self.storages[0], planned, comm=self.comm) if each.direction == "read" else None
-        title = f"{_TITLES[each.direction]} checkpoint {each.number} of {last}"
+        cold = (
+            evict_objects(self.storages[0], planned, comm=self.comm)
+            if checkpoint.direction == "read"
+            else None
+        )
+        title = f"{_TITLES[checkpoint.direction]} checkpoint {checkpoint.number} of {last}"
         began_at_s = time.time()
-        with self.watch.track(title, self._bytes_of_ranks(each)):
-            measurements = self._move(each, planned, content)
-        busy = [seen for seen in measurements if seen is not None]
+        with self.progress.track(title, self._bytes_of_ranks(checkpoint)):
+            measurements = self._move(checkpoint, planned, content)
+        busy = [measurement for measurement in measurements if measurement is not None]
         return RoundFigures(
-            round=each,
+            round=checkpoint,
             began_at_s=began_at_s,
             ended_at_s=time.time(),
             phase=combine_ranks(busy),
             cold=cold,
-            wrong=tuple(place for seen in busy for place in seen.wrong_bytes)[:MAX_WRONG_PLACES],
+            wrong=tuple(place for measurement in busy for place in measurement.wrong_bytes)[
+                :MAX_WRONG_PLACES
+            ],
         )
 
-    def _bytes_of_ranks(self, each: CheckpointRound) -> list[int]:
+    def _bytes_of_ranks(self, checkpoint: CheckpointRound) -> list[int]:
         sizes: list[int] = self.layout.bytes_of_processes().tolist()
-        shift = self.shift if each.direction == "read" else 0
+        shift = self.shift if checkpoint.direction == "read" else 0
         return [
             sizes[choose_source_process(rank, num_processes=len(sizes), shift=shift)]
             for rank in range(len(sizes))
         ]
 
     def _move(
-        self, each: CheckpointRound, planned: Sequence[PlannedObject], content: StateContent
+        self, checkpoint: CheckpointRound, planned: Sequence[PlannedObject], content: StateContent
     ) -> list[Measurement | None]:
-        """The timed part; a rank without files sees nothing."""
-        move = write_objects if each.direction == "write" else read_objects
+        """The timed part; None of a rank without files."""
+        move = write_objects if checkpoint.direction == "write" else read_objects
         with ExitStack() as undo:
-            if each.direction == "write":
+            if checkpoint.direction == "write":
                 undo.callback(remove_objects, self.storages[0], planned)
             origin_ns = common_origin_ns(self.comm, awaiting="all ranks to begin a checkpoint")
 
@@ -128,38 +200,38 @@ class RoundRunner:
                     memory=self.memory,
                     rank=self.comm.rank,
                     origin_ns=origin_ns,
-                    progress=self.watch,
+                    progress=self.progress,
                 )
 
-            seen = all_gather_results(
+            measurements = all_gather_results(
                 self.comm,
                 work,
                 awaiting="all ranks to finish a checkpoint",
                 timeout_s=max(LONGEST_ROUND_S, self.comm.timeout_s),
             )
             undo.pop_all()
-        self._note(each, seen[self.comm.rank], planned, origin_ns)
-        return seen
+        self._add_span(checkpoint, measurements[self.comm.rank], planned, origin_ns)
+        return measurements
 
-    def _note(
+    def _add_span(
         self,
-        each: CheckpointRound,
-        seen: Measurement | None,
+        checkpoint: CheckpointRound,
+        measurement: Measurement | None,
         planned: Sequence[PlannedObject],
         origin_ns: int,
     ) -> None:
         """DLIO's span of the round: this rank's own time, with `rank_sync` until all have met."""
-        end_ns = time.monotonic_ns() if self.syncs_ranks or seen is None else seen.end_ns
+        end_ns = time.monotonic_ns() if self.syncs_ranks or measurement is None else measurement.end_ns
         self.recorder.add_span(
             SpanEvent(
-                kind=_KINDS[each.direction],
+                kind=_KINDS[checkpoint.direction],
                 phase=StepPhase.TRAIN,
-                epoch=each.epoch,
-                block=each.number,
-                step=each.step,
+                epoch=checkpoint.epoch,
+                block=checkpoint.number,
+                step=checkpoint.step,
                 start_ns=origin_ns,
-                end_ns=end_ns if seen or self.syncs_ranks else origin_ns,
-                size_bytes=sum(one.size_bytes for one in planned),
+                end_ns=end_ns if measurement or self.syncs_ranks else origin_ns,
+                size_bytes=sum(object_.size_bytes for object_ in planned),
             )
         )
 
@@ -170,17 +242,17 @@ def fit_pipe(pipe: PipelineSettings, planned: Sequence[PlannedObject]) -> Pipeli
     Memory is touched before it is timed, and costs seconds a GiB: a small checkpoint should not pay for it.
     """
     streams = max(1, min(pipe.streams, len(planned)))
-    used = sum(-(-each.size_bytes // pipe.chunk_bytes) for each in planned) * pipe.chunk_bytes
+    used = sum(-(-object_.size_bytes // pipe.chunk_bytes) for object_ in planned) * pipe.chunk_bytes
     least = MIN_BUFFERS_PER_STREAM * streams * pipe.chunk_bytes
     return replace(pipe, streams=streams, buffer_memory_bytes=max(least, min(pipe.buffer_memory_bytes, used)))
 
 
 def remove_objects(storage: Storage, planned: Sequence[PlannedObject]) -> None:
-    """Delete what is there of these; a cleanup must not fail, so the log names what cannot be deleted."""
-    for each in planned:
+    """Delete objects, where they exist; what cannot be deleted is logged, as a cleanup must not fail."""
+    for object_ in planned:
         try:
-            storage.delete(each.key)
+            storage.delete(object_.key)
         except ObjectNotFound:
-            logger.debug("%s was not there", each.key)
+            logger.debug("%s did not exist", object_.key)
         except StorageError as error:
             logger.warning("Could not delete what a failed checkpoint left: %s", error)

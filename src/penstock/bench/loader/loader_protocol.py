@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import Extent, FilePlan, FileSurvey
-    from penstock.storage import Counters, Storage
+from penstock.dataset.formats.format_protocol import Extent, FilePlan, FileSurvey
+from penstock.storage import Counters, Storage
 
 OpenStorage = Callable[[], "Storage"]
-"""Opens the rank's storage once more, in another process, where it travels by pickling."""
+"""Opens a rank's storage once more, with counters of its own; it can be pickled for a worker process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +29,19 @@ class ReadRequest:
 
 @dataclass(frozen=True, slots=True)
 class BlockRequest:
-    """Samples of one file that are decoded once all their ranges are here; `found` is what a survey found."""
+    """Samples of one file, decoded once all their ranges are read; `found` is the result of a survey."""
 
     reads: tuple[ReadRequest, ...]
     plan: FilePlan
     found: FileSurvey
     samples: range
     is_checked: bool = False
-    """Whether what they decode to is held against their generator."""
+    """Whether the decoded samples are compared with their generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """All that one batch of `num_samples` needs; `preprocess_ns` is how long each sample is worked on."""
+    """What one batch of `num_samples` needs; `preprocess_ns` is how long each sample is worked on."""
 
     requests: tuple[ReadRequest | BlockRequest, ...]
     num_samples: int
@@ -51,7 +50,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch that has arrived. Times are summed over its requests, which may have overlapped.
+    """A loaded batch. Times are summed over its requests, which may have overlapped.
 
     `decode_ns` is all work on what was read: decoding, checking and preprocessing.
     """
@@ -64,28 +63,28 @@ class Batch:
 
 
 class Decoder(Protocol):
-    """Works on what was read, on the thread or in the process that read it; it travels by pickling."""
+    """Decodes what was read, on the thread or in the process that read it; it can be pickled."""
 
     def decode(self, block: BlockRequest, pieces: Sequence[Extent]) -> None:
-        """Make samples of `pieces`, which are read over afterwards; a `StorageError` names what is wrong."""
+        """Make samples of `pieces`, whose memory is reused afterwards; a `StorageError` names a wrong one."""
 
 
 class Loader(Protocol):
-    """Feeds one rank. `epoch` is called once an epoch, `close` once at the end; workers live in between."""
+    """Feeds one rank. `epoch` is called once an epoch, `close` at the end; workers live in between."""
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
-        """The batches of one epoch, in order; the first failed request's error comes out at its batch."""
+        """The batches of one epoch, in order; a failed request's error is raised at its batch."""
 
     @property
     def counters(self) -> Counters:
-        """What storages of the loader's own counted; the rank's storage, if it is read, counts for itself."""
+        """What the loader's own storages counted; the rank's storage, if it is read, counts for itself."""
 
     def close(self) -> None:
         """End all workers. Safe twice, and in the middle of an epoch."""
 
 
 class LoaderOptions(Protocol):
-    """Which loader a run takes, and how that works; a frozen record that ranks send to each other."""
+    """Which loader a run uses, with its settings; a frozen record that ranks send to each other."""
 
     @property
     def prefetch_batches(self) -> int:

@@ -16,16 +16,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from penstock.bench.loader.loader_protocol import Batch, BatchRequest
+from penstock.bench.loader.loader_protocol import Batch, BatchRequest, Decoder, OpenStorage
 from penstock.bench.loader.range_reader import DEFAULT_BUFFER_BYTES, RangeReader, ReadTotals
 from penstock.errors import PenstockError, UsageError
-from penstock.storage import Counters
-
-if TYPE_CHECKING:
-    from penstock.bench.loader.loader_protocol import Decoder, OpenStorage
-    from penstock.storage import Storage
+from penstock.storage import Counters, Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +32,11 @@ class NativeOptions:
     prefetch_batches: int = 2
     buffer_bytes: int = DEFAULT_BUFFER_BYTES
     preprocess_threads: int | None = None
-    """In how many parts at once a batch is preprocessed, if not by all threads."""
+    """How many threads preprocess a batch, if not all of them."""
 
     def __post_init__(self) -> None:
-        if (
-            min(self.threads, self.preprocess_threads or 1) < 1
-            or self.prefetch_batches < 0
-            or self.buffer_bytes < 1
-        ):
+        least = min(self.threads, self.preprocess_threads or 1, self.buffer_bytes)
+        if least < 1 or self.prefetch_batches < 0:
             raise UsageError(
                 "A loader needs at least one thread, a prefetch of 0 or more and a buffer",
                 fix="Leave an option out for its default.",
@@ -79,30 +72,30 @@ class NativeLoader:
 
     @property
     def counters(self) -> Counters:
-        """Nothing: threads read from the rank's storage."""
+        """Zero: the threads read from the rank's storage, which counts for itself."""
         return Counters()
 
     def epoch(self, requests: Iterable[BatchRequest]) -> Iterator[Batch]:
         """The batches of one epoch, in order."""
-        ahead = iter(requests)
-        window: deque[_Arrival] = deque()
+        remaining = iter(requests)
+        window: deque[_PendingBatch] = deque()
         try:
-            for request in islice(ahead, self._options.prefetch_batches + 1):
-                window.append(self._ask(request))
+            for request in islice(remaining, self._options.prefetch_batches + 1):
+                window.append(self._submit(request))
             while window:
-                arrived = window.popleft().wait()
-                for request in islice(ahead, 1):
-                    window.append(self._ask(request))
-                yield arrived
+                batch = window.popleft().wait()
+                for request in islice(remaining, 1):
+                    window.append(self._submit(request))
+                yield batch
         finally:
-            # Whoever leaves an epoch early must not find its reads among those of the next one.
-            for arrival in window:
-                arrival.cancel()
-            for arrival in window:
-                arrival.wait_until_quiet()
+            # An epoch that is left early must not leave its reads among those of the next one.
+            for pending in window:
+                pending.cancelled = True
+            for pending in window:
+                pending.wait_until_done()
 
     def close(self) -> None:
-        """Let running reads end, then the threads."""
+        """End the threads once their current reads are done."""
         if not self._is_open:
             return
         self._is_open = False
@@ -111,20 +104,20 @@ class NativeLoader:
         for thread in self._threads:
             thread.join()
 
-    def _ask(self, request: BatchRequest) -> _Arrival:
+    def _submit(self, request: BatchRequest) -> _PendingBatch:
         works = [partial(RangeReader.serve, request=read) for read in request.requests]
-        works += [partial(_preprocess, some) for some in self._shares(request.preprocess_ns)]
-        arrival = _Arrival(request.num_samples, len(works))
+        works += [partial(_preprocess, share_ns) for share_ns in self._split(request.preprocess_ns)]
+        pending = _PendingBatch(request.num_samples, len(works))
         for work in works:
-            self._tasks.put(_Task(arrival, work))
+            self._tasks.put(_Task(pending, work))
         if self._defect is not None:
-            self._refuse_tasks(self._defect)
-        return arrival
+            self._fail_tasks(self._defect)
+        return pending
 
-    def _shares(self, preprocess_ns: tuple[int, ...]) -> list[int]:
-        """A batch's preprocessing in parts, each for a thread; they wait behind its reads."""
+    def _split(self, preprocess_ns: tuple[int, ...]) -> list[int]:
+        """A batch's preprocessing in one part per thread, queued behind its reads."""
         threads = self._options.preprocess_threads or self._options.threads
-        return [sum(some) for first in range(threads) if (some := preprocess_ns[first::threads])]
+        return [sum(share) for first in range(threads) if (share := preprocess_ns[first::threads])]
 
     def _serve(self) -> None:
         reader = RangeReader(self._storage, self._options.buffer_bytes, self._decoder)
@@ -134,74 +127,73 @@ class NativeLoader:
         finally:
             reader.close()
             if (defect := sys.exception()) is not None:
-                # Only a defect ends a thread early. Nobody may wait for what it would have read.
+                # Only a defect ends a thread early. What it would have read must fail, or its epoch hangs.
                 self._defect = defect
-                self._refuse_tasks(defect)
+                self._fail_tasks(defect)
 
-    def _refuse_tasks(self, reason: BaseException) -> None:
+    def _fail_tasks(self, reason: BaseException) -> None:
         while not self._tasks.empty():
             task = self._tasks.get()
             if task is not None:
-                task.arrival.note(ReadTotals(), reason)
+                task.batch.complete_task(ReadTotals(), reason)
 
 
-class _Arrival:
-    """A batch on its way: what has come, what is missing, and the first thing that went wrong."""
+class _PendingBatch:
+    """A batch that is being read: its totals so far, the tasks still missing, and the first error.
+
+    Tasks that have not begun are skipped once it is `cancelled`.
+    """
 
     def __init__(self, num_samples: int, num_tasks: int) -> None:
         self._num_samples = num_samples
         self._missing = num_tasks
-        self._served = ReadTotals()
+        self._totals = ReadTotals()
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self.cancelled = False
 
-    def cancel(self) -> None:
-        """Nobody will wait for this batch: what has not begun is skipped."""
-        self.cancelled = True
-
-    def note(self, served: ReadTotals, error: BaseException | None) -> None:
-        """One task is over."""
+    def complete_task(self, totals: ReadTotals, error: BaseException | None) -> None:
+        """Add one task's totals, or its error."""
         with self._changed:
-            self._served = self._served.plus(served)
+            self._totals = self._totals.plus(totals)
             self._error = self._error or error
             self._missing -= 1
             if self._missing == 0:
                 self._changed.notify_all()
 
     def wait(self) -> Batch:
-        """The batch once it is whole; storage bounds each read, so this needs no limit of its own."""
-        self.wait_until_quiet()
+        """The complete batch; storage bounds each read, so this needs no time limit of its own."""
+        self.wait_until_done()
         if self._error is not None:
             raise self._error
-        return Batch(self._num_samples, *self._served)
+        return Batch(self._num_samples, *self._totals)
 
-    def wait_until_quiet(self) -> None:
-        """Return once nothing of this batch is being done or will be."""
+    def wait_until_done(self) -> None:
+        """Return once no task of this batch runs or waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._missing == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """One piece of work for one batch, for whichever thread is free."""
+    """One piece of work for one batch, for the next free thread."""
 
-    arrival: _Arrival
+    batch: _PendingBatch
     work: Callable[[RangeReader], ReadTotals]
 
     def run(self, reader: RangeReader) -> None:
         """Work, and always report the end: a batch that is never completed would be awaited forever."""
-        served = ReadTotals()
-        with suppress(PenstockError):  # it comes out where the batch is awaited
+        totals = ReadTotals()
+        with suppress(PenstockError):  # it is raised where the batch is awaited
             try:
-                if not self.arrival.cancelled:
-                    served = self.work(reader)
+                if not self.batch.cancelled:
+                    totals = self.work(reader)
             finally:
-                self.arrival.note(served, sys.exception())
+                self.batch.complete_task(totals, sys.exception())
 
 
 def _preprocess(duration_ns: int, _reader: RangeReader) -> ReadTotals:
-    """Work on samples for that long; the thread reads nothing meanwhile, as a worker of DLIO."""
+    """Emulate work on samples for that long; the thread reads nothing meanwhile, like a worker of DLIO."""
     began_ns = time.monotonic_ns()
     time.sleep(duration_ns / 1e9)
     return ReadTotals(decode_ns=time.monotonic_ns() - began_ns)

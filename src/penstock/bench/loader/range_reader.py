@@ -7,22 +7,20 @@ decoded is held whole, until the next one.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
-from penstock.bench.loader.loader_protocol import BlockRequest
+from penstock.bench.loader.loader_protocol import BlockRequest, Decoder, ReadRequest
 from penstock.dataset.formats.format_protocol import Extent
 from penstock.errors import ShortTransfer
+from penstock.storage import Source, Storage
 from penstock.storage.aligned import aligned_buffer, round_up
 
-if TYPE_CHECKING:
-    from penstock.bench.loader.loader_protocol import Decoder, ReadRequest
-    from penstock.storage import Source, Storage
-
 DEFAULT_BUFFER_BYTES: Final = 8 << 20
+_ALIGNMENT: Final = 4096
 
 
 class ReadTotals(NamedTuple):
-    """What requests came to: bytes and ranges read, and the time for reading and for work on it."""
+    """Totals of requests: bytes and ranges read, and the time spent on reading and on decoding."""
 
     read_bytes: int = 0
     num_reads: int = 0
@@ -30,12 +28,12 @@ class ReadTotals(NamedTuple):
     decode_ns: int = 0
 
     def plus(self, other: ReadTotals) -> ReadTotals:
-        """Both together."""
-        return ReadTotals(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        """The sum of both."""
+        return ReadTotals(*map(sum, zip(self, other, strict=True)))
 
 
 class RangeReader:
-    """One buffer, and the object that was read last, still open: ranges of one file come in runs."""
+    """Has one buffer, and keeps the last object open, because ranges of one file come in runs."""
 
     def __init__(self, storage: Storage, buffer_bytes: int, decoder: Decoder | None = None) -> None:
         self._storage = storage
@@ -49,7 +47,7 @@ class RangeReader:
         """Read what a request asks for; decode a block."""
         began_ns = time.monotonic_ns()
         if not isinstance(request, BlockRequest):
-            read_bytes = self.read(request)
+            read_bytes = self._read(request)
             return ReadTotals(read_bytes, 1, time.monotonic_ns() - began_ns)
         pieces = self._read_block(request)
         read_ns = time.monotonic_ns()
@@ -62,7 +60,7 @@ class RangeReader:
             time.monotonic_ns() - read_ns,
         )
 
-    def read(self, request: ReadRequest) -> int:
+    def _read(self, request: ReadRequest) -> int:
         """Read one range, piece by piece; its length."""
         source = self._open(request)
         size_bytes = _length(request, source)
@@ -71,19 +69,19 @@ class RangeReader:
             piece = self._buffer[: min(len(self._buffer), size_bytes - done)]
             source.read_into(request.offset + done, piece)
             done += len(piece)
-        self._leave(request)
+        self._close_if_whole(request)
         return done
 
     def close(self) -> None:
-        """Let go of the open object."""
+        """Close the open object, if there is one."""
         if self._source is not None:
             self._source.close()
             self._source = self._key = None
 
     def _read_block(self, block: BlockRequest) -> list[Extent]:
-        """All ranges of a block, beside each other in memory that the next block uses again."""
+        """All ranges of a block, side by side in memory that the next block reuses."""
         lengths = [_length(read, self._open(read)) for read in block.reads]
-        places = [round_up(length, self._alignment) for length in lengths]
+        places = [round_up(length, _ALIGNMENT) for length in lengths]
         if sum(places) > len(self._block):
             self._block = aligned_buffer(sum(places))
         pieces, begin = [], 0
@@ -93,7 +91,7 @@ class RangeReader:
             pieces.append(Extent(read.offset, piece))
             begin += place
         for read in block.reads:
-            self._leave(read)
+            self._close_if_whole(read)
         return pieces
 
     def _open(self, request: ReadRequest) -> Source:
@@ -112,11 +110,9 @@ class RangeReader:
             )
         return self._source
 
-    def _leave(self, request: ReadRequest) -> None:
+    def _close_if_whole(self, request: ReadRequest) -> None:
         if request.size_bytes is None:
-            self.close()  # read whole: it is not asked for again in this epoch
-
-    _alignment: Final = 4096
+            self.close()  # an object that was read whole is not requested again in this epoch
 
 
 def _length(request: ReadRequest, source: Source) -> int:

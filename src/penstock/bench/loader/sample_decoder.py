@@ -8,37 +8,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from penstock.bench.loader.loader_protocol import BlockRequest
 from penstock.dataset.content import Content
+from penstock.dataset.dataset_manifest import DatasetRecipe
+from penstock.dataset.formats.format_protocol import Extent, FileFormat
 from penstock.errors import StorageError
-
-if TYPE_CHECKING:
-    from penstock.bench.loader.loader_protocol import BlockRequest
-    from penstock.dataset.dataset_manifest import DatasetRecipe
-    from penstock.dataset.formats.format_protocol import Extent, FileFormat, Sample
 
 SAMPLED: Final = 16
 """One in this many blocks is checked by `ContentCheck.SAMPLE`."""
 
 
 class ContentCheck(StrEnum):
-    """How many of the blocks that are read are held against what was generated."""
+    """How many of the blocks that are read are compared with what was generated."""
 
     OFF = "off"
     SAMPLE = "sample"
     FULL = "full"
 
     def includes(self, block: int) -> bool:
-        """Whether the block of this number, in a rank's order, is one of them."""
+        """Whether the block of this number, in a rank's order, is checked."""
         return self is ContentCheck.FULL or (self is ContentCheck.SAMPLE and block % SAMPLED == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class FormatDecoder:
-    """A `Decoder` by the data set's own format and recipe."""
+    """A `Decoder` that knows the data set's format and recipe."""
 
     kind: FileFormat
     recipe: DatasetRecipe
@@ -51,14 +49,10 @@ class FormatDecoder:
         content = Content(self.recipe.seed, block.plan.index, self.recipe.reduction)
         expected = self.kind.expected(block.plan, content, block.samples)
         for sample, stored, right in zip(block.samples, decoded, expected, strict=True):
-            if not _same_bytes(stored, right):
+            # Bytes are compared, because content has NaNs, which equal nothing.
+            if np.ascontiguousarray(stored).tobytes() != np.ascontiguousarray(right).tobytes():
                 raise StorageError(
                     f"Sample {sample} of {block.plan.name} is not what was generated",
                     uri=block.plan.name,
                     fix="`penstock training verify` names all wrong files; delete them and generate again.",
                 )
-
-
-def _same_bytes(one: Sample, other: Sample) -> bool:
-    """Whether two arrays hold the same bytes: content has NaNs, which equal nothing."""
-    return np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()

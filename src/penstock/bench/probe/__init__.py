@@ -1,7 +1,6 @@
 """What can this storage do at best, from here? Plan the steps, time each, sum up over ranks, clean up."""
 
-from penstock.bench.probe.measurement import ProbeMeasurement
 from penstock.bench.probe.probe_plan import ProbeRequest
-from penstock.bench.probe.probe_run import ProbeResult, probe
+from penstock.bench.probe.probe_run import ProbeMeasurement, ProbeResult, probe
 
 __all__ = ["ProbeMeasurement", "ProbeRequest", "ProbeResult", "probe"]

@@ -10,20 +10,17 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
+from penstock.bench.probe.probe_plan import Mode
+from penstock.cluster.comm import Comm
+from penstock.environment import Environment
 from penstock.errors import ObjectNotFound, StorageError
-from penstock.storage import open_storage
+from penstock.storage import Storage, open_storage
 from penstock.storage.capabilities import find_local_paths, find_local_root, unwrap
 from penstock.storage.in_memory import MemoryStorage
+from penstock.storage.uri import Location
 from penstock.storage.volumes import nearest_folder, require_free_space
-
-if TYPE_CHECKING:
-    from penstock.bench.probe.probe_plan import Mode
-    from penstock.cluster.comm import Comm
-    from penstock.environment import Environment
-    from penstock.storage import Storage
-    from penstock.storage.uri import Location
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +69,7 @@ class ProbeFolder:
         return frozenset(self._keys)
 
     def expect_objects(self, keys: Iterable[str]) -> None:
-        """Note objects before they are written, so that even half of them will be removed."""
+        """Note objects before they are written, so that incomplete ones are removed, too."""
         self._keys.update(keys)
 
     def remove_objects(self) -> None:
@@ -91,9 +88,9 @@ class ProbeFolder:
             shutil.rmtree(self.folder, ignore_errors=True)
             return
         try:
-            for seen in self.storage.list():
+            for stored in self.storage.list():
                 with suppress(ObjectNotFound):
-                    self.storage.delete(seen.key)
+                    self.storage.delete(stored.key)
         except StorageError as error:
             logger.warning("What the probe wrote may still be at %s: %s", self.storage.uri, error)
 
@@ -103,7 +100,7 @@ class ProbeFolder:
                 folder.rmdir()
 
     def check_free_space(self, size_bytes: int) -> None:
-        """Fail before the first byte if the file system can't hold one measurement and a little more."""
+        """Fail before the first byte if the file system has no room for one measurement and a little more."""
         require_free_space(
             self.folder,
             size_bytes,
@@ -113,7 +110,7 @@ class ProbeFolder:
 
 
 def _find_mode(storage: Storage) -> Mode:
-    """How the storage moves bytes, as far as its capabilities tell."""
+    """How the storage moves bytes, by its capabilities."""
     paths = find_local_paths(storage)
     if paths is not None:
         return "buffered" if paths.uses_page_cache else "direct"
@@ -121,7 +118,7 @@ def _find_mode(storage: Storage) -> Mode:
 
 
 def _missing_folders(folder: Path | None) -> list[Path]:
-    """The folders that a probe will make, innermost first: these it removes again, and no others."""
+    """The folders that a probe will make, innermost first; it removes these, and no others."""
     if folder is None:
         return []
     return [folder, *(parent for parent in folder.parents if nearest_folder(parent) != parent)]

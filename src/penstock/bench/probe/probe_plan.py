@@ -24,7 +24,7 @@ NUM_FSYNCS: Final = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeRequest:
-    """What the user asked: `size_bytes` is what each measurement moves, over all streams and ranks."""
+    """The user's request; each measurement moves `size_bytes`, over all streams and ranks."""
 
     uri: str
     size_bytes: int = 2 << 30
@@ -61,13 +61,13 @@ class ProbeStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroup:
-    """Steps on one set of files: the first writes them, the others read them, then they go."""
+    """Steps on one set of files: the first writes them, the others read them, then they are removed."""
 
     steps: tuple[ProbeStep, ...]
 
 
 def probe_locations(uri: str) -> tuple[Location, ...]:
-    """Where to measure: a plain path means both ways through a file system, a URI just its own."""
+    """Where to measure: a plain path is measured with and without the page cache, a URI only as it says."""
     location = parse_uri(uri)
     if is_plain_path(uri):
         return (location, Location("direct", location.root))
@@ -99,7 +99,7 @@ def _sequential(mode: Mode, streams: int, block_bytes: int, share_bytes: int) ->
 
 
 def _random(write: ProbeStep) -> ProbeStep:
-    """Random reads over the files that `write` left, at most as many as tell the truth quickly."""
+    """Random reads of the files that `write` left, only as many as a stable figure needs."""
     stream_bytes = write.block_bytes * write.blocks_per_stream
     block_bytes = min(RANDOM_BLOCK_BYTES, stream_bytes)
     return ProbeStep(

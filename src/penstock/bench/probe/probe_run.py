@@ -1,26 +1,38 @@
 """A probe from start to finish: at each location, as large as the time allows, group by group.
 
-Collective: every rank runs the same steps in the same order and returns the same result.
+Collective: every rank runs the same steps in the same order and returns the same result. A rank's time runs
+from the common start to its last durable byte; the job's rate is all bytes divided by the longest of these
+times. A stream that fails stops all others, and its error is the one that is raised.
 """
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from penstock.bench.probe.measurement import ProbeMeasurement, measure
+import numpy as np
+
+from penstock.bench.probe import timed_streams
 from penstock.bench.probe.probe_folder import FOLDER_PREFIX, ProbeFolder
 from penstock.bench.probe.probe_plan import ProbeRequest, ProbeStep, plan_groups, probe_locations
+from penstock.bench.probe.timed_streams import Blocks, StreamStopped, StreamTask, StreamTimes
+from penstock.cluster.comm import Comm
+from penstock.environment import Environment
+from penstock.progress import Progress
 from penstock.storage import Counters
+from penstock.storage.protocol import OptionValue
+from penstock.storage.residency import evict_file
 from penstock.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.environment import Environment
-    from penstock.progress import Progress
-    from penstock.storage.protocol import OptionValue
+    from numpy.typing import NDArray
+
 
 _CALIBRATION_BLOCKS: Final = 4
 _CALIBRATION_BLOCK_BYTES: Final = 8 << 20
@@ -56,24 +68,24 @@ def probe(
     folder_name = comm.broadcast(
         f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}", awaiting="the name of the probe's folder"
     )
-    seen: list[_SeenPlace] = []
+    probed: list[_LocationResult] = []
     for location in probe_locations(request.uri):
         with ProbeFolder(location, folder_name, comm=comm, environment=environment, options=options) as place:
-            seen.append(_probe_place(request, place, comm=comm, progress=progress))
+            probed.append(_probe_location(request, place, comm=comm, progress=progress))
     return ProbeResult(
         uri=request.uri,
         ranks=comm.size,
         hosts=tuple(dict.fromkeys(comm.gather(comm.host, awaiting="the names of all hosts"))),
         size_bytes=request.size_bytes,
-        storage={place.mode: place.options for place in seen},
-        counters={place.mode: place.counters.record() for place in seen},
-        measurements=tuple(measurement for place in seen for measurement in place.measurements),
-        notes=tuple(note for place in seen for note in place.notes),
+        storage={location.mode: location.options for location in probed},
+        counters={location.mode: location.counters.record() for location in probed},
+        measurements=tuple(measured for location in probed for measured in location.measurements),
+        notes=tuple(note for location in probed for note in location.notes),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SeenPlace:
+class _LocationResult:
     """One location's share of the result."""
 
     mode: str
@@ -83,7 +95,9 @@ class _SeenPlace:
     notes: tuple[str, ...]
 
 
-def _probe_place(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> _SeenPlace:
+def _probe_location(
+    request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
+) -> _LocationResult:
     place.check_free_space(request.size_bytes)
     affordable_bytes = _affordable_bytes(request, place, comm=comm, progress=progress)
     sized = replace(request, size_bytes=min(request.size_bytes, affordable_bytes))
@@ -92,10 +106,10 @@ def _probe_place(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progr
     counters = sum(comm.gather(mine, awaiting="what the storages of all ranks counted"), Counters())
     notes = []
     if affordable_bytes < request.size_bytes:
-        notes.append(_smaller(request, place, affordable_bytes))
+        notes.append(_note_smaller_size(request, place, affordable_bytes))
     if counters.retries or counters.errors:
-        notes.append(f"{place.mode}: {counters.retries} retries and {counters.errors} errors on the way.")
-    return _SeenPlace(
+        notes.append(f"{place.mode}: {counters.retries} retries and {counters.errors} errors.")
+    return _LocationResult(
         mode=place.mode,
         options=place.storage.options,
         counters=counters,
@@ -107,9 +121,9 @@ def _probe_place(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progr
 def _measure_all(
     request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress
 ) -> Iterator[ProbeMeasurement]:
-    """Every step once, and the first one before that untimed: memory not used lately is slow.
+    """Every step once. The first step also runs before, uncounted: memory not used lately is slow.
 
-    What it wrote is removed at once, so that the timed write gets the same, now warm, memory.
+    What that run wrote is removed at once, so that the timed write gets the same, now warm, memory.
     """
     groups = plan_groups(request, place.mode, num_ranks=comm.size)
     measure(groups[0].steps[0], place, comm=comm, progress=progress)
@@ -122,7 +136,7 @@ def _measure_all(
 
 
 def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, progress: Progress) -> int:
-    """What one stream of each rank moves in `max_seconds`: a short first write tells, and warms up."""
+    """What one stream of each rank moves in `max_seconds`, by a short first write, which also warms up."""
     block_bytes = min(_CALIBRATION_BLOCK_BYTES, request.size_bytes)
     step = ProbeStep(
         op="write",
@@ -131,14 +145,224 @@ def _affordable_bytes(request: ProbeRequest, place: ProbeFolder, *, comm: Comm, 
         block_bytes=block_bytes,
         blocks_per_stream=_CALIBRATION_BLOCKS,
     )
-    seen = measure(step, place, comm=comm, progress=progress)
+    measured = measure(step, place, comm=comm, progress=progress)
     place.remove_objects()
-    return max(_SMALLEST_SIZE_BYTES, int(seen.moved_bytes / seen.elapsed_s * request.max_seconds))
+    return max(_SMALLEST_SIZE_BYTES, int(measured.moved_bytes / measured.elapsed_s * request.max_seconds))
 
 
-def _smaller(request: ProbeRequest, place: ProbeFolder, affordable_bytes: int) -> str:
+def _note_smaller_size(request: ProbeRequest, place: ProbeFolder, affordable_bytes: int) -> str:
     expected_s = request.size_bytes / affordable_bytes * request.max_seconds
     return (
         f"{place.mode}: {format_bytes(request.size_bytes)} would take about {format_seconds(expected_s)} a "
         f"measurement, so each moved {format_bytes(affordable_bytes)}. --max-seconds changes that."
     )
+
+
+_BLOCK_MEMORY_BYTES: Final = 512 << 20
+"""Limit of the memory of one rank's blocks, whatever depth a storage asks for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeMeasurement:
+    """One step, over all ranks. `resident_before` is the share of the files that memory held before a read.
+
+    `streams` is per rank; `drain_s` is the part of `elapsed_s` that the slowest stream waited for durability.
+    """
+
+    op: str
+    mode: str
+    ranks: int
+    streams: int
+    block_bytes: int
+    moved_bytes: int
+    elapsed_s: float
+    drain_s: float
+    gib_per_s: float
+    operations_per_s: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+    copied_bytes: int
+    resident_before: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _RankTimes:
+    """One rank's part of a measurement; `resident` is (in memory, in total) bytes of its files."""
+
+    elapsed_ns: int
+    drain_ns: int
+    copied_bytes: int
+    resident: tuple[int, int]
+    latencies_ns: NDArray[np.int64]
+
+
+_OPERATIONS: Final[Mapping[str, Callable[[StreamTask], StreamTimes]]] = {
+    "write": timed_streams.write,
+    "read": timed_streams.read,
+    "random_read": timed_streams.random_read,
+    "small_write": timed_streams.small_write,
+    "small_read": timed_streams.small_read,
+}
+
+
+def measure(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> ProbeMeasurement:
+    """Time one step; collective. Steps that read need the step that wrote to have run in the same place."""
+    phase = f"{place.mode} {step.op}, {step.streams} x {format_bytes(step.block_bytes)}"
+    progress.begin(phase, step.size_bytes)
+    if step.op in ("write", "small_write", "fsync"):
+        place.expect_objects(_keys_written(step, comm.rank))
+    resident = _evict_files(step, place)
+    copied_before = place.storage.counters.snapshot().copied_bytes.total()
+    times = _run_streams(step, place, comm=comm, progress=progress)
+    mine = _RankTimes(
+        elapsed_ns=max(stream.end_ns for stream in times) - min(stream.start_ns for stream in times),
+        drain_ns=max(stream.drain_ns for stream in times),
+        copied_bytes=place.storage.counters.snapshot().copied_bytes.total() - copied_before,
+        resident=resident,
+        latencies_ns=np.concatenate([stream.latencies_ns for stream in times]),
+    )
+    return _sum_up(step, comm.gather(mine, awaiting=f"all ranks to finish {phase}"))
+
+
+def _sum_up(step: ProbeStep, ranks: list[_RankTimes]) -> ProbeMeasurement:
+    latencies_ms = np.concatenate([rank.latencies_ns for rank in ranks]) / 1e6
+    elapsed_s = max(rank.elapsed_ns for rank in ranks) / 1e9
+    moved_bytes = step.size_bytes * len(ranks)
+    resident_bytes = sum(rank.resident[0] for rank in ranks)
+    file_bytes = sum(rank.resident[1] for rank in ranks)
+    return ProbeMeasurement(
+        op=step.op,
+        mode=step.mode,
+        ranks=len(ranks),
+        streams=step.streams,
+        block_bytes=step.block_bytes,
+        moved_bytes=moved_bytes,
+        elapsed_s=elapsed_s,
+        drain_s=max(rank.drain_ns for rank in ranks) / 1e9,
+        gib_per_s=moved_bytes / elapsed_s / 2**30,
+        operations_per_s=latencies_ms.size / elapsed_s,
+        p50_ms=float(np.percentile(latencies_ms, 50)),
+        p99_ms=float(np.percentile(latencies_ms, 99)),
+        max_ms=float(latencies_ms.max()),
+        copied_bytes=sum(rank.copied_bytes for rank in ranks),
+        resident_before=resident_bytes / file_bytes if file_bytes else None,
+    )
+
+
+def _run_streams(step: ProbeStep, place: ProbeFolder, *, comm: Comm, progress: Progress) -> list[StreamTimes]:
+    """Start all threads, start the clocks together on all ranks, wait; the first real failure is raised."""
+    gate = threading.Barrier(step.streams + 1)
+    stop = threading.Event()
+    with ThreadPoolExecutor(step.streams) as pool, ExitStack() as undo:
+        undo.callback(stop.set)
+        undo.callback(gate.abort)
+        futures = [
+            pool.submit(
+                _run_stream,
+                _operation(step, place),
+                StreamTask(
+                    storage=place.storage,
+                    step=step,
+                    key=_stream_key(comm.rank, stream),
+                    blocks=_blocks(step, place, stream_id=comm.rank << 12 | stream),
+                    gate=gate,
+                    stop=stop,
+                    progress=progress,
+                ),
+            )
+            for stream in range(step.streams)
+        ]
+        with suppress(threading.BrokenBarrierError):  # the stream that broke the gate carries the reason
+            gate.wait()
+            comm.barrier(awaiting=f"all ranks to be ready for {step.op}")
+            gate.wait()
+        return _results(futures)
+
+
+def _operation(step: ProbeStep, place: ProbeFolder) -> Callable[[StreamTask], StreamTimes]:
+    if step.op == "fsync":
+        return partial(timed_streams.fsync, folder=str(place.folder))
+    return _OPERATIONS[step.op]
+
+
+def _run_stream(operation: Callable[[StreamTask], StreamTimes], task: StreamTask) -> StreamTimes:
+    """Run one stream; if it fails, the others stop and none waits for it."""
+    with ExitStack() as undo:
+        undo.callback(task.stop.set)
+        undo.callback(task.gate.abort)
+        times = operation(task)
+        undo.pop_all()
+    return times
+
+
+def _results(futures: list[Future[StreamTimes]]) -> list[StreamTimes]:
+    failures = [error for future in futures if (error := future.exception()) is not None]
+    causes = [error for error in failures if not isinstance(error, StreamStopped)]
+    if failures:
+        raise (causes or failures)[0]
+    return [future.result() for future in futures]
+
+
+def _blocks(step: ProbeStep, place: ProbeFolder, *, stream_id: int) -> Blocks:
+    """As many blocks as the storage keeps in flight, and one to fill meanwhile, as far as memory allows.
+
+    A storage that writes in the caller's thread gets a single block, which stays in the processor's cache.
+    """
+    options = place.storage.options
+    in_flight = options.get("parts_in_flight") or options.get("writes_in_flight")
+    overlaps = step.op == "write" and isinstance(in_flight, int) and in_flight > 1
+    wanted = in_flight + 1 if overlaps and isinstance(in_flight, int) else 1
+    most = max(2, _BLOCK_MEMORY_BYTES // (step.streams * step.block_bytes))
+    return Blocks(min(wanted, most), step.block_bytes, stream_id=stream_id)
+
+
+def _stream_key(rank: int, stream: int) -> str:
+    return f"rank{rank}-stream{stream}"
+
+
+def _keys_written(step: ProbeStep, rank: int) -> Iterator[str]:
+    for stream in range(step.streams):
+        key = _stream_key(rank, stream)
+        if step.op == "small_write":
+            yield from (timed_streams.small_key(key, number) for number in range(step.blocks_per_stream))
+        else:
+            yield key
+
+
+def _evict_files(step: ProbeStep, place: ProbeFolder) -> tuple[int, int]:
+    """Before a buffered read, evict this rank's files from the page cache; bytes that stayed, of how many."""
+    if place.folder is None or place.mode != "buffered" or "read" not in step.op:
+        return 0, 0
+    resident_bytes = file_bytes = 0
+    for key in place.keys:
+        left = evict_file(str(place.folder / key)).after
+        resident_bytes += left.resident_bytes
+        file_bytes += left.total_bytes
+    return resident_bytes, file_bytes
+
+
+def measurement_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
+    """One row per measurement: what was done, how fast, how evenly."""
+    return [
+        {
+            "operation": measured.op.replace("_", " "),
+            "mode": measured.mode,
+            "streams": str(measured.streams),
+            "block": format_bytes(measured.block_bytes),
+            "GiB/s": f"{measured.gib_per_s:.3f}",
+            "ops/s": f"{measured.operations_per_s:,.0f}",
+            "p50 ms": f"{measured.p50_ms:.2f}",
+            "p99 ms": f"{measured.p99_ms:.2f}",
+        }
+        for measured in measurements
+    ]
+
+
+def headline_rows(measurements: Iterable[ProbeMeasurement]) -> list[dict[str, str]]:
+    """The best measurement of each operation and mode."""
+    best: dict[tuple[str, str], ProbeMeasurement] = {}
+    for measured in measurements:
+        key = (measured.op, measured.mode)
+        best[key] = max(best.get(key, measured), measured, key=lambda other: other.gib_per_s)
+    return measurement_rows(best.values())

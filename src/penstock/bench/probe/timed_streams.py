@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from penstock.bench.probe.probe_plan import ProbeStep
 from penstock.errors import PenstockError, StorageTimeout
+from penstock.progress import Progress
+from penstock.storage import Storage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.bench.probe.probe_plan import ProbeStep
-    from penstock.progress import Progress
-    from penstock.storage import Storage
-
 
 _SILENCE_S = 300
-"""How long a storage may take no block at all before it counts as dead."""
+"""How long a storage may accept no block at all before it counts as dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,7 @@ class StreamTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTimes:
-    """What one thread saw, on the monotonic clock. `drain_ns` is the wait for durability at the end."""
+    """One thread's times on the monotonic clock. `drain_ns` is the wait for durability at the end."""
 
     start_ns: int
     end_ns: int
@@ -57,7 +56,7 @@ class StreamTimes:
 
 
 class StreamStopped(PenstockError):
-    """Another stream failed or the user interrupted: this one gives up, and is not the cause."""
+    """Raised in streams that stop because another one failed or the user interrupted; never the cause."""
 
     def __init__(self) -> None:
         super().__init__("Stopped because the measurement as a whole stopped")
@@ -91,7 +90,7 @@ class _Watch:
 
 
 def _watch(task: StreamTask) -> _Watch:
-    """Wait until everybody is ready, then start the clock."""
+    """Wait until all threads and ranks are ready, then start the clock."""
     watch = _Watch(np.zeros(task.step.blocks_per_stream, dtype=np.int64), task.stop)
     task.gate.wait()
     task.gate.wait()
@@ -127,7 +126,7 @@ def _next_free(free: SimpleQueue[int], task: StreamTask) -> int:
         return free.get(timeout=_SILENCE_S)
     except Empty:
         raise StorageTimeout(
-            f"Storage has kept all {len(task.blocks)} blocks for {_SILENCE_S} s without taking one",
+            f"Storage has kept all {len(task.blocks)} blocks for {_SILENCE_S} s without releasing one",
             uri=f"{task.storage.uri}/{task.key}",
             fix="Look at the server's load; on object stores lower parts_in_flight.",
         ) from None
@@ -203,7 +202,7 @@ def small_read(task: StreamTask) -> StreamTimes:
 
 
 def fsync(task: StreamTask, folder: str) -> StreamTimes:
-    """One block appended and fsynced at a time, as a journal does; the waist has no such verb."""
+    """One block appended and fsynced at a time, as a journal does; the storage protocol has no such call."""
     path = os.path.join(folder, task.key)  # noqa: PTH118 - a path for os.open on the next line
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with ExitStack() as undo:

@@ -12,21 +12,18 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
+from penstock.bench.compute import PreprocessTimes
 from penstock.bench.loader.loader_protocol import BatchRequest, BlockRequest, ReadRequest
 from penstock.bench.loader.sample_decoder import ContentCheck
-from penstock.dataset.formats.format_protocol import COMPUTED
+from penstock.bench.training.sample_sharding import RankEpoch
+from penstock.bench.training.training_files import TrainingFiles
+from penstock.dataset.formats.format_protocol import COMPUTED, FilePlan, FileSurvey
+from penstock.results.step_events import StepPhase
+from penstock.storage import Storage
 from penstock.storage.aligned import round_up
 from penstock.storage.protocol import WrappedSource
-
-if TYPE_CHECKING:
-    from penstock.bench.compute import PreprocessTimes
-    from penstock.bench.training.sample_sharding import RankEpoch
-    from penstock.bench.training.training_files import TrainingFiles
-    from penstock.dataset.formats.format_protocol import FilePlan, FileSurvey
-    from penstock.results.step_events import StepPhase
-    from penstock.storage import Storage
 
 TRANSFER_BYTES: Final = 256 << 10
 """One sequential read where the workload does not say: what TensorFlow reads of a TFRecord file."""

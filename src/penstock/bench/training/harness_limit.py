@@ -1,4 +1,4 @@
-"""The harness limit: the same plan, loader, threads and barriers on storage that costs nothing.
+"""The harness limit: the same plan, loader, threads and barriers on storage that costs no time.
 
 Measured for a few seconds before the real run. It is the most that this client can deliver, so a result close
 to it says nothing about storage. Only reading is replaced.
@@ -13,34 +13,33 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from penstock.bench.loader.loader_protocol import ReadRequest
+from penstock.bench.loader.loader_protocol import BatchRequest, LoaderOptions, ReadRequest
 from penstock.bench.step_recorder import read_clocks
 from penstock.bench.training.sample_sharding import RankEpoch
 from penstock.bench.training.training_loop import TrainingLoop, make_phase_works
 from penstock.bench.training.training_result import HarnessLimit
+from penstock.cluster.comm import Comm
 from penstock.errors import ObjectNotFound
+from penstock.progress import Progress
 from penstock.results.phase_figures import compute_phase_figures
 from penstock.results.step_events import SPAN_TYPE, STEP_TYPE, RankEvents, SpanEvent, StepEvent, StepPhase
+from penstock.storage import Source, Storage
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedStorage
+from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.loader_protocol import BatchRequest, LoaderOptions
     from penstock.bench.training.training_run import PreparedTraining
-    from penstock.cluster.comm import Comm
-    from penstock.progress import Progress
-    from penstock.storage import Source, Storage
-    from penstock.workload.spec import Workload
 
 LONGEST_S: Final = 3.0
 FEWEST_STEPS: Final = 8
 MOST_STEPS: Final = 200
 _KNOWN_FILES: Final = 1 << 16
-"""Files that are looked into before the run, so that it looks into none while it is timed."""
+"""Files surveyed before the run and remembered, so that none is surveyed while it is timed."""
 
 
 def count_limit_steps(compute_s: float, num_steps: int) -> int:
-    """How many steps the ceiling run takes: about `LONGEST_S` of computation, never more than an epoch."""
+    """How many steps the measurement takes: about `LONGEST_S` of computation, never more than an epoch."""
     affordable = int(LONGEST_S / compute_s) if compute_s > 0 else MOST_STEPS
     return min(num_steps, max(FEWEST_STEPS, min(affordable, MOST_STEPS)))
 
@@ -63,8 +62,8 @@ def measure_harness_limit(
     order = RankEpoch(plan.sharding, rank=comm.rank, epoch=1)
     sizes = object_sizes(work.batches.of_epoch(order, num_steps), storage)
     recorder = EventsInMemory()
-    progress.begin("ceiling run, steps", num_steps)
-    with closing(options.start(ZeroCostStorage(storage, sizes), partial(_free_elsewhere, sizes))) as loader:
+    progress.begin("measuring the harness limit, steps", num_steps)
+    with closing(options.start(ZeroCostStorage(storage, sizes), partial(_open_zero_cost, sizes))) as loader:
         loop = TrainingLoop(
             comm=comm,
             loader=loader,
@@ -72,10 +71,10 @@ def measure_harness_limit(
             progress=progress,
             planned_ahead=options.prefetch_batches + 2,
         )
-        comm.barrier(awaiting="all ranks to begin the ceiling run")
+        comm.barrier(awaiting="all ranks to begin measuring the harness limit")
         loop.train(work, 1, num_steps)
     mine = recorder.events(rank=comm.rank, host=comm.host)
-    figures = compute_phase_figures(comm.gather(mine, awaiting="the ceiling run of all ranks"), workload)
+    figures = compute_phase_figures(comm.gather(mine, awaiting="the harness limit of all ranks"), workload)
     if figures is None or figures.times is None:
         return None
     strict = figures.au_strict_percent
@@ -102,30 +101,30 @@ class ZeroCostStorage(WrappedStorage):
         return _ZeroCostSource(self._sizes[key])
 
 
-def _free_elsewhere(sizes: Mapping[str, int]) -> Storage:
-    """The same in another process, where the storage around which it would be is not open."""
+def _open_zero_cost(sizes: Mapping[str, int]) -> Storage:
+    """The same in a worker process, where the wrapped storage is not open."""
     return ZeroCostStorage(MemoryStorage(), sizes)
 
 
 class _ZeroCostSource:
-    """Knows its size, and nothing else."""
+    """An object of which only the size is known."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Leave `buffer` as it is."""
+        """Leave `buffer` unchanged."""
 
     def close(self) -> None:
         """Nothing is open."""
 
 
 def object_sizes(requests: Iterable[BatchRequest], storage: Storage) -> dict[str, int]:
-    """How big the objects are that these requests read; `storage` is asked where they do not say."""
+    """The sizes of the objects that these requests read; looked up at `storage` where they do not say."""
     sizes: dict[str, int] = {}
     for request in requests:
         for read in request.requests:
-            assert isinstance(read, ReadRequest), "the ceiling run decodes nothing"
+            assert isinstance(read, ReadRequest), "the harness limit is measured without decoding"
             if read.expected_bytes is not None:
                 sizes[read.key] = read.expected_bytes
             elif read.size_bytes is not None:
@@ -136,7 +135,7 @@ def object_sizes(requests: Iterable[BatchRequest], storage: Storage) -> dict[str
 
 
 class EventsInMemory:
-    """A `Recorder` in memory, for runs that leave no record."""
+    """An `EventRecorder` in memory, for runs that leave no record."""
 
     def __init__(self) -> None:
         self._steps: list[StepEvent] = []
@@ -151,7 +150,7 @@ class EventsInMemory:
         self._spans.append(span)
 
     def events(self, *, rank: int, host: str) -> RankEvents:
-        """All that was kept, as one rank's events."""
+        """Everything recorded, as one rank's events."""
         return RankEvents(
             clock=read_clocks(rank, host),
             steps=np.array(self._steps, STEP_TYPE),

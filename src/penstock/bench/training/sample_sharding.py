@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bench.epoch_order import AssignedItems, EpochOrder, Remainder, Shard
+from penstock.bench.epoch_order import EpochOrder, EvenDivision, Remainder
 from penstock.errors import UsageError
 from penstock.results.step_events import StepPhase
-from penstock.workload.choices import FileAccess, Shuffle
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Workload
+from penstock.workload.choices import FileSharing, Shuffle
+from penstock.workload.spec import Workload
 
 Items = NDArray[np.int64]
 
@@ -30,7 +28,7 @@ _STEP_ITEMS: Final = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How the samples of one phase are dealt out. `group` items go to a rank at a time."""
+    """How the samples of one phase are divided among ranks. `group` items go to a rank at a time."""
 
     num_files: int
     samples_per_file: int
@@ -46,26 +44,26 @@ class Sharding:
     """The stream of samples is shuffled in pieces of this many; 0 takes them in turn."""
     new_order_each_epoch: bool = True
     run_items: int = 1
-    """So many items in a row are shuffled as a whole, and stay in turn."""
+    """This many neighbouring items are shuffled as a whole, and stay in turn."""
 
     @property
     def items_per_file(self) -> int:
-        """The last one of a file may be shorter."""
+        """Items of one file; the last one may be shorter."""
         return -(-self.samples_per_file // self.item_samples)
 
     @property
     def num_items(self) -> int:
-        """Over all files."""
+        """Items of all files."""
         return self.num_files * self.items_per_file
 
     @property
     def num_samples(self) -> int:
-        """Over all files."""
+        """Samples of all files."""
         return self.num_files * self.samples_per_file
 
-    def shard(self) -> Shard:
+    def divide(self) -> EvenDivision:
         """The division of items among places: `group` places a rank."""
-        return Shard(self.num_items, self.num_ranks * self.group, 0, self.division)
+        return EvenDivision(self.num_items, self.num_ranks * self.group, self.division)
 
     def sizes(self, items: Items) -> Items:
         """How many samples each of these items has."""
@@ -77,7 +75,7 @@ class Sharding:
 def shard_training(
     workload: Workload, *, block_samples: int, num_ranks: int, division: Remainder, seed: int
 ) -> Sharding:
-    """The deal of the training files. `seed` counts, whatever the workload says."""
+    """The sharding of the training files. `seed` counts, whatever the workload says."""
     reader, dataset = workload.reader, workload.dataset
     shuffles = Shuffle.SEED if _is_on(reader.file_shuffle) or _is_on(reader.sample_shuffle) else Shuffle.OFF
     return _shard_phase(
@@ -93,7 +91,7 @@ def shard_training(
 
 
 def shard_evaluation(workload: Workload, *, block_samples: int, num_ranks: int, seed: int) -> Sharding:
-    """The deal of the evaluation files: in turn; the end that fills no batch is left out."""
+    """The sharding of the evaluation files: in turn; the end that fills no batch is left out."""
     return _shard_phase(
         workload,
         phase=StepPhase.EVAL,
@@ -120,8 +118,8 @@ def _shard_phase(
     reader, samples_per_file = workload.reader, workload.dataset.num_samples_per_file
     is_training = phase is StepPhase.TRAIN
     mixes_samples = is_training and _is_on(reader.sample_shuffle)
-    # Samples that stay in turn are read file by file, unless ranks shall share files or there are too few.
-    is_shared = reader.file_access is not FileAccess.MULTI
+    # Samples that stay in turn are read file by file, unless ranks share files or there are too few.
+    is_shared = reader.file_access is not FileSharing.MULTI
     is_split = mixes_samples or is_shared or num_files < num_ranks
     item_samples = block_samples if is_split else samples_per_file
     batch_size = reader.batch_size if is_training else reader.batch_size_eval
@@ -150,25 +148,25 @@ class RankEpoch:
     """The items of one rank in one epoch, in their order; O(1) memory."""
 
     def __init__(self, sharding: Sharding, *, rank: int, epoch: int) -> None:
-        shard = sharding.shard()
+        division = sharding.divide()
         self.sharding = sharding
         self.epoch = epoch
         self._rank = rank
-        self._num_places = shard.num_ranks
-        order = EpochOrder(
-            sharding.num_items - shard.num_left_out,
+        self._num_places = division.num_places
+        self._order = EpochOrder(
+            sharding.num_items,
             sharding.seed,
             epoch if sharding.new_order_each_epoch else 1,
             sharding.shuffle,
             run_items=sharding.run_items,
+            left_out=division.left_out(epoch),
         )
-        self._dealt = AssignedItems(order, shard.left_out(epoch))
-        self.num_items = shard.num_per_rank * sharding.group
+        self.num_items = division.num_per_place * sharding.group
 
     def items(self, start: int, stop: int) -> Items:
         """The items at this rank's positions from `start` up to `stop`."""
         turns, slots = np.divmod(np.arange(start, stop, dtype=np.int64), self.sharding.group)
-        return self._dealt.items(turns * self._num_places + self._rank * self.sharding.group + slots)
+        return self._order.items(turns * self._num_places + self._rank * self.sharding.group + slots)
 
     def pieces(self) -> Iterator[Items]:
         """All items, in arrays of bounded length."""
@@ -176,7 +174,7 @@ class RankEpoch:
             yield self.items(start, min(start + _STEP_ITEMS, self.num_items))
 
     def samples(self) -> Iterator[tuple[int, range]]:
-        """For each item its file, and its samples therein."""
+        """For each item the number of its file, and its samples in that file."""
         sharding = self.sharding
         for items in self.pieces():
             for item in items.tolist():
@@ -185,16 +183,16 @@ class RankEpoch:
                 yield number, range(begin, min(begin + sharding.item_samples, sharding.samples_per_file))
 
     def count_samples(self) -> int:
-        """How many samples they hold."""
+        """How many samples this rank's items hold."""
         if self.sharding.samples_per_file % self.sharding.item_samples == 0:
             return self.num_items * self.sharding.item_samples
         return sum(int(self.sharding.sizes(items).sum()) for items in self.pieces())
 
 
 def require_steps(sharding: Sharding, *, what: str) -> None:
-    """Refuse what cannot be dealt out: no batch for some rank, or a remainder that shall be an error."""
+    """Refuse a sharding that leaves a rank without a batch, or a remainder that is to be an error."""
     together = sharding.num_ranks * sharding.group
-    if sharding.num_items < together and sharding.division is not Remainder.PAD:
+    if sharding.num_items < (1 if sharding.division is Remainder.PAD else together):
         raise UsageError(
             f"{sharding.num_samples:,} samples are too few for {sharding.num_ranks} ranks with batches of "
             f"{sharding.batch_size}: {what} would have no step",

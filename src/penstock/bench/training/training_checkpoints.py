@@ -8,33 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.bench.checkpoint.checkpoint_folder import require_room
+from penstock.bench.checkpoint.checkpoint_result import RoundFigures
 from penstock.bench.checkpoint.progress_board import ProgressBoard, ProgressOutputs, RoundProgress
-from penstock.bench.checkpoint.round_plan import CheckpointRound, plan_objects
-from penstock.bench.checkpoint.rounds import RoundRunner, fit_pipe
+from penstock.bench.checkpoint.rounds import CheckpointRound, RoundRunner, fit_pipe, plan_objects
+from penstock.bench.loader.loader_protocol import OpenStorage
+from penstock.bench.state_layout import StateLayout
+from penstock.bench.step_recorder import StepRecorder
 from penstock.bench.training.training_result import CheckpointsTaken
 from penstock.checkpoint.saving.buffers import WarmMemory
 from penstock.checkpoint.saving.pipeline import PipelineSettings
+from penstock.cluster.comm import Comm
 from penstock.dataset.content import Content
 from penstock.progress import Silent
 from penstock.storage.capabilities import find_local_root
-
-if TYPE_CHECKING:
-    from penstock.bench.checkpoint.checkpoint_request import OpenStorage
-    from penstock.bench.checkpoint.checkpoint_result import RoundFigures
-    from penstock.bench.model_state import StateLayout
-    from penstock.bench.step_recorder import StepRecorder
-    from penstock.cluster.comm import Comm
-    from penstock.workload.spec import CheckpointSection
+from penstock.workload.spec import CheckpointSection
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsRequest:
-    """What a run saves, when, and where. `reopen` opens the place, once for each stream of the pipe."""
+    """What a run saves, when, and where. `reopen` opens the destination, once for each stream."""
 
     layout: StateLayout
     when: CheckpointSection
@@ -63,7 +59,7 @@ class TrainingCheckpoints:
     """Takes a run's checkpoints; its memory and connections are ready before the first epoch."""
 
     request: CheckpointsRequest
-    work: RoundRunner
+    runner: RoundRunner
     num_due: int
     _taken: list[RoundFigures] = field(default_factory=list)
 
@@ -87,12 +83,12 @@ class TrainingCheckpoints:
         if num_due and sizes[comm.rank]:
             memory.touch()
             Content(request.seed, 0)
-        # A bar shows the epoch; what a checkpoint adds to it would be no step.
-        outputs = ProgressOutputs(progress=Silent(), heartbeat=heartbeat, tell=_nobody_listens)
-        watch = RoundProgress(
+        # The bar shows the steps of an epoch, so checkpoints must not advance it.
+        outputs = ProgressOutputs(progress=Silent(), heartbeat=heartbeat, tell=lambda _text: None)
+        progress = RoundProgress(
             ProgressBoard(board, rank=comm.rank, num_ranks=comm.size), rank=comm.rank, outputs=outputs
         )
-        work = RoundRunner(
+        runner = RoundRunner(
             comm=comm,
             layout=request.layout,
             storages=[request.reopen() for _ in range(pipe.streams)],
@@ -101,10 +97,10 @@ class TrainingCheckpoints:
             seed=request.seed,
             shift=0,
             syncs_ranks=request.when.rank_sync,
-            watch=watch,
+            progress=progress,
             recorder=recorder,
         )
-        return cls(request=request, work=work, num_due=num_due)
+        return cls(request=request, runner=runner, num_due=num_due)
 
     def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
         """Whether one follows this step."""
@@ -112,12 +108,12 @@ class TrainingCheckpoints:
 
     def take(self, epoch: int, block: int, step: int) -> None:
         """Write it, durably; all ranks return together."""
-        each = CheckpointRound(direction="write", number=block, step=step, epoch=epoch)
-        self._taken.append(self.work.run(each, last=self.num_due))
+        checkpoint = CheckpointRound(direction="write", number=block, step=step, epoch=epoch)
+        self._taken.append(self.runner.run(checkpoint, last=self.num_due))
 
     def taken(self) -> CheckpointsTaken:
-        """What all of them came to."""
-        duration_s = sum(each.phase.duration_s for each in self._taken)
+        """The totals of all checkpoints taken."""
+        duration_s = sum(taken.phase.duration_s for taken in self._taken)
         num_bytes = self.request.layout.total_bytes
         rate = num_bytes * len(self._taken) / duration_s / GIB if duration_s else None
         return CheckpointsTaken(
@@ -125,9 +121,5 @@ class TrainingCheckpoints:
             bytes_each=num_bytes,
             duration_s=duration_s,
             gib_per_s=rate,
-            target=self.work.storages[0].uri,
+            target=self.runner.storages[0].uri,
         )
-
-
-def _nobody_listens(_text: str) -> None:
-    """A line a minute would stand between the steps of a bar."""

@@ -11,30 +11,25 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from penstock.cluster.comm import all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results
 from penstock.dataset.content import Reduction
-from penstock.dataset.data_files import DataFiles
+from penstock.dataset.data_files import DataFiles, evaluation_files, training_files
 from penstock.dataset.dataset_manifest import DatasetRecipe, read_manifest, require_same
-from penstock.dataset.file_naming import evaluation_files, training_files
+from penstock.dataset.external import ExternalFiles
 from penstock.dataset.formats import open_format
 from penstock.dataset.formats.format_base import ComputedLayout
+from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
 from penstock.errors import ObjectNotFound, UsageError
+from penstock.progress import Progress
 from penstock.results.step_events import StepPhase
+from penstock.storage import Storage
 from penstock.workload.choices import DataFormat
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.dataset.external import ExternalFiles
-    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan
-    from penstock.progress import Progress
-    from penstock.storage import Storage
-    from penstock.workload.spec import Dataset
-
+from penstock.workload.spec import Dataset
 
 OpenFormat = Callable[["Dataset", int], "FileFormat"]
-"""From a data set and the seed of its sizes to what knows its files."""
+"""Opens the format of a data set whose sample sizes are drawn by a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +41,13 @@ class TrainingFiles:
     num_train: int
     num_eval: int
     recipe: DatasetRecipe | None
-    """All that the files' bytes follow from; None of files from elsewhere."""
+    """All that the files' bytes follow from; None of an external data set."""
     num_found: int | None = None
     """How many files a listing found, over both phases; None where names are a formula."""
 
     @property
-    def need_listing(self) -> bool:
-        """Whether names are still presumed, and shall not be."""
+    def needs_listing(self) -> bool:
+        """Whether names are only presumed so far, and a listing is to find them."""
         has_files = self.dataset.format is not DataFormat.SYNTHETIC
         return has_files and self.recipe is None and self.num_found is None and not self.dataset.skip_listing
 
@@ -64,8 +59,8 @@ class TrainingFiles:
             return ()
         return (f"{self.num_found:,} files were found, and the first {num_used:,} of them are read",)
 
-    def listed(self, found: ExternalFiles) -> TrainingFiles:
-        """The same by the names that were found."""
+    def with_listing(self, found: ExternalFiles) -> TrainingFiles:
+        """The same files by the names that a listing found."""
         evaluation = self.data_files.evaluation if found.evaluation is None else found.evaluation
         return replace(
             self,
@@ -80,16 +75,16 @@ class TrainingFiles:
 
     @property
     def kind(self) -> FileFormat:
-        """The format of all of them."""
+        """Their format."""
         return self.data_files.kind
 
     @property
     def needs_survey(self) -> bool:
-        """Whether ranges are known only from a look into each file."""
+        """Whether ranges are known only after looking into each file."""
         kind = self.data_files.kind
         if not isinstance(kind, ComputedLayout):
             return True
-        # A format may share all of a computed layout but this, as compressed files do.
+        # Compressed files share all of a computed layout but the survey, which tells their size.
         return type(kind).survey is not ComputedLayout.survey  # type: ignore[comparison-overlap]  # self differs
 
     @property
@@ -115,11 +110,8 @@ class TrainingFiles:
     def keys_at(self, place: int) -> Iterator[str]:
         """The keys of one file: training files are at the first places, then those of evaluation."""
         is_training = place < self.num_train
-        plan = (
-            self.plan(StepPhase.TRAIN, place)
-            if is_training
-            else self.plan(StepPhase.EVAL, place - self.num_train)
-        )
+        phase, number = (StepPhase.TRAIN, place) if is_training else (StepPhase.EVAL, place - self.num_train)
+        plan = self.plan(phase, number)
         for part in plan.parts:
             yield part.key(plan.name)
 
@@ -136,15 +128,15 @@ def open_files(
 
     Reads the manifest that generation left, if there is one. `seed` draws sizes where there is none.
     """
-    held = None if dataset.format is DataFormat.SYNTHETIC else read_manifest(storage)
-    recipe = None if held is None else _as_generated(dataset, storage, held)
-    lying = dataset if recipe is None else recipe.dataset
+    manifest = None if dataset.format is DataFormat.SYNTHETIC else read_manifest(storage)
+    recipe = None if manifest is None else _stored_recipe(dataset, storage, manifest)
+    stored = dataset if recipe is None else recipe.dataset
     return TrainingFiles(
         dataset=dataset,
         data_files=DataFiles(
             kind=reader(dataset, seed if recipe is None else recipe.seed),
-            train=training_files(lying),
-            evaluation=evaluation_files(lying),
+            train=training_files(stored),
+            evaluation=evaluation_files(stored),
         ),
         num_train=dataset.num_files_train,
         num_eval=dataset.num_files_eval if evaluates else 0,
@@ -152,28 +144,30 @@ def open_files(
     )
 
 
-def _as_generated(dataset: Dataset, storage: Storage, held: dict[str, Any]) -> DatasetRecipe:
-    """The recipe with the real numbers of files, which their names contain."""
-    recipe = held["recipe"]
-    there = recipe["dataset"]
-    asked = {"num_files_train": dataset.num_files_train, "num_files_eval": dataset.num_files_eval}
-    for name, num_files in asked.items():
-        if there[name] < num_files:
+def _stored_recipe(dataset: Dataset, storage: Storage, manifest: dict[str, Any]) -> DatasetRecipe:
+    """The recipe with the numbers of files that exist, because file names contain them."""
+    recipe = manifest["recipe"]
+    stored = recipe["dataset"]
+    for name in ("num_files_train", "num_files_eval"):
+        if stored[name] < (num_files := getattr(dataset, name)):
             raise UsageError(
-                f"The data set has {there[name]:,} files where dataset.{name} asks for {num_files:,}",
+                f"The data set has {stored[name]:,} files where dataset.{name} asks for {num_files:,}",
                 where=storage.uri,
-                fix=f"Generate all of them into an empty place, or set dataset.{name}={there[name]}.",
+                fix=f"Generate all of them into an empty place, or set dataset.{name}={stored[name]}.",
             )
-    lying = replace(
-        dataset,
-        num_files_train=int(there["num_files_train"]),
-        num_files_eval=int(there["num_files_eval"]),
-        num_subfolders_train=int(there["num_subfolders_train"]),
-        num_subfolders_eval=int(there["num_subfolders_eval"]),
+    existing = DatasetRecipe(
+        dataset=replace(
+            dataset,
+            num_files_train=int(stored["num_files_train"]),
+            num_files_eval=int(stored["num_files_eval"]),
+            num_subfolders_train=int(stored["num_subfolders_train"]),
+            num_subfolders_eval=int(stored["num_subfolders_eval"]),
+        ),
+        seed=int(recipe["seed"]),
+        reduction=Reduction(**recipe["reduction"]),
     )
-    whole = DatasetRecipe(dataset=lying, seed=int(recipe["seed"]), reduction=Reduction(**recipe["reduction"]))
-    require_same(storage, whole)
-    return whole
+    require_same(storage, existing)
+    return existing
 
 
 _NAMED: Final = 3
@@ -189,7 +183,7 @@ class Validation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _LookUp:
     num_files: int
     num_missing: int
     missing: tuple[tuple[int, str], ...]
@@ -198,23 +192,23 @@ class _Seen:
 def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Progress) -> Validation:
     """Look up the files that `listing_validation_interval` asks for; `ObjectNotFound` if any is missing.
 
-    Collective. An interval of 0 looks up nothing, nor is looked up what was just listed; a file whose index
-    is missing is missing.
+    Collective. An interval of 0 looks up nothing, and neither does a run that has just listed its files. A
+    file whose index is missing counts as missing.
     """
     interval = 0 if files.num_found is not None else files.dataset.listing_validation_interval
     places = choose_checked_files(files, interval)[comm.rank :: comm.size]
     began_s = time.monotonic()
     progress.begin("validating files", len(places))
-    seen = all_gather_results(
+    look_ups = all_gather_results(
         comm,
         lambda: _look_up(files, storage, places, progress),
         awaiting="all ranks to validate their files",
     )
     elapsed_s = time.monotonic() - began_s
-    num_missing = sum(each.num_missing for each in seen)
-    num_files = sum(each.num_files for each in seen)
+    num_missing = sum(look_up.num_missing for look_up in look_ups)
+    num_files = sum(look_up.num_files for look_up in look_ups)
     if num_missing:
-        named = sorted(pair for each in seen for pair in each.missing)[:_NAMED]
+        named = sorted(pair for look_up in look_ups for pair in look_up.missing)[:_NAMED]
         names = ", ".join(key for _, key in named)
         raise ObjectNotFound(
             f"{num_missing:,} of {num_files:,} files looked up in {elapsed_s:.1f} s are missing: {names}",
@@ -227,7 +221,7 @@ def validate(files: TrainingFiles, storage: Storage, *, comm: Comm, progress: Pr
 
 
 def choose_checked_files(files: TrainingFiles, interval: int) -> list[int]:
-    """Of both phases the first file, every `interval`-th after it, and the last."""
+    """The first file of each phase, every `interval`-th after it, and the last."""
     if interval == 0:
         return []
     train, total = files.num_train, files.num_train + files.num_eval
@@ -236,7 +230,7 @@ def choose_checked_files(files: TrainingFiles, interval: int) -> list[int]:
     return sorted(places)
 
 
-def _look_up(files: TrainingFiles, storage: Storage, places: list[int], progress: Progress) -> _Seen:
+def _look_up(files: TrainingFiles, storage: Storage, places: list[int], progress: Progress) -> _LookUp:
     missing: list[tuple[int, str]] = []
     num_missing = 0
 
@@ -247,16 +241,16 @@ def _look_up(files: TrainingFiles, storage: Storage, places: list[int], progress
 
     with ThreadPoolExecutor(files.dataset.listing_threads, thread_name_prefix="penstock-validate") as pool:
         for start in range(0, len(places), _LOOKED_UP_TOGETHER):
-            some = places[start : start + _LOOKED_UP_TOGETHER]
-            for place, key in zip(some, pool.map(missing_key, some), strict=True):
+            chunk = places[start : start + _LOOKED_UP_TOGETHER]
+            for place, key in zip(chunk, pool.map(missing_key, chunk), strict=True):
                 if key is not None:
                     num_missing += 1
                     missing.append((place, key))
             del missing[_NAMED:]
             if num_missing:
-                left = len(places) - start - len(some)
+                left = len(places) - start - len(chunk)
                 progress.begin(f"validating files, {num_missing:,} missing so far", left)
-    return _Seen(len(places), num_missing, tuple(missing))
+    return _LookUp(len(places), num_missing, tuple(missing))
 
 
 def _first_missing(files: TrainingFiles, storage: Storage, place: int) -> str | None:

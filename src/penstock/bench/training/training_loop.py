@@ -13,44 +13,43 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.bench.compute import ComputeTimes, PreprocessTimes, SystemClock, compute_until
-from penstock.bench.loader.loader_protocol import Batch
+from penstock.bench.loader.loader_protocol import Batch, Loader
 from penstock.bench.training.batch_requests import KNOWN_FILES, BatchPlanner, SampleHandling, plan_ahead
 from penstock.bench.training.sample_sharding import RankEpoch, Sharding
+from penstock.cluster.comm import Comm
+from penstock.progress import Progress
 from penstock.results.step_events import SpanEvent, SpanKind, StepEvent, StepPhase
+from penstock.storage import Storage
 from penstock.workload.choices import ReadType
+from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:
-    from penstock.bench.loader.loader_protocol import Loader
     from penstock.bench.training.training_run import PreparedTraining
-    from penstock.cluster.comm import Comm
-    from penstock.progress import Progress
-    from penstock.storage import Storage
-    from penstock.workload.spec import Workload
 
 
 class StepCheckpointer(Protocol):
     """Takes the checkpoints of a training run."""
 
     def is_due(self, epoch: int, step: int, num_steps: int) -> bool:
-        """Whether one follows this step."""
+        """Whether a checkpoint follows this step."""
 
     def take(self, epoch: int, block: int, step: int) -> None:
-        """Take it, and record its span; collective. It ends the block, and the next one begins after it."""
+        """Take a checkpoint and record its span. Collective; it ends a block of steps."""
 
 
 class EventRecorder(Protocol):
-    """Keeps what happened, in its order."""
+    """Keeps the events of a rank, in their order."""
 
     def add_step(self, step: StepEvent) -> None:
-        """One step is over."""
+        """Keep a step that has ended."""
 
     def add_span(self, span: SpanEvent) -> None:
-        """An epoch or a block is over."""
+        """Keep an epoch or a block that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseWork:
-    """What one rank needs to run a phase: how samples are dealt out, requested, and computed on."""
+    """What one rank needs to run a phase: how samples are divided, requested, and computed on."""
 
     phase: StepPhase
     sharding: Sharding
@@ -71,9 +70,9 @@ def make_phase_works(
 ) -> dict[StepPhase, PhaseWork]:
     """The work of training, and of evaluation where the plan has one."""
     plan, seed = prepared.plan, workload.train.seed
-    deals = {StepPhase.TRAIN: plan.sharding}
+    shardings = {StepPhase.TRAIN: plan.sharding}
     if plan.evaluation is not None:
-        deals[StepPhase.EVAL] = plan.evaluation
+        shardings[StepPhase.EVAL] = plan.evaluation
     durations = {
         StepPhase.TRAIN: workload.train.computation_time,
         StepPhase.EVAL: workload.evaluation.eval_time,
@@ -98,7 +97,7 @@ def make_phase_works(
             reads_first=workload.reader.read_type is ReadType.MEMORY,
             compute=ComputeTimes(duration=durations[phase], seed=seed, phase=phase, rank=rank),
         )
-        for phase, sharding in deals.items()
+        for phase, sharding in shardings.items()
     }
 
 
@@ -123,20 +122,20 @@ class TrainingLoop:
 
     def train(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
         """One epoch of training; collective: all ranks meet after each step."""
-        return self._run(work, epoch, num_steps, self._meet_all)
+        return self._run(work, epoch, num_steps, self._meet_ranks)
 
     def evaluate(self, work: PhaseWork, epoch: int, num_steps: int) -> Preload | None:
         """One evaluation, in which ranks do not wait for each other, as with DLIO."""
-        return self._run(work, epoch, num_steps, _meet_nobody)
+        return self._run(work, epoch, num_steps, lambda _step: None)
 
-    def note_epoch(self, epoch: int, began_ns: int) -> None:
+    def record_epoch(self, epoch: int, began_ns: int) -> None:
         """Record that an epoch, its evaluation included, is over."""
-        self._note(SpanKind.EPOCH, StepPhase.TRAIN, epoch, began_ns)
+        self._add_span(SpanKind.EPOCH, StepPhase.TRAIN, epoch, began_ns)
 
     def _run(
         self, work: PhaseWork, epoch: int, num_steps: int, meet: Callable[[int], None]
     ) -> Preload | None:
-        durations_ns = work.compute.of_epoch(epoch, num_steps).tolist()
+        durations_ns = work.compute.of_epoch(epoch, num_steps)
         order = RankEpoch(work.sharding, rank=self.comm.rank, epoch=epoch)
         requests = plan_ahead(work.batches.of_epoch(order, num_steps), self.planned_ahead)
         with closing(requests):
@@ -146,10 +145,10 @@ class TrainingLoop:
             if work.reads_first:
                 preload, batches = self._preload(batches)
                 began_ns = time.monotonic_ns()
-            self._steps(work, epoch, batches, durations_ns, meet, began_ns=began_ns)
+            self._run_steps(work, epoch, batches, durations_ns, meet, began_ns=began_ns)
         return preload
 
-    def _steps(
+    def _run_steps(
         self,
         work: PhaseWork,
         epoch: int,
@@ -188,25 +187,25 @@ class TrainingLoop:
             self.progress.advance(1)
             saves = saver is not None and saver.is_due(epoch, step, num_steps)
             if saves or step == num_steps:
-                self._note(SpanKind.BLOCK, work.phase, epoch, began_ns, step=step, block=block)
+                self._add_span(SpanKind.BLOCK, work.phase, epoch, began_ns, step=step, block=block)
             if saver is not None and saves:
                 saver.take(epoch, block, step)
                 block, began_ns = block + 1, time.monotonic_ns()
 
     def _preload(self, batches: Iterator[Batch]) -> tuple[Preload, Iterator[Batch]]:
-        """Read a whole epoch, and wait for all ranks; its batches as memory gives them, without a read."""
+        """Read a whole epoch and wait for all ranks; its batches as they come from memory, without a read."""
         began_s = time.monotonic()
-        arrived = list(batches)
+        loaded = list(batches)
         self.comm.barrier(awaiting="all ranks to read their samples before the first step")
         preload = Preload(
-            read_bytes=sum(batch.read_bytes for batch in arrived), elapsed_s=time.monotonic() - began_s
+            read_bytes=sum(batch.read_bytes for batch in loaded), elapsed_s=time.monotonic() - began_s
         )
-        return preload, (Batch(batch.num_samples, 0, 0, 0) for batch in arrived)
+        return preload, (Batch(batch.num_samples, 0, 0, 0) for batch in loaded)
 
-    def _meet_all(self, step: int) -> None:
+    def _meet_ranks(self, step: int) -> None:
         self.comm.barrier(awaiting=f"all ranks to finish step {step}")
 
-    def _note(
+    def _add_span(
         self, kind: SpanKind, phase: StepPhase, epoch: int, began_ns: int, *, step: int = 0, block: int = 1
     ) -> None:
         self.recorder.add_span(
@@ -221,7 +220,3 @@ class TrainingLoop:
                 size_bytes=0,
             )
         )
-
-
-def _meet_nobody(_step: int) -> None:
-    """The barrier of a phase that has none."""

@@ -2,47 +2,50 @@
 
 Collective where every rank counts its own share. All ranks take the same number of steps, every batch is
 full, and what an epoch leaves out is counted and hashed, so that a record shows what was read.
+`preview_order` follows the same plan without touching storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from penstock.bench.epoch_order import Remainder
 from penstock.bench.training.sample_sharding import (
+    Items,
     RankEpoch,
     Sharding,
     require_steps,
     shard_evaluation,
     shard_training,
 )
+from penstock.cluster.comm import Comm
+from penstock.dataset.data_files import training_files
+from penstock.dataset.formats import open_format
 from penstock.errors import UsageError
+from penstock.workload.spec import Workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.bench.epoch_order import Remainder
-    from penstock.bench.training.sample_sharding import Items
-    from penstock.cluster.comm import Comm
-    from penstock.workload.spec import Workload
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSet:
-    """A set of samples, by number and `digest`: two lots are the same, in any order, if both are equal.
+    """A set of samples: two sets are the same, in any order, if their sizes and digests are.
 
     The digest is the sum, modulo 2**64, of mix(mix(item) + samples taken of it), where mix is the finisher of
-    splitmix64. Digests of disjoint lots add up.
+    splitmix64. Digests of disjoint sets add up.
     """
 
     samples: int = 0
     digest: int = 0
 
     def __add__(self, other: SampleSet) -> SampleSet:
-        """Both together."""
+        """The union of two disjoint sets."""
         return SampleSet(samples=self.samples + other.samples, digest=(self.digest + other.digest) % 2**64)
 
     def document(self) -> dict[str, Any]:
@@ -64,14 +67,14 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankShare:
+class RankSamples:
     """What one rank gets of one epoch, and what of its own items it leaves out."""
 
     taken: SampleSet
     left_out: SampleSet
 
 
-def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> RankShare:
+def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> RankSamples:
     """A rank's share of `num_steps` steps, of an epoch that would have `full_steps`."""
     sharding = order.sharding
     taken = left_out = SampleSet()
@@ -84,7 +87,7 @@ def count_rank_share(order: RankEpoch, *, num_steps: int, full_steps: int) -> Ra
             items, np.clip(begins + sizes - full_steps * sharding.batch_size, 0, sizes)
         )
         before += int(sizes.sum())
-    return RankShare(taken=taken, left_out=left_out)
+    return RankSamples(taken=taken, left_out=left_out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,7 @@ class TrainingPlan:
 
 
 def step_counts(full_steps: Sequence[int], total_steps: int | None) -> list[int]:
-    """The steps of each epoch, if all of them stop after `total_steps`; epochs without a step fall away."""
+    """The steps of each epoch when the run stops after `total_steps`; epochs without a step are dropped."""
     left = sum(full_steps) if total_steps is None else total_steps
     counts = []
     for steps in full_steps:
@@ -145,20 +148,20 @@ def step_counts(full_steps: Sequence[int], total_steps: int | None) -> list[int]
 
 
 def eval_epochs(workload: Workload, num_epochs: int) -> frozenset[int]:
-    """After which epochs an evaluation comes."""
-    asked = workload.evaluation
+    """The epochs that an evaluation follows."""
+    section = workload.evaluation
     if not workload.workflow.evaluation or not workload.dataset.num_files_eval:
         return frozenset()
-    return frozenset(range(asked.eval_after_epoch, num_epochs + 1, asked.epochs_between_evals))
+    return frozenset(range(section.eval_after_epoch, num_epochs + 1, section.epochs_between_evals))
 
 
 def left_out_by_division(sharding: Sharding, epoch: int) -> SampleSet:
-    """What no rank gets at all."""
-    lot = SampleSet()
-    for run in sharding.shard().left_out(epoch):
-        items = np.arange(run.start, run.stop, dtype=np.int64)
-        lot += summarize_samples(items, sharding.sizes(items))
-    return lot
+    """The samples that no rank gets, because items do not divide evenly."""
+    left_out = SampleSet()
+    for hole in sharding.divide().left_out(epoch):
+        items = np.arange(hole.start, hole.stop, dtype=np.int64)
+        left_out += summarize_samples(items, sharding.sizes(items))
+    return left_out
 
 
 def plan_training(
@@ -178,14 +181,20 @@ def plan_training(
             zip(orders[: len(counts)], full_steps, counts, strict=False), start=1
         )
     )
-    after = eval_epochs(workload, len(epochs))
-    evaluation = _shard_evaluation_files(workload, block_samples, seed, comm) if after else None
+    evaluated = eval_epochs(workload, len(epochs))
+    evaluation, eval_steps = None, 0
+    if evaluated:
+        evaluation = shard_evaluation(workload, block_samples=block_samples, num_ranks=comm.size, seed=seed)
+        require_steps(evaluation, what="evaluation")
+        eval_steps = _count_common_steps(
+            RankEpoch(evaluation, rank=comm.rank, epoch=1), comm, what="evaluation"
+        )
     return TrainingPlan(
         sharding=sharding,
         epochs=epochs,
         evaluation=evaluation,
-        eval_steps=_eval_steps(evaluation, comm),
-        eval_epochs=after,
+        eval_steps=eval_steps,
+        eval_epochs=evaluated,
     )
 
 
@@ -204,20 +213,6 @@ def _plan_epoch(order: RankEpoch, comm: Comm, *, epoch: int, num_steps: int, ful
     )
 
 
-def _shard_evaluation_files(workload: Workload, block_samples: int, seed: int, comm: Comm) -> Sharding:
-    sharding = shard_evaluation(workload, block_samples=block_samples, num_ranks=comm.size, seed=seed)
-    require_steps(sharding, what="evaluation")
-    return sharding
-
-
-def _eval_steps(sharding: Sharding | None, comm: Comm) -> int:
-    return (
-        _count_common_steps(RankEpoch(sharding, rank=comm.rank, epoch=1), comm, what="evaluation")
-        if sharding
-        else 0
-    )
-
-
 def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
     """The steps that every rank can take with full batches."""
     own = order.count_samples() // order.sharding.batch_size
@@ -229,3 +224,52 @@ def _count_common_steps(order: RankEpoch, comm: Comm, *, what: str) -> int:
             fix="Use more files, fewer ranks or smaller batches.",
         )
     return steps
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSample:
+    """A sample, by its number over all training files, and the key of its file."""
+
+    index: int
+    file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderPreview:
+    """The first samples of a rank in an epoch, of its `num_samples`; the last ones may fill no batch."""
+
+    samples: tuple[PlannedSample, ...]
+    num_samples: int
+
+
+def preview_order(
+    workload: Workload, *, num_ranks: int, rank: int, epoch: int, head: int, division: Remainder, seed: int
+) -> OrderPreview:
+    """The first `head` samples of `rank` in `epoch`, which counts from 1."""
+    if not 0 <= rank < num_ranks or epoch < 1 or head < 0:
+        raise UsageError(
+            f"There is no rank {rank} of {num_ranks} in epoch {epoch}",
+            fix="Ranks count from 0 to one less than there are, epochs from 1.",
+        )
+    names = training_files(workload.dataset)
+    if not len(names):
+        raise UsageError("The workload has no training files", fix="Set dataset.num_files_train.")
+    block_samples = open_format(workload.dataset, seed).plan(0, names.name(0)).block_samples
+    sharding = shard_training(
+        workload, block_samples=block_samples, num_ranks=num_ranks, division=division, seed=seed
+    )
+    require_steps(sharding, what="training")
+    order = RankEpoch(sharding, rank=rank, epoch=epoch)
+    # Shuffle windows mix samples further once they are in memory.
+    indices = (
+        number * sharding.samples_per_file + sample
+        for number, samples in order.samples()
+        for sample in samples
+    )
+    return OrderPreview(
+        samples=tuple(
+            PlannedSample(index, names.name(index // sharding.samples_per_file))
+            for index in islice(indices, head)
+        ),
+        num_samples=order.count_samples(),
+    )

@@ -7,25 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from penstock.bench.cache_eviction import CacheEviction
-    from penstock.bench.loader.loader_protocol import LoaderOptions
-    from penstock.bench.training.training_files import Validation
-    from penstock.bench.training.training_loop import Preload
-    from penstock.results.io_reconciliation import IoReconciliation
-    from penstock.results.phase_figures import PhaseFigures
-    from penstock.results.utilization import EpochRate
-    from penstock.storage import Counters
-    from penstock.storage.protocol import OptionValue
+from penstock.bench.cache_eviction import CacheEviction
+from penstock.bench.loader.loader_protocol import LoaderOptions
+from penstock.bench.training.training_files import Validation
+from penstock.bench.training.training_loop import Preload
+from penstock.results.io_reconciliation import IoReconciliation
+from penstock.results.phase_figures import PhaseFigures
+from penstock.results.utilization import EpochRate
+from penstock.storage import Counters
+from penstock.storage.protocol import OptionValue
 
 STAGES_FILE: Final = "stages.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochStage:
-    """What came before an epoch. `change_s` is the rest of the time since the epoch before it ended.
+    """What preceded an epoch. `change_s` is the rest of the time since the end of the epoch before it.
 
     `preload` is what was read before its first step, where `reader.read_type` is memory.
     """
@@ -47,7 +46,7 @@ class EpochStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessLimit:
-    """What the same run reached on storage that costs nothing."""
+    """What the same run reached on storage that costs no time."""
 
     num_steps: int
     au_compat_percent: float
@@ -67,7 +66,7 @@ class HarnessLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointsTaken:
-    """What a run saved on its way, and how fast; each lasts until all ranks' files are durable."""
+    """The checkpoints that a run took; each lasts until all ranks' files are durable."""
 
     checkpoints: int
     bytes_each: int
@@ -78,7 +77,7 @@ class CheckpointsTaken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """All that a run did outside of its score, over all ranks where it was done by all.
+    """Everything a run did outside of its score, over all ranks where all took part.
 
     `files_found` is None where no listing was needed; `remarks` are about the files.
     """
@@ -101,7 +100,7 @@ class Stages:
     deliveries: tuple[IoReconciliation, ...] = ()
 
     def document(self) -> dict[str, Any]:
-        """What `stages.json` holds. `survey_bytes` found out where samples lie; no step counts them."""
+        """The content of `stages.json`. `survey_bytes` were read to find samples; no step counts them."""
         return {
             "opening_s": self.opening_s,
             "files_found": self.files_found,
@@ -114,7 +113,7 @@ class Stages:
             "epochs": [epoch.document() for epoch in self.epochs],
             "checkpoints": asdict(self.checkpoints) if self.checkpoints else None,
             "survey_bytes": self.survey_bytes,
-            "deliveries": [asdict(each) for each in self.deliveries],
+            "deliveries": [asdict(delivery) for delivery in self.deliveries],
             "storage": {
                 "uri": self.storage_uri,
                 "options": dict(self.storage_options),

@@ -8,11 +8,9 @@ here, before the first byte.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import FileFormat
-    from penstock.workload.spec import Dataset
+from penstock.dataset.formats.format_protocol import FileFormat
+from penstock.workload.spec import Dataset
 
 
 def open_format(dataset: Dataset, seed: int, *, transfer_bytes: int | None = None) -> FileFormat:

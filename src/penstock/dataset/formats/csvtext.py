@@ -1,40 +1,32 @@
-"""Numbers as text, a row a sample, without a header, as DLIO's; every number has the same width.
+"""Numbers as text, a row a sample, without a header, as with DLIO; every number has the same width.
 
-One of the formats behind `FileFormat`. Invariant: because of the leading zeros each row's place is known, and
-sizes are exact beforehand. A number is content too: its element's bytes as an unsigned integer, without the
-sign's bit for signed types; for floats the digits behind "0.", as many as the type holds.
+Invariant: because of the leading zeros each row's place is known, and sizes are exact beforehand. A number is
+content, too: its element's bytes as an unsigned integer, without the sign's bit for signed types; for floats
+the digits after "0.", as many as the type holds.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.format_base import (
     ReadWhole,
+    SampleShape,
     make_content,
     make_damage_error,
     read_range,
-    refuse_compression,
 )
-from penstock.dataset.formats.format_protocol import (
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    Sample,
-)
-from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.workload.spec import Dataset
 
 _STEP_ELEMENTS: Final = 1 << 18
 """How many numbers are turned into text at a time: memory holds that much, not a file."""
@@ -44,35 +36,21 @@ _ZERO, _COMMA, _NEWLINE = b"0,\n"
 class CsvFormat(ReadWhole):
     """Files that any reader of CSV takes as numbers."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        refuse_compression(dataset)
-        self._dataset = dataset
-        self._seed = seed
-
-    def plan(self, index: int, name: str) -> FilePlan:
-        """One block a file: readers parse files whole."""
-        shape = draw_shape(self._dataset, self._seed, index)
-        kind = np.dtype(shape.dtype)
-        if kind.kind == "c":
+    def _draw_shape(self, index: int) -> SampleShape:
+        """A sample is a row of numbers, whatever its dimensions."""
+        shape = super()._draw_shape(index)
+        if np.dtype(shape.dtype).kind == "c":
             raise UsageError(
                 "CSV files cannot hold complex numbers",
                 where="dataset.record_element_type",
                 fix="Use float64.",
             )
-        num_samples = self._dataset.num_samples_per_file
-        num_elements = shape.size_bytes // kind.itemsize
-        return FilePlan(
-            name=name,
-            index=index,
-            num_samples=num_samples,
-            dims=(num_elements,),
-            dtype=shape.dtype,
-            sample_bytes=shape.size_bytes,
-            block_samples=num_samples,
-            parts=(FilePart(size_bytes=num_samples * num_elements * _width(kind)),),
-        )
+        return replace(shape, dims=(math.prod(shape.dims),))
 
-    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
+    def _file_bytes(self, plan: fp.FilePlan) -> int:
+        return plan.num_samples * plan.dims[0] * _width(np.dtype(plan.dtype))
+
+    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Rows in steps; a step may be a part of a row."""
         num_elements = plan.num_samples * plan.dims[0]
         for start in range(0, num_elements, _STEP_ELEMENTS):
@@ -83,7 +61,9 @@ class CsvFormat(ReadWhole):
             text[row_ends, -1] = _NEWLINE
             out.raw(text.reshape(-1).data)
 
-    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(
+        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
         """Parse the rows."""
         kind = np.dtype(plan.dtype)
         row_bytes = plan.dims[0] * _width(kind)
@@ -96,7 +76,7 @@ class CsvFormat(ReadWhole):
             numbers = numbers * np.uint64(10) + (column - _ZERO)
         return _values(numbers, kind).reshape(len(samples), *plan.dims)
 
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
+    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
         """The numbers that the text says."""
         numbers = _numbers(plan, content, samples.start * plan.dims[0], len(samples) * plan.dims[0])
         return _values(numbers, np.dtype(plan.dtype)).reshape(len(samples), *plan.dims)
@@ -118,7 +98,7 @@ def _width(kind: np.dtype[np.generic]) -> int:
     return _prefix(kind) + len(str(_limit(kind) - 1)) + 1
 
 
-def _numbers(plan: FilePlan, content: ContentSource, start: int, count: int) -> NDArray[np.uint64]:
+def _numbers(plan: fp.FilePlan, content: fp.ContentSource, start: int, count: int) -> NDArray[np.uint64]:
     kind = np.dtype(plan.dtype)
     text = make_content(content, start * kind.itemsize, count * kind.itemsize)
     numbers = np.frombuffer(text, dtype=f"<u{kind.itemsize}").astype(np.uint64)
@@ -126,7 +106,7 @@ def _numbers(plan: FilePlan, content: ContentSource, start: int, count: int) -> 
     return numbers if limit == 2**64 else numbers % np.uint64(limit)
 
 
-def _values(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> Sample:
+def _values(numbers: NDArray[np.uint64], kind: np.dtype[np.generic]) -> fp.Sample:
     if kind.kind == "f":
         return (numbers.astype(np.float64) / _limit(kind)).astype(kind)
     return numbers.astype(kind)

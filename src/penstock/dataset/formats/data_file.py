@@ -6,12 +6,11 @@ A part that fails half-way is aborted, and an index beside a file is stored befo
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING
 
 from penstock.dataset.formats.file_writer import (
     BUFFER_BYTES,
-    FileChecker,
-    FileWriter,
+    DataFileChecker,
+    DataFileWriter,
     FirstDifference,
     make_short_error,
 )
@@ -27,11 +26,9 @@ from penstock.dataset.formats.format_protocol import (
     Sample,
 )
 from penstock.errors import ShortTransfer, StorageError
+from penstock.storage import ObjectInfo, Source, Storage
 from penstock.storage.aligned import BufferPool
 from penstock.storage.in_memory import MemoryStorage
-
-if TYPE_CHECKING:
-    from penstock.storage import ObjectInfo, Source, Storage
 
 KEPT_BUFFERS = 8
 
@@ -51,7 +48,7 @@ def write_file(
         with ExitStack() as undo:
             sink = storage.create(plan.parts[part].key(plan.name), size_bytes)
             undo.callback(sink.abort)
-            out = FileWriter(content, sink, pool)
+            out = DataFileWriter(content, sink, pool)
             kind.emit(plan, part, out)
             out.flush()
             stored.append(sink.finish())
@@ -84,7 +81,7 @@ def _first_wrong_byte(
     kind: FileFormat, plan: FilePlan, part: int, source: Source, content: ContentSource
 ) -> int | None:
     check_size(plan, part, source)
-    out = FileChecker(content, source, make_short_error(plan, part, source.size_bytes))
+    out = DataFileChecker(content, source, make_short_error(plan, part, source.size_bytes))
     try:
         kind.emit(plan, part, out)
         out.finish()

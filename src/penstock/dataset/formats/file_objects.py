@@ -11,13 +11,11 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from penstock.dataset.formats.format_protocol import Extent
+from penstock.dataset.formats.format_protocol import Extent, FormatSink
+from penstock.storage import Source
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
-
-    from penstock.dataset.formats.format_protocol import FileSink
-    from penstock.storage import Source
 
 
 class GatheredRanges:
@@ -123,7 +121,7 @@ class GrowingBuffer(io.RawIOBase):
         """Everything that was ever written."""
         return self._drained_bytes + len(self._waiting)
 
-    def drain(self, out: FileSink) -> None:
+    def drain(self, out: FormatSink) -> None:
         """Hand over what waits."""
         waiting, self._waiting = self._waiting, bytearray()
         self._drained_bytes += len(waiting)

@@ -1,6 +1,6 @@
 """Writes a format's bytes through warm buffers, or compares them with a stored file.
 
-A format emits a file once, front to back, to a `FileSink`; `FileWriter` and `FileChecker` are the two kinds.
+A format emits a file once, front to back, to a `FormatSink`: a `DataFileWriter` or a `DataFileChecker`.
 Neither holds more of a file than a few buffers of `BUFFER_BYTES`, whatever its size.
 """
 
@@ -9,17 +9,15 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import google_crc32c
 import numpy as np
 
 from penstock.dataset.formats.format_protocol import Checksum, ContentSource, FilePlan
 from penstock.errors import ShortTransfer
+from penstock.storage import Sink, Source
 from penstock.storage.aligned import BufferPool, aligned_buffer, copy_bytes
-
-if TYPE_CHECKING:
-    from penstock.storage import Sink, Source
 
 BUFFER_BYTES: Final = 4 << 20
 _SHORT_BYTES: Final = 4096
@@ -52,7 +50,7 @@ class _Sum:
         return self._value
 
 
-class FileWriter:
+class DataFileWriter:
     """Fills buffers of `pool` and submits them to `sink` as they get full; the last one at `flush`."""
 
     def __init__(self, content: ContentSource, sink: Sink, pool: BufferPool) -> None:
@@ -93,7 +91,7 @@ class FileWriter:
         return self._sum.end()
 
     def flush(self) -> None:
-        """Submit what is left; the pen is not used again."""
+        """Submit what is left; the writer is not used again."""
         self._submit()
 
     def _room(self, wanted: int) -> memoryview:
@@ -113,14 +111,14 @@ class FileWriter:
 
 
 class FirstDifference(Exception):
-    """No error: stops a format that lays a file at the first `offset` where the stored part differs."""
+    """Not an error: stops a format that emits a file at the first `offset` where the stored part differs."""
 
     def __init__(self, offset: int) -> None:
         super().__init__(offset)
         self.offset = offset
 
 
-class FileChecker:
+class DataFileChecker:
     """Compares the stored part with what the format emits; `FirstDifference` at the first wrong byte."""
 
     def __init__(
@@ -159,7 +157,7 @@ class FileChecker:
         return self._sum.end()
 
     def finish(self) -> None:
-        """Nothing may follow what was laid."""
+        """Nothing may follow what was emitted."""
         if self.offset < self._source.size_bytes:
             raise FirstDifference(self.offset)
 
@@ -194,7 +192,7 @@ def make_short_error(plan: FilePlan, part: int, actual_bytes: int) -> Callable[[
 
     def error(needed_bytes: int) -> ShortTransfer:
         return ShortTransfer(
-            f"{name} is truncated: {actual_bytes} bytes, and at least {needed_bytes} belong there",
+            f"{name} is truncated: it has {actual_bytes} bytes of at least {needed_bytes}",
             uri=name,
             expected_bytes=needed_bytes,
             actual_bytes=actual_bytes,

@@ -1,27 +1,99 @@
-"""Base classes and helpers of formats: computed layouts, reading whole files, arrays over the bytes read.
+"""Base classes and helpers of formats: plans of files, sizes of samples, arrays over the bytes read.
 
 Nothing here copies a sample if one of the ranges holds it: arrays are views.
+
+The size of a file's samples is drawn by (seed, file index) alone, exactly to the byte. The draw, so that
+others can repeat it: u = (h + 1/2) / 2**64, where h is the little-endian BLAKE2b digest of 8 bytes of
+"penstock sample size SEED INDEX"; the size is mean + stdev x the normal quantile of u, rounded to whole
+elements, and never below one element or what the format needs at least.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from hashlib import blake2b
+from statistics import NormalDist
+from typing import ClassVar, Final
 
 import numpy as np
 
 from penstock.dataset.formats.file_objects import GatheredRanges
-from penstock.dataset.formats.format_protocol import COMPUTED, Extent, FilePlan, FileSurvey, RangeRead
+from penstock.dataset.formats.format_protocol import (
+    COMPUTED,
+    ContentSource,
+    Extent,
+    FilePart,
+    FilePlan,
+    FileSurvey,
+    RangeRead,
+    Sample,
+)
 from penstock.errors import StorageError, UsageError
+from penstock.storage import Source
 from penstock.workload.choices import Compression
+from penstock.workload.spec import Dataset
 
-if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import ContentSource, Sample
-    from penstock.storage import Source
-    from penstock.workload.spec import Dataset
+_SEARCHED_ROWS: Final = 1 << 16
+"""How many row counts `near_square` tries at most: a few hundred microseconds, once a size."""
 
 
-class ComputedLayout:
+class BaseFormat(ABC):
+    """What formats share: the data set and seed, and the plan of a file of equal samples."""
+
+    compressions: ClassVar[tuple[Compression, ...]] = ()
+    """What the format can compress by."""
+
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        if dataset.compression not in (Compression.NONE, *self.compressions):
+            names = ", ".join(choice.value for choice in (Compression.NONE, *self.compressions))
+            raise UsageError(
+                f"Files of format {dataset.format.value} cannot be compressed by {dataset.compression.value}",
+                where="dataset.compression",
+                fix=f"Choose from: {names}.",
+            )
+        self._dataset = dataset
+        self._seed = seed
+
+    def plan(self, index: int, name: str) -> FilePlan:
+        """File `index`, with samples of the shape drawn for it."""
+        shape = self._draw_shape(index)
+        plan = FilePlan(
+            name=name,
+            index=index,
+            num_samples=self._dataset.num_samples_per_file,
+            dims=shape.dims,
+            dtype=shape.dtype,
+            sample_bytes=shape.size_bytes,
+            block_samples=self._dataset.num_samples_per_file,
+            parts=(),
+        )
+        return replace(plan, block_samples=self._block_samples(plan), parts=self._parts(plan))
+
+    def _draw_shape(self, index: int) -> SampleShape:
+        return draw_shape(self._dataset, self._seed, index)
+
+    def _block_samples(self, plan: FilePlan) -> int:
+        """How many samples in a row are read together: all of a file."""
+        return plan.num_samples
+
+    def _parts(self, plan: FilePlan) -> tuple[FilePart, ...]:
+        return (FilePart(size_bytes=self._file_bytes(plan)),)
+
+    @abstractmethod
+    def _file_bytes(self, plan: FilePlan) -> int | None:
+        """The size of a file; None where only its encoder knows."""
+
+    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
+        """The content of samples that follow each other from offset 0 on."""
+        text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
+        return as_array(plan, text, len(samples))
+
+
+class ComputedLayout(BaseFormat):
     """A format whose layout follows from the plan alone: there is nothing to find out in a stored file."""
 
     def survey(self, _plan: FilePlan, _source: Source) -> FileSurvey:
@@ -40,24 +112,11 @@ class ReadWhole(ComputedLayout):
             yield RangeRead(offset=0, size_bytes=size_bytes)
 
 
-def refuse_compression(dataset: Dataset, *offered: Compression) -> None:
-    """Say what can be had instead of a compression that a format does not know."""
-    if dataset.compression not in (Compression.NONE, *offered):
-        names = ", ".join(choice.value for choice in (Compression.NONE, *offered))
-        raise UsageError(
-            f"Files of format {dataset.format.value} cannot be compressed by {dataset.compression.value}",
-            where="dataset.compression",
-            fix=f"Choose of: {names}.",
-        )
-
-
-def read_range(plan: FilePlan, pieces: Sequence[Extent], offset: int, size_bytes: int) -> memoryview:
-    """That range of the file as the pieces hold it: a view of one piece, joined bytes across several."""
-    return gather_range(plan, GatheredRanges(pieces), offset, size_bytes)
-
-
-def gather_range(plan: FilePlan, gathered: GatheredRanges, offset: int, size_bytes: int) -> memoryview:
-    """As `read_range`, for many ranges of the same pieces."""
+def read_range(
+    plan: FilePlan, pieces: Sequence[Extent] | GatheredRanges, offset: int, size_bytes: int
+) -> memoryview:
+    """A range of the file from the pieces read of it: a view of one piece, joined bytes across several."""
+    gathered = pieces if isinstance(pieces, GatheredRanges) else GatheredRanges(pieces)
     found = gathered.bytes_from(offset)[:size_bytes]
     if found.nbytes == size_bytes:
         return found
@@ -69,7 +128,7 @@ def gather_range(plan: FilePlan, gathered: GatheredRanges, offset: int, size_byt
         raise StorageError(
             f"Byte {offset + len(joined)} of {plan.name} was not read",
             uri=plan.name,
-            fix="Hand over all pieces that the format's reads() asked for.",
+            fix="Pass all pieces that the format's reads() asked for.",
         )
     return memoryview(joined)
 
@@ -77,7 +136,7 @@ def gather_range(plan: FilePlan, gathered: GatheredRanges, offset: int, size_byt
 def merge_ranges(reads: Iterable[RangeRead]) -> tuple[RangeRead, ...]:
     """Ranges of part 0 in the order of the file, neighbours as one."""
     ranges: list[RangeRead] = []
-    for read in sorted(reads, key=lambda one: one.offset):
+    for read in sorted(reads, key=lambda read: read.offset):
         if ranges and read.offset == ranges[-1].offset + ranges[-1].size_bytes:
             last = ranges.pop()
             ranges.append(RangeRead(offset=last.offset, size_bytes=last.size_bytes + read.size_bytes))
@@ -105,3 +164,59 @@ def make_content(content: ContentSource, offset: int, size_bytes: int) -> memory
     buffer = memoryview(bytearray(size_bytes))
     content.fill(buffer, offset)
     return buffer
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShape:
+    """One sample: `dims` elements of the numpy type `dtype`, decoded from `size_bytes` of its file."""
+
+    dims: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+
+
+def element_type(dataset: Dataset) -> np.dtype[np.generic]:
+    """The type of a sample's elements, little-endian; only numbers, for which any bytes are valid."""
+    kind = np.dtype(dataset.record_element_type).newbyteorder("<")
+    if kind.kind not in "iufc":
+        raise UsageError(
+            f"Samples of {dataset.record_element_type} cannot be filled with arbitrary bytes",
+            where="dataset.record_element_type",
+            fix="Choose a number type: uint8, int32, float32, ...",
+        )
+    return kind
+
+
+def draw_bytes(dataset: Dataset, seed: int, index: int) -> int:
+    """The size of the samples of file `index`; not yet rounded to elements, and possibly below 1."""
+    mean, stdev = dataset.record_length_bytes, dataset.record_length_bytes_stdev
+    if not stdev:
+        return round(mean)
+    digest = blake2b(f"penstock sample size {seed} {index}".encode(), digest_size=8).digest()
+    uniform = (int.from_bytes(digest, "little") + 0.5) / 2**64
+    # The largest digests round to 1.0, where the quantile is infinite.
+    return round(NormalDist(float(mean), float(stdev)).inv_cdf(min(uniform, 1 - 2**-53)))
+
+
+def draw_shape(dataset: Dataset, seed: int, index: int, *, elements_multiple: int = 1) -> SampleShape:
+    """The shape of file `index`: the dimensions asked for, or two nearly equal ones of the size drawn.
+
+    Their product is the size exactly, where DLIO squares the whole root and loses up to two rows.
+    """
+    kind = element_type(dataset)
+    dims = dataset.record_dims
+    if not dims:
+        step_bytes = kind.itemsize * elements_multiple
+        rows, columns = near_square(max(1, round(draw_bytes(dataset, seed, index) / step_bytes)))
+        dims = (rows * elements_multiple, columns)
+    return SampleShape(dims, kind.str, math.prod(dims) * kind.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def near_square(number: int) -> tuple[int, int]:
+    """Two factors of `number`, the first at most the second and as close to it as a search finds."""
+    top = math.isqrt(number)
+    candidates = np.arange(max(1, top - _SEARCHED_ROWS + 1), top + 1, dtype=np.int64)
+    divisors = candidates[number % candidates == 0]
+    rows = int(divisors[-1]) if divisors.size else 1
+    return rows, number // rows

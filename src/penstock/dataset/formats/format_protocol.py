@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from penstock.storage import Source
+from penstock.storage import Source
 
 Sample = NDArray[Any]
 
@@ -109,8 +108,8 @@ class ContentSource(Protocol):
         """Where in `buffer` the first byte is that does not belong at `offset`; None if all do."""
 
 
-class FileSink(Protocol):
-    """Takes a file front to back: one pen writes it, another holds it against what is stored."""
+class FormatSink(Protocol):
+    """Takes a file front to back: one kind writes it, the other compares it with what is stored."""
 
     content: ContentSource
     offset: int  # how many bytes were taken so far
@@ -134,7 +133,7 @@ class FileFormat(Protocol):
     def plan(self, index: int, name: str) -> FilePlan:
         """File `index`, unique over training and evaluation, as it will be stored under `name`."""
 
-    def emit(self, plan: FilePlan, part: int, out: FileSink) -> None:
+    def emit(self, plan: FilePlan, part: int, out: FormatSink) -> None:
         """Give the bytes of one part to `out`, front to back."""
 
     def survey(self, plan: FilePlan, source: Source) -> FileSurvey:

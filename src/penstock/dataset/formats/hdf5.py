@@ -10,36 +10,26 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import h5py  # type: ignore[import-untyped]  # it brings no types
 import numpy as np
 
+from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import PiecesFile, RecordingFile
 from penstock.dataset.formats.format_base import (
+    BaseFormat,
+    SampleShape,
     as_array,
+    draw_shape,
     make_content,
     make_damage_error,
     merge_ranges,
-    refuse_compression,
 )
-from penstock.dataset.formats.format_protocol import (
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    RangeRead,
-    Sample,
-)
-from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
+from penstock.storage import Source
 from penstock.workload.choices import Compression
-
-if TYPE_CHECKING:
-    from penstock.storage import Source
-    from penstock.workload.spec import Dataset
+from penstock.workload.spec import Dataset
 
 _BATCH_BYTES: Final = 8 << 20
 _LARGEST_CHUNK: Final = 1 << 30
@@ -48,13 +38,13 @@ _UNREADABLE: Final = (OSError, KeyError, ValueError, RuntimeError, TypeError, At
 """What h5py raises for damaged files."""
 
 
-class Hdf5Format:
+class Hdf5Format(BaseFormat):
     """Files that h5py opens; read by chunk, or by sample where there are no chunks."""
 
+    compressions = (Compression.GZIP, Compression.LZF)
+
     def __init__(self, dataset: Dataset, seed: int) -> None:
-        refuse_compression(dataset, Compression.GZIP, Compression.LZF)
-        self._dataset = dataset
-        self._seed = seed
+        super().__init__(dataset, seed)
         self._num_datasets = dataset.hdf5.num_dset_per_record
         if dataset.record_dims and dataset.record_dims[0] % self._num_datasets:
             raise UsageError(
@@ -63,22 +53,18 @@ class Hdf5Format:
                 fix="Choose a divisor of the first of record_dims.",
             )
 
-    def plan(self, index: int, name: str) -> FilePlan:
-        """A block is the samples of a chunk; only the library knows the file's size."""
-        shape = draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
-        chunks = self._chunks(shape.dims, shape.dtype)
-        return FilePlan(
-            name=name,
-            index=index,
-            num_samples=self._dataset.num_samples_per_file,
-            dims=shape.dims,
-            dtype=shape.dtype,
-            sample_bytes=shape.size_bytes,
-            block_samples=chunks[0] if chunks else 1,
-            parts=(FilePart(size_bytes=None),),
-        )
+    def _draw_shape(self, index: int) -> SampleShape:
+        """Samples can be cut into the datasets of a record."""
+        return draw_shape(self._dataset, self._seed, index, elements_multiple=self._num_datasets)
 
-    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
+    def _block_samples(self, plan: fp.FilePlan) -> int:
+        chunks = self._chunks(plan.dims, plan.dtype)
+        return chunks[0] if chunks else 1
+
+    def _file_bytes(self, plan: fp.FilePlan) -> None:
+        """Only the library knows the size."""
+
+    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Build the file in memory."""
         whole = io.BytesIO()
         with h5py.File(whole, "w") as file:
@@ -96,10 +82,10 @@ class Hdf5Format:
             file.create_dataset("labels", data=np.frombuffer(labels, dtype="<i8"))
         out.raw(whole.getbuffer())
 
-    def survey(self, plan: FilePlan, source: Source) -> FileSurvey:
+    def survey(self, plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
         """Read the file's metadata, as h5py does, and learn where each chunk is."""
         recording = RecordingFile(source)
-        blocks: list[list[RangeRead]] = [[] for _ in range(-(-plan.num_samples // plan.block_samples))]
+        blocks: list[list[fp.RangeRead]] = [[] for _ in range(-(-plan.num_samples // plan.block_samples))]
         try:
             with h5py.File(recording, "r") as file:
                 for number in range(self._num_datasets):
@@ -107,19 +93,21 @@ class Hdf5Format:
                         blocks[sample // plan.block_samples].append(read)
         except (*_UNREADABLE, IndexError) as error:
             raise make_damage_error(plan, str(error)) from error
-        return FileSurvey(
+        return fp.FileSurvey(
             size_bytes=source.size_bytes,
             known=tuple(recording.extents),
             blocks=tuple(merge_ranges(block) for block in blocks),
         )
 
-    def reads(self, plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
+    def reads(self, plan: fp.FilePlan, found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The chunks that hold the samples, whole; neighbours in one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
             yield from merge_ranges(read for block in found.blocks[first : last + 1] for read in block)
 
-    def decode(self, plan: FilePlan, found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(
+        self, plan: fp.FilePlan, found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
         """Let HDF5 unpack the chunks."""
         file_like = PiecesFile(found.size_bytes, [*found.known, *pieces])
         try:
@@ -132,21 +120,16 @@ class Hdf5Format:
         except _UNREADABLE as error:
             raise make_damage_error(plan, str(error)) from error
 
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
-        """The samples' content."""
-        text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
-        return as_array(plan, text, len(samples))
-
     def with_all_columns(self) -> Hdf5Format:
         """Training reads samples whole anyway."""
         return self
 
-    def _cut(self, plan: FilePlan, samples: Sample) -> Iterator[Sample]:
+    def _cut(self, plan: fp.FilePlan, samples: fp.Sample) -> Iterator[fp.Sample]:
         rows = plan.dims[0] // self._num_datasets
         for number in range(self._num_datasets):
             yield samples[:, number * rows : (number + 1) * rows]
 
-    def _create(self, file: Any, plan: FilePlan, number: int) -> Any:  # h5py has no types
+    def _create(self, file: Any, plan: fp.FilePlan, number: int) -> Any:  # h5py has no types
         shape = (plan.num_samples, plan.dims[0] // self._num_datasets, *plan.dims[1:])
         level = self._dataset.compression_level if self._dataset.compression is Compression.GZIP else None
         return file.create_dataset(
@@ -194,13 +177,13 @@ class Hdf5Format:
         )
 
 
-def _ranges(dataset: Any) -> Iterator[tuple[int, RangeRead]]:
+def _ranges(dataset: Any) -> Iterator[tuple[int, fp.RangeRead]]:
     """Where a dataset's samples are: the first sample of a range, and the range."""
     if dataset.chunks:
         for number in range(dataset.id.get_num_chunks()):
             chunk = dataset.id.get_chunk_info(number)
-            yield chunk.chunk_offset[0], RangeRead(offset=chunk.byte_offset, size_bytes=chunk.size)
+            yield chunk.chunk_offset[0], fp.RangeRead(offset=chunk.byte_offset, size_bytes=chunk.size)
         return
     step = dataset.nbytes // len(dataset)
     for sample in range(len(dataset)):
-        yield sample, RangeRead(offset=dataset.id.get_offset() + sample * step, size_bytes=step)
+        yield sample, fp.RangeRead(offset=dataset.id.get_offset() + sample * step, size_bytes=step)

@@ -6,38 +6,33 @@ A file's bytes follow from its size and content, so a lossy format is verified b
 from __future__ import annotations
 
 import io
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from penstock.dataset.formats.format_base import ReadWhole, make_damage_error, read_range, refuse_compression
-from penstock.dataset.formats.format_protocol import (
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    Sample,
+from penstock.dataset.formats import format_protocol as fp
+from penstock.dataset.formats.format_base import (
+    ReadWhole,
+    SampleShape,
+    draw_bytes,
+    make_damage_error,
+    read_range,
 )
-from penstock.dataset.formats.sample_shape import draw_bytes
 from penstock.errors import UsageError
 from penstock.workload.dataset_size import record_bytes
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Dataset
+from penstock.workload.spec import Dataset
 
 
-class ImageFormat(ReadWhole, ABC):
+class ImageFormat(ReadWhole):
     """One image a file; memory holds one file."""
 
     smallest_bytes: ClassVar[int]
     largest_bytes: ClassVar[int]
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
-        refuse_compression(dataset)
+        super().__init__(dataset, seed)
         name = dataset.format.value
         if dataset.num_samples_per_file != 1:
             raise UsageError(
@@ -51,37 +46,31 @@ class ImageFormat(ReadWhole, ABC):
                 where="dataset.record_length_bytes",
                 fix=f"Ask for {self.smallest_bytes} to {self.largest_bytes} bytes.",
             )
-        self._dataset = dataset
-        self._seed = seed
 
-    def plan(self, index: int, name: str) -> FilePlan:
+    def _draw_shape(self, index: int) -> SampleShape:
         """Of the size drawn, where such an image exists; else of the nearest one."""
         drawn = round(record_bytes(self._dataset))
         if not self._dataset.record_dims:
             drawn = draw_bytes(self._dataset, self._seed, index)
         size_bytes = min(max(drawn, self.smallest_bytes), self.largest_bytes)
-        return FilePlan(
-            name=name,
-            index=index,
-            num_samples=1,
-            dims=self.dims(size_bytes),
-            dtype="|u1",
-            sample_bytes=size_bytes,
-            block_samples=1,
-            parts=(FilePart(size_bytes=size_bytes),),
-        )
+        return SampleShape(self.dims(size_bytes), "|u1", size_bytes)
 
-    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
+    def _file_bytes(self, plan: fp.FilePlan) -> int:
+        return plan.sample_bytes
+
+    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """The whole image."""
         out.raw(self.encode(plan.sample_bytes, out.content))
 
-    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(
+        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
         """Pixels, as Pillow decodes them."""
         if not samples:
             return np.empty((0, *plan.dims), dtype=np.uint8)
         return _pixels(plan, read_range(plan, pieces, 0, plan.sample_bytes))
 
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
+    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
         """Pixels of the image as it is generated."""
         return _pixels(plan, self.encode(plan.sample_bytes, content))[samples.start : samples.stop]
 
@@ -90,11 +79,11 @@ class ImageFormat(ReadWhole, ABC):
         """Rows, columns and colours of the image which fills that many bytes."""
 
     @abstractmethod
-    def encode(self, size_bytes: int, content: ContentSource) -> memoryview:
+    def encode(self, size_bytes: int, content: fp.ContentSource) -> memoryview:
         """The file."""
 
 
-def _pixels(plan: FilePlan, text: memoryview) -> Sample:
+def _pixels(plan: fp.FilePlan, text: memoryview) -> fp.Sample:
     from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 - only who decodes needs Pillow
 
     try:

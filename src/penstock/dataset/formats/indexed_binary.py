@@ -7,31 +7,12 @@ the sum of all sizes before it, over the whole file; records are content at thei
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
-from penstock.dataset.formats.format_base import (
-    ComputedLayout,
-    as_array,
-    make_content,
-    read_range,
-    refuse_compression,
-)
-from penstock.dataset.formats.format_protocol import (
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    RangeRead,
-    Sample,
-)
-from penstock.dataset.formats.sample_shape import draw_shape
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Dataset
+from penstock.dataset.formats import format_protocol as fp
+from penstock.dataset.formats.format_base import ComputedLayout, as_array, read_range
 
 _ENTRY_BYTES: Final = 8
 _RECORDS, _OFFSETS, _SIZES = range(3)
@@ -42,32 +23,21 @@ _STEP: Final = 1 << 16
 class IndexedFormat(ComputedLayout):
     """A file of records with its `.off.idx` and `.sz.idx`; each record can be read alone."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        refuse_compression(dataset)
-        self._dataset = dataset
-        self._seed = seed
+    def _block_samples(self, _plan: fp.FilePlan) -> int:
+        return 1
 
-    def plan(self, index: int, name: str) -> FilePlan:
-        """Three parts: records, offsets, sizes."""
-        shape = draw_shape(self._dataset, self._seed, index)
-        num_samples = self._dataset.num_samples_per_file
-        index_bytes = num_samples * _ENTRY_BYTES
-        return FilePlan(
-            name=name,
-            index=index,
-            num_samples=num_samples,
-            dims=shape.dims,
-            dtype=shape.dtype,
-            sample_bytes=shape.size_bytes,
-            block_samples=1,
-            parts=(
-                FilePart(size_bytes=num_samples * shape.size_bytes),
-                FilePart(pattern="{}.off.idx", size_bytes=index_bytes),
-                FilePart(pattern="{}.sz.idx", size_bytes=index_bytes),
-            ),
+    def _file_bytes(self, plan: fp.FilePlan) -> int:
+        return plan.num_samples * plan.sample_bytes
+
+    def _parts(self, plan: fp.FilePlan) -> tuple[fp.FilePart, ...]:
+        index_bytes = plan.num_samples * _ENTRY_BYTES
+        return (
+            *super()._parts(plan),
+            fp.FilePart(pattern="{}.off.idx", size_bytes=index_bytes),
+            fp.FilePart(pattern="{}.sz.idx", size_bytes=index_bytes),
         )
 
-    def emit(self, plan: FilePlan, part: int, out: FileSink) -> None:
+    def emit(self, plan: fp.FilePlan, part: int, out: fp.FormatSink) -> None:
         """Content, or an index in steps."""
         if part == _RECORDS:
             out.fill(plan.num_samples * plan.sample_bytes)
@@ -79,20 +49,19 @@ class IndexedFormat(ComputedLayout):
             )
             out.raw(entries.data.cast("B"))
 
-    def reads(self, plan: FilePlan, _found: FileSurvey, samples: range) -> Iterator[RangeRead]:
+    def reads(self, plan: fp.FilePlan, _found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """Both indexes whole, as readers load them, and the records: neighbours in one range."""
         if not samples:
             return
         for part in (_OFFSETS, _SIZES):
-            yield RangeRead(part=part, offset=0, size_bytes=plan.num_samples * _ENTRY_BYTES)
-        yield RangeRead(offset=samples.start * plan.sample_bytes, size_bytes=len(samples) * plan.sample_bytes)
+            yield fp.RangeRead(part=part, offset=0, size_bytes=plan.num_samples * _ENTRY_BYTES)
+        yield fp.RangeRead(
+            offset=samples.start * plan.sample_bytes, size_bytes=len(samples) * plan.sample_bytes
+        )
 
-    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(
+        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
         """Views of the records."""
         text = read_range(plan, pieces, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
-        return as_array(plan, text, len(samples))
-
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
-        """The records' content."""
-        text = make_content(content, samples.start * plan.sample_bytes, len(samples) * plan.sample_bytes)
         return as_array(plan, text, len(samples))

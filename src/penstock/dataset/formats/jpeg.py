@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from penstock.dataset.formats.format_protocol import ContentSource
 from penstock.dataset.formats.image_format import ImageFormat
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from penstock.dataset.formats.format_protocol import ContentSource
 
 _BLOCK_BYTES: Final = 11
 _UNIT_BYTES: Final = 6 * _BLOCK_BYTES

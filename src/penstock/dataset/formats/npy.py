@@ -6,65 +6,48 @@ All of the array's bytes are content.
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.dataset.formats.format_base import ReadWhole, make_content, read_range, refuse_compression
-from penstock.dataset.formats.format_protocol import (
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    Sample,
-)
-from penstock.dataset.formats.sample_shape import draw_shape
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Dataset
+from penstock.dataset.formats import format_protocol as fp
+from penstock.dataset.formats.format_base import ReadWhole, make_content, read_range
 
 
-class NpyFormat(ReadWhole):
+class StackedFormat(ReadWhole):
+    """A format with all samples of a file in one array, along its last axis; a file is one block."""
+
+    @abstractmethod
+    def _content_offset(self, plan: fp.FilePlan) -> int:
+        """Where the array's content begins in the file."""
+
+    def decode(
+        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
+        """Views of the array, samples first."""
+        text = read_range(plan, pieces, self._content_offset(plan), plan.num_samples * plan.sample_bytes)
+        return unstack(plan, text, samples)
+
+    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
+        """The samples out of the whole array."""
+        text = make_content(content, self._content_offset(plan), plan.num_samples * plan.sample_bytes)
+        return unstack(plan, text, samples)
+
+
+class NpyFormat(StackedFormat):
     """`numpy.load` gives an array of (rows, columns, samples)."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        refuse_compression(dataset)
-        self._dataset = dataset
-        self._seed = seed
+    def _content_offset(self, plan: fp.FilePlan) -> int:
+        return len(stacked_header(plan))
 
-    def plan(self, index: int, name: str) -> FilePlan:
-        """One block a file: its samples are interleaved, so none can be read alone."""
-        shape = draw_shape(self._dataset, self._seed, index)
-        num_samples = self._dataset.num_samples_per_file
-        head = array_header(shape.dtype, (*shape.dims, num_samples))
-        return FilePlan(
-            name=name,
-            index=index,
-            num_samples=num_samples,
-            dims=shape.dims,
-            dtype=shape.dtype,
-            sample_bytes=shape.size_bytes,
-            block_samples=num_samples,
-            parts=(FilePart(size_bytes=len(head) + num_samples * shape.size_bytes),),
-        )
+    def _file_bytes(self, plan: fp.FilePlan) -> int:
+        return self._content_offset(plan) + plan.num_samples * plan.sample_bytes
 
-    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Header, then content."""
         out.raw(stacked_header(plan))
         out.fill(plan.num_samples * plan.sample_bytes)
-
-    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
-        """Views of the array, samples first."""
-        text = read_range(plan, pieces, len(stacked_header(plan)), plan.num_samples * plan.sample_bytes)
-        return unstack(plan, text)[samples.start : samples.stop : samples.step]
-
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
-        """The samples out of the whole array."""
-        text = make_content(content, len(stacked_header(plan)), plan.num_samples * plan.sample_bytes)
-        return unstack(plan, text)[samples.start : samples.stop : samples.step]
 
 
 def array_header(dtype: str, dims: tuple[int, ...]) -> bytes:
@@ -81,12 +64,12 @@ def array_header(dtype: str, dims: tuple[int, ...]) -> bytes:
     )
 
 
-def stacked_header(plan: FilePlan) -> bytes:
+def stacked_header(plan: fp.FilePlan) -> bytes:
     """The header of all samples of a file as one array."""
     return array_header(plan.dtype, (*plan.dims, plan.num_samples))
 
 
-def unstack(plan: FilePlan, text: memoryview) -> Sample:
-    """The samples of an array that has them along its last axis, without a copy."""
+def unstack(plan: fp.FilePlan, text: memoryview, samples: range) -> fp.Sample:
+    """Samples of an array that has them along its last axis, without a copy."""
     stacked = np.frombuffer(text, dtype=plan.dtype).reshape(*plan.dims, plan.num_samples)
-    return np.moveaxis(stacked, -1, 0)
+    return np.moveaxis(stacked, -1, 0)[samples.start : samples.stop : samples.step]

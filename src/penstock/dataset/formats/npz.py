@@ -14,37 +14,17 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import GrowingBuffer
-from penstock.dataset.formats.format_base import (
-    ReadWhole,
-    make_content,
-    make_damage_error,
-    read_range,
-    refuse_compression,
-)
-from penstock.dataset.formats.format_protocol import (
-    Checksum,
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    RangeRead,
-    Sample,
-)
-from penstock.dataset.formats.npy import array_header, stacked_header, unstack
-from penstock.dataset.formats.sample_shape import draw_shape
+from penstock.dataset.formats.format_base import make_damage_error
+from penstock.dataset.formats.npy import StackedFormat, array_header, stacked_header, unstack
+from penstock.storage import Source
 from penstock.workload.choices import Compression
-
-if TYPE_CHECKING:
-    from penstock.storage import Source
-    from penstock.workload.spec import Dataset
-
+from penstock.workload.spec import Dataset
 
 _STREAMED: Final = 0x08
 _LARGE: Final = 0xFFFFFFFF
@@ -73,7 +53,7 @@ class Member:
 
 
 def local_header(member: Member) -> bytes:
-    """What stands before a member: neither sum nor sizes, they follow."""
+    """What precedes a member; its sum and sizes follow it."""
     sizes = (_LARGE, _LARGE) if member.is_large else (0, 0)
     extra = struct.pack("<HHQQ", 1, 16, 0, 0) if member.is_large else b""
     version = _ZIP64_VERSION if member.is_large else _PLAIN_VERSION
@@ -86,7 +66,7 @@ def local_header(member: Member) -> bytes:
 
 
 def trailer(member: Member, crc: int) -> bytes:
-    """What stands behind a member: its sum and sizes."""
+    """What follows a member: its sum and sizes."""
     layout = "<4sIQQ" if member.is_large else "<4sIII"
     return struct.pack(layout, b"PK\x07\x08", crc, member.size_bytes, member.size_bytes)
 
@@ -110,7 +90,7 @@ def _directory_entry(member: Member, crc: int) -> bytes:
 
 
 def end_of_archive(num_members: int, directory_bytes: int, directory_offset: int) -> bytes:
-    """What closes an archive and tells where its directory is."""
+    """What ends an archive and says where its directory is."""
     wide = b""
     if directory_offset >= _LARGE:
         record = struct.pack(
@@ -158,8 +138,8 @@ class _Array:
         return self.body_offset + self.body_bytes + len(trailer(self.member, 0))
 
 
-def _arrays(plan: FilePlan) -> tuple[_Array, _Array]:
-    """Both members, `x` at the archive's begin and `y` behind it."""
+def _arrays(plan: fp.FilePlan) -> tuple[_Array, _Array]:
+    """Both members, `x` at the beginning of the archive and `y` after it."""
     samples = _array("x.npy", 0, stacked_header(plan), plan.num_samples * plan.sample_bytes)
     labels_head = array_header("<i8", (plan.num_samples,))
     return samples, _array("y.npy", samples.end, labels_head, plan.num_samples * LABEL_BYTES)
@@ -169,42 +149,26 @@ def _array(name: str, offset: int, head: bytes, body_bytes: int) -> _Array:
     return _Array(Member(name, offset, len(head) + body_bytes), head, body_bytes)
 
 
-def _stored_size(plan: FilePlan) -> int:
-    arrays = _arrays(plan)
-    directory = central_directory([(array.member, 0) for array in arrays])
-    return arrays[1].end + len(directory) + len(end_of_archive(len(arrays), len(directory), arrays[1].end))
-
-
-class NpzFormat(ReadWhole):
+class NpzFormat(StackedFormat):
     """`numpy.load` gives `x` and `y`; stored, without compression."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        refuse_compression(dataset, *_METHODS)
-        self._dataset = dataset
-        self._seed = seed
+    compressions = tuple(_METHODS)
 
-    def plan(self, index: int, name: str) -> FilePlan:
-        """One block a file: its samples are interleaved, so none can be read alone."""
-        shape = draw_shape(self._dataset, self._seed, index)
-        num_samples = self._dataset.num_samples_per_file
-        plan = FilePlan(
-            name=name,
-            index=index,
-            num_samples=num_samples,
-            dims=shape.dims,
-            dtype=shape.dtype,
-            sample_bytes=shape.size_bytes,
-            block_samples=num_samples,
-            parts=(FilePart(size_bytes=None),),
-        )
-        return replace(plan, parts=(FilePart(size_bytes=_stored_size(plan)),))
+    def _content_offset(self, plan: fp.FilePlan) -> int:
+        return _arrays(plan)[0].body_offset
 
-    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
+    def _file_bytes(self, plan: fp.FilePlan) -> int | None:
+        arrays = _arrays(plan)
+        end = arrays[1].end
+        directory = central_directory([(array.member, 0) for array in arrays])
+        return end + len(directory) + len(end_of_archive(len(arrays), len(directory), end))
+
+    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Both arrays, each with the CRC-32 behind it, then the directory."""
         entries: list[tuple[Member, int]] = []
         for array in _arrays(plan):
             out.raw(local_header(array.member))
-            out.start_sum(Checksum.CRC32)
+            out.start_sum(fp.Checksum.CRC32)
             out.raw(array.head)
             out.fill(array.body_bytes)
             crc = out.end_sum()
@@ -214,44 +178,35 @@ class NpzFormat(ReadWhole):
         out.raw(directory)
         out.raw(end_of_archive(len(entries), len(directory), offset))
 
-    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
-        """Views of `x`, samples first."""
-        array = _arrays(plan)[0]
-        text = read_range(plan, pieces, array.body_offset, array.body_bytes)
-        return unstack(plan, text)[samples.start : samples.stop : samples.step]
-
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
-        """The samples out of the whole array."""
-        array = _arrays(plan)[0]
-        text = make_content(content, array.body_offset, array.body_bytes)
-        return unstack(plan, text)[samples.start : samples.stop : samples.step]
-
 
 class CompressedNpzFormat(NpzFormat):
     """The same arrays, compressed: their sizes are known once they are written.
 
-    The content of `x` begins at offset 0, that of `y` behind it, as if there were nothing around them.
+    The content of `x` begins at offset 0 and that of `y` after it, as if nothing else were in the file.
     """
 
-    def plan(self, index: int, name: str) -> FilePlan:
-        """As stored, but for the size."""
-        return replace(NpzFormat.plan(self, index, name), parts=(FilePart(size_bytes=None),))
+    def _content_offset(self, plan: fp.FilePlan) -> int:
+        del plan
+        return 0
 
-    def survey(self, _plan: FilePlan, source: Source) -> FileSurvey:
+    def _file_bytes(self, plan: fp.FilePlan) -> None:
+        del plan
+
+    def survey(self, _plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
         """The size, which an open file knows without a read."""
-        return FileSurvey(blocks=((RangeRead(offset=0, size_bytes=source.size_bytes),),))
+        return fp.FileSurvey(blocks=((fp.RangeRead(offset=0, size_bytes=source.size_bytes),),))
 
-    def reads(self, _plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
+    def reads(self, _plan: fp.FilePlan, found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The whole file."""
         if samples:
             yield from found.blocks[0]
 
-    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Compress in steps; memory holds one of them."""
-        outbox = GrowingBuffer()
+        buffer = GrowingBuffer()
         method = _METHODS[self._dataset.compression]
         offset = 0
-        with zipfile.ZipFile(outbox, "w") as archive:
+        with zipfile.ZipFile(buffer, "w") as archive:
             for array in _arrays(plan):
                 entry = zipfile.ZipInfo(array.member.name)
                 entry.compress_type = method
@@ -261,11 +216,13 @@ class CompressedNpzFormat(NpzFormat):
                     member.write(array.head)
                     for text in _steps(out.content, offset, array.body_bytes):
                         member.write(text)
-                        outbox.drain(out)
+                        buffer.drain(out)
                 offset += array.body_bytes
-        outbox.drain(out)
+        buffer.drain(out)
 
-    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(
+        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
         """Inflate `x`; its CRC-32 is checked on the way."""
         whole = io.BytesIO(pieces[0].content)
         head = stacked_header(plan)
@@ -276,15 +233,10 @@ class CompressedNpzFormat(NpzFormat):
             raise make_damage_error(plan, str(error)) from error
         if text[: len(head)] != head or text.nbytes != len(head) + plan.num_samples * plan.sample_bytes:
             raise make_damage_error(plan, "its array has another shape than planned")
-        return unstack(plan, text[len(head) :])[samples.start : samples.stop : samples.step]
-
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
-        """The samples out of the whole array."""
-        text = make_content(content, 0, plan.num_samples * plan.sample_bytes)
-        return unstack(plan, text)[samples.start : samples.stop : samples.step]
+        return unstack(plan, text[len(head) :], samples)
 
 
-def _steps(content: ContentSource, offset: int, size_bytes: int) -> Iterator[memoryview]:
+def _steps(content: fp.ContentSource, offset: int, size_bytes: int) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(size_bytes, _STEP_BYTES)))
     for start in range(0, size_bytes, _STEP_BYTES):
         piece = buffer[: min(_STEP_BYTES, size_bytes - start)]
@@ -293,6 +245,6 @@ def _steps(content: ContentSource, offset: int, size_bytes: int) -> Iterator[mem
 
 
 def open_npz(dataset: Dataset, seed: int) -> NpzFormat:
-    """Stored or compressed archives, as the data set asks for."""
+    """Stored or compressed archives, whichever the data set asks for."""
     is_stored = dataset.compression is Compression.NONE
     return NpzFormat(dataset, seed) if is_stored else CompressedNpzFormat(dataset, seed)

@@ -17,32 +17,124 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import GrowingBuffer, PiecesFile, RecordingFile
 from penstock.dataset.formats.format_base import (
+    BaseFormat,
+    SampleShape,
     make_content,
     make_damage_error,
     merge_ranges,
-    refuse_compression,
 )
-from penstock.dataset.formats.format_protocol import (
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    RangeRead,
-    Sample,
-)
-from penstock.dataset.formats.parquet_columns import ColumnType, column_type
-from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
+from penstock.storage import Source
 from penstock.workload.choices import Compression
-from penstock.workload.spec import ParquetColumn
+from penstock.workload.dataset_size import column_bytes
+from penstock.workload.spec import Dataset, ParquetColumn
 
 if TYPE_CHECKING:
-    from penstock.storage import Source
-    from penstock.workload.spec import Dataset
+    from numpy.typing import NDArray
+
+
+_TEXT_TYPES: Final = {"string": pa.large_string(), "binary": pa.large_binary()}
+_SMALL_INTEGERS: Final = ("int8", "uint8", "int16", "uint16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnType:
+    """One column. `kind` is arrow's; lists have `size` elements of `dtype` in a row."""
+
+    name: str
+    dtype: str
+    size: int
+    row_bytes: int
+    read: bool
+    kind: pa.DataType
+
+    @property
+    def field(self) -> pa.Field:
+        """The column in a schema; nothing is ever null, which saves a byte an element or so."""
+        return pa.field(self.name, self.kind, nullable=False)
+
+    @property
+    def path(self) -> str:
+        """What Parquet calls the column's values."""
+        return f"{self.name}.list.element" if pa.types.is_fixed_size_list(self.kind) else self.name
+
+    @property
+    def encoding(self) -> str:
+        """Parquet has no integers of less than 4 bytes: small ones are packed, to about their size."""
+        is_number = not pa.types.is_fixed_size_binary(self.kind)
+        return "DELTA_BINARY_PACKED" if self.dtype in _SMALL_INTEGERS and is_number else "PLAIN"
+
+    def valid(self, rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Bytes that the type can hold: text of 64 ASCII characters, truth of one bit, all else as it is."""
+        if self.dtype == "string":
+            return (rows & np.uint8(0x3F)) + np.uint8(0x30)
+        return rows & np.uint8(1) if self.dtype == "bool" else rows
+
+    def to_arrow(self, rows: NDArray[np.uint8]) -> pa.Array:
+        """Rows of bytes as an array of the column."""
+        flat = np.ascontiguousarray(rows).reshape(-1)
+        if self.dtype in _TEXT_TYPES:
+            offsets = np.arange(len(rows) + 1, dtype=np.int64) * self.row_bytes
+            return pa.Array.from_buffers(
+                self.kind, len(rows), [None, pa.py_buffer(offsets.data), pa.py_buffer(flat.data)]
+            )
+        if pa.types.is_fixed_size_binary(self.kind):
+            return pa.Array.from_buffers(self.kind, len(rows), [None, pa.py_buffer(flat.data)])
+        values = pa.array(flat.view(self.dtype))
+        if not pa.types.is_fixed_size_list(self.kind):
+            return values
+        return pa.FixedSizeListArray.from_arrays(values, type=self.kind)
+
+    def to_rows(self, column: pa.ChunkedArray) -> NDArray[np.uint8]:
+        """The inverse of `to_arrow`."""
+        blocks = [self._bytes_of(chunk) for chunk in column.chunks]
+        return np.concatenate(blocks).reshape(-1, self.row_bytes)
+
+    def _bytes_of(self, chunk: pa.Array) -> NDArray[np.uint8]:
+        start, stop = chunk.offset * self.row_bytes, (chunk.offset + len(chunk)) * self.row_bytes
+        if self.dtype in _TEXT_TYPES:
+            offsets = np.frombuffer(chunk.buffers()[1], dtype=np.int64)[chunk.offset :][: len(chunk) + 1]
+            if (np.diff(offsets) != self.row_bytes).any():
+                raise ValueError(
+                    f"column {self.name} has values of other lengths than {self.row_bytes} bytes"
+                )
+            text = np.frombuffer(chunk.buffers()[2], dtype=np.uint8)
+            return text[int(offsets[0]) : int(offsets[-1])]
+        if pa.types.is_fixed_size_binary(self.kind):
+            return np.frombuffer(chunk.buffers()[1], dtype=np.uint8)[start:stop]
+        values = chunk.flatten() if pa.types.is_fixed_size_list(self.kind) else chunk
+        return np.asarray(values.to_numpy(zero_copy_only=False), dtype=self.dtype).view(np.uint8)
+
+
+def column_type(column: ParquetColumn, *, as_bytes: bool = False) -> ColumnType:
+    """The column's type: byte strings for several elements of one byte, lists for several of others."""
+    size, row_bytes = column.size, column_bytes(column)
+    if column.dtype in _TEXT_TYPES:
+        kind = _TEXT_TYPES[column.dtype]
+    else:
+        kind = _number_type(column)
+        if kind in (pa.int8(), pa.uint8()) and (size > 1 or as_bytes):
+            kind = pa.binary(size)
+        elif size > 1:
+            kind = pa.list_(pa.field("element", kind, nullable=False), size)
+    return ColumnType(
+        name=column.name, dtype=column.dtype, size=size, row_bytes=row_bytes, read=column.read, kind=kind
+    )
+
+
+def _number_type(column: ParquetColumn) -> pa.DataType:
+    try:
+        return pa.from_numpy_dtype(np.dtype(column.dtype))
+    except (pa.ArrowNotImplementedError, TypeError) as error:
+        raise UsageError(
+            f"Parquet has no {column.dtype}",
+            where=f"dataset.parquet.columns, {column.name}",
+            fix="Use a bool, int, uint or float of a size that numpy has, string or binary.",
+        ) from error
+
 
 _CODECS: Final[Mapping[Compression, str]] = MappingProxyType(
     {
@@ -66,11 +158,13 @@ class _Group:
     offset: int
 
 
-class ParquetFormat:
+class ParquetFormat(BaseFormat):
     """Files that pyarrow opens; read by row group, and of it only the columns marked `read`."""
 
+    compressions = tuple(_CODECS)
+
     def __init__(self, dataset: Dataset, seed: int) -> None:
-        refuse_compression(dataset, *_CODECS)
+        super().__init__(dataset, seed)
         columns = dataset.parquet.columns
         if dataset.parquet.partition_by is not None:
             raise UsageError(
@@ -82,50 +176,42 @@ class ParquetFormat:
             raise UsageError(
                 "No column is read", where="dataset.parquet.columns", fix="Mark at least one with read: true."
             )
-        self._dataset = dataset
-        self._seed = seed
         self._columns = tuple(column_type(column) for column in columns)
 
     def __reduce__(self) -> tuple[type[ParquetFormat], tuple[Dataset, int]]:
         # Arrow's types forget their element's name and nullability when they are pickled: they are made anew.
         return ParquetFormat, (self._dataset, self._seed)
 
-    def plan(self, index: int, name: str) -> FilePlan:
-        """A block is a row group; only the library knows the file's size."""
-        columns = self._columns
-        if not columns:
-            row_bytes = draw_shape(self._dataset, self._seed, index).size_bytes
-            columns = _byte_strings(row_bytes)
+    def _draw_shape(self, index: int) -> SampleShape:
+        """A sample decodes to the bytes of the columns that are read."""
+        columns = self._columns or _byte_strings(super()._draw_shape(index).size_bytes)
         read_bytes = sum(column.row_bytes for column in columns if column.read)
-        return FilePlan(
-            name=name,
-            index=index,
-            num_samples=self._dataset.num_samples_per_file,
-            dims=(read_bytes,),
-            dtype="|u1",
-            sample_bytes=sum(column.row_bytes for column in columns),
-            block_samples=min(self._dataset.parquet.row_group_size, self._dataset.num_samples_per_file),
-            parts=(FilePart(size_bytes=None),),
-        )
+        return SampleShape((read_bytes,), "|u1", sum(column.row_bytes for column in columns))
 
-    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
+    def _block_samples(self, plan: fp.FilePlan) -> int:
+        return min(self._dataset.parquet.row_group_size, plan.num_samples)
+
+    def _file_bytes(self, plan: fp.FilePlan) -> None:
+        """Only the library knows the size."""
+
+    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Encode a batch of row groups at a time; the footer comes last."""
         columns = self._columns_of(plan)
         schema = pa.schema([column.field for column in columns])
         groups = list(_groups(plan, range(plan.num_samples)))
         step = max(1, self._dataset.parquet.generation_batch_size // plan.block_samples)
-        outbox = GrowingBuffer()
-        with self._writer(outbox, schema, columns) as writer:
+        buffer = GrowingBuffer()
+        with self._writer(buffer, schema, columns) as writer:
             for start in range(0, len(groups), step):
                 tables = [
                     _table(plan, columns, schema, group, out.content)
                     for group in groups[start : start + step]
                 ]
                 writer.write_table(pa.concat_tables(tables), row_group_size=plan.block_samples)
-                outbox.drain(out)
-        outbox.drain(out)
+                buffer.drain(out)
+        buffer.drain(out)
 
-    def survey(self, plan: FilePlan, source: Source) -> FileSurvey:
+    def survey(self, plan: fp.FilePlan, source: Source) -> fp.FileSurvey:
         """Read the footer: the file's last 64 KiB, and the rest of it where it is longer."""
         wanted = {column.name for column in self._columns_of(plan) if column.read}
         try:
@@ -139,16 +225,18 @@ class ParquetFormat:
             raise make_damage_error(plan, str(error)) from error
         if metadata.num_rows != plan.num_samples or len(blocks) != -(-plan.num_samples // plan.block_samples):
             raise make_damage_error(plan, f"it has {metadata.num_rows} rows in {len(blocks)} row groups")
-        return FileSurvey(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
+        return fp.FileSurvey(size_bytes=source.size_bytes, blocks=blocks, opened=metadata)
 
-    def reads(self, plan: FilePlan, found: FileSurvey, samples: range) -> Iterator[RangeRead]:
+    def reads(self, plan: fp.FilePlan, found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """Row group by row group, the columns to be read, whole; neighbours in one range."""
         if samples:
             first, last = samples.start // plan.block_samples, samples[-1] // plan.block_samples
             for block in found.blocks[first : last + 1]:
                 yield from block
 
-    def decode(self, plan: FilePlan, found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(
+        self, plan: fp.FilePlan, found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
         """Rows of bytes, as arrow decodes the columns; pages' checksums are verified."""
         if not samples:
             return np.empty((0, *plan.dims), dtype=np.uint8)
@@ -176,7 +264,7 @@ class ParquetFormat:
             )
         return np.concatenate(wanted, axis=1)
 
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
+    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
         """The rows' bytes as their columns' types hold them."""
         columns = self._columns_of(plan)
         blocks = [np.empty((0, *plan.dims), dtype=np.uint8)]
@@ -197,7 +285,7 @@ class ParquetFormat:
         columns = tuple(replace(column, read=True) for column in parquet.columns)
         return ParquetFormat(replace(self._dataset, parquet=replace(parquet, columns=columns)), self._seed)
 
-    def _refuse_other_levels(self, plan: FilePlan, stored: pq.ParquetSchema) -> None:
+    def _refuse_other_levels(self, plan: fp.FilePlan, stored: pq.ParquetSchema) -> None:
         """Raise where a column of ours has other levels than written.
 
         Arrow compares levels with the sizes of histograms when it is asked for a column chunk, and ends the
@@ -210,15 +298,15 @@ class ParquetFormat:
                     plan, f"its schema gives column {path} other levels than it was written with"
                 )
 
-    def _columns_of(self, plan: FilePlan) -> tuple[ColumnType, ...]:
+    def _columns_of(self, plan: fp.FilePlan) -> tuple[ColumnType, ...]:
         return self._columns or _byte_strings(plan.sample_bytes)
 
     def _writer(
-        self, outbox: GrowingBuffer, schema: pa.Schema, columns: Sequence[ColumnType]
+        self, buffer: GrowingBuffer, schema: pa.Schema, columns: Sequence[ColumnType]
     ) -> pq.ParquetWriter:
         compression, level = self._dataset.compression, self._dataset.compression_level
         return pq.ParquetWriter(
-            outbox,
+            buffer,
             schema,
             compression=_CODECS[compression],
             compression_level=level if compression in _WITH_LEVEL else None,
@@ -232,9 +320,9 @@ class ParquetFormat:
 @lru_cache(maxsize=64)
 def _written_levels(columns: tuple[ColumnType, ...]) -> dict[str, tuple[int, int]]:
     """The levels of these columns, as a file without rows shows them."""
-    outbox = pa.BufferOutputStream()
-    pq.ParquetWriter(outbox, pa.schema([column.field for column in columns])).close()
-    return _levels(pq.read_metadata(pa.BufferReader(outbox.getvalue())).schema)
+    buffer = pa.BufferOutputStream()
+    pq.ParquetWriter(buffer, pa.schema([column.field for column in columns])).close()
+    return _levels(pq.read_metadata(pa.BufferReader(buffer.getvalue())).schema)
 
 
 def _levels(schema: pq.ParquetSchema) -> dict[str, tuple[int, int]]:
@@ -246,7 +334,7 @@ def _byte_strings(row_bytes: int) -> tuple[ColumnType, ...]:
     return (column_type(ParquetColumn(name="data", dtype="uint8", size=row_bytes), as_bytes=True),)
 
 
-def _groups(plan: FilePlan, samples: range) -> Iterator[_Group]:
+def _groups(plan: fp.FilePlan, samples: range) -> Iterator[_Group]:
     """The row groups that hold `samples`."""
     for start in range(
         samples.start // plan.block_samples * plan.block_samples, samples.stop, plan.block_samples
@@ -256,8 +344,8 @@ def _groups(plan: FilePlan, samples: range) -> Iterator[_Group]:
 
 
 def _elements(
-    plan: FilePlan, columns: Sequence[ColumnType], group: _Group, number: int, content: ContentSource
-) -> Sample:
+    plan: fp.FilePlan, columns: Sequence[ColumnType], group: _Group, number: int, content: fp.ContentSource
+) -> fp.Sample:
     """The content of one column in one row group, a row a row."""
     num_rows, row_bytes = len(group.rows), columns[number].row_bytes
     before = sum(column.row_bytes for column in columns[:number])
@@ -267,7 +355,11 @@ def _elements(
 
 
 def _table(
-    plan: FilePlan, columns: Sequence[ColumnType], schema: pa.Schema, group: _Group, content: ContentSource
+    plan: fp.FilePlan,
+    columns: Sequence[ColumnType],
+    schema: pa.Schema,
+    group: _Group,
+    content: fp.ContentSource,
 ) -> pa.Table:
     arrays = [
         column.to_arrow(column.valid(_elements(plan, columns, group, number, content)))
@@ -276,8 +368,8 @@ def _table(
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def _column_ranges(group: pq.RowGroupMetaData, wanted: set[str]) -> Iterator[RangeRead]:
+def _column_ranges(group: pq.RowGroupMetaData, wanted: set[str]) -> Iterator[fp.RangeRead]:
     for number in range(group.num_columns):
         column = group.column(number)
         if column.path_in_schema.split(".")[0] in wanted:
-            yield RangeRead(offset=column.data_page_offset, size_bytes=column.total_compressed_size)
+            yield fp.RangeRead(offset=column.data_page_offset, size_bytes=column.total_compressed_size)

@@ -11,14 +11,12 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from penstock.dataset.formats.format_protocol import ContentSource
 from penstock.dataset.formats.image_format import ImageFormat
-
-if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import ContentSource
 
 _SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 _CHUNK_BYTES: Final = 12

@@ -6,49 +6,27 @@ A plan has no parts, nothing is read, and samples are zeros.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.format_base import ComputedLayout
-from penstock.dataset.formats.format_protocol import (
-    ContentSource,
-    Extent,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    RangeRead,
-    Sample,
-)
-from penstock.dataset.formats.sample_shape import draw_shape
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Dataset
 
 
 class SyntheticFormat(ComputedLayout):
     """Files by name only."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
+    def _block_samples(self, _plan: fp.FilePlan) -> int:
+        return 1
 
-    def plan(self, index: int, name: str) -> FilePlan:
-        """As of other formats, without parts."""
-        shape = draw_shape(self._dataset, self._seed, index)
-        return FilePlan(
-            name=name,
-            index=index,
-            num_samples=self._dataset.num_samples_per_file,
-            dims=shape.dims,
-            dtype=shape.dtype,
-            sample_bytes=shape.size_bytes,
-            block_samples=1,
-            parts=(),
-        )
+    def _file_bytes(self, _plan: fp.FilePlan) -> int:
+        return 0
 
-    def emit(self, plan: FilePlan, _part: int, _pen: FileSink) -> None:
+    def _parts(self, _plan: fp.FilePlan) -> tuple[fp.FilePart, ...]:
+        return ()
+
+    def emit(self, plan: fp.FilePlan, _part: int, _pen: fp.FormatSink) -> None:
         """Refuse: there is nothing to write."""
         raise UsageError(
             f"{plan.name} is synthetic: it has no bytes",
@@ -56,14 +34,16 @@ class SyntheticFormat(ComputedLayout):
             fix="Leave generation out, or choose a format of files.",
         )
 
-    def reads(self, _plan: FilePlan, _found: FileSurvey, _samples: range) -> Iterator[RangeRead]:
+    def reads(self, _plan: fp.FilePlan, _found: fp.FileSurvey, _samples: range) -> Iterator[fp.RangeRead]:
         """None."""
         return iter(())
 
-    def decode(self, plan: FilePlan, _found: FileSurvey, _pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(
+        self, plan: fp.FilePlan, _found: fp.FileSurvey, _pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
         """Zeros, which take no memory until they are written to."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)
 
-    def expected(self, plan: FilePlan, _content: ContentSource, samples: range) -> Sample:
+    def expected(self, plan: fp.FilePlan, _content: fp.ContentSource, samples: range) -> fp.Sample:
         """The same zeros."""
         return np.zeros((len(samples), *plan.dims), dtype=plan.dtype)

@@ -9,35 +9,21 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import google_crc32c
 import numpy as np
 
+from penstock.dataset.formats import format_protocol as fp
 from penstock.dataset.formats.file_objects import GatheredRanges
 from penstock.dataset.formats.format_base import (
     ComputedLayout,
     as_array,
-    gather_range,
     make_content,
     make_damage_error,
-    refuse_compression,
+    read_range,
 )
-from penstock.dataset.formats.format_protocol import (
-    Checksum,
-    ContentSource,
-    Extent,
-    FilePart,
-    FilePlan,
-    FileSink,
-    FileSurvey,
-    RangeRead,
-    Sample,
-)
-from penstock.dataset.formats.sample_shape import draw_shape
-
-if TYPE_CHECKING:
-    from penstock.workload.spec import Dataset
+from penstock.workload.spec import Dataset
 
 _LENGTH_BYTES: Final = 12
 _SUM_BYTES: Final = 4
@@ -52,49 +38,37 @@ class TFRecordFormat(ComputedLayout):
     """Files that TensorFlow and DALI read, front to back, in pieces of `transfer_bytes`."""
 
     def __init__(self, dataset: Dataset, seed: int, transfer_bytes: int = DEFAULT_TRANSFER_BYTES) -> None:
-        refuse_compression(dataset)
-        self._dataset = dataset
-        self._seed = seed
+        super().__init__(dataset, seed)
         self._transfer_bytes = transfer_bytes
 
-    def plan(self, index: int, name: str) -> FilePlan:
-        """One block a file: readers take a file's records one after the other."""
-        shape = draw_shape(self._dataset, self._seed, index)
-        num_samples = self._dataset.num_samples_per_file
-        return FilePlan(
-            name=name,
-            index=index,
-            num_samples=num_samples,
-            dims=shape.dims,
-            dtype=shape.dtype,
-            sample_bytes=shape.size_bytes,
-            block_samples=num_samples,
-            parts=(FilePart(size_bytes=num_samples * record_bytes(shape.size_bytes)),),
-        )
+    def _file_bytes(self, plan: fp.FilePlan) -> int:
+        return plan.num_samples * record_bytes(plan.sample_bytes)
 
-    def emit(self, plan: FilePlan, _part: int, out: FileSink) -> None:
+    def emit(self, plan: fp.FilePlan, _part: int, out: fp.FormatSink) -> None:
         """Record by record."""
         length, head = record_head(plan.sample_bytes)
         for _ in range(plan.num_samples):
             out.raw(length)
-            out.start_sum(Checksum.CRC32C)
+            out.start_sum(fp.Checksum.CRC32C)
             out.raw(head)
             out.fill(plan.sample_bytes)
             out.raw(struct.pack("<I", mask(out.end_sum())))
 
-    def reads(self, plan: FilePlan, _found: FileSurvey, samples: range) -> Iterator[RangeRead]:
+    def reads(self, plan: fp.FilePlan, _found: fp.FileSurvey, samples: range) -> Iterator[fp.RangeRead]:
         """The whole file in pieces, whichever samples are wanted: readers cannot jump."""
         end = plan.num_samples * record_bytes(plan.sample_bytes) if samples else 0
         for offset in range(0, end, self._transfer_bytes):
-            yield RangeRead(offset=offset, size_bytes=min(self._transfer_bytes, end - offset))
+            yield fp.RangeRead(offset=offset, size_bytes=min(self._transfer_bytes, end - offset))
 
-    def decode(self, plan: FilePlan, _found: FileSurvey, pieces: Sequence[Extent], samples: range) -> Sample:
+    def decode(
+        self, plan: fp.FilePlan, _found: fp.FileSurvey, pieces: Sequence[fp.Extent], samples: range
+    ) -> fp.Sample:
         """The images; their records' lengths and sums are checked."""
         gathered = GatheredRanges(pieces)
         images = [as_array(plan, _checked_image(plan, gathered, sample)) for sample in samples]
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
-    def expected(self, plan: FilePlan, content: ContentSource, samples: range) -> Sample:
+    def expected(self, plan: fp.FilePlan, content: fp.ContentSource, samples: range) -> fp.Sample:
         """The images' content."""
         images = [
             as_array(plan, make_content(content, image_offset(plan, sample), plan.sample_bytes))
@@ -103,10 +77,10 @@ class TFRecordFormat(ComputedLayout):
         return np.concatenate([np.empty((0, *plan.dims), dtype=plan.dtype), *images])
 
 
-def _checked_image(plan: FilePlan, gathered: GatheredRanges, sample: int) -> memoryview:
+def _checked_image(plan: fp.FilePlan, gathered: GatheredRanges, sample: int) -> memoryview:
     length, head = record_head(plan.sample_bytes)
     start = sample * record_bytes(plan.sample_bytes)
-    record = gather_range(plan, gathered, start, record_bytes(plan.sample_bytes))
+    record = read_range(plan, gathered, start, record_bytes(plan.sample_bytes))
     example = record[_LENGTH_BYTES:-_SUM_BYTES]
     (stored_sum,) = struct.unpack("<I", record[-_SUM_BYTES:])
     if record[:_LENGTH_BYTES] != length or stored_sum != mask(google_crc32c.value(bytes(example))):
@@ -125,7 +99,7 @@ def record_bytes(image_bytes: int) -> int:
     return len(length) + len(head) + image_bytes + _SUM_BYTES
 
 
-def image_offset(plan: FilePlan, sample: int) -> int:
+def image_offset(plan: fp.FilePlan, sample: int) -> int:
     """Where a record's image begins in its file."""
     length, head = record_head(plan.sample_bytes)
     return sample * record_bytes(plan.sample_bytes) + len(length) + len(head)

@@ -9,7 +9,7 @@ from penstock.submission.finding import Finding, pass_if
 from penstock.submission.parsed_file import MissingFact
 from penstock.submission.rules import rule
 from penstock.workload.dlio_keys import canonical_path
-from penstock.workload.layered_settings import Path
+from penstock.workload.layered_settings import KeyPath
 from penstock.workload.shipped_catalog import families, shipped_card
 
 _ABSENT: Final = object()
@@ -110,7 +110,7 @@ def _check_configuration(case: rule.RunCase) -> Iterator[Finding]:
     )
 
 
-def _require_reference(case: rule.RunCase, family: str, accelerator: str) -> Mapping[Path, object]:
+def _require_reference(case: rule.RunCase, family: str, accelerator: str) -> Mapping[KeyPath, object]:
     """The workload's values by our paths."""
     run = case.run
     if case.is_checkpointing:
@@ -124,25 +124,25 @@ def _require_reference(case: rule.RunCase, family: str, accelerator: str) -> Map
 
 
 @cache
-def _model_values(name: str) -> Mapping[Path, object] | None:
+def _model_values(name: str) -> Mapping[KeyPath, object] | None:
     card = shipped_card(name)
     return None if card is None else _merge((card.sections,))
 
 
 @cache
-def _workload_values(family: str, accelerator: str) -> Mapping[Path, object] | None:
+def _workload_values(family: str, accelerator: str) -> Mapping[KeyPath, object] | None:
     shipped = families().get(family)
     if shipped is None or accelerator not in shipped.variants:
         return None
     return _merge((shipped.shared, shipped.variants[accelerator]))
 
 
-def _merge(trees: tuple[Mapping[str, object], ...]) -> Mapping[Path, object]:
+def _merge(trees: tuple[Mapping[str, object], ...]) -> Mapping[KeyPath, object]:
     """The values of all trees; what an accelerator sets replaces what all share."""
     return {canonical_path(path): value for tree in trees for path, value in _values_by_path(tree, ())}
 
 
-def _values_by_path(tree: object, above: Path) -> Iterator[tuple[Path, object]]:
+def _values_by_path(tree: object, above: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             yield from _values_by_path(value, (*above, str(key)))

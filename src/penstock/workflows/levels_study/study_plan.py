@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
-from penstock.bench.model_state import StateLayout
+from penstock.bench.state_layout import StateLayout
 from penstock.checkpoint.levels.options import Scheme, Single, Xor
 from penstock.environment import Environment
 from penstock.errors import UsageError

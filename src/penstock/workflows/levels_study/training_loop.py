@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from penstock.bench.compute import SystemClock, compute_until
-from penstock.bench.model_state import StateLayout
+from penstock.bench.state_layout import StateLayout
 from penstock.checkpoint import Flush, Manager
 from penstock.cluster.comm import Comm
 from penstock.storage import Storage

@@ -3,9 +3,9 @@
 Collective. A run that fails, or reads back other bytes than it wrote, leaves nothing in the tree.
 """
 
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, OpenStorage
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
+from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, run_checkpoints
+from penstock.bench.loader.loader_protocol import OpenStorage
 from penstock.cluster.comm import Comm
 from penstock.errors import DataDamaged
 from penstock.submission.authoring.write_result_dir import write_report

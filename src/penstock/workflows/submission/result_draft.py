@@ -13,10 +13,10 @@ from typing import Any, Generic, TypeVar
 
 from penstock import __file__ as package_file
 from penstock import __version__
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest
 from penstock.bench.checkpoint.checkpoint_result import CheckpointResult
-from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest
 from penstock.bench.training.training_result import TrainingResult
+from penstock.bench.training.training_run import TrainingRequest
 from penstock.cluster.comm import Comm
 from penstock.progress import Progress
 from penstock.results.provenance import HostFacts, git_state

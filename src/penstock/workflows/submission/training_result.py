@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_result import TrainingResult
-from penstock.bench.training.training_run import train
+from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import Comm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe

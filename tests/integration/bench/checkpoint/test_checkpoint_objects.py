@@ -14,9 +14,12 @@ from tests.support.s3.fake_server import FakeServer
 from tests.support.s3.fault_plan import ALWAYS, Fault
 from tests.support.s3.server import BUCKET
 
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
-from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
-from penstock.bench.model_state import LayoutRequest, plan_layout
+from penstock.bench.checkpoint.checkpoint_run import (
+    CheckpointRequest,
+    change_checkpoint_section,
+    run_checkpoints,
+)
+from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.errors import RankFailed
@@ -24,7 +27,7 @@ from penstock.progress import Silent
 from penstock.results.run_folder import run_folders
 from penstock.results.run_record import RunOutcome, read_record
 from penstock.storage import open_storage
-from penstock.workload.checkpoint_model import load_model
+from penstock.workload.loading import load_model
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult

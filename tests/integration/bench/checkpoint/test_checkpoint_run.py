@@ -16,9 +16,12 @@ import pytest
 
 from penstock.bench import cache_eviction
 from penstock.bench.checkpoint.checkpoint_folder import KEY, read_marker
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
-from penstock.bench.checkpoint.checkpoint_run import run_checkpoints
-from penstock.bench.model_state import LayoutRequest, plan_layout
+from penstock.bench.checkpoint.checkpoint_run import (
+    CheckpointRequest,
+    change_checkpoint_section,
+    run_checkpoints,
+)
+from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import Content
@@ -37,7 +40,7 @@ from penstock.storage.uri import Location
 from penstock.testing.faults import FailAtCall, Full, Late
 from penstock.testing.file_faults import FailFileCall, faulty_calls
 from penstock.testing.rank_threads import on_ranks
-from penstock.workload.checkpoint_model import load_model
+from penstock.workload.loading import load_model
 from penstock.workload.overrides import parse_settings
 
 if TYPE_CHECKING:
@@ -331,7 +334,7 @@ def test_reads_of_other_checkpoints_than_lie_there_are_refused_with_every_differ
         ground.run(writes=0, reads=1, scale=Fraction(1, 50_000))
     with pytest.raises(UsageError, match="not 12"):
         ground.run(writes=0, reads=1, seed=12)
-    with pytest.raises(UsageError, match="only 1 will be there"):
+    with pytest.raises(UsageError, match="only 1 will exist"):
         ground.run(writes=0, reads=2)
 
 

@@ -12,8 +12,7 @@ from tests.support.s3.fake_server import running_fake
 from tests.support.s3.server import BUCKET
 
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.training.training_request import TrainingRequest
-from penstock.bench.training.training_run import train
+from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import DatasetRecipe

@@ -13,9 +13,8 @@ import pytest
 
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.loader.sample_decoder import ContentCheck
-from penstock.bench.training.training_request import TrainingRequest
 from penstock.bench.training.training_result import STAGES_FILE
-from penstock.bench.training.training_run import train
+from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
@@ -28,7 +27,7 @@ from penstock.results.event_files import read_events
 from penstock.results.run_record import read_record
 from penstock.storage import open_storage
 from penstock.workload.choices import DataFormat, ProcessStart, ReadType, Shuffle
-from penstock.workload.duration import Duration
+from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, ReaderSection, Train, Workload
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from penstock.bench.cache_eviction import evict_data_set
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
 from penstock.bench.training.training_files import choose_checked_files, open_files, validate
-from penstock.bench.training.training_request import TrainingRequest
-from penstock.bench.training.training_run import train
+from penstock.bench.training.training_run import TrainingRequest, train
 from penstock.cluster.comm import SoloComm
 from penstock.dataset.content import IRREDUCIBLE
 from penstock.dataset.dataset_manifest import KEY, DatasetRecipe
@@ -35,7 +34,7 @@ from penstock.storage.capabilities import uses_page_cache
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import WrappedSource, WrappedStorage
 from penstock.workload.choices import DataFormat, Shuffle
-from penstock.workload.duration import Duration
+from penstock.workload.quantities import Duration
 from penstock.workload.spec import Dataset, Evaluation, Metric, ReaderSection, Train, Workflow, Workload
 
 if TYPE_CHECKING:

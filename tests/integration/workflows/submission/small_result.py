@@ -12,7 +12,7 @@ import yaml
 
 from penstock.bench.epoch_order import Remainder
 from penstock.bench.loader.native_loader import NativeOptions
-from penstock.bench.training.training_request import TrainingRequest
+from penstock.bench.training.training_run import TrainingRequest
 from penstock.cluster.comm import SoloComm
 from penstock.environment import process_environment
 from penstock.progress import Silent

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from penstock.bench.checkpoint.checkpoint_request import CheckpointRequest, change_checkpoint_section
-from penstock.bench.model_state import LayoutRequest, plan_layout
+from penstock.bench.checkpoint.checkpoint_run import CheckpointRequest, change_checkpoint_section
+from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PipelineSettings
 from penstock.environment import process_environment
 from penstock.progress import Silent
@@ -31,8 +31,8 @@ from penstock.submission.tree_layout import Benchmark
 from penstock.testing.rank_threads import on_ranks
 from penstock.workflows.submission.checkpoint_result import add_checkpoints
 from penstock.workflows.submission.result_draft import ResultWriter, RunObserver
-from penstock.workload.checkpoint_model import load_model
 from penstock.workload.division_rules import SubmissionDivision
+from penstock.workload.loading import load_model
 
 if TYPE_CHECKING:
     from penstock.bench.checkpoint.checkpoint_result import CheckpointResult

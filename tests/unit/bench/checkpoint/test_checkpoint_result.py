@@ -9,12 +9,13 @@ import pytest
 
 from penstock.bench.cache_eviction import ObjectEviction
 from penstock.bench.checkpoint.checkpoint_result import (
+    CheckpointResult,
+    EarlierRun,
     RoundFigures,
-    direction_figures,
-    job_bottleneck,
-    plain_counters,
+    find_bottleneck,
+    total_direction,
 )
-from penstock.bench.checkpoint.round_plan import CheckpointRound, Direction
+from penstock.bench.checkpoint.rounds import CheckpointRound, Direction
 from penstock.checkpoint.saving.measurement import PipelineFigures, StreamRecord
 from penstock.storage import Counters
 
@@ -64,7 +65,7 @@ WARM = ObjectEviction(path="page cache dropped", resident_bytes=500, total_bytes
 
 
 def test_all_bytes_over_all_time_and_the_mean_of_rates_are_two_figures() -> None:
-    found = direction_figures(rounds("write", phase("write", 1.0), phase("write", 4.0)))
+    found = total_direction(rounds("write", phase("write", 1.0), phase("write", 4.0)))
     assert found is not None
     assert found.gib_per_s == pytest.approx(4 / 5)
     assert found.mean_gib_per_s == pytest.approx((2 + 0.5) / 2)
@@ -78,7 +79,7 @@ def test_all_bytes_over_all_time_and_the_mean_of_rates_are_two_figures() -> None
 
 
 def test_every_stream_of_every_rank_survives_with_its_sums() -> None:
-    found = direction_figures(rounds("read", phase("read", 1.0), phase("read", 1.0), phase("read", 2.0)))
+    found = total_direction(rounds("read", phase("read", 1.0), phase("read", 1.0), phase("read", 2.0)))
     assert found is not None
     assert [(each.rank, each.stream) for each in found.streams] == [(0, 0), (1, 0)]
     assert all(each.moved_bytes == 3 * GIB for each in found.streams)
@@ -89,8 +90,8 @@ def test_every_stream_of_every_rank_survives_with_its_sums() -> None:
 
 
 def test_words_of_the_document_are_those_of_its_direction() -> None:
-    write = direction_figures(rounds("write", phase("write", 1.0)))
-    read = direction_figures(rounds("read", phase("read", 1.0)))
+    write = total_direction(rounds("write", phase("write", 1.0)))
+    read = total_direction(rounds("read", phase("read", 1.0)))
     assert write is not None
     assert read is not None
     writing, reading = write.document("write"), read.document("read")
@@ -104,12 +105,12 @@ def test_words_of_the_document_are_those_of_its_direction() -> None:
 
 def test_reads_from_memory_have_a_rate_of_their_own_and_no_other() -> None:
     warm = rounds("read", phase("read", 0.1), cold=WARM)
-    found = direction_figures(warm)
+    found = total_direction(warm)
     assert found is not None
     assert found.gib_per_s is found.mean_gib_per_s is found.min_gib_per_s is found.store_gib_per_s is None
     assert found.memory_gib_per_s == pytest.approx(20.0)
     assert found.bottleneck == "page cache"
-    mixed = direction_figures([*warm, *rounds("read", phase("read", 2.0))])
+    mixed = total_direction([*warm, *rounds("read", phase("read", 2.0))])
     assert mixed is not None
     assert mixed.gib_per_s == pytest.approx(1.0)
     assert mixed.memory_checkpoints == 1
@@ -123,13 +124,27 @@ def test_the_bottleneck_is_what_held_the_run_up_longest() -> None:
         phase("write", 1.0, bottleneck="generator"),
         phase("write", 3.0, bottleneck="durability"),
     )
-    assert job_bottleneck(found) == "durability"
+    assert find_bottleneck(found) == "durability"
 
 
 def test_nothing_has_no_figures() -> None:
-    assert direction_figures([]) is None
+    assert total_direction([]) is None
 
 
 def test_counters_of_all_rounds_add_up() -> None:
-    counted = plain_counters([phase("write", 1.0), phase("read", 1.0)])
-    assert (counted["requests"], counted["retries"]) == (20, 4)
+    result = CheckpointResult(
+        model="m",
+        ranks=2,
+        results_dir="/results",
+        target="file:///ckpt",
+        total_bytes=GIB,
+        seed=1,
+        rounds=(*rounds("write", phase("write", 1.0)), *rounds("read", phase("read", 1.0))),
+        gap_s=None,
+        earlier=EarlierRun(run_folder="/earlier", kept_steps=(1, 2)),
+        shift=0,
+        storage_options={},
+        peak_rss_bytes=(1, 2),
+    ).document()
+    assert (result["storage_counters"]["requests"], result["storage_counters"]["retries"]) == (20, 4)
+    assert result["earlier"] == {"run_folder": "/earlier", "kept_steps": (1, 2)}

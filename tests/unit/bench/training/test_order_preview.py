@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.bench.epoch_order import Remainder
-from penstock.bench.training.order_preview import OrderPreview, preview_order
+from penstock.bench.training.training_plan import OrderPreview, preview_order
 from penstock.errors import UsageError
 from penstock.workload.choices import DataFormat, Shuffle
 from penstock.workload.spec import Dataset, ReaderSection, Workload

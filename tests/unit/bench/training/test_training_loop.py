@@ -24,7 +24,7 @@ from penstock.progress import Silent
 from penstock.results.step_events import RankEvents, SpanKind, StepPhase
 from penstock.storage.in_memory import MemoryStorage
 from penstock.workload.choices import DataFormat
-from penstock.workload.duration import Distribution, Duration
+from penstock.workload.quantities import Distribution, Duration
 from penstock.workload.spec import Dataset, Evaluation, ReaderSection, Train, Workflow, Workload
 
 WORKLOAD = Workload(
@@ -96,7 +96,7 @@ class Scene:
             began_ns = time.monotonic_ns()
             work: PhaseWork = self.works[phase]
             (loop.train if phase is StepPhase.TRAIN else loop.evaluate)(work, 1, num_steps)
-            loop.note_epoch(1, began_ns)
+            loop.record_epoch(1, began_ns)
         return self.recorder.events(rank=0, host="here")
 
 

@@ -15,8 +15,8 @@ from penstock.dataset.formats import open_format
 from penstock.dataset.formats.data_file import buffer_pool, read_samples, verify_file, write_file
 from penstock.dataset.formats.file_writer import (
     BUFFER_BYTES,
-    FileChecker,
-    FileWriter,
+    DataFileChecker,
+    DataFileWriter,
     FirstDifference,
     first_difference,
 )
@@ -29,7 +29,7 @@ from penstock.workload.choices import Compression, DataFormat
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn
 
 if TYPE_CHECKING:
-    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, FileSink
+    from penstock.dataset.formats.format_protocol import FileFormat, FilePlan, FormatSink
     from penstock.storage import Release
 
 POOL = buffer_pool()
@@ -270,18 +270,18 @@ def test_an_image_of_another_shape_is_damage() -> None:
 def test_a_sum_is_the_same_for_who_writes_and_who_checks() -> None:
     storage = MemoryStorage()
     sink = storage.create("sums")
-    writing = FileWriter(CONTENT, sink, BufferPool(4096, 2))
+    writing = DataFileWriter(CONTENT, sink, BufferPool(4096, 2))
     assert _sums(writing) == CHECK_VALUES
     writing.flush()
     sink.finish()
-    assert _sums(FileChecker(CONTENT, storage.open("sums"), _never)) == CHECK_VALUES
+    assert _sums(DataFileChecker(CONTENT, storage.open("sums"), _never)) == CHECK_VALUES
 
 
 CHECK_VALUES = [0xCBF43926, 0xE3069283]
 """What both algorithms give for the nine digits, by their definitions."""
 
 
-def _sums(out: FileSink) -> list[int]:
+def _sums(out: FormatSink) -> list[int]:
     sums = []
     for kind in Checksum:
         out.start_sum(kind)
@@ -298,7 +298,7 @@ def _never(_needed: int) -> ShortTransfer:
 def test_bytes_behind_the_end_are_a_difference() -> None:
     storage = MemoryStorage()
     write_object(storage, "more", [b"abcd"])
-    out = FileChecker(CONTENT, storage.open("more"), _never)
+    out = DataFileChecker(CONTENT, storage.open("more"), _never)
     out.raw(b"abc")
     with pytest.raises(FirstDifference) as caught:
         out.finish()

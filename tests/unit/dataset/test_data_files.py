@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.file_naming import NumberedFiles, evaluation_files, training_files
+from penstock.dataset.data_files import NumberedFiles, evaluation_files, training_files
 from penstock.workload.choices import DataFormat
 from penstock.workload.spec import Dataset
 

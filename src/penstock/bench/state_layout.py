@@ -1,33 +1,188 @@
-"""From a model to its checkpoint layout: which rank holds which part of which file. Pure.
+"""What a checkpoint holds, computed: model and parallelism in, every rank's files and bytes out.
 
 Three kinds of model: a transformer by its dimensions, explicit sizes in DLIO's keys, and files listed one by
-one. A transformer's total follows from its parameters alone, to the byte.
+one. A transformer's total follows from its parameters alone, to the byte. Pure. A thousand ranks with a
+hundred layers are some hundred arrays, never a list of files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.bench.model_state.state_layout import (
-    FileGroup,
-    Mesh,
-    StateLayout,
-    even_share,
-    stage_of_layer,
-    without_empty,
-)
 from penstock.errors import UsageError
 from penstock.workload.choices import CheckpointMode, CheckpointWriters, Datatype
+from penstock.workload.loading import CheckpointModel
+from penstock.workload.spec import Model, Transformer
 
-if TYPE_CHECKING:
-    from penstock.bench.model_state.state_layout import Numbers
-    from penstock.workload.checkpoint_model import CheckpointModel
-    from penstock.workload.spec import Model, Transformer
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """One file of a checkpoint; its name is relative to the checkpoint's folder."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileGroup:
+    """One file on each of `ranks` (ascending), of `size_bytes`.
+
+    `name` may hold `{rank}`, `{mp}` (its place in one replica), `{dp}` (its replica), `{epoch}`, `{step}`.
+    """
+
+    name: str
+    ranks: Numbers
+    size_bytes: Numbers
+
+    def scaled(self, scale: Fraction) -> FileGroup:
+        """The same files with `scale` of their bytes, to half a byte, and none of them empty."""
+        distinct, places = np.unique(self.size_bytes, return_inverse=True)
+        sizes = [max(1, round(size * scale)) for size in distinct.tolist()]
+        return replace(self, size_bytes=np.array(sizes, dtype=np.int64)[places])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """Where a checkpoint's bytes are. `num_processes` carry the first `num_carried` ranks of the mesh.
+
+    Usually each carries one. On a machine that is too small for the model's parallelism each carries several
+    neighbours, so that the checkpoint is complete. In subset mode fewer ranks than the mesh has are carried,
+    and the checkpoint is smaller.
+    """
+
+    mesh: Mesh
+    num_processes: int
+    num_carried: int
+    groups: tuple[FileGroup, ...]
+    num_parameters: int | None = None
+
+    @property
+    def is_subset(self) -> bool:
+        """Whether a part stands for the whole."""
+        return self.num_carried < self.mesh.num_ranks
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether processes carry more than one rank each."""
+        return self.num_processes < self.num_carried
+
+    @property
+    def total_bytes(self) -> int:
+        """One checkpoint, over all processes."""
+        return int(self.bytes_of_processes().sum())
+
+    @property
+    def num_files(self) -> int:
+        """The files of one checkpoint, over all processes."""
+        return sum(int(np.searchsorted(group.ranks, self.num_carried)) for group in self.groups)
+
+    def bytes_of_processes(self) -> Numbers:
+        """How much each process writes of one checkpoint."""
+        totals = np.zeros(self.num_processes, dtype=np.int64)
+        for group in self.groups:
+            carried = int(np.searchsorted(group.ranks, self.num_carried))
+            process = ((group.ranks[:carried] + 1) * self.num_processes - 1) // self.num_carried
+            np.add.at(totals, process, group.size_bytes[:carried])
+        return totals
+
+    def ranks_of(self, process: int) -> range:
+        """The ranks of the mesh that a process carries."""
+        first, end = (edge * self.num_carried // self.num_processes for edge in (process, process + 1))
+        return range(first, end)
+
+    def files_of(self, process: int, *, epoch: int = 1, step: int = 1) -> Iterator[StateFile]:
+        """A process's files of one checkpoint, in the order in which they are written."""
+        carried = self.ranks_of(process)
+        model_parallel = self.mesh.model_parallel
+        for group in self.groups:
+            first, end = np.searchsorted(group.ranks, (carried.start, carried.stop)).tolist()
+            for place in range(first, end):
+                rank = int(group.ranks[place])
+                name = group.name.format(
+                    rank=rank, mp=rank % model_parallel, dp=rank // model_parallel, epoch=epoch, step=step
+                )
+                yield StateFile(name, int(group.size_bytes[place]))
+
+    def scaled(self, scale: Fraction) -> StateLayout:
+        """The same files with `scale` of their bytes."""
+        if scale == 1:
+            return self
+        return replace(self, groups=tuple(group.scaled(scale) for group in self.groups))
+
+
+def checkpoint_folder(epoch: int, step: int) -> str:
+    """The folder of one checkpoint, as DLIO names it."""
+    return f"global_epoch{epoch}_step{step}"
+
+
+def without_empty(groups: Iterable[FileGroup]) -> tuple[FileGroup, ...]:
+    """Groups without their empty files: some ranks get nothing where elements are fewer than ranks."""
+    non_empty = ((group, group.size_bytes > 0) for group in groups)
+    return tuple(
+        replace(group, ranks=group.ranks[full], size_bytes=group.size_bytes[full])
+        for group, full in non_empty
+        if full.any()
+    )
+
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """Ranks counted through tensors first, then stages of the pipeline, then replicas, as DLIO does."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that hold one replica of the model together."""
+        return self.tensor * self.pipeline
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.model_parallel * self.data
+
+    def tensor_of(self, ranks: Numbers) -> Numbers:
+        """Places among the ranks that divide each tensor."""
+        return ranks % self.tensor
+
+    def stage_of(self, ranks: Numbers) -> Numbers:
+        """Places in the pipeline."""
+        return ranks // self.tensor % self.pipeline
+
+    def replica_of(self, ranks: Numbers) -> Numbers:
+        """Which copy of the model ranks belong to."""
+        return ranks // self.model_parallel
+
+    def ranks_of_stage(self, stage: int) -> Numbers:
+        """The first replica's ranks that hold this stage."""
+        return np.arange(self.tensor, dtype=np.int64) + stage * self.tensor
+
+
+def even_share(whole: Numbers | int, parts: int, place: Numbers) -> Numbers:
+    """The share of `place` among `parts` that are as equal as whole numbers allow."""
+    shares: Numbers = whole * (place + 1) // parts - whole * place // parts
+    return shares
+
+
+def stage_of_layer(layer: int, *, num_layers: int, num_stages: int) -> int:
+    """The stage of layer 1 to `num_layers`; early stages have one more where they do not divide evenly."""
+    short, num_long = divmod(num_layers, num_stages)
+    in_long_stages = num_long * (short + 1)
+    if layer <= in_long_stages:
+        return (layer - 1) // (short + 1)
+    return num_long + (layer - 1 - in_long_stages) // short
+
 
 DATATYPE_BYTES: Final = {
     Datatype.INT8: 1,
@@ -58,22 +213,22 @@ class LayoutRequest:
 
 
 def plan_layout(request: LayoutRequest) -> StateLayout:
-    """The layout that is asked for; `UsageError` where model and processes do not fit together."""
+    """The requested layout; `UsageError` where model and processes do not fit together."""
     if not 0 < request.scale <= 1:
         raise UsageError(
-            f"A scale of {float(request.scale):g} makes no checkpoint",
+            f"The scale is {float(request.scale):g}, which leaves no checkpoint",
             where="--scale",
-            fix="Choose from 0 to 1.",
+            fix="Choose a scale above 0, up to 1.",
         )
     spec = request.model.workload.model
     if spec.parallelism.zero_stage == 3 and spec.parallelism.pipeline > 1:
         raise UsageError(
-            f"ZeRO 3 divides all layers among all replicas, which leaves nothing to "
-            f"{spec.parallelism.pipeline} stages of a pipeline",
+            f"ZeRO 3 divides all layers among all replicas, so there is nothing left to divide among "
+            f"{spec.parallelism.pipeline} pipeline stages",
             where="model.parallelism",
             fix="Set pipeline to 1, or zero_stage to at most 2.",
         )
-    mesh, num_processes, num_carried = _places(request)
+    mesh, num_processes, num_carried = _choose_mesh(request)
     layout = StateLayout(
         mesh=mesh,
         num_processes=num_processes,
@@ -102,7 +257,7 @@ def count_parameters(model: Model) -> int:
 def layer_tensors(dims: Transformer) -> tuple[int, ...]:
     """Elements of one layer's tensors: norm, attention in and out, norm, feed-forward up and down.
 
-    Keys and values have `hidden x kv heads / heads` columns together, also where a head has no whole width.
+    Keys and values have `hidden x kv heads / heads` columns each, also where a head has no whole width.
     """
     hidden, ffn = dims.hidden_size, dims.ffn_hidden_size
     kv_columns = hidden * dims.num_kv_heads // dims.num_attention_heads
@@ -110,31 +265,25 @@ def layer_tensors(dims: Transformer) -> tuple[int, ...]:
     return hidden, attention, hidden * hidden, hidden, 2 * ffn * hidden, ffn * hidden
 
 
-def _places(request: LayoutRequest) -> tuple[Mesh, int, int]:
+def _choose_mesh(request: LayoutRequest) -> tuple[Mesh, int, int]:
     """The mesh, how many processes there are, and how many ranks of the mesh they carry."""
-    spec, own = request.model.workload.model, request.model.num_ranks
+    spec, own_ranks = request.model.workload.model, request.model.num_ranks
     split = spec.parallelism
     model_parallel = split.tensor * split.pipeline
     if request.model.files:
-        split_mesh = Mesh(data=own or request.num_processes or 1)
-        return _carried(split_mesh, request)
-    own_replicas = split.data or max(1, (own or model_parallel) // model_parallel)
-    asked = request.num_processes or own or model_parallel * own_replicas
-    if request.mode is CheckpointMode.SUBSET:
-        return _carried(Mesh(tensor=split.tensor, pipeline=split.pipeline, data=own_replicas), request)
-    if asked % model_parallel == 0 and _follows_ranks(request):
-        mesh = Mesh(tensor=split.tensor, pipeline=split.pipeline, data=asked // model_parallel)
-        return mesh, asked, asked
-    return _carried(Mesh(tensor=split.tensor, pipeline=split.pipeline, data=own_replicas), request)
+        return _fold(Mesh(data=own_ranks or request.num_processes or 1), request)
+    own_replicas = split.data or max(1, (own_ranks or model_parallel) // model_parallel)
+    num_processes = request.num_processes or own_ranks or model_parallel * own_replicas
+    # More or fewer replicas leave a transformer's total as it is; other models may name their ranks.
+    follows_processes = spec.transformer is not None or own_ranks is None
+    is_subset = request.mode is CheckpointMode.SUBSET
+    if not is_subset and follows_processes and num_processes % model_parallel == 0:
+        mesh = Mesh(tensor=split.tensor, pipeline=split.pipeline, data=num_processes // model_parallel)
+        return mesh, num_processes, num_processes
+    return _fold(Mesh(tensor=split.tensor, pipeline=split.pipeline, data=own_replicas), request)
 
 
-def _follows_ranks(request: LayoutRequest) -> bool:
-    """Whether more or fewer replicas leave the total as it is, or the model names no number of them."""
-    spec = request.model.workload.model
-    return spec.transformer is not None or request.model.num_ranks is None
-
-
-def _carried(mesh: Mesh, request: LayoutRequest) -> tuple[Mesh, int, int]:
+def _fold(mesh: Mesh, request: LayoutRequest) -> tuple[Mesh, int, int]:
     num_processes = request.num_processes or mesh.num_ranks
     if num_processes > mesh.num_ranks:
         raise UsageError(
@@ -156,8 +305,8 @@ def _groups(model: CheckpointModel, mesh: Mesh) -> Iterator[FileGroup]:
     elif spec.layer_parameters or spec.optimization_groups:
         yield from _explicit(spec, mesh)
     else:
-        everyone = model.workload.checkpoint.type is CheckpointWriters.ALL_RANKS
-        ranks = np.arange(mesh.num_ranks if everyone else 1, dtype=np.int64)
+        by_all_ranks = model.workload.checkpoint.type is CheckpointWriters.ALL_RANKS
+        ranks = np.arange(mesh.num_ranks if by_all_ranks else 1, dtype=np.int64)
         yield _even(_MODEL, ranks, spec.model_size_bytes)
 
 
@@ -179,7 +328,7 @@ def _transformer(spec: Model, mesh: Mesh) -> Iterator[FileGroup]:
 
 
 def _layer(number: int, tensors: tuple[int, ...], *, mesh: Mesh, num_layers: int, width: int) -> FileGroup:
-    """One layer on the ranks of its stage: embedding is layer 0, output head and norm follow the last one."""
+    """One layer on the ranks of its stage: the embedding is layer 0; output head and norm follow the last."""
     if number == 0:
         stage = 0
     elif number > num_layers:

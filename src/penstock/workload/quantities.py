@@ -1,17 +1,102 @@
-"""One value of a workload as people write it, read: sizes and times with units, numbers, distributions.
+"""Quantities of a workload, and how they are read: sizes and times with units, element types, durations.
 
-Place in the flow: the leaves of `document`. What does not fit is a UsageError; nothing is guessed.
+What does not fit is a UsageError; nothing is guessed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from penstock.errors import UsageError
 from penstock.units import parse_bytes, parse_seconds
-from penstock.workload.duration import Distribution, Duration
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Distribution(StrEnum):
+    """The distributions that DLIO knows, and a fixed time."""
+
+    FIXED = "fixed"
+    NORMAL = "normal"
+    UNIFORM = "uniform"
+    GAMMA = "gamma"
+    EXPONENTIAL = "exponential"
+    POISSON = "poisson"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duration:
+    """A time in seconds under one `law`, which reads only its own fields; a draw is never negative.
+
+    fixed: `mean_s`. normal: `mean_s`, `stdev_s`. uniform: `min_s`, `max_s`. gamma: `shape`, `scale_s`.
+    exponential: `scale_s`. poisson: `expected_events`, a whole number of seconds.
+    """
+
+    law: Distribution = Distribution.FIXED
+    mean_s: float = 0.0
+    stdev_s: float = 0.0
+    min_s: float = 0.0
+    max_s: float = 0.0
+    shape: float = 0.0
+    scale_s: float = 0.0
+    expected_events: float = 0.0
+
+    @classmethod
+    def fixed(cls, seconds: float) -> Self:
+        """Always `seconds`."""
+        return cls(mean_s=seconds)
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether every draw is 0."""
+        return self.law is Distribution.FIXED and self.mean_s == 0
+
+    @property
+    def expected_s(self) -> float:
+        """The mean of what `draw` returns; exact for a fixed time."""
+        match self.law:
+            case Distribution.FIXED:
+                return self.mean_s
+            case Distribution.NORMAL:
+                return _mean_of_folded_normal(self.mean_s, self.stdev_s)
+            case Distribution.UNIFORM:
+                return (self.min_s + self.max_s) / 2
+            case Distribution.GAMMA:
+                return self.shape * self.scale_s
+            case Distribution.EXPONENTIAL:
+                return self.scale_s
+            case Distribution.POISSON:
+                return self.expected_events
+
+    def draw(self, generator: np.random.Generator) -> float:
+        """One time in seconds, from the caller's generator: the same generator, the same times."""
+        match self.law:
+            case Distribution.FIXED:
+                return self.mean_s
+            case Distribution.NORMAL:
+                return abs(generator.normal(self.mean_s, self.stdev_s))
+            case Distribution.UNIFORM:
+                return generator.uniform(self.min_s, self.max_s)
+            case Distribution.GAMMA:
+                return generator.gamma(self.shape, self.scale_s)
+            case Distribution.EXPONENTIAL:
+                return generator.exponential(self.scale_s)
+            case Distribution.POISSON:
+                return float(generator.poisson(self.expected_events))
+
+
+def _mean_of_folded_normal(mean: float, stdev: float) -> float:
+    if stdev == 0:
+        return abs(mean)
+    tail = math.exp(-(mean**2) / (2 * stdev**2))
+    return stdev * math.sqrt(2 / math.pi) * tail + mean * math.erf(mean / (stdev * math.sqrt(2)))
+
 
 _BYTE_TYPES: Final = ("string", "binary")
 
@@ -23,11 +108,11 @@ _LAW_FIELDS: Final = {
     Distribution.EXPONENTIAL: {"scale": "scale_s"},
     Distribution.POISSON: {"lam": "expected_events"},
 }
-"""The parameters of each distribution, in DLIO's words, and our fields."""
+"""The parameters of each distribution, in DLIO's words, and the fields of a `Duration`."""
 
 
 def read_bytes(value: Any) -> Any:
-    """Text with a unit as whole bytes; anything else as it is, for the type to judge."""
+    """Text with a unit as whole bytes; anything else unchanged, for the type to check."""
     if isinstance(value, str):
         return parse_bytes(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -50,13 +135,13 @@ def _is_number(text: str) -> bool:
 
 
 def read_seconds(value: Any) -> Any:
-    """Text with a unit as seconds; anything else as it is, for the type to judge."""
+    """Text with a unit as seconds; anything else unchanged, for the type to check."""
     return parse_seconds(value) if isinstance(value, str) else value
 
 
 def read_element_type(name: str) -> str:
     """`name`, if numpy knows it or it is one of Parquet's own."""
-    import numpy as np  # noqa: PLC0415 - only an edge that meets an element type pays for it
+    import numpy as np  # noqa: PLC0415 - only element types need it
 
     if name in _BYTE_TYPES:
         return name
@@ -70,7 +155,7 @@ def read_element_type(name: str) -> str:
 
 
 def element_bytes(name: str) -> int:
-    """Bytes of one element of a type that `read_element_type` let pass."""
+    """Bytes of one element of a type that `read_element_type` accepts."""
     import numpy as np  # noqa: PLC0415 - see above
 
     return 1 if name in _BYTE_TYPES else np.dtype(name).itemsize

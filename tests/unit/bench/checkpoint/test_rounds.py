@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from penstock.bench.cache_eviction import ObjectEviction
 from penstock.bench.checkpoint.progress_board import ProgressBoard, format_progress
-from penstock.bench.checkpoint.round_plan import (
+from penstock.bench.checkpoint.rounds import (
     CheckpointRound,
+    StateContent,
     choose_source_process,
     plan_objects,
     plan_rounds,
     rank_shift,
     seconds_between,
 )
-from penstock.bench.checkpoint.rounds import StateContent
-from penstock.bench.model_state import LayoutRequest, plan_layout
+from penstock.bench.state_layout import LayoutRequest, plan_layout
 from penstock.checkpoint.saving.pipeline import PlannedObject
 from penstock.errors import UsageError
-from penstock.workload.checkpoint_model import load_model
+from penstock.workload.loading import load_model
 
 
 @given(st.integers(0, 12), st.sets(st.integers(1, 12)), st.data())
@@ -32,7 +32,7 @@ def test_every_round_reads_only_what_is_there_by_then(
 ) -> None:
     readable = there | set(range(1, num_writes + 1))
     num_reads = data.draw(st.integers(0, len(readable)))
-    rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, there=sorted(there))
+    rounds = plan_rounds(num_writes=num_writes, num_reads=num_reads, kept_steps=sorted(there))
     writes = [each.step for each in rounds if each.direction == "write"]
     reads = [each.step for each in rounds if each.direction == "read"]
     assert [each.direction for each in rounds] == ["write"] * len(writes) + ["read"] * len(reads)
@@ -41,8 +41,8 @@ def test_every_round_reads_only_what_is_there_by_then(
 
 
 def test_more_reads_than_checkpoints_are_refused_with_both_ways_out() -> None:
-    with pytest.raises(UsageError, match=r"only 3 will be there.*at most 3.*--writes 5"):
-        plan_rounds(num_writes=1, num_reads=5, there=(1, 2, 3))
+    with pytest.raises(UsageError, match=r"only 3 will exist.*at most 3.*--writes 5"):
+        plan_rounds(num_writes=1, num_reads=5, kept_steps=(1, 2, 3))
 
 
 def test_checkpoints_lie_in_dlios_folders() -> None:
@@ -68,7 +68,7 @@ def test_with_a_shift_every_rank_reads_what_another_host_wrote_and_all_is_read(s
 
 
 def test_the_interval_lies_between_rounds_and_not_before_the_first() -> None:
-    rounds = plan_rounds(num_writes=2, num_reads=1, there=())
+    rounds = plan_rounds(num_writes=2, num_reads=1, kept_steps=())
     assert list(seconds_between(rounds, 5.0)) == [0.0, 5.0, 5.0]
 
 

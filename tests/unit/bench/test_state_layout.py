@@ -11,12 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.model_state import LayoutRequest, StateLayout, plan_layout
-from penstock.bench.model_state.layout_planner import count_parameters
-from penstock.bench.model_state.state_layout import Mesh, checkpoint_folder, even_share, stage_of_layer
+from penstock.bench.state_layout import (
+    LayoutRequest,
+    Mesh,
+    StateLayout,
+    checkpoint_folder,
+    count_parameters,
+    even_share,
+    plan_layout,
+    stage_of_layer,
+)
 from penstock.errors import UsageError
-from penstock.workload.checkpoint_model import CheckpointModel, load_model
 from penstock.workload.choices import CheckpointMode, CheckpointWriters, Datatype
+from penstock.workload.loading import CheckpointModel, load_model
 from penstock.workload.shipped_catalog import cards
 from penstock.workload.spec import CheckpointSection, Model, Parallelism, Transformer, Workload
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.dataset.formats.parquet import ParquetFormat
-from penstock.dataset.formats.parquet_columns import column_type
+from penstock.dataset.formats.parquet import ParquetFormat, column_type
 from penstock.workload.choices import DataFormat
 from penstock.workload.dataset_size import column_bytes
 from penstock.workload.spec import Dataset, Parquet, ParquetColumn

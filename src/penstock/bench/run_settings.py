@@ -1,0 +1,106 @@
+"""What all benchmark runs have in common: where results go, what their record says, and DLIO's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.cluster.comm import Comm
+from penstock.cluster.gates.preflight import PreflightResult
+from penstock.environment import Environment
+from penstock.results.active_run import ActiveRun
+from penstock.results.dlio.output_files import HYDRA_FOLDER, DlioOutputs, HydraFacts, write_dlio_files
+from penstock.results.event_files import read_events
+from penstock.results.phase_figures import PhaseFigures
+from penstock.results.provenance import HostFacts, ReadHostFacts, read_host, redact, unique_hosts
+from penstock.results.run_record import RunRequest
+from penstock.results.step_events import RankEvents
+from penstock.workload.spec import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """Settings of a run that do not depend on what it measures.
+
+    A folder for the run is made in `results`, unless `run_folder` names the folder itself. `overrides` are in
+    DLIO's words; `hydra_subfolder` and `log_before` belong to DLIO's files: where the configuration goes ("":
+    nowhere), and the log's lines about what came before the run. `facts_of` reads the facts of a rank's host;
+    `inspection` is the result of the preflight gates, None if none ran.
+    """
+
+    results: Path
+    command: Sequence[str] = ()
+    environment: Environment = field(default_factory=dict)
+    overrides: Sequence[str] = ()
+    remarks: Sequence[str] = ()
+    run_folder: Path | None = None
+    hydra_subfolder: str = HYDRA_FOLDER
+    log_before: Sequence[str] = ()
+    facts_of: ReadHostFacts = read_host
+    inspection: PreflightResult | None = None
+
+    def gather_hosts(self, comm: Comm) -> tuple[HostFacts, ...]:
+        """The facts of all hosts. Collective."""
+        return unique_hosts(comm.gather(self.facts_of(comm.host), awaiting="facts of all hosts"))
+
+    def open_run(
+        self,
+        workload: Workload,
+        *,
+        hosts: Sequence[HostFacts],
+        ranks: int,
+        seeds: Mapping[str, int],
+        plan: Mapping[str, Any],
+        remarks: Sequence[str] = (),
+    ) -> ActiveRun:
+        """Make the run's folder with its record; on rank 0 only."""
+        request = RunRequest(
+            workload=workload,
+            ranks=ranks,
+            hosts=hosts,
+            command=self.command,
+            environment=self.environment,
+            seeds=seeds,
+            preflight=self.inspection.preflight if self.inspection else None,
+            cluster=self.inspection.cluster if self.inspection else None,
+            plan=plan,
+            remarks=(*self.remarks, *remarks),
+        )
+        if self.run_folder is not None:
+            return ActiveRun.start_in(self.run_folder, request, results=self.results)
+        return ActiveRun.start(self.results, request)
+
+    def write_dlio_files(
+        self,
+        run: ActiveRun,
+        workload: Workload,
+        *,
+        hosts: Sequence[HostFacts],
+        events: Sequence[RankEvents] | None = None,
+        train: PhaseFigures | None = None,
+        evaluation: PhaseFigures | None = None,
+    ) -> None:
+        """Write the outputs and the configuration that DLIO would leave in the run's folder."""
+        write_dlio_files(
+            run.folder,
+            DlioOutputs(
+                workload=workload,
+                ranks=read_events(run.folder) if events is None else events,
+                hosts=hosts,
+                started=datetime.fromisoformat(run.record.started_at),
+                ended=datetime.now(UTC),
+                train=train,
+                evaluation=evaluation,
+            ),
+            HydraFacts(
+                workload_name=workload.full_name,
+                overrides=redact(self.overrides),
+                subfolder=self.hydra_subfolder,
+                working_folder=str(Path.cwd()),
+                run_folder=str(run.folder),
+            ),
+            log_before=self.log_before,
+        )
