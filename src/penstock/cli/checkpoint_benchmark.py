@@ -53,11 +53,13 @@ def run(options: CheckpointRunOptions, comm: Comm, terminal: Terminal) -> int:
 @dataclass(frozen=True, kw_only=True)
 class _SizeOptions:
     model: ModelOptions = group(ModelOptions)
-    ranks: int | None = option("--ranks", whole(1), "Number of ranks (default: the model's own).")
+    ranks: int | None = option(
+        "--ranks", whole(1), "Lay the model out on this many ranks (default: the model's own)."
+    )
     scale: Fraction = option("--scale", SCALE, "Calculate only this share of every file.", default="1")
     is_subset: bool = flag("--subset", "Use fewer ranks than the model needs; they carry a subset of it.")
     checkpoints: int | None = option(
-        "--checkpoints", whole(1), "Number of checkpoints that are kept (default: the model's writes)."
+        "--checkpoints", whole(1), "Keep this many checkpoints (default: the model's writes)."
     )
 
 

@@ -34,7 +34,9 @@ NOT_FLUSHED = 1
 @dataclass(frozen=True, kw_only=True)
 class _StatusOptions:
     run: str = argument("RUN", URI, "Durable directory or URI of the manager.")
-    caches: tuple[str, ...] = repeated("--cache", FOLDER_URI, "Cache that is reachable from here.")
+    caches: tuple[str, ...] = repeated(
+        "--cache", FOLDER_URI, "Include this cache, which must be reachable from here."
+    )
     watches: bool = flag("--watch", "Wait until all flushes are finished.")
 
 
@@ -185,7 +187,7 @@ class _DropOptions:
     steps: tuple[int, ...] = repeated("--step", whole(), "Drop this step.")
     drops_all: bool = flag("--all", "Drop all steps.")
     durable: str | None = option(
-        "--durable", URI, "Durable directory or URI of the manager, which must have the steps."
+        "--durable", URI, "Drop only steps that are durable in this run: a directory or URI."
     )
     force: bool = flag("--force", "Drop even steps without a durable copy, and pending flushes.")
     is_dry: bool = flag("--dry-run", "Show what would be dropped, and drop nothing.")
@@ -314,7 +316,7 @@ def rebuild(options: _RebuildOptions, comm: Comm, terminal: Terminal) -> int:
 @dataclass(frozen=True, kw_only=True)
 class _ScavengeOptions:
     caches: CacheOptions = group(CacheOptions)
-    durable: str = required("--to", URI, "Durable directory or URI of the manager.")
+    durable: str = required("--to", URI, "Copy to this run: the durable directory or URI of its manager.")
 
 
 @ranked(_ScavengeOptions)

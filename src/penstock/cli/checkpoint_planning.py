@@ -5,20 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.checkpoint.levels.efficiency_model import (
-    Machine,
-    Prediction,
-    Protection,
-    build_strategies,
-    predict_all,
-)
-from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
 from penstock.cli.options import option, required, verb
 from penstock.cli.parsers import RATE, SIZE, TIME, above_zero, choice, whole
 from penstock.cli.terminal import Terminal, table
 from penstock.units import format_seconds
+
+if TYPE_CHECKING:
+    from penstock.checkpoint.levels.efficiency_model import Prediction, Strategy
 
 _RATE = above_zero(RATE)
 _TIME = above_zero(TIME)
@@ -26,62 +21,43 @@ _TIME = above_zero(TIME)
 
 @dataclass(frozen=True, kw_only=True)
 class _PlanOptions:
-    state_bytes: int = required("--state", SIZE, "Size of one checkpoint of all ranks.")
-    nodes: int = required("--nodes", whole(1), "Number of hosts of the job.")
-    fast_bytes_per_s: float = required("--fast", _RATE, "Write bandwidth of one host's cache.")
-    slow_bytes_per_s: float = required("--slow", _RATE, "Write bandwidth of the durable storage, in total.")
-    node_mtbf_s: float = required("--node-mtbf", _TIME, "Mean time between failures of one host.")
+    state_bytes: int = required("--state", SIZE, "Assume checkpoints of this size, of all ranks together.")
+    nodes: int = required("--nodes", whole(1), "Assume a job on this many hosts.")
+    fast_bytes_per_s: float = required("--fast", _RATE, "Assume this write bandwidth of one host's cache.")
+    slow_bytes_per_s: float = required(
+        "--slow", _RATE, "Assume this write bandwidth of the durable storage, in total."
+    )
+    node_mtbf_s: float = required("--node-mtbf", _TIME, "Assume this mean time between failures of one host.")
     process_mtbf_s: float | None = option(
-        "--process-mtbf", _TIME, "Mean time between failures of a process of the job (default: never)."
+        "--process-mtbf",
+        _TIME,
+        "Assume this mean time between failures of a process of the job (default: never).",
     )
     system_mtbf_s: float | None = option(
-        "--system-mtbf", _TIME, "Mean time between failures of several hosts at once (default: never)."
+        "--system-mtbf",
+        _TIME,
+        "Assume this mean time between failures of several hosts at once (default: never).",
     )
     network_bytes_per_s: float = option(
-        "--network", _RATE, "Network bandwidth of one host.", default="10GiB/s"
+        "--network", _RATE, "Assume this network bandwidth of one host.", default="10GiB/s"
     )
     scheme: str = option(
         "--scheme",
         choice("single", "partner", "xor", "double-parity"),
-        "Redundancy scheme of the cache.",
+        "Protect the cache by this redundancy scheme.",
         default="xor",
     )
-    group: int = option("--group", whole(), "Hosts in a redundancy group.", default="8")
+    group: int = option("--group", whole(), "Protect groups of this many hosts.", default="8")
     flush_every: int = option(
         "--flush-every", whole(1), "Flush every N-th checkpoint to durable storage.", default="10"
     )
-    restart_s: float = option("--restart", TIME, "Time from a failure until loading begins.", default="2min")
-    interval_s: float | None = option(
-        "--interval", _TIME, "Checkpoint interval (default: the best one for each strategy)."
+    restart_s: float = option(
+        "--restart", TIME, "Assume this time from a failure until loading begins.", default="2min"
     )
-    seed: int = option("--seed", whole(), "Seed for the simulated failures.", default="1")
-
-    def machine(self) -> Machine:
-        """The machine that the efficiency model describes; failures without a rate never happen."""
-        return Machine(
-            state_bytes=self.state_bytes,
-            nodes=self.nodes,
-            fast_bytes_per_s=self.fast_bytes_per_s,
-            slow_bytes_per_s=self.slow_bytes_per_s,
-            network_bytes_per_s=self.network_bytes_per_s,
-            restart_s=self.restart_s,
-            process_mtbf_s=self.process_mtbf_s or math.inf,
-            node_mtbf_s=self.node_mtbf_s,
-            system_mtbf_s=self.system_mtbf_s or math.inf,
-        )
-
-    def protection(self) -> Protection:
-        """What the redundancy scheme costs and survives on these hosts."""
-        members = min(self.group, self.nodes)
-        grouped: dict[str, type[Partner | Xor | DoubleParity]] = {
-            "partner": Partner,
-            "xor": Xor,
-            "double-parity": DoubleParity,
-        }
-        scheme: Scheme = Single() if self.scheme == "single" else grouped[self.scheme](group=members)
-        return Protection(
-            name=scheme.name, losses=scheme.losses, kept_share=scheme.kept_share(members), group=members
-        )
+    interval_s: float | None = option(
+        "--interval", _TIME, "Save at this interval (default: the best one for each strategy)."
+    )
+    seed: int = option("--seed", whole(), "Seed the simulated failures.", default="1")
 
 
 @verb(_PlanOptions)
@@ -99,8 +75,10 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
     """
     import numpy as np
 
-    strategies = build_strategies(options.machine(), options.protection(), flush_every=options.flush_every)
-    predictions = predict_all(
+    from penstock.checkpoint.levels import efficiency_model
+
+    strategies = _build_strategies(options)
+    predictions = efficiency_model.predict_all(
         strategies, interval_s=options.interval_s, random=np.random.default_rng(options.seed)
     )
     terminal.result(_document(predictions), table("What is left for training", _rows(predictions)))
@@ -112,6 +90,35 @@ def plan(options: _PlanOptions, terminal: Terminal) -> None:
                 f"{prediction.strategy.name}: the simulation says {prediction.simulated:.1%}, as failures "
                 "come faster than the formula assumes; trust the simulation"
             )
+
+
+def _build_strategies(options: _PlanOptions) -> Sequence[Strategy]:
+    """The strategies for this machine and redundancy scheme; failures without a rate never happen."""
+    from penstock.checkpoint.levels.efficiency_model import Machine, Protection, build_strategies
+    from penstock.checkpoint.levels.options import DoubleParity, Partner, Scheme, Single, Xor
+
+    machine = Machine(
+        state_bytes=options.state_bytes,
+        nodes=options.nodes,
+        fast_bytes_per_s=options.fast_bytes_per_s,
+        slow_bytes_per_s=options.slow_bytes_per_s,
+        network_bytes_per_s=options.network_bytes_per_s,
+        restart_s=options.restart_s,
+        process_mtbf_s=options.process_mtbf_s or math.inf,
+        node_mtbf_s=options.node_mtbf_s,
+        system_mtbf_s=options.system_mtbf_s or math.inf,
+    )
+    members = min(options.group, options.nodes)
+    grouped: dict[str, type[Partner | Xor | DoubleParity]] = {
+        "partner": Partner,
+        "xor": Xor,
+        "double-parity": DoubleParity,
+    }
+    scheme: Scheme = Single() if options.scheme == "single" else grouped[options.scheme](group=members)
+    protection = Protection(
+        name=scheme.name, losses=scheme.losses, kept_share=scheme.kept_share(members), group=members
+    )
+    return build_strategies(machine, protection, flush_every=options.flush_every)
 
 
 def _document(predictions: Sequence[Prediction]) -> dict[str, Any]:

@@ -33,15 +33,20 @@ class _StudyOptions:
     model: str = option(
         "--model",
         TEXT,
-        "Shipped model (see `penstock checkpoint models`) or a YAML file.",
+        "Save the state of this model, shipped (see `penstock checkpoint models`) or in a YAML file.",
         default="llama3-8b",
         metavar="MODEL",
     )
     settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. model.num_layers=4.")
-    fast: Path = required("--fast", FOLDER, "Directory for caches, on a node's own disk.")
-    slow: Path = required("--slow", FOLDER, "Directory for durable checkpoints, shared by all nodes.")
+    fast: Path = required("--fast", FOLDER, "Put caches into this directory, on a node's own disk.")
+    slow: Path = required(
+        "--slow", FOLDER, "Put durable checkpoints into this directory, shared by all nodes."
+    )
     out: Path = required(
-        "--out", FOLDER, "Directory for traces, runs.yaml and the report; rows in it are kept.", short="-o"
+        "--out",
+        FOLDER,
+        "Write traces, runs.yaml and the report into DIR; finished rows in it are kept.",
+        short="-o",
     )
     scale: Fraction | None = option(
         "--scale", SCALE, "Write only this share of every file (default: 512 MiB a checkpoint)."
@@ -53,10 +58,14 @@ class _StudyOptions:
         "--configurations", several(TEXT), "Run only these configurations (default: all eight).", short="-c"
     )
     num_checkpoints: int = option(
-        "--checkpoints", whole(1), "Number of checkpoints in each configuration.", default="6"
+        "--checkpoints", whole(1), "Save this many checkpoints in each configuration.", default="6"
     )
-    num_steps: int = option("--steps", whole(0), "Training steps after each checkpoint.", default="10")
-    step_s: float = option("--step-time", TIME, "Emulated computation time of a step.", default="100ms")
+    num_steps: int = option(
+        "--steps", whole(0), "Emulate this many training steps after each checkpoint.", default="10"
+    )
+    step_s: float = option(
+        "--step-time", TIME, "Emulate a computation of this time in each step.", default="100ms"
+    )
     saves: str = option(
         "--saves",
         choice("blocking", "background"),
@@ -64,7 +73,10 @@ class _StudyOptions:
         default="blocking",
     )
     parity_every: int = option(
-        "--parity-every", whole(2), "Parity interval of the configuration interval_flushed.", default="3"
+        "--parity-every",
+        whole(2),
+        "Protect every N-th checkpoint in the configuration interval_flushed.",
+        default="3",
     )
 
 

@@ -233,13 +233,13 @@ class _ConvertOptions:
     format: str | None = option(
         "--to",
         choice("dcp", "torch", "safetensors"),
-        "Format to write (default: by TARGET's ending: .pt is torch, .safetensors is safetensors, else dcp).",
+        "Write this format (default: TARGET's ending says: .pt torch, .safetensors safetensors, else dcp).",
     )
     only: tuple[str, ...] = repeated("--only", TEXT, "Convert only matching names, e.g. 'model.*'.")
     tensors_only: bool = flag("--tensors-only", "Leave out and list everything but tensors.")
     compresses: bool = flag("--compress", "Compress items with zstd; for dcp only.")
     shard_bytes: int = option(
-        "--shard-size", SIZE, "Largest safetensors file of a sharded directory.", default="5GB"
+        "--shard-size", SIZE, "Limit the size of each safetensors file of a sharded directory.", default="5GB"
     )
     trusts: bool = flag("--trust", "Rebuild pickled objects even if that runs code of the checkpoint.")
     no_verify: bool = flag("--no-verify", "Skip the verification of SOURCE.")

@@ -39,23 +39,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class _CollectOptions:
-    hosts: str | None = option("--hosts", TEXT, "Hosts to query (default: this one).", metavar="A,B:4")
+    hosts: str | None = option("--hosts", TEXT, "Query these hosts (default: this one).", metavar="A,B:4")
     hostfile: Path | None = option("--hostfile", FILE, "Read the hosts from a file, one a line.")
     via: Via | None = option(
         "--via",
         chosen(("local", "ssh", "slurm", "mpi"), lambda word: cast("Via", word)),
-        "Way to start a process on each host: ssh, slurm (default hosts: the allocation), mpi (any launcher) "
-        "or local for this machine only (default: mpi with hosts, else local).",
+        "Start a process on each host in this way: ssh, slurm (default hosts: the allocation), mpi (any "
+        "launcher) or local for this machine only (default: mpi with hosts, else local).",
     )
-    output: Path = option("--output", FILE, "File to write.", default="cluster.json", short="-o")
+    output: Path = option("--output", FILE, "Write this file.", default="cluster.json", short="-o")
     allow_partial: bool = flag("--allow-partial", "Accept missing hosts, and mark the facts as partial.")
-    timeout_s: float = option("--timeout", TIME, "Longest wait for one host.", default="60s")
-    launcher: str = option("--launcher", LAUNCHER, "Launcher for --via mpi.", default="auto")
+    timeout_s: float = option("--timeout", TIME, "Wait at most this long for one host.", default="60s")
+    launcher: str = option(
+        "--launcher", LAUNCHER, "Start processes with this launcher; for --via mpi.", default="auto"
+    )
     launcher_args: tuple[str, ...] = repeated(
         "--launcher-arg", TEXT, "Pass an argument to the launcher, or to ssh."
     )
     python: str | None = option(
-        "--python", TEXT, "Python interpreter on the hosts (default: this one's path).", metavar="PATH"
+        "--python",
+        TEXT,
+        "Run this Python interpreter on the hosts (default: this one's path).",
+        metavar="PATH",
     )
 
 
@@ -200,10 +205,12 @@ class _CheckOptions:
         "[FILE]", FILE, "Facts that `penstock cluster collect` has written (default: inspect gates)."
     )
     gates: tuple[str, ...] = repeated("--gate", GATE, "Inspect only this gate (default: all).")
-    data: str | None = option("--data", URI, "Storage that ranks will read or write.")
+    data: str | None = option("--data", URI, "Check the storage that ranks will read or write.")
     storage: BackendOptions = group(BackendOptions)
-    results: Path | None = option("--results", FOLDER, "Parent directory for results of the run.")
-    written_bytes: int = option("--needs", SIZE, "Bytes that each rank will write to --data.", default="0")
+    results: Path | None = option("--results", FOLDER, "Check the directory where results will be created.")
+    written_bytes: int = option(
+        "--needs", SIZE, "Check that --data has space for this many bytes of each rank.", default="0"
+    )
 
 
 @ranked(_CheckOptions)

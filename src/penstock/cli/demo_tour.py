@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class _DemoOptions:
     out: Path = option(
-        "--out", FOLDER, "Directory to work in, where report.html remains.", default="penstock-demo"
+        "--out", FOLDER, "Work in this directory, and leave report.html in it.", default="penstock-demo"
     )
 
 

@@ -21,7 +21,7 @@ _COLOURS = {"ok": "green", "limited": "yellow", "missing": "red"}
 
 @dataclass(frozen=True, kw_only=True)
 class _DoctorOptions:
-    at: Path = option("--at", FOLDER, "Directory whose file system is examined.", default=".")
+    at: Path = option("--at", FOLDER, "Examine the file system of this directory.", default=".")
 
 
 @verb(_DoctorOptions)

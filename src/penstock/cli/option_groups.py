@@ -39,7 +39,7 @@ class WorkloadOptions:
     accelerator: str = option(
         "--accelerator",
         TEXT,
-        "Accelerator that is emulated: h100, b200, ... (default: part of WORKLOAD).",
+        "Emulate this accelerator: h100, b200, ... (default: part of WORKLOAD).",
         default="",
     )
     settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. reader.batch_size=14.")
@@ -74,7 +74,9 @@ class BackendOptions:
 class DataOptions:
     """A data set's storage."""
 
-    uri: str = required("--data", URI, "Data set: a directory, direct:///directory or s3://bucket/prefix.")
+    uri: str = required(
+        "--data", URI, "Use the data set here: a directory, direct:///directory or s3://bucket/prefix."
+    )
     storage: BackendOptions = group(BackendOptions)
 
     def opener(self, *, rank: int, is_traced: bool = True) -> OpenStorage:
@@ -120,7 +122,7 @@ class ParentOption:
     """The results directory in which runs are looked up."""
 
     path: Path = option(
-        "--results", FOLDER, "Results directory in which runs are looked up by name.", default="results"
+        "--results", FOLDER, "Look up runs by name in this results directory.", default="results"
     )
 
 

@@ -39,12 +39,12 @@ class RankOptions:
     ranks: int | None = option("--ranks", whole(), "Run on N ranks (default: 1, or all ranks of a launcher).")
     hosts: str | None = option("--hosts", TEXT, "Run on these hosts, with ranks on each.", metavar="A:4,B:4")
     hostfile: str | None = option("--hostfile", TEXT, "Read hosts from a file, one a line.", metavar="FILE")
-    launcher: str = option("--launcher", LAUNCHER, "Launcher that starts remote ranks.", default="auto")
+    launcher: str = option("--launcher", LAUNCHER, "Start remote ranks with this launcher.", default="auto")
     launcher_args: tuple[str, ...] = repeated("--launcher-arg", TEXT, "Pass an argument to the launcher.")
     env_names: tuple[str, ...] = repeated(
         "--env", NAME, "Pass an environment variable to remote ranks (AWS_* and PENSTOCK_* always are)."
     )
-    timeout_s: float = option("--timeout", TIME, "Longest wait for other ranks.", default="5min")
+    timeout_s: float = option("--timeout", TIME, "Wait at most this long for other ranks.", default="5min")
     trace: str | None = option("--trace", FOLDER_URI, "Write an I/O trace of every storage access into DIR.")
 
     def with_ranks(self, default_ranks: int | None, environment: Environment) -> RankOptions:

@@ -69,7 +69,7 @@ def view_training(result: TrainingResult) -> View:
     for note in train.notes:
         yield f"  note      {note}"
     if stages.ceiling is not None:
-        yield f"  ceiling   AU {stages.ceiling.au_compat_percent:.2f} % on storage that costs nothing"
+        yield f"  harness   AU {stages.ceiling.au_compat_percent:.2f} % on storage that costs nothing"
     if train.verdict is not None:
         yield f"  limit     {train.verdict.bottleneck.value}"
         for sentence in train.verdict.evidence:

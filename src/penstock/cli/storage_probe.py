@@ -19,16 +19,22 @@ class _ProbeOptions:
         "URI", URI, "Storage: /path (buffered, then O_DIRECT), direct:///path, s3://bucket/prefix, ..."
     )
     size_bytes: int = option(
-        "--size", SIZE, "Bytes that each measurement moves, over all ranks.", default="2GiB"
+        "--size", SIZE, "Move this many bytes in each measurement, over all ranks.", default="2GiB"
     )
     streams: tuple[int, ...] = option(
-        "--streams", several(whole(0)), "Threads on each rank, with one block in flight each.", default="1,8"
+        "--streams",
+        several(whole(0)),
+        "Measure with this many threads on each rank, each with one block in flight.",
+        default="1,8",
     )
     block_bytes: tuple[int, ...] = option(
-        "--blocks", several(SIZE), "Block sizes of sequential I/O.", default="1MiB,8MiB"
+        "--blocks", several(SIZE), "Measure sequential I/O with blocks of these sizes.", default="1MiB,8MiB"
     )
     max_seconds: float = option(
-        "--max-seconds", number(), "Shorten measurements that would take longer.", default="20"
+        "--max-seconds",
+        number(),
+        "Shorten measurements that would take longer than this, in seconds.",
+        default="20",
     )
     storage: BackendOptions = group(BackendOptions)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.submission.rules.rule import Rule
 
 _FOLDER_TEXT = "Directory of a round, or of one submitter."
-_EDITION_TEXT = "Edition of the rules; auto: by the layout of the tree."
+_EDITION_TEXT = "Apply this edition of the rules; auto: by the layout of the tree."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,8 +57,10 @@ class DivisionOptions:
 class TreeOptions:
     """The submission tree that a result belongs to, and the system under test."""
 
-    tree: str = required("--submission", FOLDER_URI, "Submission tree made by `penstock submission init`.")
-    system: str = required("--system", NAME, "System under test, described in systems/NAME.yaml.")
+    tree: str = required(
+        "--submission", FOLDER_URI, "Use this submission tree, made by `penstock submission init`."
+    )
+    system: str = required("--system", NAME, "Name the system under test, described in systems/NAME.yaml.")
     rules: DivisionOptions = group(DivisionOptions)
 
 
@@ -66,14 +68,12 @@ class TreeOptions:
 class ResultOptions:
     """Where a run's results go: into a directory of their own, or into a submission tree."""
 
-    parent: str | None = option(
-        "--results", FOLDER_URI, "Parent directory; a new directory is created for this run."
-    )
+    parent: str | None = option("--results", FOLDER_URI, "Create a directory for this run below DIR.")
     rules: DivisionOptions = group(DivisionOptions)
     tree: str | None = option(
         "--submission", FOLDER_URI, "Add the run to this submission tree (see `penstock submission init`)."
     )
-    system: str | None = option("--system", NAME, "System under test; needed with --submission.")
+    system: str | None = option("--system", NAME, "Name the system under test; needed with --submission.")
 
     @classmethod
     def in_tree(cls, options: TreeOptions) -> ResultOptions:

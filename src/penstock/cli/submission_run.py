@@ -42,13 +42,15 @@ WRONG_BYTES = 1
 class _CheckpointingOptions:
     model: str = argument("MODEL", TEXT, "Shipped model (see `penstock checkpoint models`) or a YAML file.")
     destination: str = required(
-        "--to", URI, "Destination for checkpoints: a directory, direct:///directory or s3://bucket/prefix."
+        "--to", URI, "Save checkpoints here: a directory, direct:///directory or s3://bucket/prefix."
     )
     storage: BackendOptions = group(BackendOptions)
     target: TreeOptions = group(TreeOptions)
-    accelerator: str = required("--accelerator", TEXT, "Accelerator whose memory is saved: b200 or mi355.")
-    writes: int = option("--writes", whole(0), "Number of checkpoints to write.", default="10")
-    reads: int = option("--reads", whole(0), "Number of checkpoints to read back.", default="10")
+    accelerator: str = required(
+        "--accelerator", TEXT, "Name the accelerator whose memory is saved: b200 or mi355."
+    )
+    writes: int = option("--writes", whole(0), "Write this many checkpoints.", default="10")
+    reads: int = option("--reads", whole(0), "Read back this many checkpoints.", default="10")
     is_subset: bool = flag("--subset", "Run on fewer ranks than the model needs; they carry a subset of it.")
     gates: GateOptions = group(GateOptions)
 
@@ -93,10 +95,15 @@ class _TrainingOptions:
     data: DataOptions = group(DataOptions)
     target: TreeOptions = group(TreeOptions)
     threads: int | None = option(
-        "--threads", whole(1), "Reads in flight on each rank (default: the workload's reader.read_threads)."
+        "--threads",
+        whole(1),
+        "Keep this many reads in flight on each rank (default: the workload's reader.read_threads).",
     )
     write_threads: int = option(
-        "--write-threads", whole(1), "Files in flight on each rank while data is generated.", default="4"
+        "--write-threads",
+        whole(1),
+        "Keep this many files in flight on each rank while data is generated.",
+        default="4",
     )
     only: str | None = option(
         "--only",

@@ -61,7 +61,9 @@ def init(options: _InitOptions, terminal: Terminal) -> None:
 class _DescribeOptions:
     target: TreeOptions = group(TreeOptions)
     cluster: Path | None = option(
-        "--cluster", FILE, "Facts that `penstock cluster collect` has written (default: this machine's)."
+        "--cluster",
+        FILE,
+        "Describe the hosts of this file of `penstock cluster collect` (default: this machine).",
     )
 
 

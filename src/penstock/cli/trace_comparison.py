@@ -129,7 +129,7 @@ def expect(options: _ExpectOptions, terminal: Terminal) -> int:
 @dataclass(frozen=True, kw_only=True)
 class _ExportOptions(TierOptions, DimensionOptions):
     traces: TraceOptions = group(TraceOptions)
-    out: Path = required("--out", FILE, "File to write: trace.json or trace.json.gz.", short="-o")
+    out: Path = required("--out", FILE, "Write this file: trace.json or trace.json.gz.", short="-o")
 
 
 @verb(_ExportOptions)
@@ -156,9 +156,9 @@ def export(options: _ExportOptions, terminal: Terminal) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _SynthesizeOptions:
     description: str = argument("SPEC", TEXT, "YAML file, or a shipped description: seven_runs.")
-    out: Path = required("--out", FOLDER, "New directory for the traces.", short="-o")
+    out: Path = required("--out", FOLDER, "Write the traces into this new directory.", short="-o")
     generation: int | None = option(
-        "--generation", whole(1, 3), "Generation of the trace format, 1 to 3 (default: SPEC's)."
+        "--generation", whole(1, 3), "Write this generation of the trace format, 1 to 3 (default: SPEC's)."
     )
 
 

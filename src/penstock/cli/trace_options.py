@@ -95,7 +95,7 @@ def report_losses(accounts: Sequence[FileAccount], terminal: Terminal, *, strict
         refuse_damaged(accounts)
 
 
-RANK_PATTERN_TEXT = "Regular expression whose first group is the rank in a file's name."
+RANK_PATTERN_TEXT = "Find the rank in a file's name by the first group of this regular expression."
 _TIER = Parser("NAME=/PATH", str)
 _CLASS = Parser("NAME=REGEX", str)
 _PHASE = Parser("NAME=RULE", str)

@@ -160,7 +160,9 @@ def file(options: _FileQuestion, terminal: Terminal) -> None:
 @dataclass(frozen=True, kw_only=True)
 class _TimelineQuestion(TierOptions, PhaseOptions, QuestionOptions):
     bucket_s: float | None = option(
-        "--bucket", TIME, "Length of a time bucket, e.g. 100ms (default: about 100 buckets)."
+        "--bucket",
+        TIME,
+        "Divide the time into buckets of this length, e.g. 100ms (default: about 100 buckets).",
     )
 
 
@@ -188,7 +190,7 @@ def timeline(options: _TimelineQuestion, terminal: Terminal) -> None:
 class _OverlapQuestion(TierOptions, ClassOptions, PhaseOptions, QuestionOptions):
     by: tuple[str, ...] = option("--by", _COLUMNS, _BY_TEXT, default="pid", metavar="COLUMN,...")
     of: str = option(
-        "--of", TEXT, "Phase that counts as I/O; all: everything but compute.", default="io", metavar="PHASE"
+        "--of", TEXT, "Count this phase as I/O; all: everything but compute.", default="io", metavar="PHASE"
     )
 
 

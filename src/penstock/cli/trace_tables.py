@@ -24,11 +24,11 @@ class _RecordOptions:
     command: tuple[str, ...] = arguments(
         "[--] COMMAND...", TEXT, "Program to run, and its arguments.", is_required=False
     )
-    out: Path = option("--out", FOLDER, "Directory for the trace.", default="traces", short="-o")
+    out: Path = option("--out", FOLDER, "Write the trace into DIR.", default="traces", short="-o")
     tracer: str = option(
         "--tracer",
         choice("auto", "dftracer", "strace"),
-        "Tracer; auto is dftracer if it is installed, else strace.",
+        "Trace with this program; auto is dftracer if it is installed, else strace.",
         default="auto",
     )
     folders: tuple[str, ...] = repeated("--data", FOLDER_URI, "Trace only this directory; for dftracer.")
@@ -62,8 +62,8 @@ def record(options: _RecordOptions, terminal: Terminal) -> int:  # noqa: ARG001 
 @dataclass(frozen=True, kw_only=True)
 class _LoadOptions:
     traces: TraceOptions = group(TraceOptions)
-    out: str = required("--out", FOLDER_URI, "Parquet file to write.", short="-o", metavar="TABLE")
-    run: str = option("--run", NAME, "Name of this run in the table.", default="")
+    out: str = required("--out", FOLDER_URI, "Write this Parquet file.", short="-o", metavar="TABLE")
+    run: str = option("--run", NAME, "Name this run in the table.", default="")
     rank_pattern: str | None = option("--rank-pattern", TEXT, RANK_PATTERN_TEXT, metavar="REGEX")
 
 

@@ -46,12 +46,12 @@ class _SweepOptions:
         "[-- OPTIONS]", TEXT, "More options for each `penstock training run`.", is_required=False
     )
     data: DataOptions = group(DataOptions)
-    results: str = required(
-        "--results", FOLDER_URI, "Parent directory; a new directory is created for each run."
-    )
-    max_accelerators: int = required("--most", whole(1), "Largest number of accelerators to try.")
+    results: str = required("--results", FOLDER_URI, "Create a directory for each run below DIR.")
+    max_accelerators: int = required("--most", whole(1), "Try at most this many accelerators.")
     threads: int | None = option(
-        "--threads", whole(1), "Reads in flight on each rank (default: the workload's reader.read_threads)."
+        "--threads",
+        whole(1),
+        "Keep this many reads in flight on each rank (default: the workload's reader.read_threads).",
     )
 
 

@@ -57,27 +57,33 @@ class TrainingRunOptions:
     workload: WorkloadOptions = group(WorkloadOptions)
     data: DataOptions = group(DataOptions)
     results: ResultOptions = group(ResultOptions)
-    loader: str | None = option("--loader", NAME, "Data loader: native or pytorch (default: native).")
+    loader: str | None = option(
+        "--loader",
+        NAME,
+        "Read with this loader: native, pytorch, or one of an installed extension (default: native).",
+    )
     reader: str | None = option(
         "--reader", NAME, "Read all files with this format of an installed extension."
     )
     threads: int | None = option(
-        "--threads", whole(1), "Reads in flight on each rank (default: the workload's reader.read_threads)."
+        "--threads",
+        whole(1),
+        "Keep this many reads in flight on each rank (default: the workload's reader.read_threads).",
     )
     seed: int | None = option(
-        "--seed", whole(0), "Seed for the sample order (default: the workload's train.seed)."
+        "--seed", whole(0), "Seed the sample order (default: the workload's train.seed)."
     )
     division: Remainder | None = option(
         "--division",
         DIVISION,
-        "Handling of samples that do not divide evenly among ranks (default: rotate).",
+        "Handle samples that do not divide evenly among ranks in this way (default: rotate).",
     )
     decode: bool = flag("--decode", "Decode samples, as a trainer does.")
     check: ContentCheck = option(
         "--check", CONTENT_CHECK, "Verify sample contents: off, sample (1 in 16) or full.", default="off"
     )
     checkpoints: str | None = option(
-        "--checkpoints", URI, "Destination for checkpoints (default: the workload's checkpoint_folder)."
+        "--checkpoints", URI, "Save checkpoints here (default: the workload's checkpoint_folder)."
     )
     gates: GateOptions = group(GateOptions)
 
@@ -104,8 +110,8 @@ def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
     folder = options.results.folder
     loaded = options.workload.load(terminal)
     rules = choose_reading_rules(options)
-    undone = list_unsupported(loaded.workload)
-    terminal.notes(undone)
+    unsupported = list_unsupported(loaded.workload)
+    terminal.notes(unsupported)
     submitted = _find_submitted(options, loaded.workload)
     workload = submitted.located.workload if submitted else loaded.workload
     opener = options.data.opener(rank=comm.rank)
@@ -123,7 +129,7 @@ def plan_training(options: TrainingRunOptions, *, comm: Comm, terminal: Terminal
         command=command_line(),
         environment=environment,
         overrides=tuple(f"++workload.{text}" for text in options.workload.settings),
-        remarks=(*map(str, loaded.remarks), *undone),
+        remarks=(*map(str, loaded.remarks), *unsupported),
         checkpoints=plan_checkpoints(workload, options.checkpoints, comm=comm, environment=environment),
     )
     session = open_session(submitted, options.workload.settings, comm=comm) if submitted else None

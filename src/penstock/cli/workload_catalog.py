@@ -24,7 +24,12 @@ class _CatalogOptions:
     name: str | None = optional_argument(
         "[WORKLOAD]", TEXT, "Workload to show: unet3d_h100, unet3d with --accelerator, or a YAML file."
     )
-    accelerator: str = option("--accelerator", TEXT, "Emulated accelerator: h100, b200, ...", default="")
+    accelerator: str = option(
+        "--accelerator",
+        TEXT,
+        "Emulate this accelerator: h100, b200, ... (default: part of WORKLOAD).",
+        default="",
+    )
     settings: tuple[str, ...] = repeated("--set", SETTING, "Change a value, e.g. reader.batch_size=14.")
 
 

@@ -91,7 +91,7 @@ def test_report_has_a_table_and_the_evidence(place: Path) -> None:
         "unet3d_h100, 1 accelerator",
         "AU strict",
         "by DLIO's formula",
-        "ceiling",
+        "harness",
         "limit",
         "results",
     ):
