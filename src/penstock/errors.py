@@ -1,21 +1,21 @@
 """Every error Penstock raises on purpose. A message says what happened, where, and what to do about it.
 
     PenstockError
-    ├── UsageError (ValueError)                 the request makes no sense                      exit 2
-    ├── Unavailable                             this machine lacks a part, a right or a limit   exit 3
-    ├── StorageError (OSError)                  storage refused, failed or lied                 exit 1
+    ├── UsageError (ValueError)                 the request is invalid                          exit 2
+    ├── Unavailable                             something is missing on this machine            exit 3
+    ├── StorageError (OSError)                  storage refused, failed or returned wrong data  exit 1
     │   ├── ObjectNotFound (FileNotFoundError)
     │   ├── AccessRefused (PermissionError)
-    │   ├── AlreadyThere (FileExistsError)      somebody else has the name, or changed it first
+    │   ├── AlreadyThere (FileExistsError)      the name is taken, or another writer came first
     │   ├── OutOfSpace
     │   ├── ShortTransfer                       fewer bytes than asked, or an object of another size
     │   ├── DataDamaged                         stored bytes are not those that were written
     │   └── StorageTimeout (TimeoutError)
-    ├── TraceDamaged                            strictly read, a trace has lost something       exit 1
+    ├── TraceDamaged                            a trace is incomplete, where that is refused    exit 1
     └── RankError                               one of many processes failed                    exit 1
         ├── RankFailed (RuntimeError)           which rank, on which host, and why
         ├── HostsAbsent                         which hosts did not report, and why
-        └── WaitTimeout (TimeoutError)          what was awaited, and from whom
+        └── WaitTimeout (TimeoutError)          what was awaited, and for how long
 
 All of them survive pickling with their fields, because they travel from rank to rank.
 """
@@ -63,7 +63,7 @@ def _rebuild(kind: type[PenstockError], what: str, fields: dict[str, Any]) -> Pe
 
 
 class UsageError(PenstockError, ValueError):
-    """The request makes no sense: an unknown unit, a malformed URI, options that exclude each other."""
+    """The request is invalid: an unknown unit, a malformed URI, mutually exclusive options."""
 
     exit_code = 2
 
@@ -75,7 +75,7 @@ class Unavailable(PenstockError):
 
 
 class StorageError(PenstockError, OSError):
-    """Storage refused, failed or lied. `uri` names the object; `errno` is the system's, or None."""
+    """Storage refused a request, failed, or returned wrong data. `errno` is the system's, or None."""
 
     def __init__(
         self, what: str, *, uri: str = "", where: str = "", fix: str = "", errno: int | None = None
@@ -97,7 +97,7 @@ class AccessRefused(StorageError, PermissionError):
 
 
 class AlreadyThere(StorageError, FileExistsError):
-    """Somebody else has this name, or changed the object since it was read."""
+    """The name is taken, or another writer changed the object since it was read."""
 
 
 class OutOfSpace(StorageError):
@@ -116,7 +116,7 @@ class ShortTransfer(StorageError):
 
 
 class DataDamaged(StorageError):
-    """Stored bytes are not those that were written, or not what their format says they are."""
+    """Stored bytes differ from those that were written, or violate their format."""
 
 
 class StorageTimeout(StorageError, TimeoutError):
@@ -124,7 +124,7 @@ class StorageTimeout(StorageError, TimeoutError):
 
 
 class TraceDamaged(PenstockError):
-    """Something of a trace was lost or guessed, where that was not to be accepted."""
+    """Part of a trace was lost or guessed, and the caller does not accept that."""
 
 
 class RankError(PenstockError):
@@ -132,7 +132,7 @@ class RankError(PenstockError):
 
 
 class RankFailed(RankError, RuntimeError):
-    """One rank failed, and so all stop: `rank`, `host` and the one-line `cause`."""
+    """One rank failed, so all stop: `rank`, `host` and the one-line `cause`."""
 
     def __init__(self, rank: int, host: str, cause: str) -> None:
         super().__init__(f"Rank {rank} on {host} failed: {cause}")
@@ -149,9 +149,9 @@ class HostsAbsent(RankError):
         super().__init__(
             f"{len(absent)} of {len(absent) + len(reported)} hosts did not report: {reasons}",
             where=f"reported: {', '.join(reported) or 'none'}",
-            fix="Mend those hosts, name others, or keep what there is with --allow-partial."
+            fix="Repair these hosts, use others, or accept a partial result with --allow-partial."
             if reported
-            else "See that the hosts can be reached and hold the same Python and Penstock.",
+            else "Check that the hosts can be reached and have the same Python and Penstock.",
         )
         self.reported = reported
         self.absent = absent
@@ -162,7 +162,7 @@ class WaitTimeout(RankError, TimeoutError):
 
     def __init__(self, awaited: str, timeout_s: float, *, where: str = "") -> None:
         super().__init__(
-            f"Waited {timeout_s:g} s in vain for {awaited}",
+            f"Timed out after {timeout_s:g} s waiting for {awaited}",
             where=where,
             fix="Look at the ranks that did not arrive; a slow but healthy job needs a longer --timeout.",
         )

@@ -1,6 +1,6 @@
-"""How long work tells how far it is, without knowing who looks: a bar on a terminal, or nobody.
+"""How long-running work reports its progress: to a bar on a terminal, or to nothing.
 
-Whoever works calls `begin` once a phase and `advance` from any thread; drawing is up to the command line.
+The work calls `begin` once for each phase and `advance` from any thread; the command line draws.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ class Progress(Protocol):
     """Receives the phases of one piece of work, one after another."""
 
     def begin(self, phase: str, total: float) -> None:
-        """A phase starts that will advance by `total` (bytes, files, steps: the phase's name says which)."""
+        """A phase begins that will advance by `total`, in the unit that the phase's name implies."""
 
     def advance(self, amount: float) -> None:
         """`amount` more of the current phase is done."""
 
 
 class Silent:
-    """Progress that nobody looks at."""
+    """Progress that is not shown."""
 
     def begin(self, phase: str, total: float) -> None:
-        """Take no notice."""
+        """Ignore it."""
 
     def advance(self, amount: float) -> None:
-        """Take no notice."""
+        """Ignore it."""

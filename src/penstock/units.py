@@ -1,6 +1,6 @@
 """Parse and print bytes, seconds and rates: the only place where units become text or text becomes numbers.
 
-GiB is 2**30 bytes and GB is 10**9 bytes. A bare `G` is refused, because half its writers mean the other one.
+GiB is 2**30 bytes and GB is 10**9 bytes. A bare `G` is refused, because it may mean either.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def _split(text: str, kind: str, example: str) -> tuple[str, str]:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in `text`: `4MiB`, `1.5 GB`, `4096`. A fraction of a byte is refused; case is free."""
+    """Bytes in `text`: `4MiB`, `1.5 GB`, `4096`. Case is ignored; a fraction of a byte is refused."""
     number, unit = _split(text, "a size", "4MiB or 4MB")
     if len(unit) == 1 and unit.lower() in "kmgtpe":
         big = unit.upper()
         raise UsageError(
-            f"{text!r} has an ambiguous unit", fix=f"Say {big}iB (1024-based) or {big}B (1000-based)."
+            f"{text!r} has an ambiguous unit", fix=f"Write {big}iB (1024-based) or {big}B (1000-based)."
         )
     scale = _BYTE_UNITS_FOLDED.get(unit.lower() or "b")
     if scale is None:
@@ -61,7 +61,7 @@ def parse_bytes(text: str) -> int:
 
 
 def _exact_product(number: str, scale: int) -> int | None:
-    """Product as a whole number, or None: in integers, so that 9007199254740993B stays exact."""
+    """The product if it is whole, else None; in integers, so that 9007199254740993B stays exact."""
     mantissa, _, exponent = number.lower().partition("e")
     whole, _, decimals = mantissa.partition(".")
     power = int(exponent or 0) - len(decimals)
@@ -94,7 +94,7 @@ def parse_rate(text: str) -> float:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits, without an exponent and without thinning whole numbers: 1.25, 12.5, 1023."""
+    """Three significant digits without an exponent, but all digits of larger numbers: 1.25, 12.5, 1023."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -117,7 +117,7 @@ def format_rate(rate_bytes_per_s: float) -> str:
 
 
 def format_seconds(elapsed_s: float) -> str:
-    """`elapsed_s` at the scale a reader thinks in: `35 us`, `12.5 s`, `3 min 20 s`, `2 h 05 min`."""
+    """`elapsed_s` in a readable unit: `35 us`, `12.5 s`, `3 min 20 s`, `2 h 05 min`."""
     if elapsed_s < 0:
         return f"-{format_seconds(-elapsed_s)}"
     if math.isnan(elapsed_s):

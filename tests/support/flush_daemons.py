@@ -45,5 +45,5 @@ def wait_until(is_so: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -
     """Return once it is so; AssertionError names `what` after so long."""
     end_s = time.monotonic() + limit_s
     while not is_so():
-        assert time.monotonic() < end_s, f"waited {limit_s:g} s in vain until {what}"
+        assert time.monotonic() < end_s, f"timed out after {limit_s:g} s, before {what}"
         time.sleep(0.02)

@@ -34,7 +34,7 @@ def summary(options: PhaseQuestion, terminal: Terminal) -> None:
 
       penstock trace summary run.events --json
     """
-    from penstock.trace.questions.summary import summary as ask
+    from penstock.trace.questions.breakdowns import summary as ask
 
     options.ask(ask, terminal)
 
@@ -207,6 +207,6 @@ def overlap(options: _OverlapQuestion, terminal: Terminal) -> None:
 
       penstock trace overlap traces/*.pfw.gz --by pid,tid --json
     """
-    from penstock.trace.questions.overlap import overlap as ask
+    from penstock.trace.questions.breakdowns import overlap as ask
 
     options.ask(lambda events: [ask(events, by=options.by, of=options.of)], terminal)

@@ -1,7 +1,6 @@
-"""Which of a host's counters see the bytes of a storage, and which storages no counter sees.
+"""Which of a host's counters cover the bytes of a storage, determined once before a run.
 
-Place in the flow: looked at once, before a run. Invariant: a storage that is not known to show its bytes is
-said not to, with the reason: nobody's bytes are counted as delivered by guess.
+Invariant: where it is not certain that counters cover a storage, the answer is "nothing", with the reason.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _NETWORK: Final = frozenset(
 _POOLS: Final = frozenset({"btrfs", "zfs", "bcachefs"})
 """File systems over several drives, under a device number of their own."""
 _IN_MEMORY: Final = ("loop", "ram", "zram")
-"""Devices behind which files or memory lie: what they count may have come from RAM."""
+"""Devices backed by files or memory: what they count may have come from RAM."""
 
 Watched = Literal["device", "drives", "network", "client", "nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterCoverage:
-    """What to look at: one device, drives, networks, a client's networks and caches, or nothing and why."""
+    """The counters to read: of one device, drives, networks, a client's networks and caches, or none."""
 
     watched: Watched
     device: str = ""
@@ -37,18 +36,18 @@ class CounterCoverage:
 
 
 def find_coverage(storage: Storage, *, proc: Path = Path("/proc")) -> CounterCoverage:
-    """Which counters of this host see the storage's bytes."""
+    """Which counters of this host cover the storage's bytes."""
     if isinstance(unwrap(storage), SupportsEndpoints):
         return CounterCoverage(watched="network")
     root = find_local_root(storage)
     if root is None:
-        return _nothing(f"{storage.uri} has no device that counts")
+        return _nothing(f"{storage.uri} is on no device with counters")
     folder = nearest_folder(root).resolve()
     return find_device_coverage(folder, folder.stat().st_dev, proc=proc)
 
 
 def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCoverage:
-    """The same for a folder whose file system has the number `device`."""
+    """The same for a folder on the file system with device number `device`."""
     if os.major(device):
         return _of_block_device(device, proc / "diskstats")
     kind = _kind_of(folder, proc / "self/mountinfo")
@@ -56,7 +55,7 @@ def find_device_coverage(folder: Path, device: int, *, proc: Path) -> CounterCov
         return CounterCoverage(watched="client")
     if kind in _POOLS:
         return CounterCoverage(watched="drives")
-    return _nothing(f"{kind} at {folder} shows no device")
+    return _nothing(f"{kind} at {folder} is on no device with counters")
 
 
 def _of_block_device(device: int, diskstats: Path) -> CounterCoverage:
@@ -66,18 +65,18 @@ def _of_block_device(device: int, diskstats: Path) -> CounterCoverage:
         if fields[:2] == numbers:
             name = fields[2]
             if name.startswith(_IN_MEMORY):
-                return _nothing(f"{name} is made of a file or of memory")
+                return _nothing(f"{name} is backed by a file or by memory")
             return CounterCoverage(watched="device", device=name)
-    return _nothing(f"device {':'.join(numbers)} counts nothing")
+    return _nothing(f"device {':'.join(numbers)} has no counters")
 
 
 def _kind_of(folder: Path, mountinfo: Path) -> str:
-    """The kind of the innermost mount; of several on one folder the last."""
-    found, depth = "an unknown file system", -1
-    for mounted, kind in _mounts(mountinfo):
+    """The type of the innermost mount; of several on one folder the last."""
+    kind_found, depth = "an unknown file system", -1
+    for mounted, mount_kind in _mounts(mountinfo):
         if folder.is_relative_to(mounted) and len(mounted.parts) >= depth:
-            found, depth = kind, len(mounted.parts)
-    return found
+            kind_found, depth = mount_kind, len(mounted.parts)
+    return kind_found
 
 
 def _mounts(mountinfo: Path) -> Iterator[tuple[Path, str]]:

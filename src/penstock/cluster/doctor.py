@@ -121,14 +121,16 @@ def _package(area: str, distribution: str, purpose: str, command: str) -> Diagno
 
 def _ranks(environment: Environment) -> Iterator[Diagnosis]:
     yield from _packages("ranks")
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec", path=environment.get("PATH"))
+    own_mpiexec = Path(sys.executable).with_name("mpiexec")
+    mpiexec = (
+        str(own_mpiexec) if own_mpiexec.exists() else shutil.which("mpiexec", path=environment.get("PATH"))
+    )
     yield Diagnosis(
         area="ranks",
         subject="mpiexec",
-        state="ok" if found else "missing",
-        found=found or "neither beside this Python nor on PATH",
-        fix="" if found else "For --ranks: pip install 'penstock[mpi]', or load your site's MPI.",
+        state="ok" if mpiexec else "missing",
+        found=mpiexec or "neither beside this Python nor on PATH",
+        fix="" if mpiexec else "For --ranks: pip install 'penstock[mpi]', or load your site's MPI.",
     )
 
 
@@ -138,14 +140,14 @@ def _object_clients(environment: Environment) -> Iterator[Diagnosis]:
     )
     yield from _packages("objects")
     names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
-    lacking = [name for name in names if name not in environment]
+    missing = [name for name in names if name not in environment]
     endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or "AWS itself"
     yield _check(
         "objects",
         "credentials",
-        f"{' and '.join(lacking)} not set" if lacking else f"set, endpoint: {endpoint}",
-        good=not lacking,
-        otherwise=f"For s3://: set {', '.join(lacking)}, and AWS_ENDPOINT_URL for a service other than AWS.",
+        f"{' and '.join(missing)} not set" if missing else f"set, endpoint: {endpoint}",
+        good=not missing,
+        otherwise=f"For s3://: set {', '.join(missing)}, and AWS_ENDPOINT_URL for a service other than AWS.",
     )
 
 
@@ -311,11 +313,11 @@ def _programs() -> Iterator[Diagnosis]:
         ("fio", "`make bench` compares the probe with it"),
         ("strace", "tests count calls"),
     ):
-        found = shutil.which(name)
+        path = shutil.which(name)
         yield _check(
             "programs",
             name,
-            found or "not on PATH",
-            good=found is not None,
+            path or "not on PATH",
+            good=path is not None,
             otherwise=f"Optional: {purpose}; install the package {name} of your distribution.",
         )

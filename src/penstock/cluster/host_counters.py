@@ -1,8 +1,8 @@
-"""What the kernel of a host counts while a run lasts: read from `/proc` and `/sys`, once a second.
+"""The kernel counters of a host during a run: read from `/proc` and `/sys`, once a second.
 
-Tests replace the root. Invariants: a sample holds only whole numbers that the kernel counts by itself, so
-that the difference of two samples is what happened between them, whoever did it; the sampler keeps one
-sample in memory, and its failure never becomes the run's: it is reported at the end.
+Tests replace the root. Invariants: a sample holds only integers that the kernel counts by itself, so that the
+difference of two samples is what happened between them on the whole host; the sampler keeps one sample in
+memory, and its failure does not fail the run but is reported at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final, Self
 ROOT: Final = Path("/")
 _SECTOR_BYTES: Final = 512
 _IB_WORD_BYTES: Final = 4
-"""InfiniBand's ports count words of four lanes, whatever they are wide."""
+"""InfiniBand's ports count words of four bytes, whatever their width."""
 _NO_DRIVES: Final = ("loop", "ram", "zram", "sr", "fd")
 _MEMORY: Final = {
     "MemFree": "free", "MemAvailable": "available", "Cached": "cached", "Dirty": "dirty",
@@ -30,9 +30,9 @@ _CPU: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostHardware:
-    """What can move bytes here: whole drives, network interfaces and InfiniBand ports.
+    """The devices of a host that move bytes: whole drives, network interfaces and InfiniBand ports.
 
-    `boot_id` is the machine's, "" if unknown: containers on one have its drives in common.
+    `boot_id` identifies the machine, "" if unknown: its containers share its drives.
     """
 
     boot_id: str
@@ -50,7 +50,7 @@ class CounterSample:
 
 
 def find_hardware(root: Path = ROOT) -> HostHardware:
-    """Looked for once, before the first sample."""
+    """Find the devices; once, before the first sample."""
     boot_id = root / "proc/sys/kernel/random/boot_id"
     return HostHardware(
         boot_id=_text(boot_id).strip() if boot_id.is_file() else "",
@@ -71,7 +71,7 @@ def find_hardware(root: Path = ROOT) -> HostHardware:
 
 
 def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
-    """The counters now. `OSError` where `/proc` is not there; what this kernel lacks is left out."""
+    """The counters now. `OSError` without `/proc`; counters that this kernel lacks are left out."""
     monotonic_ns = time.monotonic_ns()
     values = dict(_processors(_text(root / "proc/stat")))
     values.update(_memory(_text(root / "proc/meminfo")))
@@ -82,7 +82,7 @@ def read_sample(hardware: HostHardware, root: Path = ROOT) -> CounterSample:
 
 
 def _processors(text: str) -> Iterator[tuple[str, int]]:
-    """All processors together; the kernel counts ticks."""
+    """The sums of all processors, in milliseconds; the kernel counts ticks."""
     ticks = text.partition("\n")[0].split()[1:]
     tick_ms = 1000 // os.sysconf("SC_CLK_TCK")
     for name, count in zip(_CPU, ticks, strict=False):
@@ -97,7 +97,7 @@ def _memory(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _drives(text: str) -> Iterator[tuple[str, int]]:
-    """Drives, partitions and what is put together of them; those that were never used are left out."""
+    """Drives, partitions and devices made of them; those that were never used are left out."""
     for line in text.splitlines():
         _, _, name, reads, _, read, _, writes, _, written, _, _, busy_ms, *_ = line.split()
         if name.startswith(_NO_DRIVES) or reads == writes == "0":
@@ -110,7 +110,7 @@ def _drives(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _networks(text: str, hardware: HostHardware) -> Iterator[tuple[str, int]]:
-    """Interfaces with hardware behind them, and the loopback, which tells of services on this host."""
+    """Physical interfaces, and the loopback, which shows services on the same host."""
     for line in text.splitlines()[2:]:
         name, _, counts = line.partition(":")
         name = name.strip()
@@ -121,7 +121,7 @@ def _networks(text: str, hardware: HostHardware) -> Iterator[tuple[str, int]]:
 
 
 def _ports(folder: Path, hardware: HostHardware) -> Iterator[tuple[str, int]]:
-    """RDMA passes by the counters of network interfaces."""
+    """RDMA, which network interfaces do not count."""
     for name in hardware.ports:
         device, _, port = name.partition("/")
         counters = folder / device / "ports" / port / "counters"
@@ -131,7 +131,7 @@ def _ports(folder: Path, hardware: HostHardware) -> Iterator[tuple[str, int]]:
 
 
 def _names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir()) if folder.is_dir() else []
+    return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
 
 
 def _text(path: Path) -> str:
@@ -142,14 +142,17 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S: Final = 1.0
 
-Read = Callable[[], "CounterSample"]
-Write = Callable[["CounterSample"], None]
-
 
 class CounterSampler:
-    """Calls `read` every `interval_s` and hands each sample to `write`, in order and one at a time."""
+    """Calls `read` every `interval_s` and passes each sample to `write`, in order and one at a time."""
 
-    def __init__(self, read: Read, write: Write, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(
+        self,
+        read: Callable[[], CounterSample],
+        write: Callable[[CounterSample], None],
+        *,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
         self._read = read
         self._write = write
         self._interval_s = interval_s
@@ -157,10 +160,10 @@ class CounterSampler:
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work, name="counters", daemon=True)
         self.failure: str | None = None
-        """Why there are no more samples; None while there are."""
+        """Why sampling stopped; None while it runs."""
 
     def sample(self) -> CounterSample | None:
-        """One sample more, now; None once sampling has failed. Any thread may call."""
+        """Take one more sample now; None once sampling has failed. Any thread may call."""
         with self._lock:
             if self.failure is not None:
                 return None
@@ -169,7 +172,7 @@ class CounterSampler:
                 self._write(sample)
             except (OSError, ValueError, LookupError) as error:
                 self.failure = f"{type(error).__name__}: {error}"
-                logger.warning("counters are no longer sampled: %s", self.failure)
+                logger.warning("Host counters are no longer sampled: %s", self.failure)
                 return None
         return sample
 

@@ -1,6 +1,6 @@
 """From "run this on 8 ranks" to a launcher's command line: MPICH, Open MPI, srun and PALS.
 
-Deciding is pure; only `find_launcher` looks at this machine. Invariant: values of environment variables never
+Planning is pure; only `find_launcher` looks at this machine. Invariant: values of environment variables never
 appear in a command line, where every user of a machine can read them.
 """
 
@@ -26,7 +26,7 @@ _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "COBALT_JOBID", "PE
 
 
 class LauncherFlavour(StrEnum):
-    """Launchers by the options they understand, whatever their program is called."""
+    """Launchers by the options that they take, whatever their program is called."""
 
     HYDRA = "MPICH hydra"
     OPEN_MPI = "Open MPI"
@@ -36,7 +36,7 @@ class LauncherFlavour(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """What the user asked for: `hosts` is `a:4,b:4`; `env_names` travel with AWS_* and PENSTOCK_*."""
+    """The user's options: `hosts` is `a:4,b:4`; `env_names` are exported beside AWS_* and PENSTOCK_*."""
 
     ranks: int | None = None
     hosts: str | None = None
@@ -56,7 +56,7 @@ class LauncherProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """What to run: `argv` under `environment` becomes `ranks` ranks, all on this machine if `is_local`."""
+    """A command: `argv` under `environment` starts `ranks` ranks, all on this machine if `is_local`."""
 
     argv: tuple[str, ...]
     environment: Environment
@@ -66,7 +66,7 @@ class LaunchPlan:
 
 
 def plan_launch(request: LaunchRequest, program_argv: Sequence[str], environment: Environment) -> LaunchPlan:
-    """The plan for running `program_argv` as asked, with the launcher and the host file of this machine."""
+    """The plan for running `program_argv`, with the launcher and the host file of this machine."""
     hostfile_text = _read_hostfile(request.hostfile)
     return build_launch_plan(
         request,
@@ -85,7 +85,7 @@ def build_launch_plan(
     launcher: LauncherProgram,
     hostfile_text: str | None = None,
 ) -> LaunchPlan:
-    """The plan, from data alone. `hostfile_text` is what `request.hostfile` holds."""
+    """The plan, from data alone. `hostfile_text` is the content of `request.hostfile`."""
     hosts = _placement(request, hostfile_text)
     ranks = _ranks(request, hosts)
     names = _traveling_names(request, environment)
@@ -106,7 +106,7 @@ def build_launch_plan(
 
 def _placement(request: LaunchRequest, hostfile_text: str | None) -> tuple[HostSlots, ...]:
     if request.hosts is not None and request.hostfile is not None:
-        raise UsageError("--hosts and --hostfile both say where to run", fix="Give one of them.")
+        raise UsageError("--hosts and --hostfile are mutually exclusive", fix="Give one of them.")
     if request.hosts is not None:
         return parse_hosts(request.hosts, ranks=request.ranks)
     if request.hostfile is not None:
@@ -116,12 +116,12 @@ def _placement(request: LaunchRequest, hostfile_text: str | None) -> tuple[HostS
 
 def _ranks(request: LaunchRequest, hosts: tuple[HostSlots, ...]) -> int:
     if request.ranks is not None and request.ranks < 1:
-        raise UsageError(f"{request.ranks} ranks cannot run", fix="Ask for at least 1 with --ranks.")
+        raise UsageError(f"--ranks is {request.ranks}", fix="Give at least 1.")
     if hosts:
         where = f"--hosts {request.hosts}" if request.hosts else f"--hostfile {request.hostfile}"
         return count_ranks(hosts, request.ranks, where=where)
     if request.ranks is None:
-        raise UsageError("Nothing says how many ranks to start", fix="Give --ranks N, or --hosts a:4,b:4.")
+        raise UsageError("The number of ranks is not given", fix="Give --ranks N, or --hosts a:4,b:4.")
     return request.ranks
 
 
@@ -130,7 +130,7 @@ def _traveling_names(request: LaunchRequest, environment: Environment) -> tuple[
         if "=" in name:
             raise UsageError(
                 f"--env {name.partition('=')[0]}=... holds a value",
-                fix="Set the variable in your shell and give its name only: command lines are public.",
+                fix="Set the variable in your shell and give its name only: all users can see command lines.",
             )
         if name not in environment:
             raise UsageError(f"--env {name} is not set here", fix=f"Set it first: export {name}=...")
@@ -141,27 +141,25 @@ def _traveling_names(request: LaunchRequest, environment: Environment) -> tuple[
 def _hydra_options(
     request: LaunchRequest, ranks: int, hosts: tuple[HostSlots, ...], _names: tuple[str, ...]
 ) -> list[str]:
-    """MPICH hands its whole environment to all ranks, on its own connections.
-
-    It must not clean up by itself: that would kill the supervisors, and spare what the ranks have started.
-    """
+    """MPICH passes its whole environment to all ranks, on its own connections."""
+    # It must not clean up by itself: that would kill the supervisors but not what the ranks have started.
     options = ["-genvall", "-disable-auto-cleanup"]
     if request.hostfile is not None:
         options += ["-f", request.hostfile]
     elif hosts:
-        options += ["-hosts", ",".join(f"{each.host}:{each.slots}" for each in hosts)]
+        options += ["-hosts", ",".join(f"{entry.host}:{entry.slots}" for entry in hosts)]
     return [*options, "-n", str(ranks)]
 
 
 def _open_mpi_options(
     request: LaunchRequest, ranks: int, hosts: tuple[HostSlots, ...], names: tuple[str, ...]
 ) -> list[str]:
-    """Ranks here wait for storage: they may outnumber cores, and their workers must not share one core."""
+    # Ranks wait for storage, so they may outnumber cores, and their workers must not share one core.
     options = ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
     if request.hostfile is not None:
         options += ["--hostfile", request.hostfile]
     elif hosts:
-        options += ["--host", ",".join(f"{each.host}:{each.slots}" for each in hosts)]
+        options += ["--host", ",".join(f"{entry.host}:{entry.slots}" for entry in hosts)]
     for name in names:
         options += ["-x", name]
     return [*options, "-n", str(ranks)]
@@ -173,7 +171,7 @@ def _srun_options(
     """Slurm exports all variables through its own connections; a rank that ends must not end the others."""
     options = ["--export=ALL", "--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=0"]
     if hosts:
-        nodes = request.hostfile or ",".join(each.host for each in hosts)
+        nodes = request.hostfile or ",".join(entry.host for entry in hosts)
         options += [f"--nodes={len(hosts)}", f"--nodelist={_as_path(nodes, request)}"]
         options += [f"--ntasks-per-node={_equal_slots(hosts, LauncherFlavour.SRUN)}"]
     return [*options, f"--ntasks={ranks}"]
@@ -188,29 +186,29 @@ def _pals_options(
         if request.hostfile is not None:
             options += ["--hostfile", request.hostfile]
         else:
-            options += ["--hosts", ",".join(each.host for each in hosts)]
+            options += ["--hosts", ",".join(entry.host for entry in hosts)]
     return [*options, "-n", str(ranks)]
 
 
 def _as_path(nodes: str, request: LaunchRequest) -> str:
-    """Slurm takes a node list with a slash in it for a file."""
+    # Slurm takes a node list for a file only if it contains a slash.
     return f"./{nodes}" if request.hostfile is not None and "/" not in nodes else nodes
 
 
 def _equal_slots(hosts: tuple[HostSlots, ...], flavour: LauncherFlavour) -> int:
-    counts = {each.slots for each in hosts}
+    counts = {entry.slots for entry in hosts}
     if len(counts) > 1:
         raise UsageError(
             f"{flavour} places the same number of ranks on each host",
-            where=", ".join(f"{each.host}:{each.slots}" for each in hosts),
-            fix="Give equal counts, or place ranks by the launcher's own arguments instead of --hosts.",
+            where=", ".join(f"{entry.host}:{entry.slots}" for entry in hosts),
+            fix="Give equal counts, or place ranks by --launcher-arg instead of --hosts.",
         )
     return counts.pop()
 
 
 def _is_local(hosts: tuple[HostSlots, ...], launcher: LauncherProgram, environment: Environment) -> bool:
     if hosts:
-        return all(is_loopback(each.host) for each in hosts)
+        return all(is_loopback(entry.host) for entry in hosts)
     in_allocation = any(name in environment for name in _ALLOCATIONS)
     return not in_allocation and launcher.flavour in {LauncherFlavour.HYDRA, LauncherFlavour.OPEN_MPI}
 
@@ -222,12 +220,12 @@ def _read_hostfile(path: str | None) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"The host file cannot be read: {error}", fix="Name a text file with one host a line."
+            f"The host file cannot be read: {error}", fix="Name a text file with one host per line."
         ) from error
 
 
 def parse_launcher_name(text: str) -> LauncherName:
-    """The launcher that `text` names; refused if there is none of this name."""
+    """The launcher of this name; `UsageError` if there is none."""
     for name in get_args(LauncherName):
         if name == text:
             return cast("LauncherName", name)
@@ -237,7 +235,7 @@ def parse_launcher_name(text: str) -> LauncherName:
 
 
 def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgram:
-    """The program for `name`: the one beside this Python before those on PATH, as they belong to one MPI."""
+    """The program for `name`: one beside this Python comes first, because it belongs to the same MPI."""
     wanted = "mpiexec" if name in ("auto", "pals") else name
     beside = Path(sys.executable).with_name(wanted)
     use_own = name != "pals" and beside.is_file()
@@ -248,7 +246,7 @@ def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgr
             "pals": "Load your site's PALS module, or choose another --launcher.",
         }
         raise Unavailable(
-            f"No {wanted} was found to start ranks with",
+            f"No {wanted} was found to start ranks",
             where="beside this Python and on PATH",
             fix=advice.get(name, "Install one with: pip install 'penstock[mpi]'"),
         )
@@ -261,7 +259,7 @@ def find_launcher(name: LauncherName, environment: Environment) -> LauncherProgr
 
 def _flavour_of(program: str, environment: Environment) -> LauncherFlavour:
     try:
-        said = subprocess.run(
+        answer = subprocess.run(
             [program, "--version"],
             capture_output=True,
             text=True,
@@ -273,11 +271,11 @@ def _flavour_of(program: str, environment: Environment) -> LauncherFlavour:
         raise Unavailable(
             f"{program} --version did not answer: {error}", fix="Choose another --launcher."
         ) from error
-    return parse_flavour(said.stdout + said.stderr, program)
+    return parse_flavour(answer.stdout + answer.stderr, program)
 
 
-def parse_flavour(said: str, program: str) -> LauncherFlavour:
-    """Which options `program` understands, from what it says about its version."""
+def parse_flavour(version_text: str, program: str) -> LauncherFlavour:
+    """Whose options `program` takes, from the output of its --version."""
     marks = {
         LauncherFlavour.HYDRA: ("HYDRA", "Intel(R) MPI"),
         LauncherFlavour.OPEN_MPI: ("Open MPI", "OpenRTE", "PRRTE", "prterun"),
@@ -285,9 +283,9 @@ def parse_flavour(said: str, program: str) -> LauncherFlavour:
         LauncherFlavour.SRUN: ("slurm",),
     }
     for flavour, words in marks.items():
-        if any(word in said for word in words):
+        if any(word in version_text for word in words):
             return flavour
     raise Unavailable(
-        f"{program} is a launcher of an unknown make: {said.strip()[:120]!r}",
+        f"{program} is an unknown launcher: {version_text.strip()[:120]!r}",
         fix="Use the mpiexec of MPICH or Open MPI, or --launcher srun or pals.",
     )

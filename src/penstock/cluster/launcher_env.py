@@ -1,6 +1,6 @@
-"""What launchers and batch systems leave in the environment: which rank this is, and when the job must end.
+"""The variables of launchers and batch systems: which rank this process is, and when the job ends.
 
-Pure. Invariant: the innermost launcher wins, so a torchrun inside srun is a torchrun.
+Pure. Invariant: the innermost launcher counts, so a torchrun inside srun is a torchrun.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.errors import Unavailable, UsageError
 
 
 class Launcher(StrEnum):
-    """Who started this process as a rank."""
+    """The launcher that started this process as a rank."""
 
     TORCHRUN = "torchrun"
     PALS = "PALS"
@@ -38,14 +38,14 @@ _PLACES = (
     (Launcher.HYDRA, "PMI_RANK", "PMI_SIZE", "PMI_RANK"),
     (Launcher.SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID"),
 )
-"""Launcher, and the variables that hold rank and size and prove its presence; innermost first."""
+"""Launcher, its variables for rank and size, and one that proves its presence; innermost first."""
 
 _FIRST_STEP_OF_SLURM_ITSELF = 0xFFFFFFF0
-"""Batch scripts and interactive shells are steps too, with ids from here on; nobody launched ranks there."""
+"""Batch scripts and interactive shells are steps, too, with IDs from here on, but have no ranks."""
 
 
 def detect_rank(environment: Environment) -> LauncherRank | None:
-    """Which rank this process is, or None when no launcher started it as one of several."""
+    """Which rank this process is; None if no launcher started it as one of several."""
     for launcher, rank, size, proof in _PLACES:
         if {rank, size, proof} <= environment.keys():
             if launcher is Launcher.SLURM and not _is_srun(environment):
@@ -55,7 +55,7 @@ def detect_rank(environment: Environment) -> LauncherRank | None:
 
 
 def _is_srun(environment: Environment) -> bool:
-    # Under srun a single task is what a plain shell in an allocation looks like, too.
+    # A single task looks like a plain shell in an allocation, so it does not count as a launch.
     return (
         _number(environment, "SLURM_STEP_ID") < _FIRST_STEP_OF_SLURM_ITSELF
         and _number(environment, "SLURM_STEP_NUM_TASKS") > 1
@@ -73,16 +73,16 @@ def _number(environment: Environment, name: str) -> int:
 
 
 def require_matching_size(ranked: LauncherRank, ranks: int | None) -> None:
-    """Refuse a `--ranks` that contradicts the launcher this process runs under; None says nothing."""
+    """Refuse a `--ranks` that contradicts the launcher of this process; None matches any."""
     if ranks is not None and ranks != ranked.size:
         raise UsageError(
-            f"--ranks {ranks} was asked for, but {ranked.launcher} started {ranked.size}",
-            fix="Leave --ranks out under a launcher, or start the program without one.",
+            f"--ranks is {ranks}, but {ranked.launcher} started {ranked.size}",
+            fix="Omit --ranks under a launcher, or start the program without one.",
         )
 
 
 def host_label(environment: Environment, hostname: str) -> str:
-    """What messages call this machine: the user's label, the launcher's, or its own name."""
+    """The name of this machine in messages: the user's label, the launcher's, or the host name."""
     return environment.get(HOST_LABEL) or environment.get("PMI_HOSTNAME") or hostname
 
 
@@ -90,11 +90,11 @@ SLURM_END = "SLURM_JOB_END_TIME"
 
 
 def read_slurm_end_s(environment: Environment | None = None) -> float:
-    """When Slurm ends this job, in seconds since 1970; `Unavailable` where Slurm has not said it."""
-    said = (process_environment() if environment is None else environment).get(SLURM_END, "")
-    if not said.isdecimal():
+    """When Slurm ends this job, in seconds since 1970; `Unavailable` where Slurm does not set it."""
+    end_time = (process_environment() if environment is None else environment).get(SLURM_END, "")
+    if not end_time.isdecimal():
         raise Unavailable(
-            f"Slurm has not said when this job ends: {SLURM_END} is {said or 'not set'!r}",
+            f"The end of this job is not known: {SLURM_END} is {end_time or 'not set'!r}",
             fix="Give the time limit in seconds, or run inside a job of Slurm 22.05 or later.",
         )
-    return float(said)
+    return float(end_time)

@@ -30,16 +30,16 @@ class FolderEntry:
 class FolderTree(Protocol):
     """Whole folders of a file system; folders are named like keys, "" is the root.
 
-    All raise `StorageError` and its kinds, `move` and `exchange` only where nothing has changed.
+    All raise `StorageError` and its kinds; after an error of `move` or `exchange` nothing has changed.
     """
 
     def make(self, folder: str) -> None:
-        """Make a new folder, and what is missing above it, durably; it must not be there yet."""
+        """Create a new folder, which must not exist, and its missing parents, durably."""
 
     def entries(self, folder: str = "", *, prefix: str = "") -> Iterator[FolderEntry]:
-        """What lies directly in a folder and begins with `prefix`, unfinished objects included.
+        """The names directly in a folder that begin with `prefix`, unfinished objects included.
 
-        Nothing where there is no such folder.
+        Empty where the folder does not exist.
         """
 
     def move(self, folder: str, to: str) -> None:
@@ -52,7 +52,7 @@ class FolderTree(Protocol):
         """Make the names directly in a folder survive a power cut: after `move` and `exchange`."""
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder and all in it, never following a link; silent where it is gone."""
+        """Remove a file, or a folder with its content; links are not followed, a missing name is no error."""
 
 
 @runtime_checkable
@@ -91,14 +91,14 @@ class SupportsFolders(Protocol):
 
 @runtime_checkable
 class SupportsConditionalWrites(Protocol):
-    """A storage that writes a small object only if nobody came first."""
+    """A storage that writes a small object only if no other writer came first."""
 
     @property
     def has_conditions(self) -> bool:
-        """Whether its client can ask for that."""
+        """Whether its client and service support that."""
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
-        """Write an object whole, if the one there has the checksum `replaces`, or if None is there for None.
+        """Write an object, if the one there has the checksum `replaces`; for None, if there is none.
 
         `AlreadyThere` where the condition does not hold.
         """
@@ -109,7 +109,7 @@ class SupportsDirectAccess(Protocol):
     """A storage on a file system that may also reach its files past the page cache."""
 
     def past_cache(self) -> Storage:
-        """The same tree past the page cache, for large files; itself, where the file system cannot.
+        """The same tree past the page cache, for large files; itself, where the file system lacks that.
 
         Its files are written under their final names at once: it is for callers with a commit of their own.
         """
@@ -129,7 +129,7 @@ def find_local_paths(storage: Storage) -> SupportsLocalPaths | None:
 
 
 def find_local_root(storage: Storage) -> Path | None:
-    """The folder of a storage of local files, wrapped or not; None for any other."""
+    """The root folder of a storage of local files, wrapped or not; None for any other."""
     paths = find_local_paths(storage)
     return None if paths is None else Path(paths.local_root)
 
@@ -147,12 +147,12 @@ def find_folder_tree(storage: Storage) -> FolderTree | None:
 
 
 def prefer_direct_access(storage: Storage) -> Storage:
-    """The best way to the same tree for large files that nobody sees before they are committed."""
+    """The best access to the same tree for large files that are invisible until they are committed."""
     return storage.past_cache() if isinstance(storage, SupportsDirectAccess) else storage
 
 
 def require_conditional_writes(storage: Storage) -> SupportsConditionalWrites:
-    """The storage as one that writes on conditions; `Unavailable` where it cannot."""
+    """The storage inside all wrappers, if it supports conditional writes; else `Unavailable`."""
     inside = unwrap(storage)
     if not isinstance(inside, SupportsConditionalWrites) or not inside.has_conditions:
         raise Unavailable(

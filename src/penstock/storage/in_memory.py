@@ -1,6 +1,6 @@
-"""Objects in this process's memory: `mem://name`, for tests and for the ceiling of a harness.
+"""Objects in this process's memory: `mem://name`, for tests and for the limit of a harness.
 
-A read or a write is one copy at memory speed and nothing else, so whatever is slower is not storage.
+A read or a write is one copy at memory speed and nothing else: any other time is not storage.
 Invariant: a published object never changes; an overwrite is a new one, and open sources keep the old.
 """
 
@@ -22,12 +22,12 @@ from penstock.storage.uri import Location, check_key, check_prefix, parse_option
 Bytes = npt.NDArray[np.uint8]
 
 FIRST_CAPACITY_BYTES = 64 * 1024
-"""Room for an object whose size nobody told; doubled whenever it is full."""
+"""First buffer of an object of undeclared size; doubled whenever it is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """Memory has nothing to choose; an option given to it is an error that says so."""
+    """None: an option given to `mem://` is an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,49 +55,51 @@ class MemoryStorage:
         self._lock = threading.Lock()
 
     def create(self, key: str, size_bytes: int | None = None) -> MemorySink:
-        """Begin an object; memory for `size_bytes` is set aside at once."""
+        """Begin an object; memory for `size_bytes` is allocated at once."""
         return MemorySink(self, check_key(key, self.uri), size_bytes)
 
     def open(self, key: str) -> MemorySource:
-        """Open an object as it is now; later overwrites and deletes do not touch it."""
+        """Open an object as it is now; later overwrites and deletes do not change the source."""
         return MemorySource(self._find(key).content, f"{self.uri}/{key}", self.counters)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below `prefix`, as they are when the first one is asked for."""
+        """All objects below `prefix`, as they are when iteration begins."""
         folder = check_prefix(prefix, self.uri)
         start = f"{folder}/" if folder else ""
         with self._lock:
-            found = [pair for pair in self._objects.items() if pair[0].startswith(start)]
-        for key, stored in found:
+            listed = [pair for pair in self._objects.items() if pair[0].startswith(start)]
+        for key, stored in listed:
             yield _describe(key, stored)
 
     def stat(self, key: str) -> ObjectInfo:
-        """One object's facts."""
+        """Describe one object."""
         return _describe(key, self._find(key))
 
     def delete(self, key: str) -> None:
-        """Remove one object; sources that are open on it still read it."""
+        """Remove one object; open sources can still read it."""
         self._find(key)
         with self._lock:
             self._objects.pop(key, None)
 
     def sync(self, prefix: str = "") -> None:
-        """Check the prefix: memory has no other promise to keep."""
+        """Check the prefix; memory cannot be made durable."""
         check_prefix(prefix, self.uri)
 
     @property
     def has_conditions(self) -> bool:
-        """Memory always can."""
+        """Always true."""
         return True
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
-        """Store a small object, if what is there is what `replaces` says."""
+        """Store a small object, if the object there has the checksum `replaces`."""
         check_key(key, self.uri)
         with self._lock:
-            held = self._objects.get(key)
-            if (held and held.version) != replaces:
+            current = self._objects.get(key)
+            if (current and current.version) != replaces:
                 raise AlreadyThere(
-                    "Another object is there", uri=f"{self.uri}/{key}", fix="Read it, and decide anew."
+                    "Another writer came first",
+                    uri=f"{self.uri}/{key}",
+                    fix="Read the object again, then retry.",
                 )
             stored = self._store(key, np.frombuffer(content, dtype=np.uint8))
         self.counters.add(requests=1, written_bytes=len(content))
@@ -109,7 +111,7 @@ class MemoryStorage:
         return stored
 
     def publish(self, key: str, content: Bytes) -> ObjectInfo:
-        """Make `content` the object of this key. Sinks call it, once, when all bytes are in."""
+        """Make `content` the object of this key. A sink calls it once, with all bytes."""
         with self._lock:
             stored = self._store(key, content)
         return _describe(key, stored)
@@ -167,13 +169,13 @@ class MemorySink:
                 uri=f"{self._storage.uri}/{self._key}",
                 expected_bytes=self._declared_bytes or 0,
                 actual_bytes=self._filled_bytes,
-                fix="Submit exactly what create() was told, or tell it no size.",
+                fix="Submit exactly the size given to create(), or give it none.",
             )
         self._storage.counters.add(requests=1, written_bytes=self._filled_bytes)
         return self._storage.publish(self._key, self._content[: self._filled_bytes])
 
     def abort(self) -> None:
-        """Let go of the memory."""
+        """Free the memory."""
         self._content = np.empty(0, dtype=np.uint8)
         self._filled_bytes = 0
 
@@ -212,4 +214,4 @@ class MemorySource:
         self._counters.add(requests=1, read_bytes=buffer.nbytes)
 
     def close(self) -> None:
-        """Nothing to let go of but the reference that this source is."""
+        """Do nothing: the memory is freed with its last reference."""

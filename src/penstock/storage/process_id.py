@@ -1,8 +1,8 @@
-"""The identity of a process: what tells it from every other one, also after its end, a reboot or elsewhere.
+"""The identity of a process, unique also after its end, after a reboot and on other machines.
 
-Leases, presence files and run records carry it, so that what a dead process left can be collected.
-Invariant: a process is called ended only where this one can know it, on the same running kernel and in the
-same PID namespace (containers have their own); everywhere else the answer is "unknown".
+Leases, presence files and run records carry it, so that what a dead process left behind can be removed.
+Invariant: a process counts as ended only where this one can know it, on the same running kernel and in the
+same PID namespace (containers have their own); everywhere else the answer is None.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class ProcessId:
     started: str
     """When the process started, in ticks since the boot: PIDs are reused."""
     kernel: str
-    """The boot ID; empty where the system does not tell it."""
+    """The boot ID; empty where the system has none."""
     numbering: str
     """The PID namespace, as /proc names it."""
 
     def has_ended(self, *, observer: ProcessId) -> bool | None:
-        """Whether this process is over; None where `observer` cannot know."""
+        """Whether this process has ended; None where `observer` cannot know."""
         if not self.kernel or (self.kernel, self.numbering) != (observer.kernel, observer.numbering):
             return None
         return _read_start_ticks(self.pid) != self.started
 
 
 def current_process() -> ProcessId:
-    """The calling process. On a system without boot IDs nobody can find out that it has ended."""
+    """The calling process. Without boot IDs no other process can determine that it has ended."""
     pid = os.getpid()
     try:
         kernel = _BOOT_ID.read_text().strip()
@@ -53,7 +53,7 @@ def current_process() -> ProcessId:
 
 
 def pid_exists(pid: int) -> bool:
-    """Whether a process of this number runs in this PID namespace, whichever it is."""
+    """Whether any process of this number runs in this PID namespace."""
     return _read_start_ticks(pid) is not None
 
 
@@ -63,6 +63,6 @@ def _read_start_ticks(pid: int) -> str | None:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The second field, the program's name in parentheses, may hold blanks and parentheses itself.
+    # The second field, the program's name in parentheses, may contain blanks and parentheses.
     state, *fields = line.rpartition(")")[2].split()
     return None if state in ("Z", "X") else fields[18]

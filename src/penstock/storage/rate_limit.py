@@ -1,7 +1,7 @@
-"""A storage that moves no more bytes a second than it is told to, whoever asks: a slow level on a fast disk.
+"""A storage with a limited bandwidth: a slow level of checkpoints, simulated on a fast disk.
 
-A wrapper like tracing and faults, for plans and studies on one machine. Invariant: bytes wait before they are
-submitted or read, so what is inside sees them at the rate at which it is charged.
+For plans and studies on one machine. Invariant: bytes wait before they are submitted or read, so the storage
+inside receives requests at the limited rate.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class TokenBucket:
     ) -> None:
         if not rate_bytes_per_s > 0:
             raise UsageError(
-                f"A limit of {rate_bytes_per_s:g} bytes a second lets nothing pass",
-                fix="Give a rate above 0, such as 1GiB/s.",
+                f"A rate limit of {rate_bytes_per_s:g} bytes per second is not above 0",
+                fix="Give a rate such as 1GiB/s.",
             )
         self._rate_bytes_per_s = rate_bytes_per_s
         self._burst_s = burst_s
@@ -45,7 +45,7 @@ class TokenBucket:
         self._paid_until_s = clock() - burst_s
 
     def take(self, size_bytes: int) -> float:
-        """Reserve room for `size_bytes`; the seconds to wait before they may move."""
+        """Reserve `size_bytes`; the seconds to wait before they may move."""
         with self._lock:
             now_s = self._clock()
             begin_s = max(self._paid_until_s, now_s - self._burst_s)
@@ -54,9 +54,9 @@ class TokenBucket:
 
 
 class RateLimitedStorage(WrappedStorage):
-    """All threads together read and write at most `rate_bytes_per_s`, past the page cache too.
+    """All threads together read and write at most `rate_bytes_per_s`, also past the page cache.
 
-    Of several processes each has a limit of its own: give each its share. Infinity is no limit.
+    The limit is per process: give each of several processes its share. Infinity is no limit.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class RateLimitedStorage(WrappedStorage):
         self._sleep = sleep
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        """Begin inside; the bytes wait."""
+        """Begin an object whose bytes wait."""
         return _LimitedSink(self.inside.create(key, size_bytes), self._wait)
 
     def open(self, key: str) -> Source:
-        """Open inside; the bytes wait."""
+        """Open an object whose bytes wait."""
         return _LimitedSource(self.inside.open(key), self._wait)
 
     def past_cache(self) -> Storage:

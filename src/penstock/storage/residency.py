@@ -1,7 +1,7 @@
-"""Which part of a file is in the page cache of this node, and how to get it out: proved, not assumed.
+"""Which part of a file is in the page cache of this node, and how to evict it, with proof.
 
-A read benchmark that says "cold" stands on this. Invariant: a figure is what the kernel said (cachestat, or
-mincore before Linux 6.5) after the attempt; where pages cannot be dropped, as on tmpfs, it says so.
+The "cold" of a read benchmark relies on this. Invariant: a figure is what the kernel reported (cachestat, or
+mincore before Linux 6.5) after the attempt, also where pages cannot be dropped, as on tmpfs.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class Residency:
 
     @property
     def fraction(self) -> float:
-        """Resident part of all bytes; 0 for no bytes at all."""
+        """Resident part of all bytes; 0 for no bytes."""
         return self.resident_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def __add__(self, other: Residency) -> Residency:
-        """Both together."""
         return Residency(
             resident_bytes=self.resident_bytes + other.resident_bytes,
             total_bytes=self.total_bytes + other.total_bytes,
@@ -80,7 +79,7 @@ def count_by_cachestat(descriptor: int, size_bytes: int) -> int:
 
 
 def count_by_mincore(descriptor: int, size_bytes: int) -> int:
-    """Resident pages by mincore(2): maps the file without touching it and asks a byte for each page."""
+    """Resident pages by mincore(2): maps the file without reading it, and gets a byte for each page."""
     libc = ctypes.CDLL(None, use_errno=True)
     states = np.zeros(-(-size_bytes // mmap.PAGESIZE), dtype=np.uint8)
     with mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapping:
@@ -95,13 +94,13 @@ def count_by_mincore(descriptor: int, size_bytes: int) -> int:
 COUNTERS: Mapping[Method, PageCounter] = MappingProxyType(
     {"cachestat": count_by_cachestat, "mincore": count_by_mincore}
 )
-"""Best first: a method that this kernel or file system lacks gives way to the next."""
+"""Best first: where this kernel or file system lacks a method, the next one is used."""
 
 _NOT_HERE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def measure_file_residency(path: str, counters: Mapping[Method, PageCounter] = COUNTERS) -> Residency:
-    """How much of one file is resident, by the first of `counters` that works here."""
+    """How much of one file is resident, by the first method that works here."""
     with translate_os_errors("Asking for resident pages", f"file://{path}"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -116,7 +115,7 @@ def measure_residency(storage: Storage, prefix: str = "") -> Residency:
 
 
 def evict_file(path: str) -> Eviction:
-    """Write back and drop the pages of one file. Pages that are mapped or locked elsewhere stay."""
+    """Write back and drop the pages of one file. Pages that another process maps or locks stay."""
     with translate_os_errors("Dropping pages", f"file://{path}"):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -130,7 +129,7 @@ def evict_file(path: str) -> Eviction:
 
 
 def evict_objects(storage: Storage, prefix: str = "") -> Eviction:
-    """Drop the pages of all files below `prefix`. `Unavailable` for a storage that is not of files."""
+    """Drop the pages of all files below `prefix`. `Unavailable` for a storage without local files."""
     before, after = _nothing(), _nothing()
     for path in _paths(storage, prefix):
         drop = evict_file(path)
@@ -139,15 +138,15 @@ def evict_objects(storage: Storage, prefix: str = "") -> Eviction:
 
 
 def drop_page_cache(control: Path = Path("/proc/sys/vm/drop_caches")) -> None:
-    """Drop the whole page cache of this node, its folders' too: for root, and felt by everybody on it."""
+    """Drop the whole page cache of this node: for root only, and it slows all users of the node."""
     os.sync()
     try:
         control.write_text("3\n")
     except OSError as error:
         raise Unavailable(
-            f"The page cache cannot be dropped as a whole: {error.strerror}",
+            f"The whole page cache cannot be dropped: {error.strerror}",
             where=str(control),
-            fix="Run as root on the host itself, or drop file by file, which needs no right but reading.",
+            fix="Run as root on the host itself, or drop file by file, which needs read permission only.",
         ) from error
 
 
@@ -171,7 +170,7 @@ def _count_pages(
             if error.errno not in _NOT_HERE:
                 raise
     raise Unavailable(
-        "This kernel does not tell which pages are resident",
+        "This kernel does not report which pages are resident",
         where=", ".join(counters),
         fix="Use Linux 6.5 or later, or allow cachestat and mincore in the container's seccomp profile.",
     )
@@ -183,7 +182,7 @@ def _paths(storage: Storage, prefix: str) -> Iterable[str]:
         raise Unavailable(
             "The page cache of this node holds only local files",
             where=storage.uri,
-            fix="Evict only what lies on a file system; an object service has caches of its own.",
+            fix="Evict files only; the caches of an object service cannot be dropped from here.",
         )
     return (paths.local_path(info.key) for info in storage.list(prefix))
 

@@ -202,9 +202,9 @@ SCHEMES: Mapping[str, str] = MappingProxyType(
     {
         "file": "penstock.storage.files.file_storage:open_buffered",
         "direct": "penstock.storage.files.file_storage:open_direct",
-        "s3": "penstock.storage.objects:open_objects",
-        "gs": "penstock.storage.objects:open_objects",
-        "az": "penstock.storage.objects:open_objects",
+        "s3": "penstock.storage.objects.object_storage:open_objects",
+        "gs": "penstock.storage.objects.object_storage:open_objects",
+        "az": "penstock.storage.objects.object_storage:open_objects",
         "mem": "penstock.storage.in_memory:open_memory",
     }
 )

@@ -1,7 +1,4 @@
-"""Is there room for what is about to be written? Asked before the first byte; only file systems can tell.
-
-Invariant: it only looks; a full device is still an error where it happens.
-"""
+"""Free space and identity of local file systems."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from penstock.errors import OutOfSpace
 from penstock.units import format_bytes
 
 _RESERVE = 20
-"""One part in so many of what is written stays free on top: folders, journals, and other people."""
+"""A twentieth of the written size stays free in addition, for folders, journals and other users."""
 
 
 def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: str) -> None:
     """`OutOfSpace` unless `size_bytes` fit below `root`, which need not exist yet. `what` begins the message.
 
-    None is a storage without a local folder (`find_local_root`): a service does not tell its free space.
+    None is a storage without a local folder (`find_local_root`): services do not report their free space.
     """
     if root is None:
         return
@@ -34,11 +31,11 @@ def require_free_space(root: Path | None, size_bytes: int, *, what: str, fix: st
 
 
 def nearest_folder(path: Path) -> Path:
-    """`path`, or the innermost one above it that exists; what may not be looked into counts as absent."""
+    """`path` or its nearest parent that exists; a folder without permission to look into counts as absent."""
     return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
 def read_volume_id(folder: Path) -> str:
-    """What tells the file system of `folder` from others: the same on all hosts for a shared one."""
+    """An identity of the file system of `folder`: the same on all hosts for a shared one."""
     facts = os.statvfs(folder)
     return f"{facts.f_fsid}:{facts.f_blocks}"

@@ -1,7 +1,7 @@
 """Run functions in child processes of a fork server, which imports their modules once and starts no thread.
 
-Forking it is therefore safe, unlike forking the test process. A child shares nothing with the test but its
-arguments, and no child outlives its `with` block.
+Forking it is therefore safe, unlike forking the test process. A child shares only its arguments with the
+test, and no child outlives its `with` block.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from types import TracebackType
 from typing import Any, Self
 
 PRELOADED = (
@@ -26,9 +26,9 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
 )
-"""Imported once by the fork server, for all of its children; modules that cannot be imported are left out.
+"""Imported once by the fork server, for all of its children; modules that cannot be imported are ignored.
 
-The first DTensor of a process imports torch._dynamo: a CPU second or two for every rank of every job.
+The first DTensor of a process imports torch._dynamo, which takes a CPU second or two in every rank.
 """
 
 LIMIT_S = 240.0
@@ -37,7 +37,7 @@ LIMIT_S = 240.0
 
 @dataclass(frozen=True, slots=True)
 class FunctionRef:
-    """A function by where it stands, so that a child can load it from a module that has no known name."""
+    """A reference to a function by its file, which a child can load from outside of sys.path."""
 
     module: str
     path: str
@@ -45,11 +45,11 @@ class FunctionRef:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Self:
-        """Where a function at the top of its module stands."""
+        """The reference to a function at the top of its module."""
         return cls(function.__module__, function.__code__.co_filename, function.__qualname__)
 
     def load(self) -> Callable[..., Any]:
-        """The function, its module loaded from its file if it is not there yet."""
+        """The function; its module is loaded from the file if necessary."""
         if self.module not in sys.modules:
             spec = importlib.util.spec_from_file_location(self.module, self.path)
             assert spec is not None
@@ -61,7 +61,7 @@ class FunctionRef:
 
 
 def clean_context() -> ForkServerContext:
-    """The way to start such children; their functions stand at the top of an importable module."""
+    """The multiprocessing context of such children, for functions at the top of importable modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
@@ -69,7 +69,7 @@ def clean_context() -> ForkServerContext:
 
 @contextmanager
 def ending(children: Sequence[ForkServerProcess]) -> Iterator[None]:
-    """Kill what is left of `children` when the block ends."""
+    """Kill `children` that are still running when the block ends."""
     try:
         yield
     finally:
@@ -80,7 +80,7 @@ def ending(children: Sequence[ForkServerProcess]) -> Iterator[None]:
 
 
 def exit_code_of(function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> int | None:
-    """How a child that calls `function` ends: 0, or minus the signal that killed it; None where it hung."""
+    """The exit code of a child that calls `function`: minus the signal if killed; None if it hung."""
     child = clean_context().Process(target=_run, args=(FunctionRef.of(function), arguments))
     child.start()
     with ending([child]):
@@ -89,9 +89,9 @@ def exit_code_of(function: Callable[..., Any], *arguments: Any, limit_s: float =
 
 
 def run_children(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], limit_s: float) -> list[Any]:
-    """What each function returns for its arguments, in a child each, all at once.
+    """Call each function in its own child, all at once; their results.
 
-    A function may stand in a test module. AssertionError tells what every failed child said, and which hung.
+    Functions may be in test modules. AssertionError has the traceback of each failed child, or that it hung.
     """
     context = clean_context()
     pairs = [context.Pipe(duplex=False) for _ in calls]
@@ -105,9 +105,11 @@ def run_children(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], li
         theirs.close()
     with ending(children):
         answers = _answers([mine for mine, _ in pairs], limit_s)
-    failed = [f"child {number}: {told}" for number, (good, told) in enumerate(answers) if not good]
+    failed = [
+        f"child {number}: {outcome}" for number, (succeeded, outcome) in enumerate(answers) if not succeeded
+    ]
     assert not failed, "\n".join(failed)
-    return [told for _, told in answers]
+    return [outcome for _, outcome in answers]
 
 
 def _answers(readers: Sequence[Connection], limit_s: float) -> list[tuple[bool, Any]]:
@@ -121,7 +123,7 @@ def _answers(readers: Sequence[Connection], limit_s: float) -> list[tuple[bool, 
             try:
                 answers[number] = reader.recv()
             except EOFError:
-                answers[number] = False, "it died"
+                answers[number] = False, "it was killed"
             reader.close()
     return answers
 
@@ -131,21 +133,14 @@ def _run(function: FunctionRef, arguments: tuple[Any, ...]) -> None:
 
 
 def _call(answer: Connection, function: FunctionRef, arguments: tuple[Any, ...]) -> None:
-    with _Telling(answer):
+    with ExitStack() as exits:
+        exits.push(partial(_report_error, answer))
         answer.send((True, function.load()(*arguments)))
 
 
-class _Telling:
-    """Sends the traceback of whatever ends the block, also an exit."""
-
-    def __init__(self, answer: Connection) -> None:
-        self._answer = answer
-
-    def __enter__(self) -> None:
-        """Nothing to do before."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._answer.send((False, "".join(traceback.format_exception(error))))
+def _report_error(
+    answer: Connection, _kind: type[BaseException] | None, error: BaseException | None, _trace: object
+) -> None:
+    """Send the traceback of any exception that ends a child, SystemExit included."""
+    if error is not None:
+        answer.send((False, "".join(traceback.format_exception(error))))

@@ -1,7 +1,7 @@
-"""What every communicator promises; a program, too: `mpiexec -n 4 python -m penstock.testing.comm_contract`.
+"""The contract suite of `Comm`, also as a program: `mpiexec -n 4 python -m penstock.testing.comm_contract`.
 
-A new carrier is tested by calling `check_comm` on each of its ranks. Invariant: all clauses are collective
-and leave the ranks in step, save `check_absence`, which is the last thing that a communicator does.
+To test a communicator, call `check_comm` on each of its ranks. Invariant: all clauses are collective and
+leave the ranks in step, except `check_absence`, after which the communicator is unusable.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BIG_BYTES = 5 * 1024 * 1024 + 3
 
 
 def check_comm(comm: Comm) -> None:
-    """Run every clause on this rank; all ranks call it. AssertionError names the broken promise."""
+    """Run every clause on this rank; collective. AssertionError names the broken promise."""
     for clause in CLAUSES:
         clause(comm)
         comm.barrier(awaiting=f"all ranks to pass {clause.__name__}", timeout_s=LIMIT_S)
@@ -58,7 +58,7 @@ def _gather_keeps_order_and_sizes(comm: Comm) -> None:
     assert all(set(value) <= {rank % 256} for rank, value in enumerate(gathered)), "values are mixed up"
 
 
-def _a_gather_on_the_lead_is_for_rank_0_alone(comm: Comm) -> None:
+def _gather_on_rank0_is_for_rank_0_only(comm: Comm) -> None:
     for size_bytes in (comm.rank * 1000, BIG_BYTES, 0):
         mine = bytes([comm.rank % 256]) * size_bytes
         gathered = comm.gather_on_rank0(mine, awaiting="values for rank 0", timeout_s=LIMIT_S)
@@ -153,7 +153,7 @@ CLAUSES: tuple[Callable[[Comm], None], ...] = (
     _barrier_holds_everyone,
     _broadcast_is_of_rank_0,
     _gather_keeps_order_and_sizes,
-    _a_gather_on_the_lead_is_for_rank_0_alone,
+    _gather_on_rank0_is_for_rank_0_only,
     _big_values_arrive_whole,
     _reductions_are_exact,
     _reductions_agree_to_the_bit,
@@ -164,7 +164,7 @@ CLAUSES: tuple[Callable[[Comm], None], ...] = (
 
 
 def check_absence(comm: Comm, *, limit_s: float = 0.5) -> None:
-    """Rank 0 stays away: all others must learn what they waited for, and never be let back in.
+    """Rank 0 stays away: all others must time out, with what they awaited, and be refused afterwards.
 
     Needs two ranks or more. The ranks are out of step afterwards: end the process without closing `comm`.
     """
@@ -183,7 +183,7 @@ def _error_of(kind: type[Kind], call: Callable[[], object]) -> Kind:
         call()
     except kind as error:
         return error
-    raise AssertionError(f"{kind.__name__} was due")
+    raise AssertionError(f"{kind.__name__} was not raised")
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Processes that die by SIGKILL at their n-th call of storage, one after another: what a commit must survive.
+"""Kill processes by SIGKILL at their n-th system call of file storage, for each n: crash tests of commits.
 
-A program is a function at the top of a module that takes the `FileCalls` its storage is to use, with all else
-bound by `functools.partial`. It runs in a child of a clean process, so that no thread or lock of the caller
-goes along. Invariant: every child is ended and waited for, whatever happens.
+A program is a function at the top of a module that takes the `FileCalls` for its storage; its other arguments
+are bound by `functools.partial`. It runs in a child of a clean process, so that it inherits no thread or lock
+of the caller. Invariant: every child is ended and waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Program = Callable[[FileCalls], None]
 
 
 def count_calls(program: Program) -> int:
-    """How many calls of storage `program` makes when nobody kills it; it runs in a child."""
+    """How many system calls `program` makes when it is not killed; it runs in a child."""
     (number,) = run_children([(_count, (program,))], LIMIT_S)
     assert isinstance(number, int)
     return number
@@ -27,8 +27,8 @@ def count_calls(program: Program) -> int:
 def killed_at(programs: Sequence[Program], number: int, *, victim: int = 0) -> list[int | None]:
     """Run one process for each of `programs`, of which the `victim` dies at its call `number`, from 1.
 
-    The exit codes of all: -SIGKILL of the victim, or what it ends with where it makes fewer calls. None is a
-    process that had to be ended because it hung.
+    The exit codes of all: the victim's is -SIGKILL, or its own if it makes fewer calls. None is a process
+    that hung and had to be killed.
     """
     context = clean_context()
     children = [
@@ -50,14 +50,14 @@ def sweep(
     *,
     victim: int = 0,
 ) -> int:
-    """Kill at each of `numbers`, in a place of its own each, and `check` what is left; how many were killed.
+    """Kill at each of `numbers`, each time in a new place, and `check` what is left; the number of kills.
 
-    `make_programs(number)` prepares the place and gives the processes to run there.
+    `make_programs(number)` prepares the place and returns the programs to run there.
     """
     num_killed = 0
     for number in numbers:
         codes = killed_at(make_programs(number), number, victim=victim)
-        assert None not in codes, f"killed at call {number}, a rank hung: {codes}"
+        assert None not in codes, f"after the kill at call {number} a rank hung: {codes}"
         assert codes[victim] in (0, -signal.SIGKILL), f"the victim of call {number} failed by itself: {codes}"
         num_killed += codes[victim] != 0
         check(number)

@@ -1,7 +1,7 @@
-"""Storages that are slow, full or broken: wrappers to put around any real one, and into each other.
+"""Storages that are slow, full or broken: wrappers around any storage, which can be nested.
 
-Each does one thing and is off at its mildest setting, where it passes the contract suite. Invariant: also
-where a fault strikes, every submitted buffer is released exactly once.
+Each has one effect and is off at its mildest setting, where it passes the contract suite. Invariant: also
+when a fault occurs, every submitted buffer is released exactly once.
 """
 
 from __future__ import annotations
@@ -26,48 +26,48 @@ from penstock.storage.protocol import (
 )
 
 Verb = Literal["create", "submit", "finish", "abort", "open", "read_into", "list", "stat", "delete", "sync"]
-"""A call that a caller of storage makes, on the storage itself or on a sink or source of it."""
+"""A call on a storage, or on a sink or source of it."""
 
 Gate = Callable[[Verb, int], None]
-"""Called before each call with its verb and bytes; it may wait, or raise what the call is to raise."""
+"""Called before each call with its verb and bytes; it may wait, or raise the error of the call."""
 
 Sleep = Callable[[float], None]
 
 
 class Gated(WrappedStorage):
-    """A storage with a `gate` before every call: the ground of the faults below, and of your own."""
+    """A storage with a `gate` before every call: the base of the faults below, and of your own."""
 
     def __init__(self, inside: Storage, gate: Gate, **own_options: str | float) -> None:
         super().__init__(inside, **own_options)
         self.gate = gate
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        """Pass the gate, begin inside."""
+        """Pass the gate, then begin an object inside."""
         self.gate("create", 0)
         return _GatedSink(super().create(key, size_bytes), self.gate)
 
     def open(self, key: str) -> Source:
-        """Pass the gate, open inside."""
+        """Pass the gate, then open the object inside."""
         self.gate("open", 0)
         return _GatedSource(super().open(key), self.gate)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Pass the gate, list inside."""
+        """Pass the gate, then list inside."""
         self.gate("list", 0)
         return super().list(prefix)
 
     def stat(self, key: str) -> ObjectInfo:
-        """Pass the gate, ask inside."""
+        """Pass the gate, then describe the object inside."""
         self.gate("stat", 0)
         return super().stat(key)
 
     def delete(self, key: str) -> None:
-        """Pass the gate, delete inside."""
+        """Pass the gate, then delete inside."""
         self.gate("delete", 0)
         super().delete(key)
 
     def sync(self, prefix: str = "") -> None:
-        """Pass the gate, make durable inside."""
+        """Pass the gate, then make durable inside."""
         self.gate("sync", 0)
         super().sync(prefix)
 
@@ -87,7 +87,7 @@ class _GatedSink(WrappedSink):
         return super().finish()
 
     def abort(self) -> None:
-        # What is inside gives up first: a fault here must not leave anything behind.
+        # The sink inside aborts first: a fault here must not leave anything behind.
         super().abort()
         self._gate("abort", 0)
 
@@ -125,7 +125,7 @@ class Slow(Gated):
 
 
 class FailAfter(Gated):
-    """Works until `limit_bytes` have moved, in or out; then every call that moves bytes fails (EIO)."""
+    """Works until `limit_bytes` were read or written; then every call that moves bytes fails (EIO)."""
 
     def __init__(self, inside: Storage, limit_bytes: int) -> None:
         super().__init__(inside, self._count, fail_after_bytes=limit_bytes)
@@ -159,12 +159,12 @@ class FailAtCall(Gated):
 
 def _injected(verb: Verb, uri: str) -> StorageError:
     return StorageError(
-        f"Injected fault in {verb}", uri=uri, fix="A test asked for this failure.", errno=errno.EIO
+        f"Injected fault in {verb}", uri=uri, fix="A test injected this failure.", errno=errno.EIO
     )
 
 
 class Full(WrappedStorage):
-    """Holds at most `capacity_bytes` written through it; abort, delete and overwrites give back."""
+    """Holds at most `capacity_bytes` written through it; abort, delete and overwrites free space."""
 
     def __init__(self, inside: Storage, capacity_bytes: int) -> None:
         super().__init__(inside, full_capacity_bytes=capacity_bytes)
@@ -172,34 +172,34 @@ class Full(WrappedStorage):
         self._lock = threading.Lock()
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        """Begin inside; space is taken as it is submitted."""
+        """Begin an object inside; submitted bytes take space."""
         return _FullSink(super().create(key, size_bytes), self, key)
 
     def delete(self, key: str) -> None:
-        """Delete inside and give the space back."""
+        """Delete inside and free the space."""
         size_bytes = self.size_of(key)
         super().delete(key)
         self.give(size_bytes)
 
     def take(self, size_bytes: int) -> None:
-        """Take space or raise `OutOfSpace`."""
+        """Take space, or raise `OutOfSpace`."""
         with self._lock:
             if size_bytes > self._free_bytes:
                 raise OutOfSpace(
                     f"{size_bytes} bytes do not fit into {self._free_bytes}",
                     uri=self.uri,
-                    fix="A test asked for a full storage.",
+                    fix="A test injected this failure.",
                     errno=errno.ENOSPC,
                 )
             self._free_bytes -= size_bytes
 
     def give(self, size_bytes: int) -> None:
-        """Give space back."""
+        """Free space."""
         with self._lock:
             self._free_bytes += size_bytes
 
     def size_of(self, key: str) -> int:
-        """The space an object takes now; none if it is absent."""
+        """The space that an object takes; 0 if it is absent."""
         try:
             return self.stat(key).size_bytes
         except ObjectNotFound:
@@ -233,36 +233,36 @@ class _FullSink(WrappedSink):
 
 
 class Late(WrappedStorage):
-    """Acknowledges nothing before the end: a sink keeps every buffer until `finish` or `abort`."""
+    """Releases late: a sink keeps every buffer until `finish` or `abort`."""
 
     def __init__(self, inside: Storage) -> None:
         super().__init__(inside, late_release=True)
 
     def create(self, key: str, size_bytes: int | None = None) -> Sink:
-        """Begin inside, with all releases kept back."""
+        """Begin an object inside, whose releases are delayed."""
         return _LateSink(super().create(key, size_bytes))
 
 
 class _LateSink(WrappedSink):
     def __init__(self, inside: Sink) -> None:
         super().__init__(inside)
-        self._owed: list[Release] = []
+        self._delayed: list[Release] = []
 
     def submit(self, buffer: memoryview, release: Release | None = None) -> None:
         if release is not None:
-            self._owed.append(release)
+            self._delayed.append(release)
         super().submit(buffer)
 
     def finish(self) -> ObjectInfo:
         info = super().finish()
-        self._pay()
+        self._release_all()
         return info
 
     def abort(self) -> None:
         super().abort()
-        self._pay()
+        self._release_all()
 
-    def _pay(self) -> None:
-        owed, self._owed = self._owed, []
-        for release in owed:
+    def _release_all(self) -> None:
+        delayed, self._delayed = self._delayed, []
+        for release in delayed:
             release()

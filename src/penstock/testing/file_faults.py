@@ -1,7 +1,7 @@
-"""System calls that fail, fall short or kill the process: what goes wrong below file storage.
+"""System calls that fail, fall short or kill the process: faults below file storage.
 
-`faulty_calls(FailFileCall("fsync", 2, errno.EIO), ...)` gives `FileCalls` for a `PosixStorage`; faults wrap
-each other, the last one outermost. Invariant: a fault strikes at the same call in every run of one program.
+`faulty_calls(FailFileCall("fsync", 2, errno.EIO), ...)` gives `FileCalls` for a `FileStorage`; faults wrap
+each other, the last one outermost. Invariant: a fault occurs at the same call in every run of one program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOVING_CALLS = ("pwrite", "pread_into")
 
 
 class CallFault(Protocol):
-    """Something that goes wrong in system calls."""
+    """A fault of system calls."""
 
     def around(self, name: str, call: Call) -> Call:
         """The faulty version of `call`, the field `name` of `FileCalls`."""
@@ -37,12 +37,12 @@ def faulty_calls(*faults: CallFault, base: FileCalls = REAL_CALLS) -> FileCalls:
 
 @dataclass(slots=True)
 class CallLog:
-    """No fault: the names of all calls made, in order. It tells a sweep how many there are to strike at."""
+    """No fault: records the names of all calls, in order, for sweeps over them."""
 
     names: list[str] = field(default_factory=list)
 
     def around(self, name: str, call: Call) -> Call:
-        """The call, with its name noted first."""
+        """The call, after its name is recorded."""
 
         def logged(*arguments: Any) -> Any:
             self.names.append(name)
@@ -53,7 +53,7 @@ class CallLog:
 
 @dataclass(slots=True)
 class _Countdown:
-    """Strikes at the `number`-th call, from 1, of those named, or of all if none is."""
+    """Strikes at the `number`-th call, from 1, of this name, or of all calls."""
 
     name: str | None
     number: int
@@ -75,24 +75,24 @@ class FailFileCall:
     def __init__(self, name: str | None, number: int, error_number: int) -> None:
         self._countdown = _Countdown(name, number)
         self._error_number = error_number
-        self._for_good = False
+        self._is_lasting = False
 
     @classmethod
     def and_all_after(cls, name: str | None, number: int, error_number: int) -> FailFileCall:
-        """The same, and every such call after it: a disk that filled up or died."""
+        """The same for every such call from then on: a disk that is full or broken."""
         fault = cls(name, number, error_number)
-        fault._for_good = True
+        fault._is_lasting = True
         return fault
 
     def around(self, name: str, call: Call) -> Call:
-        """The call, or the failure in its place."""
+        """The call, or its failure."""
         if not self._countdown.concerns(name):
             return call
 
         def failing(*arguments: Any) -> Any:
-            if self._countdown.strikes(and_after=self._for_good):
+            if self._countdown.strikes(and_after=self._is_lasting):
                 if name == "close":
-                    # A close that fails has closed, on Linux: the descriptor is gone either way.
+                    # On Linux a close that fails has closed the descriptor.
                     call(*arguments)
                 raise OSError(self._error_number, os.strerror(self._error_number))
             return call(*arguments)
@@ -101,13 +101,13 @@ class FailFileCall:
 
 
 class NoSync:
-    """fsync returns at once: a killed process leaves the same, as the kernel lives on; for fast sweeps."""
+    """fsync returns at once, for fast sweeps: what a killed process leaves does not depend on it."""
 
     def around(self, name: str, call: Call) -> Call:
-        """The call, unless it syncs."""
+        """The call, except fsync."""
 
         def skip(_descriptor: int) -> None:
-            """Nothing is made durable."""
+            """Do nothing."""
 
         return skip if name == "fsync" else call
 
@@ -119,7 +119,7 @@ class KillAtFileCall:
         self._countdown = _Countdown(None, number)
 
     def around(self, _name: str, call: Call) -> Call:
-        """The call, or death in its place."""
+        """The call, or the kill."""
 
         def deadly(*arguments: Any) -> Any:
             if self._countdown.strikes(and_after=False):
@@ -130,13 +130,13 @@ class KillAtFileCall:
 
 
 class ShortTransfers:
-    """No read or write moves more than `most_bytes`, as at a signal, a quota or a network file system."""
+    """No read or write moves more than `most_bytes`, as happens with signals and network file systems."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
 
     def around(self, name: str, call: Call) -> Call:
-        """The call on the beginning of its buffer."""
+        """The call, on the first bytes of its buffer."""
         if name not in MOVING_CALLS:
             return call
 

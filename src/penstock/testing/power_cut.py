@@ -1,8 +1,8 @@
-"""What a power cut leaves: a program's calls of storage, recorded, and played back up to any of them.
+"""What a power cut leaves: a program's system calls are recorded and replayed up to any of them.
 
 `OperationLog` records, `Disk` is the model: a file has the bytes of its last fsync, a folder the names of its
-last fsync, and whatever came later may be lost. Invariant: the model never lets survive what was not synced,
-unless asked to.
+last fsync, and later changes may be lost. Invariant: in the model, what was not synced survives only on
+request.
 """
 
 from __future__ import annotations
@@ -20,28 +20,16 @@ if TYPE_CHECKING:
 Arguments = tuple[Any, ...]
 Kind = Literal["file", "folder"]
 Choice = Callable[[Kind], bool]
-"""Asked once for each file and folder: whether what came after its last fsync survives."""
+"""Called once for each file and folder: whether its changes since its last fsync survive."""
 
 _CHANGING = frozenset(
-    (
-        "open",
-        "close",
-        "pwrite",
-        "fsync",
-        "ftruncate",
-        "fallocate",
-        "mkdir",
-        "rename",
-        "exchange",
-        "unlink",
-        "rmdir",
-    )
+    "open close pwrite fsync ftruncate fallocate mkdir rename exchange unlink rmdir".split()  # noqa: SIM905
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call that succeeded: its name, what it was given (buffers as bytes), what it returned."""
+    """One successful call: its name, its arguments (buffers as bytes), its result."""
 
     name: str
     arguments: Arguments
@@ -50,21 +38,23 @@ class Operation:
 
 @dataclass(slots=True)
 class OperationLog:
-    """No fault: records every call that changes something, in the order in which they took effect."""
+    """No fault: records every call that changes something, in the order of their effects."""
 
     operations: list[Operation] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def around(self, name: str, call: Call) -> Call:
-        """The call, and its record once it has succeeded; one at a time, so that the order is true."""
+        """The call, recorded once it has succeeded; one at a time, so that the order is right."""
         if name not in _CHANGING:
             return call
 
         def recorded(*arguments: Any) -> Any:
             with self.lock:
                 result = call(*arguments)
-                kept = tuple(bytes(each) if isinstance(each, memoryview) else each for each in arguments)
-                self.operations.append(Operation(name, kept, result))
+                copies = tuple(
+                    bytes(value) if isinstance(value, memoryview) else value for value in arguments
+                )
+                self.operations.append(Operation(name, copies, result))
             return result
 
         return recorded
@@ -89,22 +79,22 @@ class _Folder:
 
 
 class Disk:
-    """A tree of files as a kernel holds it: what is, and what would be left if the power went now."""
+    """A tree of files as the kernel has it, and as a power cut would leave it."""
 
     def __init__(self, top: Path) -> None:
-        """What lies below `top` now, all of it durable."""
+        """The files below `top`, all of them durable."""
         self._top = top
         self._root = _loaded(top)
         self._opened: dict[int, _File | _Folder] = {}
 
     def apply(self, operation: Operation) -> None:
-        """Let one recorded call happen."""
+        """Replay one recorded call."""
         getattr(self, f"_{operation.name}")(operation.result, *operation.arguments)
 
     def write_survivors(self, target: Path, survives: Choice) -> None:
         """Write what a power cut would leave to the new folder `target`.
 
-        What each file and folder had beyond its last fsync survives where `survives` says so.
+        Changes of a file or folder since its last fsync survive where `survives` says so.
         """
         _write(self._root, target, survives)
 
@@ -113,7 +103,7 @@ class Disk:
         *above, name = Path(path).relative_to(self._top).parts
         for part in above:
             below = folder.names[part]
-            assert isinstance(below, _Folder), f"{part} of {path} is no folder"
+            assert isinstance(below, _Folder), f"{part} of {path} is not a folder"
             folder = below
         return folder, name
 

@@ -1,7 +1,7 @@
-"""Ranks that are threads of one process: a job in milliseconds, for tests of what ranks tell each other.
+"""Ranks that are threads of one process: jobs that take milliseconds, for tests of communicating code.
 
-They keep the contracts of `Comm` and `Transfer`. Invariant: values are packed as between processes; a message
-of a transfer is a copy, so no rank sees another's memory.
+They keep the contracts of `Comm` and `PointToPoint`. Invariant: values are pickled as between processes, and
+a message is a copy, so that no rank sees another's memory.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class ThreadBoard:
-    """Where the threads of one job leave what they carry: a row for each collective call, and messages."""
+    """What the threads of one job exchange: a row for each collective call, and messages."""
 
     size: int
     rows: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    lines: dict[tuple[int, int, int], SimpleQueue[bytes]] = field(default_factory=dict)
+    queues: dict[tuple[int, int, int], SimpleQueue[bytes]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def post(self, call: int, rank: int, payload: bytes) -> dict[int, bytes]:
-        """Leave what `rank` brings to collective call number `call`; returns the call's row."""
+        """Store the payload of `rank` for collective call number `call`; returns the row of the call."""
         with self.lock:
             row = self.rows.setdefault(call, {})
             row[rank] = payload
             return row
 
-    def line(self, source: int, to: int, tag: int) -> SimpleQueue[bytes]:
+    def queue(self, source: int, to: int, tag: int) -> SimpleQueue[bytes]:
         """The messages of one pair of ranks and one tag."""
         with self.lock:
-            return self.lines.setdefault((source, to, tag), SimpleQueue())
+            return self.queues.setdefault((source, to, tag), SimpleQueue())
 
 
 class ThreadComm(BaseComm):
@@ -50,7 +50,7 @@ class ThreadComm(BaseComm):
         self.closed = False
 
     def close(self) -> None:
-        """Remember that it was closed."""
+        """Record that it was closed."""
         self.closed = True
 
     def transfer(self) -> ThreadTransfer:
@@ -70,7 +70,7 @@ class ThreadComm(BaseComm):
 
 
 class ThreadTransfer:
-    """Messages over a board."""
+    """Point-to-point messages over a board."""
 
     def __init__(self, board: ThreadBoard, rank: int) -> None:
         self.rank = rank
@@ -78,36 +78,36 @@ class ThreadTransfer:
         self._board = board
 
     def send(self, to: int, buffer: memoryview, *, tag: int = 0) -> _Sent:
-        """Leave a copy of `buffer`."""
-        self._board.line(self.rank, to, tag).put(bytes(buffer))
+        """Send a copy of `buffer`."""
+        self._board.queue(self.rank, to, tag).put(bytes(buffer))
         return _Sent()
 
     def receive(self, source: int, buffer: memoryview, *, tag: int = 0) -> _Awaited:
-        """Fill `buffer` with the next message, when it is waited for."""
-        return _Awaited(self._board.line(source, self.rank, tag), buffer)
+        """Fill `buffer` with the next message; it is copied by `wait`."""
+        return _Awaited(self._board.queue(source, self.rank, tag), buffer)
 
     def close(self) -> None:
-        """Nothing was made."""
+        """Do nothing."""
 
 
 class _Sent:
     def wait(self, *, awaiting: str, timeout_s: float) -> None:
-        """It left at once."""
+        """Return at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    line: SimpleQueue[bytes]
+    queue: SimpleQueue[bytes]
     buffer: memoryview
 
     def wait(self, *, awaiting: str, timeout_s: float) -> None:
         """Take the next message."""
         try:
-            message = self.line.get(timeout=timeout_s)
+            message = self.queue.get(timeout=timeout_s)
         except Empty:
             raise WaitTimeout(awaiting, timeout_s) from None
         if len(message) != self.buffer.nbytes:
-            raise RankError(f"{len(message)} bytes came where {self.buffer.nbytes} were awaited: {awaiting}")
+            raise RankError(f"Received {len(message)} bytes instead of {self.buffer.nbytes}: {awaiting}")
         self.buffer[:] = message
 
 
@@ -118,9 +118,9 @@ def on_ranks(
     hosts: Sequence[str] = (),
     timeout_s: float = 60.0,
 ) -> list[Result]:
-    """What `program` returns on each of `size` ranks; the first error of any is raised.
+    """Run `program` on each of `size` ranks; their results. The first error of any rank is raised.
 
-    `hosts[rank]` names where a rank pretends to run; without them each rank has a host of its own.
+    `hosts[rank]` is the host name of a rank; by default each rank is on a different host.
     """
     board = ThreadBoard(size)
     names = list(hosts) or [""] * size

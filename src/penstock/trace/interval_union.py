@@ -37,6 +37,21 @@ class UnionTimes:
     second_us: int
     either_us: int
 
+    @property
+    def both_us(self) -> int:
+        """Time in which events of both sets were under way."""
+        return self.first_us + self.second_us - self.either_us
+
+    @property
+    def first_alone_us(self) -> int:
+        """Time in which only events of the first set were under way."""
+        return self.either_us - self.second_us
+
+    @property
+    def second_alone_us(self) -> int:
+        """Time in which only events of the second set were under way."""
+        return self.either_us - self.first_us
+
 
 NO_TIME: Final = UnionTimes(0, 0, 0)
 

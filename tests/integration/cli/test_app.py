@@ -84,7 +84,7 @@ def test_a_table_for_people_fits_a_narrow_terminal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ((*PROBE, "/tmp", "--size", "4G"), 2, "Say GiB (1024-based) or GB (1000-based)"),
+        ((*PROBE, "/tmp", "--size", "4G"), 2, "Write GiB (1024-based) or GB (1000-based)"),
         ((*PROBE, "ftp://x/y"), 2, "Unsupported storage scheme 'ftp'"),
         ((*PROBE, "direct://tmp/x"), 2, "three slashes"),
         ((*PROBE, "/tmp", "-o", "fsink=no"), 2, "Did you mean 'fsync'?"),

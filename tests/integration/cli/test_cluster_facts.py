@@ -82,7 +82,7 @@ def test_wrong_usage_says_what_to_write(
 def test_file_with_other_content_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cluster.json").write_text("{}")
     assert main(["cluster", "check", str(tmp_path / "cluster.json")]) == 1
-    assert "no facts that this Penstock reads" in capsys.readouterr().err
+    assert "cannot read these facts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["collect", "check"])
@@ -122,7 +122,7 @@ def test_broken_hosts_are_named_beside_those_that_reported(
     assert main([*srun, "--hosts", "good,dead,odd"]) == 1
     said = capsys.readouterr().err
     assert "2 of 3 hosts did not report" in said
-    assert "dead: exit code 255, and said: srun: node is down" in said
+    assert "dead: exit code 255, with the output: srun: node is down" in said
     assert "odd: no facts in its output: 'Welcome!'" in said
     assert "reported: good" in said
     assert not (tmp_path / "cluster.json").exists()

@@ -63,7 +63,7 @@ def test_run_warns_of_gates_and_records_findings_and_skips(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush-hush")
     place = ("--to", str(tmp_path / "ckpt"), "--results", str(tmp_path / "runs"))
     assert main(["checkpoint", "run", *SMALL, *place, "--skip-gate", "limits"]) == 0
-    assert "gate apart: fail: results lie on the file system of" in capsys.readouterr().err
+    assert "gate apart: fail: results are on the measured file system" in capsys.readouterr().err
     (record,) = (tmp_path / "runs").glob("*/run.json")
     preflight = json.loads(record.read_text())["preflight"]
     assert (preflight["is_strict"], preflight["cluster"]) == (False, "whole")

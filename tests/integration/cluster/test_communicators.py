@@ -82,7 +82,7 @@ def test_torch_without_a_process_group_is_a_usage_error() -> None:
         TorchComm("here")
 
 
-def test_a_launcher_of_another_make_than_the_mpi_library_is_told_apart() -> None:
+def test_a_launcher_of_another_mpi_than_the_library_is_detected() -> None:
     ended = run(sys.executable, "-c", "from penstock.cluster.mpi_comm import join_mpi; join_mpi('here', 4)")
     assert ended.returncode == 1
     assert "The launcher started 4 ranks, but MPI sees 1" in ended.stderr

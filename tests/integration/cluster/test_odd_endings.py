@@ -58,7 +58,7 @@ def test_rank_0_may_be_the_one_that_dies(jobs: Jobs) -> None:
     assert job.leftovers() == []
 
 
-def test_when_all_fail_at_once_one_paragraph_is_said(jobs: Jobs) -> None:
+def test_when_all_ranks_fail_at_once_one_error_is_printed(jobs: Jobs) -> None:
     job = jobs.launch(*jobs.rank("raise-everywhere", "raise-everywhere"))
     assert job.end() == 1
     assert job.stderr.count(" failed: ValueError: the tank of rank ") == 1
@@ -162,7 +162,7 @@ def test_the_whole_family_is_known_by_one_rank_number(jobs: Jobs) -> None:
     assert job.end() == 130
 
 
-def test_ctrl_c_in_a_foreign_job_ends_all_and_is_no_failure(jobs: Jobs) -> None:
+def test_ctrl_c_under_another_launcher_ends_all_ranks_without_an_error(jobs: Jobs) -> None:
     job = jobs.run(
         RANK, *jobs.rank("interrupt", "sleep", 1, "workers"), launcher=(str(BIN / "mpiexec"), "-n", "2")
     )
@@ -178,7 +178,7 @@ def test_a_verdict_in_a_foreign_job_is_the_launchers_exit_code(jobs: Jobs) -> No
     assert json.loads(job.stdout)["size"] == 2
 
 
-def test_a_size_that_contradicts_the_launcher_is_told_by_every_rank(jobs: Jobs) -> None:
+def test_every_rank_refuses_a_size_that_contradicts_the_launcher(jobs: Jobs) -> None:
     program = (
         "from penstock.cluster.supervision import join_job\n"
         "from penstock.environment import process_environment\n"
@@ -186,4 +186,4 @@ def test_a_size_that_contradicts_the_launcher_is_told_by_every_rank(jobs: Jobs) 
     )
     job = jobs.run("-c", program, launcher=(str(BIN / "mpiexec"), "-n", "2"))
     assert job.end() != 0
-    assert "--ranks 4 was asked for, but mpiexec started 2" in job.stderr
+    assert "--ranks is 4, but mpiexec started 2" in job.stderr

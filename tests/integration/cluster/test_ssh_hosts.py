@@ -52,7 +52,7 @@ def test_a_dead_a_hanging_and_a_babbling_host_are_named_with_their_words(
     assert _collect(tmp_path, "--hosts", "good,dead:4,hung,odd", "--timeout", "12s") == 1
     said = capsys.readouterr().err
     assert "3 of 4 hosts did not report" in said
-    assert "dead: exit code 255, and said: ssh: connect to host dead port 22: No route to host" in said
+    assert "dead: exit code 255, with the output: ssh: connect to host dead port 22: No route to host" in said
     assert "hung: no answer within 12 s" in said
     assert "odd: unreadable facts" in said
     assert "reported: good" in said
@@ -83,7 +83,7 @@ def test_ssh_never_asks_and_gets_no_secrets(
 
 
 @pytest.mark.usefixtures("fake_ssh")
-def test_an_interpreter_that_is_not_there_is_said_by_its_host(
+def test_a_missing_interpreter_is_reported_for_its_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _collect(tmp_path, "--hosts", "good", "--python", "no-such-python") == 1

@@ -73,7 +73,7 @@ def test_ranks_that_are_stopped_clean_up_first(jobs: Jobs) -> None:
     assert job.leftovers() == []
 
 
-def test_an_error_of_one_rank_is_told_once_with_rank_host_and_cause(jobs: Jobs) -> None:
+def test_an_error_of_one_rank_is_printed_once_with_rank_host_and_cause(jobs: Jobs) -> None:
     jobs.environment["PENSTOCK_HOST"] = "pump-house"
     job = jobs.launch(*jobs.rank("raise", "barrier", 2, "workers"))
     assert job.end() == 1
@@ -118,7 +118,7 @@ def test_a_timeout_names_what_was_awaited_and_who_did_not_come(jobs: Jobs) -> No
     assert job.end() == 1
     assert "Rank 2 on " in job.stderr
     assert "did not arrive" in job.stderr
-    assert "Waited 1 s in vain for all ranks to drink" in job.stderr
+    assert "Timed out after 1 s waiting for all ranks to drink" in job.stderr
     assert job.leftovers() == []
 
 
@@ -209,14 +209,14 @@ def test_settings_reach_all_ranks_and_no_command_line(jobs: Jobs) -> None:
     assert job.end() == 130
 
 
-def test_a_program_that_cannot_start_is_explained_in_its_own_words(jobs: Jobs) -> None:
+def test_a_program_that_cannot_start_shows_the_launchers_message(jobs: Jobs) -> None:
     job = jobs.launch(program="no_such_program.py")
     assert job.end() == 1
     assert "before any rank had started" in job.stderr
     assert "can't open file" in job.stderr
 
 
-def test_under_a_foreign_mpiexec_rank_0_tells_and_nothing_is_left(jobs: Jobs) -> None:
+def test_under_another_launcher_rank_0_prints_the_error_and_nothing_is_left(jobs: Jobs) -> None:
     program = str(Path(__file__).parent / "programs" / "rank.py")
     job = jobs.run(
         program, *jobs.rank("kill", "sleep", 2, "workers"), launcher=(str(BIN / "mpiexec"), "-n", "3")
@@ -235,7 +235,7 @@ def test_under_a_foreign_mpiexec_the_loss_of_rank_0s_guard_ends_all(jobs: Jobs) 
     assert job.leftovers() == []
 
 
-def test_a_guard_that_cannot_reach_its_launching_process_says_so_itself(jobs: Jobs) -> None:
+def test_a_supervisor_that_cannot_reach_the_launching_process_prints_the_error(jobs: Jobs) -> None:
     jobs.environment |= {"PENSTOCK_CONTROL_ADDRESS": "127.0.0.1:1", "PENSTOCK_CONTROL_TOKEN": "hush"}
     program = str(Path(__file__).parent / "programs" / "rank.py")
     job = jobs.run(program, *jobs.rank("sleep"), launcher=(str(BIN / "mpiexec"), "-n", "1"))

@@ -106,7 +106,7 @@ def num_missing(trace: Path) -> int:
     return account.missing
 
 
-def test_what_a_process_took_with_it_is_told_though_nothing_was_written(tmp_path: Path) -> None:
+def test_events_lost_with_a_killed_process_are_counted(tmp_path: Path) -> None:
     segments = TraceFileWriter(tmp_path, "trace")
     segments.event_count.counts[0], segments.event_count.counts[5] = 7, 3
     segments.close(complete=False)

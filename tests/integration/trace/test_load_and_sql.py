@@ -74,7 +74,7 @@ def test_a_column_that_sql_names_wrongly_is_wrong_usage(
     assert "opp" in capsys.readouterr().err
 
 
-def test_where_leaves_only_what_it_asks_for(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_keeps_only_matching_events(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     query = "SELECT DISTINCT op FROM events"
     assert run_json(capsys, "trace", "sql", query, str(traces), "--where", "op = 'write'")["rows"] == [
         ["write"]

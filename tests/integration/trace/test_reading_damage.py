@@ -136,7 +136,7 @@ def test_unusual_but_whole_events_are_events(line: bytes, tmp_path: Path) -> Non
     assert account.events == NUM_EVENTS + 1
 
 
-def test_missing_brackets_and_blank_lines_are_no_damage(tmp_path: Path) -> None:
+def test_missing_brackets_and_blank_lines_are_not_damage(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"
     file.write_bytes(b"\n \n" + b"".join(whole()[1:-1]).rstrip(b"\n"))
     _, account = read(file)
@@ -163,7 +163,7 @@ def test_gzip_of_many_members_is_one_file(tmp_path: Path) -> None:
     assert account.events == NUM_EVENTS
 
 
-def test_a_torn_gzip_gives_all_that_it_holds_and_says_so(tmp_path: Path) -> None:
+def test_a_torn_gzip_is_read_to_its_end_and_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw.gz"
     packed = gzip.compress(b"".join(whole()))
     file.write_bytes(packed[: len(packed) // 2])
@@ -184,7 +184,7 @@ def test_a_damaged_member_costs_no_other(tmp_path: Path) -> None:
     assert "damaged" in account.faults[0]
 
 
-def test_bytes_behind_the_last_member_are_told(tmp_path: Path) -> None:
+def test_bytes_after_the_last_member_are_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw.gz"
     file.write_bytes(gzip.compress(b"".join(whole())) + b"trailing words")
     _, account = read(file)
@@ -211,7 +211,7 @@ def test_hashes_mean_something_only_in_their_own_file(tmp_path: Path) -> None:
         assert all(f"rank{rank}/" in row["path"] for row in rows if row["path"])
 
 
-def test_a_hash_that_is_explained_late_is_resolved_and_one_never_explained_is_told(tmp_path: Path) -> None:
+def test_a_hash_explained_late_is_resolved_and_an_unexplained_one_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "a.pfw"
     lines = whole(3)
     explained = [line for line in lines if b'"FH"' in line]

@@ -44,7 +44,7 @@ STRACE = r"""4101 1727387307.000100 openat(AT_FDCWD, "/data/a.npz", O_RDONLY|O_C
 """
 
 
-def test_strace_tells_files_of_descriptors_and_joins_interrupted_calls(tmp_path: Path) -> None:
+def test_strace_resolves_descriptors_and_joins_interrupted_calls(tmp_path: Path) -> None:
     path = tmp_path / "out.strace"
     path.write_text(STRACE)
     rows, account = read(path)
@@ -98,7 +98,7 @@ DXT = """# darshan log version: 3.41
 """
 
 
-def test_darshan_tells_segments_with_rank_host_and_file(tmp_path: Path) -> None:
+def test_darshan_segments_have_rank_host_and_file(tmp_path: Path) -> None:
     path = tmp_path / "job.dxt"
     path.write_text(DXT)
     rows, account = read(path)

@@ -30,7 +30,7 @@ def read(path: Path, *, is_large: bool = False) -> tuple[pa.Table, FileAccount]:
 
 @pytest.mark.parametrize("compressed", [True, False])
 @pytest.mark.parametrize("generation", [1, 2, 3])
-def test_every_generation_tells_the_same_events(generation: int, *, compressed: bool, tmp_path: Path) -> None:
+def test_every_generation_has_the_same_events(generation: int, *, compressed: bool, tmp_path: Path) -> None:
     writing = Writing(generation=generation, events=700, rank=11)
     table, account = read(write_trace(tmp_path, writing, compressed=compressed))
     rows = [row for row in table.to_pylist() if row["name"] != "end"]

@@ -63,7 +63,7 @@ def test_bad_requests_are_refused_with_their_fix(tmp_path: Path, monkeypatch: py
 
 @needs_strace
 @needs_dftracer
-def test_dftracer_and_strace_tell_the_same_of_a_program_that_saves_checkpoints(tmp_path: Path) -> None:
+def test_dftracer_and_strace_agree_on_a_program_that_saves_checkpoints(tmp_path: Path) -> None:
     """Counts and bytes by operation and file, for all operations that dftracer sees of it."""
     pytest.importorskip("torch")
     told = {}

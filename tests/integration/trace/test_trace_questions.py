@@ -79,7 +79,7 @@ def test_overlap_gives_rows_with_union_sum_and_concurrency(
 
 
 @pytest.mark.parametrize("by", ["pid", "host", "tid", "run"])
-def test_overlap_is_asked_by_other_columns(traces: Path, capsys: pytest.CaptureFixture[str], by: str) -> None:
+def test_overlap_groups_by_other_columns(traces: Path, capsys: pytest.CaptureFixture[str], by: str) -> None:
     rows = asked(capsys, "trace", "overlap", traces / "base", "--by", by)["rows"]
     assert all(by in row for row in rows)
     assert sum(row["sum_us"] for row in rows) == 2712
@@ -100,9 +100,7 @@ def test_every_question_answers_as_json_csv_markdown_and_for_people(
         assert "…" not in said(capsys, "trace", verb, table)
 
 
-def test_tiers_classes_and_phases_are_told_on_the_command_line(
-    traces: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tiers_classes_and_phases_are_options(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = asked(
         capsys, "trace", "ops", traces / "base", traces / "new", "--tier", "a=/pfs", "--tier", "b=/ssd"
     )["rows"]
@@ -117,7 +115,7 @@ def test_tiers_classes_and_phases_are_told_on_the_command_line(
     assert "X.checkpoint" in {row["name"] for row in rows}
 
 
-def test_one_file_is_told_in_order_and_an_unknown_one_gets_the_nearest_name(
+def test_events_of_a_file_are_in_order_and_an_unknown_file_gets_the_nearest_name(
     traces: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = asked(capsys, "trace", "file", "part-2-1.pt", traces / "base")["rows"]
@@ -126,12 +124,12 @@ def test_one_file_is_told_in_order_and_an_unknown_one_gets_the_nearest_name(
     assert "part-2-" in capsys.readouterr().err
 
 
-def test_where_leaves_out_what_is_not_asked_for(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_filters_events(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = asked(capsys, "trace", "ops", traces / "base", "--where", "op = 'write' AND rank = 1")["rows"]
     assert [(row["op"], row["num_events"]) for row in rows] == [("write", 6)]
 
 
-def test_losses_are_said_first_and_fail_only_when_strict(
+def test_losses_are_printed_first_and_fail_only_with_strict(
     traces: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", "summary", str(traces / "new")]) == 0
@@ -157,7 +155,7 @@ def test_wrong_options_are_refused_with_an_example(
     assert said_of_it in capsys.readouterr().err
 
 
-def test_compare_tells_findings_leaves_a_report_and_speaks_json(
+def test_compare_prints_findings_and_writes_a_report_and_json(
     traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = asked(capsys, "trace", "compare", traces / "runs.yaml", "--out", tmp_path / "report")

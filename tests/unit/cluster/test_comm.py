@@ -84,7 +84,7 @@ def test_a_carriers_own_error_becomes_an_error_of_ranks() -> None:
     assert caught.value.where == "rank 0 on here"
 
 
-def test_a_late_call_is_told_with_its_number() -> None:
+def test_a_long_wait_is_reported_with_the_number_of_its_call() -> None:
     comm, told = LonelyComm(), list[tuple[int, str]]()
     comm.on_late = lambda call, awaiting: told.append((call, awaiting))
     comm.gather(1, awaiting="the first call")
@@ -93,7 +93,7 @@ def test_a_late_call_is_told_with_its_number() -> None:
     assert told == [(2, "the second call")]
 
 
-def test_nobody_needs_to_hear_of_late_calls() -> None:
+def test_on_late_is_optional() -> None:
     with pytest.raises(WaitTimeout):
         LonelyComm().barrier(awaiting="the other one", timeout_s=0.02)
 
@@ -184,7 +184,7 @@ def test_without_a_launcher_a_job_has_one_rank() -> None:
 
 
 def test_ranks_without_a_launcher_are_refused() -> None:
-    with pytest.raises(UsageError, match="--ranks 4"), join_job({}, ranks=4):
+    with pytest.raises(UsageError, match="--ranks is 4"), join_job({}, ranks=4):
         raise AssertionError("the body must not run")
 
 

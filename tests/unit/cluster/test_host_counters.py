@@ -75,25 +75,33 @@ def test_a_host_s_counters_are_read_in_units_that_their_names_say(tmp_path: Path
     assert not any(name.startswith(("disk.loop0", "disk.sda", "net.docker0")) for name in values)
 
 
+def uncovered(reason: str) -> CounterCoverage:
+    return CounterCoverage(watched="nothing", reason=reason)
+
+
 @pytest.mark.parametrize(
     ("folder", "device", "sight"),
     [
         ("/data", 254 << 8 | 1, CounterCoverage(watched="device", device="vda1")),
         ("/data", 253 << 8, CounterCoverage(watched="device", device="dm-0")),
-        ("/data", 7 << 8, CounterCoverage(watched="nothing", reason="loop0 is made of a file or of memory")),
-        ("/data", 99 << 8, CounterCoverage(watched="nothing", reason="device 99:0 counts nothing")),
+        (
+            "/data",
+            7 << 8,
+            uncovered("loop0 is backed by a file or by memory"),
+        ),
+        ("/data", 99 << 8, uncovered("device 99:0 has no counters")),
         ("/pfs/deep", 40, CounterCoverage(watched="client")),
         ("/pool/x", 41, CounterCoverage(watched="drives")),
-        ("/my memory", 42, CounterCoverage(watched="nothing", reason="tmpfs at /my memory shows no device")),
+        ("/my memory", 42, uncovered("tmpfs at /my memory is on no device with counters")),
         (
             "/pfs/inner/x",
             43,
-            CounterCoverage(watched="nothing", reason="overlay at /pfs/inner/x shows no device"),
+            uncovered("overlay at /pfs/inner/x is on no device with counters"),
         ),
-        ("/twice", 45, CounterCoverage(watched="nothing", reason="fuse.thing at /twice shows no device")),
+        ("/twice", 45, uncovered("fuse.thing at /twice is on no device with counters")),
     ],
 )
-def test_what_sees_a_storages_bytes_is_known_or_said_not_to_be(
+def test_the_counters_of_a_storages_bytes_are_known_or_the_reason_is_given(
     tmp_path: Path, folder: str, device: int, sight: CounterCoverage
 ) -> None:
     assert find_device_coverage(Path(folder), device, proc=host(tmp_path) / "proc") == sight
@@ -102,7 +110,7 @@ def test_what_sees_a_storages_bytes_is_known_or_said_not_to_be(
 def test_objects_come_over_networks_and_memory_over_nothing() -> None:
     environment = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_REGION": "z"}
     assert find_coverage(open_storage("s3://bucket/x", environment)).watched == "network"
-    assert find_coverage(open_storage("mem://x", {})).reason == "mem://x has no device that counts"
+    assert find_coverage(open_storage("mem://x", {})).reason == "mem://x is on no device with counters"
 
 
 def test_samples_come_in_order_from_the_thread_and_on_demand() -> None:
@@ -128,7 +136,7 @@ def test_samples_come_in_order_from_the_thread_and_on_demand() -> None:
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("/proc/stat"), ValueError("odd")])
-def test_a_sampler_that_cannot_read_says_so_and_harms_nobody(error: Exception) -> None:
+def test_a_sampler_that_cannot_read_reports_its_failure(error: Exception) -> None:
     def read() -> CounterSample:
         raise error
 

@@ -50,14 +50,14 @@ def test_an_even_spread_holds_all_ranks_and_wastes_less_than_a_row(names: list[s
 
 
 @pytest.mark.parametrize("text", ["a:0", "a:-1", "a:x", "a:", "a:1.5"])
-def test_a_count_that_is_no_count_is_refused_with_an_example(text: str) -> None:
+def test_an_invalid_count_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(UsageError, match="not a number of ranks") as caught:
         parse_hosts(text, ranks=None)
     assert "node1:4" in caught.value.fix
 
 
 @pytest.mark.parametrize("text", ["", ",", "a:1,,b:1", ":4", "[::1", "x[::1]:2"])
-def test_what_is_no_host_is_refused(text: str) -> None:
+def test_invalid_hosts_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a host"):
         parse_hosts(text, ranks=None)
 
@@ -68,7 +68,7 @@ def test_a_host_named_twice_is_refused() -> None:
 
 
 def test_counts_for_some_hosts_only_are_refused() -> None:
-    with pytest.raises(UsageError, match="Some hosts have a count"):
+    with pytest.raises(UsageError, match="Only some hosts have a count"):
         parse_hosts("a:1,b", ranks=None)
 
 
@@ -79,12 +79,12 @@ def test_host_files_of_both_makes_are_read() -> None:
 
 
 def test_a_host_file_without_hosts_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="names no host") as caught:
+    with pytest.raises(UsageError, match="is empty") as caught:
         parse_hostfile("# nothing\n\n", ranks=2, where="rack7.txt")
     assert caught.value.where == "rack7.txt"
 
 
-def test_as_many_ranks_as_slots_start_unless_fewer_are_asked_for() -> None:
+def test_the_number_of_ranks_defaults_to_the_slots() -> None:
     hosts = (HostSlots("a", 4), HostSlots("b", 2))
     assert count_ranks(hosts, None, where="") == 6
     assert count_ranks(hosts, 3, where="") == 3

@@ -34,7 +34,7 @@ def test_a_range_holds_every_number_with_its_zeros(first: int, num: int, width: 
     "text", ["", "a,", ",a", "a[", "a[]", "a[3-1]", "a[x]", "a]", "a[1-2", "a[[1]]", "a[1,]"]
 )
 def test_what_is_not_understood_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no list of hosts"):
+    with pytest.raises(UsageError, match="is not a host list"):
         expand_nodelist(text)
 
 

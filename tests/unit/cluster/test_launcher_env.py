@@ -31,7 +31,9 @@ SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_ID": "0",
         ({**SRUN, **HYDRA}, LauncherRank(Launcher.HYDRA, 2, 4)),
     ],
 )
-def test_each_launcher_is_known_by_what_it_leaves(environment: dict[str, str], ranked: LauncherRank) -> None:
+def test_each_launcher_is_detected_by_its_variables(
+    environment: dict[str, str], ranked: LauncherRank
+) -> None:
     assert detect_rank(environment) == ranked
 
 
@@ -47,7 +49,7 @@ def test_each_launcher_is_known_by_what_it_leaves(environment: dict[str, str], r
     ],
     ids=["nothing", "half of torchrun", "half of MPI", "batch script", "interactive step", "srun of one"],
 )
-def test_a_process_that_nobody_ranked_is_no_rank(environment: dict[str, str]) -> None:
+def test_a_process_without_a_launcher_is_not_a_rank(environment: dict[str, str]) -> None:
     assert detect_rank(environment) is None
 
 
@@ -61,17 +63,17 @@ def test_a_size_that_contradicts_the_launcher_is_refused() -> None:
     ranked = LauncherRank(Launcher.TORCHRUN, 1, 2)
     require_matching_size(ranked, None)
     require_matching_size(ranked, 2)
-    with pytest.raises(UsageError, match="--ranks 4 was asked for, but torchrun started 2"):
+    with pytest.raises(UsageError, match="--ranks is 4, but torchrun started 2"):
         require_matching_size(ranked, 4)
 
 
-def test_a_host_is_called_what_the_user_says_before_what_the_launcher_says() -> None:
+def test_the_users_host_label_comes_before_the_launchers() -> None:
     assert host_label({**HYDRA, "PENSTOCK_HOST": "rack7"}, "vm") == "rack7"
     assert host_label(HYDRA, "vm") == "127.0.0.2"
     assert host_label({}, "vm") == "vm"
 
 
-def test_the_secret_of_one_launch_is_no_setting_of_the_user() -> None:
+def test_the_token_of_a_launch_is_not_a_user_setting() -> None:
     environment = {"PENSTOCK_HOST": "a", "PENSTOCK_CONTROL_TOKEN": "hush", "PENSTOCK_CONTROL_ADDRESS": "x:1"}
     assert user_settings({**environment, "AWS_REGION": "eu", "HOME": "/"}) == {
         "PENSTOCK_HOST": "a",

@@ -32,13 +32,13 @@ def wait_on(timeline: Timeline, timeout_s: float, told: list[float] | None = Non
     )
 
 
-def test_what_is_ready_costs_no_sleep_even_without_time() -> None:
+def test_a_condition_that_holds_needs_no_sleep_even_without_time() -> None:
     timeline = Timeline()
     wait_on(timeline, 0.0).until(lambda: True)
     assert timeline.sleeps_s == []
 
 
-def test_a_wait_is_eager_first_and_sleeps_longer_and_longer_then() -> None:
+def test_a_wait_polls_eagerly_first_and_then_sleeps_longer_and_longer() -> None:
     timeline = Timeline()
     polls = iter([*[False] * (EAGER_POLLS + 200), True])
     wait_on(timeline, 10.0).until(lambda: next(polls))
@@ -47,9 +47,9 @@ def test_a_wait_is_eager_first_and_sleeps_longer_and_longer_then() -> None:
     assert timeline.sleeps_s[-1] == LONGEST_SLEEP_S
 
 
-def test_a_wait_in_vain_ends_at_its_limit_and_names_what_it_awaited() -> None:
+def test_a_wait_times_out_at_its_limit_and_names_what_it_awaited() -> None:
     timeline = Timeline()
-    with pytest.raises(WaitTimeout, match="Waited 3 s in vain for the tide"):
+    with pytest.raises(WaitTimeout, match="Timed out after 3 s waiting for the tide"):
         wait_on(timeline, 3.0).until(lambda: False)
     assert 103.0 <= timeline.now_s < 103.0 + LONGEST_SLEEP_S
 
@@ -63,7 +63,7 @@ def test_steps_of_one_wait_share_its_limit() -> None:
 
 
 @pytest.mark.parametrize(("timeout_s", "late_s"), [(2.0, 1.0), (100.0, LATE_AFTER_S)])
-def test_a_long_wait_is_told_once_before_it_ends(timeout_s: float, late_s: float) -> None:
+def test_a_long_wait_is_reported_once_before_it_ends(timeout_s: float, late_s: float) -> None:
     timeline, told = Timeline(), list[float]()
     with pytest.raises(WaitTimeout):
         wait_on(timeline, timeout_s, told).until(lambda: False)

@@ -114,7 +114,7 @@ def test_only_rank_0_must_have_something_to_broadcast() -> None:
     assert on_ranks(3, speak) == ["word"] * 3
 
 
-def test_a_late_rank_is_told_of_by_those_who_wait_and_then_nothing_happens() -> None:
+def test_waiting_ranks_report_a_late_rank_once() -> None:
     told: list[tuple[int, int, str]] = []
     both_told = threading.Event()
 
@@ -141,4 +141,6 @@ def test_a_rank_that_fails_alone_leaves_the_others_a_named_wait() -> None:
 
     first, *others = errors_of(3, fail_alone)
     assert first.startswith("RankFailed: Rank 0 on thread-0 failed: no water")
-    assert all(other.startswith("WaitTimeout: Waited 0.1 s in vain for rank 0 to drink") for other in others)
+    assert all(
+        other.startswith("WaitTimeout: Timed out after 0.1 s waiting for rank 0 to drink") for other in others
+    )

@@ -11,7 +11,7 @@ import pytest
 from penstock.storage.files.file_storage import DirectOptions
 from penstock.storage.objects.client import CLIENTS
 from penstock.storage.objects.client_settings import ObjectOptions
-from penstock.storage.objects.part_cutter import GATHER_COPY
+from penstock.storage.objects.object_sink import GATHER_COPY
 from penstock.storage.uri import parse_options
 
 PAGE = (Path(__file__).parents[3] / "docs" / "storage.md").read_text(encoding="utf-8")

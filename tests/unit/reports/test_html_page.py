@@ -104,7 +104,7 @@ def test_a_table_needs_rows() -> None:
     assert make_table([]) is None
 
 
-def test_a_value_that_a_template_needs_and_nobody_gave_is_an_error() -> None:
+def test_a_missing_template_value_is_an_error() -> None:
     with pytest.raises(UndefinedError, match="sections"):
         render_page("sections.html", title="t", subtitle="s")
 

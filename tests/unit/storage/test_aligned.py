@@ -21,7 +21,7 @@ from penstock.storage.files.file_io import aligned_range
 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 3 * 2**20 + 5])
-def test_a_buffer_begins_at_a_page_and_has_the_size_asked_for(size: int) -> None:
+def test_a_buffer_begins_at_a_page_and_has_the_requested_size(size: int) -> None:
     buffer = aligned_buffer(size)
     assert buffer.nbytes == len(buffer) == size
     assert address_of(buffer) % PAGE_BYTES == 0
@@ -79,7 +79,7 @@ def test_a_pool_hands_out_the_buffer_that_came_back() -> None:
     assert pool.take() is first
 
 
-def test_a_pool_keeps_no_more_than_told() -> None:
+def test_a_pool_keeps_at_most_num_kept_buffers() -> None:
     pool = BufferPool(4096, num_kept=2)
     taken = [pool.take() for _ in range(5)]
     for buffer in taken:

@@ -26,7 +26,7 @@ def test_events_add_up() -> None:
     assert counters.copied_bytes == {"bounce": 8, "client": 2}
 
 
-def test_requests_are_told_apart_by_endpoint() -> None:
+def test_requests_are_counted_by_endpoint() -> None:
     counters = Counters()
     counters.add(requests=1, endpoint="http://a")
     counters.add(requests=2, endpoint="http://b")

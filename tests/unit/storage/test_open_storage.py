@@ -13,7 +13,7 @@ from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.uri import open_storage
 
 
-def test_each_file_scheme_opens_its_own_access() -> None:
+def test_file_schemes_open_buffered_or_direct_access() -> None:
     buffered = open_storage("file:///nowhere/yet", {})
     direct = open_storage("direct:///nowhere/yet", {})
     assert isinstance(buffered, FileStorage)
@@ -26,7 +26,7 @@ def test_a_plain_path_is_buffered_files() -> None:
     assert open_storage("/nowhere/yet", {}).uri == "file:///nowhere/yet"
 
 
-def test_options_given_beside_the_uri_win_over_its_own() -> None:
+def test_options_override_those_of_the_uri() -> None:
     storage = open_storage("file:///x?fsync=no&writes_in_flight=2", {}, options={"fsync": "yes"})
     assert storage.options["fsync"] is True
     assert storage.options["writes_in_flight"] == 2

@@ -34,7 +34,7 @@ def test_a_process_is_there_until_it_has_ended_and_its_zombie_is_gone() -> None:
         assert theirs.has_ended(observer=current_process()) is True
 
 
-def test_where_kernels_cannot_be_told_apart_nobody_knows(
+def test_without_boot_ids_it_is_unknown_whether_a_process_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_id, "_BOOT_ID", tmp_path / "absent")

@@ -59,7 +59,7 @@ def test_what_names_no_place_is_refused_with_a_fix(text: str, message: str) -> N
     assert caught.value.fix
 
 
-def test_a_location_says_its_uri_without_options() -> None:
+def test_location_uri_leaves_out_options() -> None:
     assert parse_uri("s3://bucket/x?client=minio").uri == "s3://bucket/x"
     assert parse_uri("/data").uri == "file:///data"
 
@@ -70,7 +70,7 @@ def test_plain_keys_pass_unchanged(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "/", "/a", "a/", "a//b", ".", "..", "a/..", "../a", "a/./b", "a\0"])
-def test_keys_that_are_no_plain_path_are_refused(key: str) -> None:
+def test_keys_that_are_not_plain_paths_are_refused(key: str) -> None:
     with pytest.raises(AccessRefused) as caught:
         check_key(key, "mem://x")
     assert "mem://x" in str(caught.value)

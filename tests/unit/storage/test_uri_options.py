@@ -77,7 +77,7 @@ def test_an_option_far_from_all_known_ones_lists_them() -> None:
     assert "num_parts" in str(caught.value)
 
 
-def test_a_derived_field_is_no_option() -> None:
+def test_a_derived_field_is_not_an_option() -> None:
     with pytest.raises(UsageError, match="Unknown option 'derived'"):
         parse(derived="1")
 
@@ -101,6 +101,6 @@ def test_a_bad_value_names_its_option_and_the_place(name: str, text: str, messag
     assert caught.value.fix
 
 
-def test_a_ratio_that_is_no_number_is_a_usage_error() -> None:
+def test_a_ratio_that_is_not_a_number_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="ratio"):
         parse(ratio="half")

@@ -24,7 +24,7 @@ def test_what_fits_is_silent_and_what_does_not_names_the_place_and_the_way_out(t
     assert caught.value.fix == "Make room, or write less."
 
 
-def test_a_storage_without_a_folder_cannot_tell() -> None:
+def test_a_storage_without_a_folder_is_not_checked() -> None:
     require_free_space(find_local_root(MemoryStorage()), 1 << 60, what="This", fix="write less")
 
 

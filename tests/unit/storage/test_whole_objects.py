@@ -40,7 +40,7 @@ def test_a_write_whose_buffers_run_into_an_error_leaves_nothing() -> None:
     assert not exists(storage, "key")
 
 
-def test_reading_an_absent_object_says_which() -> None:
+def test_reading_a_missing_object_names_it() -> None:
     with pytest.raises(ObjectNotFound, match="absent"):
         read_object(MemoryStorage(), "absent")
 

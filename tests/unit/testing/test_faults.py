@@ -186,7 +186,7 @@ def test_a_submit_without_release_fails_alike() -> None:
     assert sink.finish().size_bytes == 1
 
 
-def test_full_says_so_with_the_systems_errno() -> None:
+def test_full_storage_raises_enospc() -> None:
     storage = Full(MemoryStorage(), 10)
     write_object(storage, "fits", [bytes(10)])
     with pytest.raises(OutOfSpace, match="1 bytes do not fit into 0") as caught:

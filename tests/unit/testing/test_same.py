@@ -12,17 +12,17 @@ def test_equal_bytes_of_any_kind_pass() -> None:
     assert_same_bytes(memoryview(b""), b"")
 
 
-def test_the_first_difference_is_told() -> None:
+def test_the_first_difference_is_reported() -> None:
     with pytest.raises(AssertionError, match=r"from byte 3 on b'X' instead of b'd'"):
         assert_same_bytes(b"abcX", b"abcd")
 
 
-def test_a_missing_end_is_told() -> None:
+def test_a_missing_end_is_reported() -> None:
     with pytest.raises(AssertionError, match=r"2 bytes instead of 4; from byte 2 on b'' instead of b'cd'"):
         assert_same_bytes(b"ab", b"abcd")
 
 
-def test_large_differences_are_told_in_a_line() -> None:
+def test_large_differences_are_reported_in_one_line() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_same_bytes(bytes(1 << 24), b"\x01" * (1 << 24))
     assert len(str(caught.value)) < 300

@@ -171,7 +171,7 @@ class TestSilentDeletes(StorageContract):
         return self._Silent(MemoryStorage())
 
 
-def test_a_suite_without_a_storage_says_what_is_missing() -> None:
+def test_a_suite_without_a_storage_fixture_fails_with_a_hint() -> None:
     fixture = vars(StorageContract.__mro__[-2])["storage"]
     with pytest.raises(UsageError, match="has no storage"):
         fixture._get_wrapped_function()(StorageContract())

@@ -1,1 +1,1 @@
-"""What the machines of a cluster are: asked for on each host, kept in one file, compared with each other."""
+"""The machines of a cluster: their facts are read on each host, stored in one file, and compared."""

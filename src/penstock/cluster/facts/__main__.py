@@ -1,4 +1,4 @@
-"""The agent: prints this machine's facts, framed, and ends. One runs on each host."""
+"""The agent, one on each host: prints the facts of this machine between marks."""
 
 from __future__ import annotations
 

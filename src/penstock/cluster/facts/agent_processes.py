@@ -1,9 +1,9 @@
-"""One agent process for each host, all at once, each with a time limit of its own.
+"""One agent process for each host, many at once, each with its own time limit.
 
-The agent (`python -m penstock.cluster.facts`) is started here, by ssh, or by a launcher. A launcher for each
-host, rather than one for all, so that a dead host takes no other's answer with it and each has its own exit
-code and output. Values of variables never appear in command lines (see `launcher_command`). Invariant: when
-the query returns or raises, every process it started has ended.
+The agent (`python -m penstock.cluster.facts`) is started here, by ssh, or by a launcher: one for each host,
+so that a dead host costs only its own answer, and each has its own exit code and output. Values of variables
+never appear in command lines (see `launcher_command`). Invariant: when the query returns or raises, every
+process that it started has ended.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from penstock.environment import Environment
 AT_ONCE = 32
 POLL_S = 0.02
 GRACE_S = 1.0
-"""How long a launcher may take to end its remote process, once told to stop."""
+"""How long a launcher may take to end its remote process after SIGTERM."""
 NOT_STARTED = 127
-"""What shells, too, say of a program that is not there."""
+"""The exit code of shells for a missing program."""
 LONGEST_ANSWER_BYTES = 16 << 20
 
 CommandFor = Callable[[str], Sequence[str]]
-"""The command line that makes the agent run on a host."""
+"""The command line that runs the agent on a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentOutput:
-    """What came of asking one host. `exit_code` is None where the process was ended at its limit."""
+    """The output of one host's agent. `exit_code` is None where the process was ended at its limit."""
 
     host: str
     exit_code: int | None
@@ -48,15 +48,15 @@ class AgentOutput:
 
 
 class QueryHosts(Protocol):
-    """The way to hosts: one answer each, in any order."""
+    """Queries hosts: one answer each, in any order."""
 
     def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Iterator[AgentOutput]:
-        """Ask all of `hosts`, each for `timeout_s` at most."""
+        """Query all of `hosts`, each for at most `timeout_s`."""
         ...
 
 
 class AgentProcesses:
-    """Asks by the command lines that `command_for` makes: a launcher's, or the agent's own."""
+    """Queries hosts by the command lines of `command_for`: a launcher's, or the agent's own."""
 
     def __init__(self, command_for: CommandFor, environment: Environment, *, at_once: int = AT_ONCE) -> None:
         self._command_for = command_for
@@ -64,7 +64,7 @@ class AgentProcesses:
         self._at_once = at_once
 
     def __call__(self, hosts: Sequence[str], *, timeout_s: float) -> Generator[AgentOutput, None, None]:
-        """Answers as they come; a host that waits for its turn is not yet timed."""
+        """Yield answers as they arrive; the limit of a host begins when its process starts."""
         waiting = list(reversed(hosts))
         running: list[_Running] = []
         with contextlib.ExitStack() as cleanup:
@@ -76,18 +76,18 @@ class AgentProcesses:
                         running.append(_Running(host, self._command_for(host), self._environment))
                     except OSError as error:
                         yield _not_started(host, error)
-                over = [each for each in running if each.is_over(timeout_s)]
-                _stop(over)
-                for each in over:
-                    answer = each.answer()
-                    running.remove(each)
+                ended = [process for process in running if process.is_over(timeout_s)]
+                _stop(ended)
+                for process in ended:
+                    answer = process.answer()
+                    running.remove(process)
                     yield answer
-                if not over:
+                if not ended:
                     time.sleep(POLL_S)
 
 
 class _Running:
-    """One host's process. Its words go to files: a grandchild that keeps a pipe open cannot hold us up."""
+    """One host's process. Its output goes to files, because a grandchild may keep a pipe open."""
 
     def __init__(self, host: str, command: Sequence[str], environment: Environment) -> None:
         self._host = host
@@ -103,26 +103,26 @@ class _Running:
                 stdin=subprocess.DEVNULL,
                 stdout=self._out,
                 stderr=self._err,
-                start_new_session=True,  # a group of its own, to end whatever the launcher starts here
+                start_new_session=True,  # its own group, to end all that the launcher starts here
             )
             self._files = undo.pop_all()
 
     def is_over(self, timeout_s: float) -> bool:
-        """Whether the process has ended, or is too late."""
+        """Whether the process has ended, or exceeds its limit."""
         has_ended = self._process.poll() is not None
-        self._over_unix_s = time.time()  # after the look: it must not lie before the end
+        self._over_unix_s = time.time()  # after `poll`: it must not be before the end
         if has_ended:
             return True
         self._is_late = time.monotonic() - self._began_s > timeout_s
         return self._is_late
 
     def ask_to_stop(self) -> None:
-        """Launchers pass this on to the other machine."""
+        """Ask the process to end; launchers pass that on to the other machine."""
         if self._process.poll() is None:
             self._signal(signal.SIGTERM)
 
     def end(self, deadline_s: float) -> None:
-        """Kill who has not listened until then."""
+        """Wait until `deadline_s`, then kill the process."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.0, deadline_s - time.monotonic()))
         if self._process.poll() is None:
@@ -130,20 +130,20 @@ class _Running:
             self._process.wait()
 
     def answer(self) -> AgentOutput:
-        """What came of it; call it once the process has ended."""
-        said = [_content(file) for file in (self._out, self._err)]
+        """The output; call it once the process has ended."""
+        output = [_content(file) for file in (self._out, self._err)]
         self.close()
         return AgentOutput(
             host=self._host,
             exit_code=None if self._is_late else self._process.returncode,
-            stdout=said[0],
-            stderr=said[1],
+            stdout=output[0],
+            stderr=output[1],
             asked_unix_s=self._asked_unix_s,
             answered_unix_s=self._over_unix_s,
         )
 
     def close(self) -> None:
-        """Forget what it said."""
+        """Delete the output."""
         self._files.close()
 
     def _signal(self, number: int) -> None:
@@ -152,18 +152,18 @@ class _Running:
 
 
 def _stop(running: Sequence[_Running]) -> None:
-    """End all of them, within one time of grace together."""
-    for each in running:
-        each.ask_to_stop()
+    """End all of them, within one common grace period."""
+    for process in running:
+        process.ask_to_stop()
     deadline_s = time.monotonic() + GRACE_S
-    for each in running:
-        each.end(deadline_s)
+    for process in running:
+        process.end(deadline_s)
 
 
 def _close(running: Sequence[_Running]) -> None:
     _stop(running)
-    for each in running:
-        each.close()
+    for process in running:
+        process.close()
 
 
 def _not_started(host: str, error: OSError) -> AgentOutput:
@@ -186,13 +186,13 @@ def _content(file: IO[bytes]) -> str:
 _SSH_VARIABLES = frozenset(
     {"HOME", "KRB5CCNAME", "LANG", "LOGNAME", "PATH", "SHELL", "SSH_AUTH_SOCK", "TMPDIR", "USER"}
 )
-"""What ssh itself needs. A user's settings may tell it to send on whatever else it is given: secrets, too."""
+"""Variables that ssh itself needs. It gets no others: a user's SendEnv may forward any, secrets, too."""
 
 
 def agent_command(python: str) -> tuple[str, ...]:
     """The agent's own command line, under the interpreter `python` of the host that runs it.
 
-    `-P` keeps files of the working folder from standing in for modules.
+    `-P` keeps files of the working folder from being imported as modules.
     """
     return (python, "-P", "-m", "penstock.cluster.facts")
 
@@ -207,27 +207,27 @@ def local_command(python: str) -> CommandFor:
 
 
 def ssh_command(python: str, arguments: Sequence[str], *, timeout_s: float) -> CommandFor:
-    """The agent through ssh, which never asks anything. `python` may be a name that the host's PATH knows."""
+    """The agent by ssh, which never prompts. `python` may be a name on the PATH of the host."""
     fixed = ("ssh", "-T", "-o", "BatchMode=yes", *arguments, "-o", f"ConnectTimeout={math.ceil(timeout_s)}")
 
     def command_for(host: str) -> Sequence[str]:
-        # The far shell takes one line apart; behind `--` no host's name is taken for an option.
+        # The remote shell parses one line; after `--` no host name is taken for an option.
         return (*fixed, "--", host, f"exec {shlex.join(agent_command(python))}")
 
     return command_for
 
 
 def ssh_environment(environment: Environment) -> Environment:
-    """The variables that ssh runs with."""
+    """The variables for ssh."""
     return {name: environment[name] for name in environment if name in _SSH_VARIABLES}
 
 
 def launcher_agent_command(request: LaunchRequest, environment: Environment, python: str) -> CommandFor:
-    """The agent as a job of one rank on the host, by the launcher that `request` asks for."""
+    """The agent as a job of one rank on the host, by the launcher of `request`."""
     launcher = find_launcher(request.launcher, environment)
 
     def command_for(host: str) -> Sequence[str]:
-        # An address of IPv6 stands in brackets where a count follows.
+        # An IPv6 address must be in brackets where a count follows.
         slot = f"[{host}]:1" if ":" in host else f"{host}:1"
         one = replace(request, hosts=slot, hostfile=None, ranks=1)
         return build_launch_plan(one, agent_command(python), environment, launcher=launcher).argv

@@ -1,4 +1,4 @@
-"""From what each host answered to the facts of the cluster, or to the error that names who is missing.
+"""From the answers of all hosts to the facts of the cluster, or the error that names the missing hosts.
 
 Answers come from agents, or from the ranks of a run: the lowest rank of each host reads its own machine.
 Invariant: an answer counts only if its process ended with 0 and its document is complete and of this
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LONGEST_STDERR = 4_000
 LONGEST_LINE = 200
-"""In characters: of what the file keeps, and of a line in an error."""
+"""In characters: limits of the file's excerpt, and of a line in an error."""
 
 
 def collect_from_hosts(
@@ -46,16 +46,16 @@ def collect_from_hosts(
     allow_partial: bool = False,
 ) -> ClusterFacts:
     """The facts of all `hosts`. Raises `HostsAbsent` where some did not report, unless `allow_partial`."""
-    twice = next((host for host in hosts if list(hosts).count(host) > 1), None)
-    if twice is not None or not hosts:
+    duplicate = next((host for host in hosts if list(hosts).count(host) > 1), None)
+    if duplicate is not None or not hosts:
         raise UsageError(
-            f"Host {twice!r} is named twice" if twice else "No host is named",
+            f"Host {duplicate!r} is named twice" if duplicate else "No host is given",
             fix="Name each host once: --hosts node1,node2.",
         )
     answers = {answer.host: answer for answer in ask(hosts, timeout_s=timeout_s)}
     outcomes = [parse_agent_output(answers.get(host), host=host, timeout_s=timeout_s) for host in hosts]
-    present = tuple(each for each in outcomes if isinstance(each, PresentHost))
-    absent = tuple(each for each in outcomes if isinstance(each, AbsentHost))
+    present = tuple(outcome for outcome in outcomes if isinstance(outcome, PresentHost))
+    absent = tuple(outcome for outcome in outcomes if isinstance(outcome, AbsentHost))
     if absent and not (allow_partial and present):
         raise _incomplete(present, absent)
     return ClusterFacts(
@@ -73,7 +73,7 @@ def parse_agent_output(
 ) -> PresentHost | AbsentHost:
     """A host's report, or why there is none."""
     if answer is None:
-        return AbsentHost(host=host, reason="was never asked", exit_code=None, stderr="")
+        return AbsentHost(host=host, reason="was not queried", exit_code=None, stderr="")
 
     def absent(reason: str) -> AbsentHost:
         return AbsentHost(
@@ -86,7 +86,7 @@ def parse_agent_output(
     if answer.exit_code is None:
         return absent(f"no answer within {timeout_s:g} s")
     if answer.exit_code != 0:
-        # Even with a whole document: a launcher that fails has failed at something we do not see.
+        # Even with a complete document: the launcher failed at something that is not visible here.
         return absent(f"exit code {answer.exit_code}")
     document = extract_document(answer.stdout)
     if document is None:
@@ -104,25 +104,25 @@ def parse_agent_output(
 
 
 def _shortened(text: str) -> str:
-    """Beginning and end: both may tell why."""
+    """The beginning and the end: either may contain the reason."""
     half = LONGEST_STDERR // 2
     return text if len(text) <= LONGEST_STDERR else f"{text[:half]}\n...\n{text[-half:]}"
 
 
 def _incomplete(present: Sequence[PresentHost], absent: Sequence[AbsentHost]) -> HostsAbsent:
     return HostsAbsent(
-        reported=tuple(each.host for each in present),
-        absent={each.host: _told(each) for each in absent},
+        reported=tuple(host.host for host in present),
+        absent={host.host: _describe_absence(host) for host in absent},
     )
 
 
-def _told(absent: AbsentHost) -> str:
+def _describe_absence(absent: AbsentHost) -> str:
     lines = [line.strip()[:LONGEST_LINE] for line in absent.stderr.splitlines() if line.strip()]
     if not lines:
         return absent.reason
-    # Launchers tell the cause first and then what they made of it; tracebacks tell it last.
-    said = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
-    return f"{absent.reason}, and said: {said}"
+    # Launchers print the cause first and its consequences after it; tracebacks end with the cause.
+    excerpt = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
+    return f"{absent.reason}, with the output: {excerpt}"
 
 
 def collect_from_ranks(
@@ -132,25 +132,27 @@ def collect_from_ranks(
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
     reads = hosts.index(comm.host) == comm.rank
     asked_unix_s = time.time()
-    comm.barrier(awaiting="all ranks to be asked what their hosts are")
-    told = comm.gather(_read(comm.host, environment, root) if reads else None, awaiting="facts of all hosts")
+    comm.barrier(awaiting="all ranks to start reading the facts of their hosts")
+    reports = comm.gather(
+        _read(comm.host, environment, root) if reads else None, awaiting="facts of all hosts"
+    )
     answered_unix_s = time.time()
     outcomes = [
         PresentHost(host=host, asked_unix_s=asked_unix_s, answered_unix_s=answered_unix_s, report=report)
         if isinstance(report, HostReport)
         else AbsentHost(host=host, reason=report, exit_code=None, stderr="")
-        for host, report in zip(hosts, told, strict=True)
+        for host, report in zip(hosts, reports, strict=True)
         if report is not None
     ]
     facts = ClusterFacts(
         via="ranks",
         collected_at=now().isoformat(timespec="seconds"),
-        asked=tuple(each.host for each in outcomes),
-        is_partial=any(isinstance(each, AbsentHost) for each in outcomes),
-        present=tuple(each for each in outcomes if isinstance(each, PresentHost)),
-        absent=tuple(each for each in outcomes if isinstance(each, AbsentHost)),
+        asked=tuple(outcome.host for outcome in outcomes),
+        is_partial=any(isinstance(outcome, AbsentHost) for outcome in outcomes),
+        present=tuple(outcome for outcome in outcomes if isinstance(outcome, PresentHost)),
+        absent=tuple(outcome for outcome in outcomes if isinstance(outcome, AbsentHost)),
     )
-    return comm.broadcast(facts, awaiting="rank 0 to put the facts of all hosts together")
+    return comm.broadcast(facts, awaiting="rank 0 to combine the facts of all hosts")
 
 
 def _read(host: str, environment: Environment, root: Path) -> HostReport | str:

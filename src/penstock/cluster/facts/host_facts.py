@@ -1,8 +1,8 @@
-"""The file of cluster facts: what each host said of itself, and which hosts said nothing and why.
+"""The file of cluster facts: the report of each host, or why it has none.
 
-Place in the flow: agents print a `HostReport` each, `gather` puts them into a `ClusterFacts`, rules and
-checks read that. Invariant: every host that was asked is in the file, as a report or as absent: nothing can
-take the facts of some hosts for those of all.
+Each agent prints a `HostReport`, `collect_facts` combines them into `ClusterFacts`, rules and checks read
+those. Invariant: every queried host is in the file, as present or as absent, so that the facts of some hosts
+cannot pass for those of all.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from penstock.errors import DataDamaged, Unavailable
 
 VERSION: Final = 1
-"""Raised with every change that an older reader would misunderstand."""
+"""Incremented with every change that an older reader would misinterpret."""
 
 Via = Literal["local", "ssh", "slurm", "mpi", "ranks"]
-"""How hosts were asked; `ranks`: by the ranks of a run, each for its own host."""
+"""How hosts were queried; `ranks`: by the ranks of a run, each for its own host."""
 _Size = Annotated[int, Field(ge=0)]
 _Count = Annotated[int, Field(gt=0)]
 
@@ -28,7 +28,7 @@ class _Facts(BaseModel):
 
 
 class Cpu(_Facts):
-    """`num_physical` counts pairs of socket and core, None where the kernel tells neither."""
+    """`num_physical` counts pairs of socket and core; None where the kernel reports neither."""
 
     model: str
     machine: str
@@ -46,7 +46,7 @@ class NumaNode(_Facts):
 
 
 class Nic(_Facts):
-    """One network interface with hardware behind it; no speed where its link is down."""
+    """One physical network interface; no speed where its link is down."""
 
     name: str
     kind: Literal["ethernet", "infiniband", "other"]
@@ -56,7 +56,7 @@ class Nic(_Facts):
 
 
 class Drive(_Facts):
-    """One drive that stays in the machine."""
+    """One drive that is not removable."""
 
     name: str
     model: str
@@ -66,7 +66,7 @@ class Drive(_Facts):
 
 
 class Mount(_Facts):
-    """A file system that holds files: those that only show the kernel's state are left out."""
+    """A file system that stores files; virtual ones of the kernel are left out."""
 
     folder: str
     device: str
@@ -75,14 +75,14 @@ class Mount(_Facts):
 
 
 class Clock(_Facts):
-    """The host's wall clock when it was asked, and whether its kernel takes it for synchronised."""
+    """The host's wall clock during the query, and whether its kernel considers it synchronised."""
 
     read_unix_s: float
     is_synchronised: bool
 
 
 class HostReport(_Facts):
-    """One host in its own words. None stands for what could not be read; `unread` says why."""
+    """The facts of one host. None is what could not be read; `unread` has the reasons."""
 
     name: str
     boot_id: str | None
@@ -104,7 +104,7 @@ class HostReport(_Facts):
 
 
 class PresentHost(_Facts):
-    """A host that reported, by the name it was asked under, and when, by the asking machine's clock."""
+    """A host that reported: its name in the query, and the times of the query by the local clock."""
 
     host: str
     asked_unix_s: float
@@ -122,7 +122,7 @@ class AbsentHost(_Facts):
 
 
 class ClusterFacts(_Facts):
-    """All that was found out about a cluster at one time."""
+    """The facts of all hosts of a cluster at one time."""
 
     version: Literal[1] = VERSION
     via: Via
@@ -134,16 +134,16 @@ class ClusterFacts(_Facts):
 
     @property
     def memory_bytes(self) -> int | None:
-        """The sum over all hosts; None where a host is absent or could not tell its own."""
-        told = [each.report.memory_bytes for each in self.present]
-        known = [size_bytes for size_bytes in told if size_bytes is not None]
-        return None if self.is_partial or len(known) < len(told) else sum(known)
+        """The sum over all hosts; None where a host is absent or its memory unknown."""
+        sizes = [host.report.memory_bytes for host in self.present]
+        known = [size_bytes for size_bytes in sizes if size_bytes is not None]
+        return None if self.is_partial or len(known) < len(sizes) else sum(known)
 
     @model_validator(mode="after")
     def _accounts_for_every_host(self) -> Self:
-        told = sorted([each.host for each in self.present] + [each.host for each in self.absent])
-        if told != sorted(set(self.asked)):
-            raise ValueError(f"hosts asked are {sorted(self.asked)}, but those accounted for are {told}")
+        accounted = sorted([host.host for host in self.present] + [host.host for host in self.absent])
+        if accounted != sorted(set(self.asked)):
+            raise ValueError(f"hosts asked are {sorted(self.asked)}, but those accounted for are {accounted}")
         if self.is_partial != bool(self.absent):
             raise ValueError(f"is_partial is {self.is_partial}, but {len(self.absent)} hosts are absent")
         return self
@@ -153,26 +153,26 @@ Model = TypeVar("Model", HostReport, ClusterFacts)
 
 
 def parse_facts(kind: type[Model], text: str | bytes, *, where: str) -> Model:
-    """`text` as a `kind`; whatever is missing, unknown or of another type is refused, by its name."""
+    """`text` as a `kind`; missing, unknown or mistyped fields are refused by name."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(step) for step in first["loc"]) or "the document"
         raise DataDamaged(
-            f"These are no facts that this Penstock reads: {place}: {first['msg']}",
+            f"This version of Penstock cannot read these facts: {place}: {first['msg']}",
             where=where,
             fix="Collect them again, with the same version of Penstock on all hosts.",
         ) from error
 
 
 def read_cluster_facts(path: Path) -> ClusterFacts:
-    """The cluster facts that `penstock cluster collect` has left at `path`."""
+    """Read the cluster facts that `penstock cluster collect` wrote to `path`."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise Unavailable(
-            f"No cluster facts can be read: {error.strerror}",
+            f"The cluster facts cannot be read: {error.strerror}",
             where=str(path),
             fix="Collect them with: penstock cluster collect -o cluster.json",
         ) from error
@@ -184,12 +184,12 @@ END = "penstock-facts>>"
 
 
 def frame_document(document: str) -> str:
-    """`document`, which is one line, between the marks."""
+    """`document`, which is one line, between marks: launchers and login shells print other lines."""
     return f"\n{BEGIN}\n{document}\n{END}\n"
 
 
-def extract_document(said: str) -> str | None:
-    """The document in what an agent said; None if there is none, or its end did not arrive."""
-    _, begun, rest = said.partition(f"{BEGIN}\n")
-    document, ended, _ = rest.partition(f"\n{END}")
+def extract_document(output: str) -> str | None:
+    """The document in an agent's output; None if there is none, or it is cut off."""
+    _, begun, after = output.partition(f"{BEGIN}\n")
+    document, ended, _ = after.partition(f"\n{END}")
     return document if begun and ended else None

@@ -1,7 +1,7 @@
 """Facts of this machine, from `/proc`, `/sys` and `/etc` below a root that tests replace.
 
-Runs once on every host, in the agent. Invariant: what cannot be read is None and named in `unread` with its
-reason; nothing is guessed, and one unreadable file never hides the others.
+Runs once on every host, in the agent. Invariant: what cannot be read is None and named in `unread` with the
+reason; nothing is guessed, and an unreadable file does not affect the other facts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KINDS: Final = {
 
 
 def soft_limits() -> dict[str, int | None]:
-    """The limits that hold now; None is no limit."""
+    """The soft limits of this process; None is no limit."""
     soft = {name: resource.getrlimit(kind)[0] for name, kind in _KINDS.items()}
     return {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
 
@@ -46,7 +46,7 @@ Fact = TypeVar("Fact")
 
 ROOT: Final = Path("/")
 _SECTOR_BYTES = 512
-"""Sizes below `/sys/block` count these, whatever the drive's own sectors are."""
+"""The unit of sizes below `/sys/block`, whatever the sectors of the drive are."""
 
 _NO_DRIVES = ("loop", "dm-", "zram", "ram", "sr", "fd", "md", "nbd")
 _STATE_KINDS = frozenset(
@@ -56,7 +56,7 @@ _STATE_KINDS = frozenset(
         *("rpc_pipefs", "securityfs", "selinuxfs", "squashfs", "sysfs", "tmpfs", "tracefs"),
     }
 )
-"""Kinds of file systems that hold no data sets: the kernel's state, memory, and images of containers."""
+"""File systems that hold no data sets: the kernel's state, memory, and container images."""
 
 _NIC_KINDS: Final[dict[str, Literal["ethernet", "infiniband"]]] = {"1": "ethernet", "32": "infiniband"}
 _DMI = ("sys_vendor", "product_name", "board_name", "bios_version", "bios_date")
@@ -64,7 +64,7 @@ _PACKAGES = ("mpi4py", "torch", "numpy")
 
 
 def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> HostReport:
-    """All facts of this machine, which calls itself `name`."""
+    """All facts of this machine, whose name is `name`."""
     unread: dict[str, str] = {}
 
     def attempt(fact: str, read: Callable[[], Fact]) -> Fact | None:
@@ -100,7 +100,7 @@ def read_report(name: str, environment: Environment, *, root: Path = ROOT) -> Ho
 
 
 def parse_cpu(cpuinfo: str) -> Cpu:
-    """One block a logical core; blocks of one socket and core are threads of one physical core."""
+    """Parse one block for each logical core; blocks of equal socket and core are one physical core."""
     blocks = [_fields(block) for block in cpuinfo.split("\n\n")]
     cores = [block for block in blocks if "processor" in block]
     placed = {
@@ -108,7 +108,7 @@ def parse_cpu(cpuinfo: str) -> Cpu:
     }
     first = cores[0] if cores else {}
     return Cpu(
-        # ARM has no name for a model, only numbers of the maker and the part.
+        # ARM has no model name, only numbers for implementer and part.
         model=first.get("model name") or first.get("CPU part", "") or platform.processor(),
         machine=platform.machine(),
         num_logical=len(cores),
@@ -118,7 +118,7 @@ def parse_cpu(cpuinfo: str) -> Cpu:
 
 
 def parse_mounts(text: str) -> Iterator[Mount]:
-    """Lines of `/proc/mounts`, by folder; of mounts on one folder the last one, which hides the others."""
+    """Parse `/proc/mounts`, sorted by folder; of mounts on one folder the last, which hides the others."""
     by_folder: dict[str, Mount] = {}
     for line in text.splitlines():
         device, folder, kind, options, *_ = (_unescaped(word) for word in line.split(" "))
@@ -134,7 +134,7 @@ def parse_mounts(text: str) -> Iterator[Mount]:
 
 
 def parse_system(os_release: str) -> str:
-    """The distribution's name for itself."""
+    """The name of the distribution."""
     pairs = (line.partition("=") for line in os_release.splitlines())
     return {name: value.strip("\"'") for name, _, value in pairs}["PRETTY_NAME"]
 
@@ -145,38 +145,40 @@ def _fields(block: str) -> dict[str, str]:
 
 
 def _unescaped(word: str) -> str:
-    """The kernel writes blanks and backslashes of names as octal numbers."""
+    """Decode blanks and backslashes, which the kernel writes as octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
 
 
 def _numa(folder: Path) -> Iterator[NumaNode]:
-    nodes = [each for each in folder.iterdir() if re.fullmatch(r"node\d+", each.name)]
-    for each in sorted(nodes, key=lambda node: int(node.name.removeprefix("node"))):
-        found = re.search(r"MemTotal:\s+(\d+) kB", _text(each / "meminfo"))
-        if found is None:
-            raise ValueError(f"{each / 'meminfo'} holds no MemTotal")
+    nodes = [
+        folder_of_node for folder_of_node in folder.iterdir() if re.fullmatch(r"node\d+", folder_of_node.name)
+    ]
+    for folder_of_node in sorted(nodes, key=lambda node: int(node.name.removeprefix("node"))):
+        total = re.search(r"MemTotal:\s+(\d+) kB", _text(folder_of_node / "meminfo"))
+        if total is None:
+            raise ValueError(f"{folder_of_node / 'meminfo'} holds no MemTotal")
         yield NumaNode(
-            node=int(each.name.removeprefix("node")),
-            cores=_text(each / "cpulist"),
-            memory_bytes=int(found[1]) * 1024,
+            node=int(folder_of_node.name.removeprefix("node")),
+            cores=_text(folder_of_node / "cpulist"),
+            memory_bytes=int(total[1]) * 1024,
         )
 
 
 def _nics(folder: Path) -> Iterator[Nic]:
-    for each in sorted(folder.iterdir()):
-        if not (each / "device").exists():  # bridges, tunnels and loopback have no hardware
+    for interface in sorted(folder.iterdir()):
+        if not (interface / "device").exists():  # bridges, tunnels and loopback have no hardware
             continue
         yield Nic(
-            name=each.name,
-            kind=_NIC_KINDS.get(_text(each / "type"), "other"),
-            state=_text(each / "operstate"),
-            mtu=int(_text(each / "mtu")),
-            speed_mbit_per_s=_speed(each / "speed"),
+            name=interface.name,
+            kind=_NIC_KINDS.get(_text(interface / "type"), "other"),
+            state=_text(interface / "operstate"),
+            mtu=int(_text(interface / "mtu")),
+            speed_mbit_per_s=_speed(interface / "speed"),
         )
 
 
 def _speed(path: Path) -> int | None:
-    """The kernel refuses to tell, or tells -1, where the link is down or its speed is unknown."""
+    """None where the kernel fails or says -1, because the link is down or its speed unknown."""
     try:
         speed = int(_text(path))
     except OSError:
@@ -185,20 +187,20 @@ def _speed(path: Path) -> int | None:
 
 
 def _drives(folder: Path) -> Iterator[Drive]:
-    for each in sorted(folder.iterdir()):
-        if each.name.startswith(_NO_DRIVES) or _text(each / "removable") == "1":
+    for drive in sorted(folder.iterdir()):
+        if drive.name.startswith(_NO_DRIVES) or _text(drive / "removable") == "1":
             continue
         yield Drive(
-            name=each.name,
-            model=_optional_text(each / "device/model"),
-            transport=_transport(each.name, str(each.resolve())),
-            size_bytes=int(_text(each / "size")) * _SECTOR_BYTES,
-            is_rotational=_text(each / "queue/rotational") == "1",
+            name=drive.name,
+            model=_optional_text(drive / "device/model"),
+            transport=_transport(drive.name, str(drive.resolve())),
+            size_bytes=int(_text(drive / "size")) * _SECTOR_BYTES,
+            is_rotational=_text(drive / "queue/rotational") == "1",
         )
 
 
 def _transport(name: str, device: str) -> str:
-    """What the drive hangs on, from the path of its device; empty where that does not tell."""
+    """The transport, from the path of the device; empty if the path does not show it."""
     if name.startswith("nvme"):
         return "nvme"
     marks = {"/usb": "usb", "/ata": "sata", "/virtio": "virtio", "/end_device": "sas", "/rport": "fc"}
@@ -206,21 +208,21 @@ def _transport(name: str, device: str) -> str:
 
 
 def _dmi(folder: Path) -> dict[str, str]:
-    """The machine's make, without serial numbers; virtual machines may have none of it."""
-    found = {name: _optional_text(folder / name) for name in _DMI}
-    return {name: value for name, value in found.items() if value}
+    """Vendor and model, without serial numbers; virtual machines may have none."""
+    values = {name: _optional_text(folder / name) for name in _DMI}
+    return {name: value for name, value in values.items() if value}
 
 
 def _sysctl(folder: Path) -> dict[str, str]:
-    """Settings that this kernel lacks are left out."""
-    found = {name: _optional_text(folder / name.replace(".", "/")) for name in SYSCTLS}
-    return {name: " ".join(value.split()) for name, value in found.items() if value}
+    """The settings that this kernel has."""
+    values = {name: _optional_text(folder / name.replace(".", "/")) for name in SYSCTLS}
+    return {name: " ".join(value.split()) for name, value in values.items() if value}
 
 
 def _limits(shared_memory: Path) -> dict[str, str]:
-    """What a process may take here, as a launcher starts it: often less than in a login shell."""
-    told = {name: "unlimited" if limit is None else str(limit) for name, limit in soft_limits().items()}
-    return {**told, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
+    """The limits of a process that a launcher starts, often lower than in a login shell."""
+    limits = {name: "unlimited" if limit is None else str(limit) for name, limit in soft_limits().items()}
+    return {**limits, "bytes of shared memory": str(shutil.disk_usage(shared_memory).total)}
 
 
 def _versions() -> dict[str, str]:

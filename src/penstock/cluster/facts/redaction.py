@@ -1,6 +1,6 @@
-"""What may leave a host: allow-lists of kernel settings and variables, and secrets cut out of what remains.
+"""What may be reported of a host: allow-lists of kernel settings and variables, with secrets removed.
 
-Pure. Invariant: a value whose name or form hints at a secret never passes, whichever list its name is on.
+Pure. Invariant: a value whose name or form suggests a secret is never reported, even if its name is allowed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _QUERY_OF_URL = re.compile(r"(://[^\s?]*\?)\S+")
 
 
 def redact_environment(environment: Environment) -> dict[str, str]:
-    """The variables that shape a run, sorted by name, without their secrets."""
+    """The variables that affect a run, sorted by name, without secrets."""
     settings = user_settings(environment)
     return {
         name: redact_value(name, environment[name])
@@ -66,13 +66,13 @@ def redact_environment(environment: Environment) -> dict[str, str]:
 
 
 def redact_value(name: str, value: str) -> str:
-    """`value`, withheld where `name` is that of a secret, else without what URLs carry of them."""
+    """`value`, withheld where `name` suggests a secret; else without users and queries of URLs."""
     if _SECRET_NAME.search(name):
         return WITHHELD
     return _QUERY_OF_URL.sub(rf"\1{WITHHELD}", _USER_IN_URL.sub(f"{WITHHELD}@", value))
 
 
 def redact_mount_option(option: str) -> str:
-    """`name=value` or a plain word, its value withheld where the name is that of a secret."""
+    """`name=value` or a plain word; the value is withheld where the name suggests a secret."""
     name, equals, value = option.partition("=")
     return f"{name}={redact_value(name, value)}" if equals else option

@@ -1,6 +1,6 @@
-"""What ranks told becomes what is found: one function a gate.
+"""From the reports of all ranks to findings: one function for each gate.
 
-Pure. Invariant: the gravest thing seen on any rank is the verdict, and whoever shows it is named.
+Pure. Invariant: the worst result of any rank is the verdict, and its rank or host is named.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeVar
 
 from penstock.cluster.facts.homogeneity import LARGEST_SKEW_S, check_homogeneity
@@ -30,14 +31,14 @@ Value = TypeVar("Value", bound=Hashable)
 RESULTS_BYTES: Final = 256 << 20
 """Step events and counters of a long run on many ranks."""
 RESERVE: Final = 20
-"""One part in so many of what is written stays free on top."""
+"""A twentieth of the written size stays free in addition."""
 SHARED_MEMORY_NEEDED: Final = 32 << 20
 SHARED_MEMORY_WANTED: Final = 1 << 30
-"""Containers give 64 MiB unless told otherwise; DataLoader workers die of a full one by SIGBUS."""
+"""Containers have 64 MiB by default; a full /dev/shm kills DataLoader workers by SIGBUS."""
 
 
 SEGMENTS_WANTED: Final[Mapping[str, int]] = {"shmmax": 1 << 30, "shmmni": 128}
-"""System V's limits, which some MPI libraries still live by; kernels of today come with far more."""
+"""System V limits, which some MPI libraries still need; current kernels have far more by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,187 +62,187 @@ _ORDER: Final = (GateVerdict.FAIL, GateVerdict.NOT_CHECKED, GateVerdict.WARNING,
 def check_cluster(cluster: ClusterFacts) -> GateFinding:
     """Facts of all hosts, and hosts that are alike."""
     if cluster.absent:
-        told = "; ".join(f"{each.host}: {each.reason}" for each in cluster.absent)
+        details = "; ".join(f"{host.host}: {host.reason}" for host in cluster.absent)
         return _finding(
             Gate.CLUSTER,
             GateVerdict.NOT_CHECKED,
-            f"{len(cluster.absent)} of {len(cluster.asked)} hosts did not tell what they are: {told}",
-            "Mend those hosts, or name others.",
+            f"{len(cluster.absent)} of {len(cluster.asked)} hosts did not report: {details}",
+            "Repair these hosts, or use others.",
         )
     if cluster.memory_bytes is None:
         return _finding(
             Gate.CLUSTER,
             GateVerdict.NOT_CHECKED,
-            "some host could not tell how much memory it has",
-            "See why with: penstock cluster collect",
+            "the memory of some host is unknown",
+            "Look for the reason with: penstock cluster collect",
         )
-    unlike = [each for each in check_homogeneity(cluster) if each.verdict == "fail"]
+    unlike = [host for host in check_homogeneity(cluster) if host.verdict == "fail"]
     if unlike:
-        told = "; ".join(f"{each.subject}: {each.found}" for each in unlike)
-        return _finding(Gate.CLUSTER, GateVerdict.WARNING, told, unlike[0].fix)
+        details = "; ".join(f"{host.subject}: {host.found}" for host in unlike)
+        return _finding(Gate.CLUSTER, GateVerdict.WARNING, details, unlike[0].fix)
     found = f"{_counted(len(cluster.asked), 'host')} with {format_bytes(cluster.memory_bytes)} together"
     return _finding(Gate.CLUSTER, GateVerdict.PASS, found)
 
 
-def check_versions(facts: Sequence[RankReport]) -> GateFinding:
+def check_versions(reports: Sequence[RankReport]) -> GateFinding:
     """One version of everything on all ranks."""
-    names = sorted({name for each in facts for name in each.versions}, key=str.lower)
-    unlike = []
+    names = sorted({name for report in reports for name in report.versions}, key=str.lower)
+    differences = []
     for name in names:
         ranks: dict[str, list[int]] = defaultdict(list)
-        for each in facts:
-            ranks[each.versions.get(name, "none")].append(each.rank)
+        for report in reports:
+            ranks[report.versions.get(name, "none")].append(report.rank)
         if len(ranks) > 1:
-            told = ", ".join(f"{version} on {format_ranks(where)}" for version, where in ranks.items())
-            unlike.append(f"{name}: {told}")
-    if unlike:
-        fix = "Start all ranks with the same Python and MPI: one environment on shared storage, or one image."
-        return _finding(Gate.VERSIONS, GateVerdict.FAIL, "; ".join(unlike), fix)
-    found = f"{len(names)} versions the same on {_counted(len(facts), 'rank')}"
+            details = ", ".join(
+                f"{version} on {format_ranks(ranks_with)}" for version, ranks_with in ranks.items()
+            )
+            differences.append(f"{name}: {details}")
+    if differences:
+        fix = "Start all ranks with the same Python and MPI, from one shared environment or one image."
+        return _finding(Gate.VERSIONS, GateVerdict.FAIL, "; ".join(differences), fix)
+    found = f"{len(names)} versions the same on {_counted(len(reports), 'rank')}"
     return _finding(Gate.VERSIONS, GateVerdict.PASS, found)
 
 
 def check_clock(offsets: Sequence[ClockOffset]) -> GateFinding:
     """No clock further off than rank 0's than logs and gaps between runs bear."""
-    if len({each.host for each in offsets}) == 1:
-        return _finding(Gate.CLOCK, GateVerdict.PASS, "all ranks have one host's clock")
-    stepped = [each for each in offsets if each.low_s > each.high_s]
+    if len({offset.host for offset in offsets}) == 1:
+        return _finding(Gate.CLOCK, GateVerdict.PASS, "all ranks are on one host")
+    stepped = [offset for offset in offsets if offset.low_s > offset.high_s]
     if stepped:
-        told = f"a clock was set while it was looked at: on {_hosts(stepped)}"
-        return _finding(Gate.CLOCK, GateVerdict.NOT_CHECKED, told, "Look again when the clocks are steady.")
+        found = f"a clock was set during the measurement: on {_hosts(stepped)}"
+        return _finding(Gate.CLOCK, GateVerdict.NOT_CHECKED, found, "Repeat when the clocks are stable.")
     proven: dict[str, float] = defaultdict(float)
-    for each in offsets:
-        proven[each.host] = max(proven[each.host], each.low_s, -each.high_s)
+    for offset in offsets:
+        proven[offset.host] = max(proven[offset.host], offset.low_s, -offset.high_s)
     wrong = {host: skew_s for host, skew_s in proven.items() if skew_s > LARGEST_SKEW_S}
     if wrong:
-        told = ", ".join(
+        found = ", ".join(
             f"{host} is off from {offsets[0].host} by at least {skew_s:.1f} s"
             for host, skew_s in wrong.items()
         )
-        return _finding(Gate.CLOCK, GateVerdict.FAIL, told, "Synchronise the clocks with chrony.")
-    widest_s = max(max(-each.low_s, each.high_s) for each in offsets)
+        return _finding(Gate.CLOCK, GateVerdict.FAIL, found, "Synchronise the clocks with chrony.")
+    widest_s = max(max(-offset.low_s, offset.high_s) for offset in offsets)
     if widest_s > LARGEST_SKEW_S:
-        told = f"ranks answered so late that up to {widest_s:.1f} s cannot be ruled out"
+        found = f"ranks answered so late that an offset of {widest_s:.1f} s cannot be excluded"
         return _finding(
-            Gate.CLOCK, GateVerdict.NOT_CHECKED, told, "Look again when hosts and network are quieter."
+            Gate.CLOCK, GateVerdict.NOT_CHECKED, found, "Repeat when hosts and network are less busy."
         )
     return _finding(Gate.CLOCK, GateVerdict.PASS, f"no clock is off by more than {format_seconds(widest_s)}")
 
 
-def check_limits(facts: Sequence[RankReport]) -> GateFinding:
-    """What processes may take: too little stops them under way."""
-    verdicts, told, fixes = [GateVerdict.PASS], [], []
-    for need in NEEDS:
-        for limit, hosts in _by_value(facts, lambda each, name=need.limit: each.limits[name]).items():  # type: ignore[misc]
-            if limit is None or limit >= need.wanted:
+def check_limits(reports: Sequence[RankReport]) -> GateFinding:
+    """Limits of processes: too low ones would stop a run."""
+    verdicts, problems, fixes = [GateVerdict.PASS], [], []
+    for requirement in NEEDS:
+        for limit, hosts in _by_value(reports, partial(_get_limit, requirement.limit)).items():
+            if limit is None or limit >= requirement.wanted:
                 continue
-            verdicts.append(GateVerdict.FAIL if limit < need.needed else GateVerdict.WARNING)
-            least = need.needed if limit < need.needed else need.wanted
-            told.append(f"{need.limit}: {limit:,} on {', '.join(hosts)}, wanted are {least:,}")
-            fixes.append(need.fix)
-    found = "; ".join(told) or "enough on all hosts"
+            verdicts.append(GateVerdict.FAIL if limit < requirement.needed else GateVerdict.WARNING)
+            least = requirement.needed if limit < requirement.needed else requirement.wanted
+            problems.append(f"{requirement.limit}: {limit:,} on {', '.join(hosts)}, required: {least:,}")
+            fixes.append(requirement.fix)
+    found = "; ".join(problems) or "enough on all hosts"
     fix = f"In the shell that starts jobs: {'; '.join(dict.fromkeys(fixes))}" if fixes else ""
-    return _finding(Gate.LIMITS, _gravest(verdicts), found, fix)
+    return _finding(Gate.LIMITS, _worst(verdicts), found, fix)
 
 
-def check_ipc(facts: Sequence[RankReport]) -> GateFinding:
+def check_ipc(reports: Sequence[RankReport]) -> GateFinding:
     """Shared memory is there, and logind does not delete it when somebody logs out."""
-    verdicts, told, fixes = [GateVerdict.PASS], [], []
-    for volume, hosts in _by_value(facts, _shared_size).items():
+    verdicts, problems, fixes = [GateVerdict.PASS], [], []
+    for volume, hosts in _by_value(reports, _shared_size).items():
         verdict, found = _shared_memory(volume)
         if verdict is not GateVerdict.PASS:
             verdicts.append(verdict)
-            told.append(f"{found} on {', '.join(hosts)}")
+            problems.append(f"{found} on {', '.join(hosts)}")
             fixes.append("Give /dev/shm 1 GiB or more (in a container: --shm-size).")
-    for small, hosts in _by_value(facts, _small_segments).items():
+    for small, hosts in _by_value(reports, _small_segments).items():
         if small:
             verdicts.append(GateVerdict.WARNING)
-            told.append(f"{small} on {', '.join(hosts)}")
-            fixes.append(
-                "Raise kernel.shmmax and kernel.shmmni by sysctl: MPI on one host passes messages so."
-            )
-    losing = [each.host for each in facts if _loses_memory(each.login)]
+            problems.append(f"{small} on {', '.join(hosts)}")
+            fixes.append("Raise kernel.shmmax and kernel.shmmni by sysctl, for MPI's messages within a host.")
+    losing = [report.host for report in reports if _loses_memory(report.login)]
     if losing:
         verdicts.append(GateVerdict.WARNING)
-        told.append(
+        problems.append(
             "RemoveIPC: semaphores of this user vanish with the last login on "
             + ", ".join(dict.fromkeys(losing))
         )
         fixes.append("Set RemoveIPC=no in /etc/systemd/logind.conf, or: loginctl enable-linger")
     return _finding(
         Gate.IPC,
-        _gravest(verdicts),
-        "; ".join(told) or "shared memory on all hosts, and nothing deletes it",
+        _worst(verdicts),
+        "; ".join(problems) or "shared memory on all hosts, and nothing deletes it",
         " ".join(dict.fromkeys(fixes)),
     )
 
 
-def check_apart(facts: Sequence[RankReport]) -> GateFinding:
+def check_apart(reports: Sequence[RankReport]) -> GateFinding:
     """Writing results must not disturb the storage under test, nor be counted as its traffic."""
-    both = [(each, each.target, each.results) for each in facts]
-    together = [
-        (each, target)
-        for each, target, results in both
+    volumes = [(report, report.target, report.results) for report in reports]
+    shared = [
+        (report, target)
+        for report, target, results in volumes
         if target and results and target.device == results.device
     ]
-    if together:
-        volume = together[0][1]
-        hosts = ", ".join(dict.fromkeys(each.host for each, _ in together))
+    if shared:
+        volume = shared[0][1]
+        hosts = ", ".join(dict.fromkeys(report.host for report, _ in shared))
         return _finding(
             Gate.APART,
             GateVerdict.FAIL,
-            f"results lie on the file system of {volume.folder} with what is measured, on {hosts}",
+            f"results are on the measured file system, that of {volume.folder}, on {hosts}",
             "Put --results on another file system.",
         )
-    return _finding(Gate.APART, GateVerdict.PASS, "data and results lie on different file systems")
+    return _finding(Gate.APART, GateVerdict.PASS, "data and results are on different file systems")
 
 
-def check_space(facts: Sequence[RankReport]) -> GateFinding:
-    """Room for all that ranks will write, on each file system together."""
+def check_space(reports: Sequence[RankReport]) -> GateFinding:
+    """Free space for all that the ranks of all hosts will write to each file system."""
     needs: dict[str, int] = defaultdict(int)
     volumes: dict[str, Volume] = {}
-    for each in facts:
-        if each.target is not None:
-            volumes[each.target.identity] = each.target
-            needs[each.target.identity] += each.written_bytes + each.written_bytes // RESERVE
-    for volume in {each.results.identity: each.results for each in facts if each.results}.values():
+    for report in reports:
+        if report.target is not None:
+            volumes[report.target.identity] = report.target
+            needs[report.target.identity] += report.written_bytes + report.written_bytes // RESERVE
+    for volume in {report.results.identity: report.results for report in reports if report.results}.values():
         volumes.setdefault(volume.identity, volume)
         needs[volume.identity] += RESULTS_BYTES
     short = [volumes[name] for name, needed in needs.items() if volumes[name].free_bytes < needed]
     if short:
-        told = "; ".join(
+        found = "; ".join(
             f"{format_bytes(volume.free_bytes)} free at {volume.folder}, "
             f"{format_bytes(needs[volume.identity])} needed"
             for volume in short
         )
-        return _finding(Gate.SPACE, GateVerdict.FAIL, told, "Make room, or write less.")
+        return _finding(Gate.SPACE, GateVerdict.FAIL, found, "Make room, or write less.")
     free = [f"{format_bytes(volume.free_bytes)} free at {volume.folder}" for volume in volumes.values()]
-    told = ", ".join(dict.fromkeys(free))
-    return _finding(Gate.SPACE, GateVerdict.PASS, told or "no file system is written to")
+    found = ", ".join(dict.fromkeys(free))
+    return _finding(Gate.SPACE, GateVerdict.PASS, found or "no file system is written to")
 
 
 def check_storage(probe: StorageProbe) -> GateFinding:
     """Every rank read rank 0's bytes."""
-    blind = [each for each in probe.sights if each.digest is None]
-    other = [each for each in probe.sights if each.digest not in (None, probe.digest)]
-    if blind or other:
-        told = [f"{format_ranks([each.rank])} on {each.host}: {each.reason}" for each in blind[:3]]
-        told += [f"{format_ranks([each.rank])} on {each.host} reads other bytes" for each in other[:3]]
-        num = len(blind) + len(other)
-        whole = f"{num} of {len(probe.sights)} ranks do not see rank 0's bytes at {probe.where}"
-        found = f"{whole}: {'; '.join(told)}"
+    blind = [view for view in probe.views if view.digest is None]
+    differing = [view for view in probe.views if view.digest not in (None, probe.digest)]
+    if blind or differing:
+        details = [f"{format_ranks([view.rank])} on {view.host}: {view.reason}" for view in blind[:3]]
+        details += [f"{format_ranks([view.rank])} on {view.host} reads other bytes" for view in differing[:3]]
+        num_wrong = len(blind) + len(differing)
+        counts = f"{num_wrong} of {len(probe.views)} ranks do not see rank 0's bytes at {probe.where}"
+        found = f"{counts}: {'; '.join(details)}"
         return _finding(
             Gate.STORAGE, GateVerdict.FAIL, found, "Mount the same storage on all hosts, or name its URI."
         )
-    if not probe.is_fresh and len(probe.sights) > 1:
+    if not probe.is_fresh and len(probe.views) > 1:
         return _finding(
             Gate.STORAGE,
             GateVerdict.WARNING,
-            f"all ranks read the same bytes at {probe.where}, where nothing can be written: "
-            "copies on each host would look the same",
-            "Let a probe of 4 KiB be written there, or see by its mount that the storage is shared.",
+            f"all ranks read the same bytes at {probe.where}, which is read-only: "
+            "separate copies on each host would look the same",
+            "Permit writing a probe of 4 KiB there, or check its mount to see that the storage is shared.",
         )
-    found = f"{_counted(len(probe.sights), 'rank')} read the same bytes at {probe.where}"
+    found = f"{_counted(len(probe.views), 'rank')} read the same bytes at {probe.where}"
     return _finding(Gate.STORAGE, GateVerdict.PASS, found)
 
 
@@ -269,38 +270,42 @@ def _shared_memory(size: tuple[int, int] | None) -> tuple[GateVerdict, str]:
     return GateVerdict.PASS, ""
 
 
-def _shared_size(facts: RankReport) -> tuple[int, int] | None:
-    volume = facts.shared_memory
+def _get_limit(name: str, report: RankReport) -> int | None:
+    return report.limits[name]
+
+
+def _shared_size(report: RankReport) -> tuple[int, int] | None:
+    volume = report.shared_memory
     return None if volume is None else (volume.total_bytes, volume.free_bytes)
 
 
-def _small_segments(facts: RankReport) -> str:
+def _small_segments(report: RankReport) -> str:
     small = [
-        f"kernel.{name} = {facts.shared_segments[name]:,}"
+        f"kernel.{name} = {report.shared_segments[name]:,}"
         for name, wanted in SEGMENTS_WANTED.items()
-        if facts.shared_segments.get(name, wanted) < wanted
+        if report.shared_segments.get(name, wanted) < wanted
     ]
     return ", ".join(small)
 
 
 def _loses_memory(login: LoginSettings) -> bool:
-    """Users of the system, below 1000, are spared. A setting that is nowhere said is systemd's own: yes."""
+    # logind spares system users, below 1000; where nothing is set, its own default is to remove.
     return login.has_logind and login.user_id >= 1000 and login.removes_ipc is not False and not login.lingers
 
 
-def _by_value(facts: Sequence[RankReport], value: Callable[[RankReport], Value]) -> dict[Value, list[str]]:
-    """Hosts, once each, by what their ranks tell."""
+def _by_value(reports: Sequence[RankReport], value: Callable[[RankReport], Value]) -> dict[Value, list[str]]:
+    """The hosts, once each, by the value of their ranks."""
     groups: dict[Value, dict[str, None]] = defaultdict(dict)
-    for each in facts:
-        groups[value(each)][each.host] = None
-    return {told: list(hosts) for told, hosts in groups.items()}
+    for report in reports:
+        groups[value(report)][report.host] = None
+    return {key: list(hosts) for key, hosts in groups.items()}
 
 
 def _hosts(offsets: Sequence[ClockOffset]) -> str:
-    return ", ".join(dict.fromkeys(each.host for each in offsets))
+    return ", ".join(dict.fromkeys(offset.host for offset in offsets))
 
 
-def _gravest(verdicts: Sequence[GateVerdict]) -> GateVerdict:
+def _worst(verdicts: Sequence[GateVerdict]) -> GateVerdict:
     return min(verdicts, key=_ORDER.index)
 
 

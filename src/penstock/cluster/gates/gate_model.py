@@ -1,7 +1,6 @@
-"""The waist of gates: what is asked about, what ranks tell, what is found, and what a record keeps of it.
+"""The records of gates: the request, the reports of ranks, the findings, and what a run's record keeps.
 
-Place in the flow: `measure`, `probe` and `clocks` tell, `judge` finds, `inspect` does both in order.
-Invariant: a gate that nobody could look at is "not checked", and closes like one that failed.
+Invariant: a gate that could not be evaluated is "not checked", and is closed like one that failed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Gate(StrEnum):
-    """The gates, in the order in which they are looked at: what is cheap and tells most comes first."""
+    """The gates, in the order of their checks: cheap and informative ones first."""
 
     CLUSTER = "cluster"
     VERSIONS = "versions"
@@ -46,7 +45,7 @@ MEANINGS: Final[Mapping[Gate, str]] = {
 
 
 class GateVerdict(StrEnum):
-    """What became of a gate."""
+    """The result of a gate."""
 
     PASS = "pass"  # noqa: S105 - no secret
     WARNING = "warning"
@@ -57,12 +56,12 @@ class GateVerdict(StrEnum):
 
 
 CLOSED: Final = frozenset({GateVerdict.FAIL, GateVerdict.NOT_CHECKED})
-"""What stops a run whose result is to be submitted."""
+"""Verdicts that stop a run whose result is to be submitted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateFinding:
-    """One gate: the verdict, what was found in a sentence, and what to do about it."""
+    """One gate: the verdict, a sentence about what was found, and a fix."""
 
     gate: Gate
     verdict: GateVerdict
@@ -71,7 +70,7 @@ class GateFinding:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing may pass here that is to be submitted."""
+        """Whether the verdict stops a run whose result is to be submitted."""
         return self.verdict in CLOSED
 
 
@@ -80,9 +79,9 @@ ClusterState = Literal["whole", "partial", "unknown"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """What a run's record keeps: every gate's finding, and whether closed ones would have stopped it.
+    """The findings of all gates for a run's record; with `is_strict`, closed gates stop the run.
 
-    `cluster` says of how many of the run's hosts there are facts beside the record: all, some, or none.
+    `cluster` says whether the facts of all, some or none of the run's hosts are beside the record.
     """
 
     is_strict: bool
@@ -91,26 +90,26 @@ class Preflight:
 
     @property
     def closed(self) -> tuple[GateFinding, ...]:
-        """The gates that nothing may pass."""
-        return tuple(each for each in self.findings if each.is_closed)
+        """The findings of closed gates."""
+        return tuple(finding for finding in self.findings if finding.is_closed)
 
     @property
     def skipped(self) -> tuple[Gate, ...]:
-        """The gates that were not looked at, because somebody asked for that."""
-        return tuple(each.gate for each in self.findings if each.verdict is GateVerdict.SKIPPED)
+        """The gates that were skipped on request."""
+        return tuple(finding.gate for finding in self.findings if finding.verdict is GateVerdict.SKIPPED)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the run must not begin."""
+        """Whether the run must not start."""
         return self.is_strict and bool(self.closed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRequest:
-    """What one rank is about to do, as far as gates ask about it.
+    """What one rank is about to do, as far as gates need to know.
 
     `reopen` opens the storage at `uri` once more, for a probe of a few bytes. `written_bytes` is what this
-    rank will write there. None: it uses no such thing. Tests replace `root`, below which the machine lies.
+    rank will write there. None where the run has no such thing. Tests replace `root`.
     """
 
     environment: Environment
@@ -134,7 +133,7 @@ class Volume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoginSettings:
-    """What decides whether shared memory outlives its user's last login. None: could not be read."""
+    """Whether shared memory survives its user's last logout. None is what could not be read."""
 
     user_id: int
     has_logind: bool
@@ -144,9 +143,9 @@ class LoginSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank tells. A limit of None is no limit; of the volumes, None is no file system of this host.
+    """The report of one rank. A limit of None is no limit; a volume of None is no file system of this host.
 
-    `target` is where data lies or checkpoints go; `shared_segments` are the kernel's limits of System V.
+    `target` is the storage of data or checkpoints; `shared_segments` are the kernel's System V limits.
     """
 
     rank: int
@@ -163,7 +162,7 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissingReport:
-    """A rank that could not tell something, and why."""
+    """A rank without a report, and why."""
 
     rank: int
     host: str
@@ -172,7 +171,7 @@ class MissingReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """By how much a rank's wall clock is ahead of rank 0's: proven to lie between these bounds."""
+    """How far a rank's wall clock is ahead of rank 0's: proven to be between these bounds."""
 
     rank: int
     host: str
@@ -182,7 +181,7 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeView:
-    """What a rank saw at the place of a probe: the digest of its bytes, or why it saw none."""
+    """What a rank read of a probe: the digest of its bytes, or why it read none."""
 
     rank: int
     host: str
@@ -192,17 +191,17 @@ class ProbeView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageProbe:
-    """One probe of shared storage. `is_fresh`: its bytes were written for it, so no copy can have them."""
+    """One probe of shared storage. If `is_fresh`, its bytes were written for it and cannot be a copy."""
 
     where: str
     digest: str
     is_fresh: bool
-    sights: Sequence[ProbeView]
+    views: Sequence[ProbeView]
 
 
 def parse_gate(text: str) -> Gate:
-    """The gate of this name; `UsageError` that tells the nearest."""
+    """The gate of this name; `UsageError` with the nearest one."""
     if text in set(Gate):
         return Gate(text)
     meant = did_you_mean(text, Gate)
-    raise UsageError(f"No gate is named {text!r}", fix=f"{meant}Gates are: {', '.join(Gate)}.")
+    raise UsageError(f"Unknown gate {text!r}", fix=f"{meant}Gates are: {', '.join(Gate)}.")

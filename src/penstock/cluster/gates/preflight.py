@@ -1,7 +1,7 @@
-"""All gates in their order, on every rank: what each rank tells goes to all, and all find the same.
+"""Check all gates on every rank, before a run or alone: reports are gathered, and all ranks find the same.
 
-Place in the flow: before a run, or alone. Invariant: collective, and the same findings on every rank; a gate
-about which some rank could tell nothing is not checked, never passed.
+Invariant: collective, with the same findings on every rank; a gate for which some rank has no report is not
+checked and never passes.
 """
 
 from __future__ import annotations
@@ -42,68 +42,66 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_JUDGES: Final[dict[Gate, Callable[[Sequence[RankReport]], GateFinding]]] = {
+_REPORT_CHECKS: Final[dict[Gate, Callable[[Sequence[RankReport]], GateFinding]]] = {
     Gate.VERSIONS: check_versions,
     Gate.LIMITS: check_limits,
     Gate.IPC: check_ipc,
     Gate.APART: check_apart,
     Gate.SPACE: check_space,
 }
-"""Gates that what each rank tells of itself decides."""
+"""Gates that depend only on the reports of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightResult:
-    """What goes into a run's record, and the facts of its hosts, if they were asked for."""
+    """The findings for the run's record, and the facts of its hosts, if that gate was checked."""
 
     preflight: Preflight
     cluster: ClusterFacts | None
 
 
 def run_preflight(
-    undertaking: PreflightRequest,
+    request: PreflightRequest,
     comm: Comm,
     *,
     gates: Collection[Gate] = tuple(Gate),
     skips: Collection[Gate] = (),
     is_strict: bool = False,
 ) -> PreflightResult:
-    """Look at `gates`, but for `skips`; the same result on every rank. Collective."""
-    wanted = [gate for gate in Gate if gate in gates and gate not in skips]
+    """Check `gates` except `skips`; the same result on every rank. Collective."""
+    selected = [gate for gate in Gate if gate in gates and gate not in skips]
     cluster = (
-        collect_from_ranks(comm, undertaking.environment, now=_now, root=undertaking.root)
-        if Gate.CLUSTER in wanted
+        collect_from_ranks(comm, request.environment, now=_now, root=request.root)
+        if Gate.CLUSTER in selected
         else None
     )
-    told: Sequence[RankReport | MissingReport] = ()
-    if set(wanted) & _JUDGES.keys():
-        told = comm.gather(
-            _attempt(comm, lambda: read_rank_report(undertaking, comm)), awaiting="what all ranks tell"
+    reports: Sequence[RankReport | MissingReport] = ()
+    if set(selected) & _REPORT_CHECKS.keys():
+        reports = comm.gather(
+            _attempt(comm, lambda: read_rank_report(request, comm)), awaiting="the reports of all ranks"
         )
-    inspector = _Inspector(undertaking, comm, cluster, told)
-    found = {gate: inspector.find(gate) for gate in wanted}
+    inspector = _Inspector(request, comm, cluster, reports)
+    findings = {gate: inspector.find(gate) for gate in selected}
     for gate in skips:
         if gate in gates:
-            found[gate] = GateFinding(
-                gate=gate, verdict=GateVerdict.SKIPPED, found="left out, as was asked for"
-            )
+            findings[gate] = GateFinding(gate=gate, verdict=GateVerdict.SKIPPED, found="skipped on request")
     preflight = Preflight(
         is_strict=is_strict,
         cluster=_state(cluster),
-        findings=tuple(found[gate] for gate in Gate if gate in found),
+        findings=tuple(findings[gate] for gate in Gate if gate in findings),
     )
     return PreflightResult(preflight=preflight, cluster=cluster)
 
 
 @dataclass(frozen=True, slots=True)
 class _Inspector:
-    undertaking: PreflightRequest
+    request: PreflightRequest
     comm: Comm
     cluster: ClusterFacts | None
-    told: Sequence[RankReport | MissingReport]
+    reports: Sequence[RankReport | MissingReport]
 
     def find(self, gate: Gate) -> GateFinding:
-        """The finding of one gate, from what was told or from one look more."""
+        """The finding of one gate, from the reports or by a measurement."""
         lack = self._lack(gate)
         if lack:
             return GateFinding(gate=gate, verdict=GateVerdict.NOT_APPLICABLE, found=lack)
@@ -114,20 +112,22 @@ class _Inspector:
             return check_clock(measure_clock_offsets(self.comm))
         if gate is Gate.STORAGE:
             return self._storage()
-        untold = [each for each in self.told if isinstance(each, MissingReport)]
-        if untold:
-            reasons = "; ".join(f"rank {each.rank} on {each.host}: {each.reason}" for each in untold[:3])
+        missing = [report for report in self.reports if isinstance(report, MissingReport)]
+        if missing:
+            reasons = "; ".join(
+                f"rank {report.rank} on {report.host}: {report.reason}" for report in missing[:3]
+            )
             return GateFinding(
                 gate=gate,
                 verdict=GateVerdict.NOT_CHECKED,
-                found=f"{len(untold)} of {len(self.told)} ranks could not tell: {reasons}",
-                fix="Mend what these ranks lack.",
+                found=f"{len(missing)} of {len(self.reports)} ranks did not report: {reasons}",
+                fix="Fix the errors of these ranks.",
             )
-        return _JUDGES[gate]([each for each in self.told if isinstance(each, RankReport)])
+        return _REPORT_CHECKS[gate]([report for report in self.reports if isinstance(report, RankReport)])
 
     def _lack(self, gate: Gate) -> str:
-        """Why a gate has nothing to look at; "" where it has."""
-        doing = self.undertaking
+        """Why a gate does not apply; "" where it does."""
+        doing = self.request
         if gate is Gate.STORAGE and (doing.uri is None or doing.reopen is None):
             return "no storage is used"
         if gate is Gate.SPACE and doing.uri is None and doing.results is None:
@@ -137,15 +137,15 @@ class _Inspector:
         return ""
 
     def _storage(self) -> GateFinding:
-        assert self.undertaking.uri is not None
-        assert self.undertaking.reopen is not None
-        probe = probe_storage(self.comm, self.undertaking.uri, self.undertaking.reopen)
+        assert self.request.uri is not None
+        assert self.request.reopen is not None
+        probe = probe_storage(self.comm, self.request.uri, self.request.reopen)
         if isinstance(probe, str):
             return GateFinding(
                 gate=Gate.STORAGE,
                 verdict=GateVerdict.NOT_CHECKED,
                 found=probe,
-                fix="See that rank 0 may write there, or read something.",
+                fix="Give rank 0 permission to write there, or at least to read an object.",
             )
         return check_storage(probe)
 

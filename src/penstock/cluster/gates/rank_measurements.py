@@ -1,8 +1,7 @@
-"""What one rank measures for the gates: its machine, its process, and how far the clocks are apart.
+"""What one rank measures for the gates: its machine, its process, and the offset of its clock.
 
-Called once on every rank; it only looks. A rank reads its clock after rank 0 has spoken and before rank 0 has
-heard it: by rank 0's clock, between those two moments. So a bound is proven by what was seen, whatever the
-network did meanwhile.
+Called once on every rank, without side effects. A rank reads its clock after rank 0 has sent and before rank
+0 has received, so between two readings of rank 0's clock: a proven bound, however slow the network is.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ _LOGIND = ("etc/systemd/logind.conf", "usr/lib/systemd/logind.conf")
 _REMOVE_IPC = re.compile(r"^[ \t]*(#?)[ \t]*RemoveIPC[ \t]*=[ \t]*(\w+)", re.MULTILINE)
 
 
-def read_rank_report(undertaking: PreflightRequest, comm: Comm) -> RankReport:
-    """The facts of this rank. `OSError` where the machine does not tell."""
-    root = undertaking.root
+def read_rank_report(request: PreflightRequest, comm: Comm) -> RankReport:
+    """The report of this rank. `OSError` where a fact cannot be read."""
+    root = request.root
     shared_memory = root / "dev/shm"
     return RankReport(
         rank=comm.rank,
@@ -45,19 +44,19 @@ def read_rank_report(undertaking: PreflightRequest, comm: Comm) -> RankReport:
         shared_memory=read_volume(shared_memory, comm.host) if shared_memory.is_dir() else None,
         shared_segments=_shared_segments(root / "proc/sys/kernel"),
         login=read_login(root),
-        target=_target_volume(undertaking, comm.host),
-        results=None if undertaking.results is None else read_volume(undertaking.results, comm.host),
-        written_bytes=undertaking.written_bytes,
+        target=_target_volume(request, comm.host),
+        results=None if request.results is None else read_volume(request.results, comm.host),
+        written_bytes=request.written_bytes,
     )
 
 
 def read_volume(path: Path, host: str) -> Volume:
-    """The file system that holds `path` on `host`, or will."""
+    """The file system of `path`, which need not exist yet, on `host`."""
     folder = nearest_folder(path.absolute())
     usage = shutil.disk_usage(folder)
     device = folder.stat().st_dev
-    # XFS makes its identity from the device's number, which equal hosts have in common. Only file systems
-    # without a device of their own are shared.
+    # XFS derives its identity from the device number, which may be equal on several hosts. Only file systems
+    # without a block device are shared.
     identity = read_volume_id(folder)
     return Volume(
         identity=f"{host} {identity}" if os.major(device) else identity,
@@ -69,7 +68,7 @@ def read_volume(path: Path, host: str) -> Volume:
 
 
 def read_login(root: Path) -> LoginSettings:
-    """What systemd does with a user's shared memory at the end of the last session."""
+    """Whether systemd removes a user's shared memory at the end of the last session."""
     user_id = os.getuid()
     return LoginSettings(
         user_id=user_id,
@@ -80,36 +79,36 @@ def read_login(root: Path) -> LoginSettings:
 
 
 def parse_remove_ipc(text: str) -> bool | None:
-    """The setting in a file of logind's; where it is commented out, the default that stands there."""
-    found = {
+    """The setting in a configuration file of logind; where it is commented out, the default shown there."""
+    settings = {
         bool(comment): word.lower() in ("yes", "true", "1", "on")
         for comment, word in _REMOVE_IPC.findall(text)
     }
-    return found.get(False, found.get(True))
+    return settings.get(False, settings.get(True))
 
 
 def _shared_segments(folder: Path) -> dict[str, int]:
-    """How large segments may be, in bytes, and how many; what the kernel lacks is left out."""
-    found = {name: folder / name for name in ("shmmax", "shmmni")}
-    return {name: int(path.read_text(encoding="ascii")) for name, path in found.items() if path.is_file()}
+    """The largest segment, in bytes, and the number of segments, where the kernel has such limits."""
+    paths = {name: folder / name for name in ("shmmax", "shmmni")}
+    return {name: int(path.read_text(encoding="ascii")) for name, path in paths.items() if path.is_file()}
 
 
 def _removes_ipc(root: Path) -> bool | None:
     main = next((root / name for name in _LOGIND if (root / name).is_file()), None)
     folders = [root / base / "systemd/logind.conf.d" for base in ("usr/lib", "run", "etc")]
-    # Of files with one name the administrator's hides the others; the last name has the last word.
+    # A file below /etc hides those of its name elsewhere; later names override earlier ones.
     drop_ins = {path.name: path for folder in folders for path in sorted(folder.glob("*.conf"))}
-    told = None
+    removes = None
     for path in ([main] if main else []) + [drop_ins[name] for name in sorted(drop_ins)]:
         setting = parse_remove_ipc(path.read_text(encoding="utf-8", errors="replace"))
-        told = told if setting is None else setting
-    return told
+        removes = removes if setting is None else setting
+    return removes
 
 
 def _user_name(user_id: int) -> str:
     try:
         return pwd.getpwuid(user_id).pw_name
-    except KeyError:  # containers run as users that nobody has entered
+    except KeyError:  # containers run as users without an entry
         return str(user_id)
 
 
@@ -118,22 +117,22 @@ def _versions(comm: Comm) -> dict[str, str]:
     return {**own, "messages": comm.carrier} if comm.carrier else own
 
 
-def _target_volume(undertaking: PreflightRequest, host: str) -> Volume | None:
-    if undertaking.uri is None:
+def _target_volume(request: PreflightRequest, host: str) -> Volume | None:
+    if request.uri is None:
         return None
-    paths = find_local_paths_at(undertaking.uri, undertaking.environment)
+    paths = find_local_paths_at(request.uri, request.environment)
     return None if paths is None else read_volume(Path(paths.local_root), host)
 
 
 NUM_ROUNDS: Final = 5
-"""The quickest of several rounds tells most; each is a handful of messages."""
+"""The fastest of several rounds gives the tightest bound; each is a handful of messages."""
 
 ReadClock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class ClockRound:
-    """Rank 0's clock before it spoke and after it heard, and every rank's in between."""
+    """Rank 0's clock before sending and after receiving, and every rank's clock in between."""
 
     before_s: float
     readings_s: Sequence[float]
@@ -141,11 +140,11 @@ class ClockRound:
 
 
 def measure_clock_offsets(comm: Comm, *, wall_s: ReadClock = time.time) -> tuple[ClockOffset, ...]:
-    """Of every rank against rank 0; the same on all ranks. Collective."""
+    """The clock offset of every rank from rank 0; the same result on all ranks. Collective."""
     rounds = []
     for _ in range(NUM_ROUNDS):
         before_s = wall_s()
-        comm.broadcast(None, awaiting="rank 0 to ask for the time")
+        comm.broadcast(None, awaiting="rank 0 to query the clocks")
         readings_s = comm.gather(wall_s(), awaiting="the time on all ranks")
         rounds.append(ClockRound(before_s, readings_s, wall_s()))
     hosts = comm.gather(comm.host, awaiting="the hosts of all ranks")
@@ -153,13 +152,17 @@ def measure_clock_offsets(comm: Comm, *, wall_s: ReadClock = time.time) -> tuple
 
 
 def bound_offsets(rounds: Sequence[ClockRound], hosts: Sequence[str]) -> tuple[ClockOffset, ...]:
-    """What all rounds together prove; rank 0 is its own measure. Pure."""
+    """The bounds that all rounds prove; rank 0 is the reference. Pure."""
     return tuple(
         ClockOffset(
             rank=rank,
             host=host,
-            low_s=max(each.readings_s[rank] - each.after_s for each in rounds) if rank else 0.0,
-            high_s=min(each.readings_s[rank] - each.before_s for each in rounds) if rank else 0.0,
+            low_s=max(clock_round.readings_s[rank] - clock_round.after_s for clock_round in rounds)
+            if rank
+            else 0.0,
+            high_s=min(clock_round.readings_s[rank] - clock_round.before_s for clock_round in rounds)
+            if rank
+            else 0.0,
         )
         for rank, host in enumerate(hosts)
     )

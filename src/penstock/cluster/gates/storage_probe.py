@@ -1,7 +1,7 @@
-"""Do all ranks see the same storage? Rank 0 leaves random bytes there, and every rank reads them back.
+"""Whether all ranks see the same storage: rank 0 writes random bytes there, and every rank reads them back.
 
-Contents are compared, not device numbers, which differ between hosts of one file system and agree between
-hosts of several. Invariant: what was left is removed, and a folder that is not there is not made.
+Contents are compared, because device numbers may differ between hosts of one file system and agree between
+hosts of several. Invariant: the probe is removed, and missing folders are not created.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "penstock-gate-"
 PATIENCE_S: Final = 10.0
-"""Clients of network file systems may remember for seconds what a folder held."""
+"""Clients of network file systems may cache the content of a folder for seconds."""
 _POLL_S: Final = 0.1
 _PROBE_BYTES: Final = 4096
 _LONGEST_READ: Final = 1 << 20
-"""Of an object that somebody else wrote, so many bytes are compared."""
+"""How many bytes of an existing object are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ProbeObject:
-    """What rank 0 wrote, or found where it may not write. `folder` is that of a local file, else None."""
+    """The object that rank 0 wrote, or found where it may not write. `folder` is set for a local file."""
 
     where: str
     folder: Path | None
@@ -49,21 +49,23 @@ class _ProbeObject:
 def probe_storage(
     comm: Comm, uri: str, reopen: Callable[[], Storage], *, patience_s: float = PATIENCE_S
 ) -> StorageProbe | str:
-    """What every rank sees, the same on all ranks; or why nothing could be shown to them. Collective."""
-    mine = _leave(uri, reopen) if comm.rank == 0 else None
-    left = cast("_ProbeObject | str", comm.broadcast(mine, awaiting="rank 0 to leave a probe on the storage"))
-    if isinstance(left, str):
-        return left
-    sights = comm.gather(
-        _look(left, reopen, comm, patience_s=patience_s), awaiting="all ranks to read the probe"
+    """What every rank sees; or why there was nothing to compare. The same on all ranks. Collective."""
+    own_probe = _write_probe(uri, reopen) if comm.rank == 0 else None
+    probe = cast(
+        "_ProbeObject | str", comm.broadcast(own_probe, awaiting="rank 0 to write a probe to the storage")
     )
-    if comm.rank == 0 and left.is_fresh:
-        _remove(left, reopen)
-    return StorageProbe(where=left.where, digest=left.digest, is_fresh=left.is_fresh, sights=sights)
+    if isinstance(probe, str):
+        return probe
+    views = comm.gather(
+        _look(probe, reopen, comm, patience_s=patience_s), awaiting="all ranks to read the probe"
+    )
+    if comm.rank == 0 and probe.is_fresh:
+        _remove(probe, reopen)
+    return StorageProbe(where=probe.where, digest=probe.digest, is_fresh=probe.is_fresh, views=views)
 
 
-def _leave(uri: str, reopen: Callable[[], Storage]) -> _ProbeObject | str:
-    """Write a probe; where that is refused, choose an object that exists."""
+def _write_probe(uri: str, reopen: Callable[[], Storage]) -> _ProbeObject | str:
+    """Write a probe; where that is refused, choose an existing object."""
     key = PREFIX + secrets.token_hex(8)
     content = secrets.token_bytes(_PROBE_BYTES)
     try:
@@ -83,35 +85,35 @@ def _leave(uri: str, reopen: Callable[[], Storage]) -> _ProbeObject | str:
 def _choose_object(storage: Storage, folder: Path | None, refusal: StorageError) -> _ProbeObject | str:
     key = next((info.key for info in storage.list() if not info.key.startswith(PREFIX)), None)
     if key is None:
-        return f"nothing can be written there, and nothing lies there: {refusal}"
+        return f"it is empty and cannot be written to: {refusal}"
     where = storage.uri if folder is None else str(folder)
     return _ProbeObject(where, folder, key, _digest(storage, key), is_fresh=False)
 
 
-def _look(left: _ProbeObject, reopen: Callable[[], Storage], comm: Comm, *, patience_s: float) -> ProbeView:
+def _look(probe: _ProbeObject, reopen: Callable[[], Storage], comm: Comm, *, patience_s: float) -> ProbeView:
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            digest = _digest(_open(left.folder, reopen), left.key)
+            digest = _digest(_open(probe.folder, reopen), probe.key)
             return ProbeView(rank=comm.rank, host=comm.host, digest=digest)
         except ObjectNotFound:
             if time.monotonic() >= deadline_s:
-                reason = f"it is not there, even after {patience_s:g} s"
+                reason = f"it does not appear within {patience_s:g} s"
                 return ProbeView(rank=comm.rank, host=comm.host, digest=None, reason=reason)
             time.sleep(_POLL_S)
         except PenstockError as error:
             return ProbeView(rank=comm.rank, host=comm.host, digest=None, reason=str(error))
 
 
-def _remove(left: _ProbeObject, reopen: Callable[[], Storage]) -> None:
+def _remove(probe: _ProbeObject, reopen: Callable[[], Storage]) -> None:
     try:
-        _open(left.folder, reopen).delete(left.key)
+        _open(probe.folder, reopen).delete(probe.key)
     except ObjectNotFound:
         return
 
 
 def _open(folder: Path | None, reopen: Callable[[], Storage]) -> Storage:
-    """Files are looked at in the innermost folder that exists, so that none has to be made."""
+    """Local files are probed in the innermost existing folder, so that none has to be created."""
     return reopen() if folder is None else open_local(folder)
 
 

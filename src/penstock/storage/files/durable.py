@@ -1,8 +1,8 @@
-"""Durable changes of local files: what survives a power cut, and in which order it must be done.
+"""Durable changes of local files, in the order in which they survive a power cut.
 
 A file's bytes are durable after fsync of the file, its name after fsync of the folder that holds the name.
-Everything outside `penstock.storage` that needs either does it here; object sinks have their own calls
-(`files.calls`), because tests replace those one by one. Invariant: after `write_durably` or
+Code outside `penstock.storage` uses these functions; file storage makes its own calls (`FileCalls`), because
+tests replace those one by one. Invariant: after `write_durably` or
 `replace_durably` the target has its old content or its new one, never a part.
 """
 
@@ -23,7 +23,7 @@ def sync_open_file(file: IO[bytes] | IO[str] | int) -> None:
 
 
 def sync_file(path: str | os.PathLike[str]) -> None:
-    """Make a file's bytes durable, whoever wrote them; a symbolic link is followed."""
+    """Make a file's bytes durable, even those of another writer; a symbolic link is followed."""
     _sync_path(path, os.O_RDONLY)
 
 
@@ -34,7 +34,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Write a small file so that it exists durably and completely, or keeps its former content."""
-    # The number keeps processes apart that write the same file; the last rename wins.
+    # With the PID in its name, processes that write the same file do not share a draft; the last rename wins.
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "wb") as file:
         file.write(content)
@@ -44,7 +44,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 def replace_durably(draft: Path, target: Path) -> None:
     """Let a finished file take the place of `target` in the same file system, durably."""
-    # The bytes before the name: else a power cut may leave the new name on an empty file.
+    # The bytes first: otherwise a power cut may leave an empty file of the new name.
     sync_file(draft)
     rename_durably(draft, target)
 

@@ -1,7 +1,7 @@
-"""The folders below one root: verified to lie inside it, created durably on demand, walked, renamed, removed.
+"""The folders below one root: verified to be inside it, created durably, walked, renamed, removed.
 
-Every key becomes a path here. Invariant: no path that comes out leads, through symbolic links, to a place
-outside the root as the tree stands when its folder is first used; verified folders are remembered.
+Every key becomes a path here. Invariant: no returned path leads outside the root through symbolic links, as
+the tree is when its folder is first used; verified folders are remembered.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.storage.files.system_calls import FileCalls, map_name_clash, map_o
 from penstock.storage.uri import check_key, check_prefix
 
 NUM_REMEMBERED = 4096
-"""Folders whose check is not repeated; beyond it the longest known is forgotten."""
+"""Folders whose check is not repeated; beyond it the oldest one is forgotten."""
 
 
 class VerifiedFolders:
-    """The folders of one storage. `keep_names` makes every new folder's name survive a power cut."""
+    """The folders of one storage. With `keep_names` the names of new folders survive a power cut."""
 
     def __init__(self, root: str, scheme: str, calls: FileCalls, *, keep_names: bool) -> None:
         self.root = root
@@ -34,11 +34,11 @@ class VerifiedFolders:
         self._ready = _Remembered()
 
     def uri_of(self, path: str) -> str:
-        """How errors name a path."""
+        """The URI of a path, for errors."""
         return f"{self._scheme}://{path}"
 
     def existing(self, folder: str) -> str:
-        """The path of a folder that is there and lies inside the root."""
+        """The path of an existing folder inside the root."""
         path = os.path.join(self.root, folder) if folder else self.root
         if path not in self._inside:
             self.resolve(path)
@@ -46,7 +46,7 @@ class VerifiedFolders:
         return path
 
     def ready(self, folder: str) -> str:
-        """The path of a folder inside the root, made with all that is missing above it."""
+        """The path of a folder inside the root, which is created with its missing parents."""
         path = os.path.join(self.root, folder) if folder else self.root
         if path in self._ready:
             return path
@@ -57,14 +57,14 @@ class VerifiedFolders:
             level = f"{level}/{name}" if level else name
             self._make_folder(os.path.join(parent, name))
             self.existing(level)
-            # Also one that stood already: another process may have made it and not yet made it durable.
+            # Also for an existing folder: the process that created it may not have made it durable yet.
             if self._keep_names:
                 self.sync_folder(parent)
         self._ready.add(path)
         return path
 
     def forget(self) -> None:
-        """Check and make every folder again at its next use: somebody removed one."""
+        """Check and create every folder again at its next use, because one was removed."""
         self._inside.clear()
         self._ready.clear()
 
@@ -77,33 +77,33 @@ class VerifiedFolders:
         self._sync(path, os.O_NOFOLLOW)
 
     def require_root(self) -> None:
-        """Raise unless the root is there: a mistyped path should not look like an empty storage."""
-        with translate_os_errors("Looking for the root folder", self.uri_of(self.root)):
+        """Raise unless the root exists: a mistyped path should not look like an empty storage."""
+        with translate_os_errors("Opening the root folder", self.uri_of(self.root)):
             facts = os.stat(self.root)
         if not stat.S_ISDIR(facts.st_mode):
             raise ObjectNotFound(
                 "The root is not a folder",
                 uri=self.uri_of(self.root),
-                fix="Open the folder above it, and use the file's name as key.",
+                fix="Open its parent folder, and use the file's name as key.",
             )
 
     def resolve(self, path: str) -> str:
-        """Where `path` ends once all links are followed, if that is inside the root, too."""
-        with translate_os_errors("Following the path", self.uri_of(path)):
+        """`path` with all symbolic links followed; refused if it is outside the root."""
+        with translate_os_errors("Resolving the path", self.uri_of(path)):
             real = os.path.realpath(path, strict=True)
             real_root = os.path.realpath(self.root, strict=True)
         if real != real_root and not real.startswith(real_root.rstrip("/") + "/"):
             raise AccessRefused(
                 f"A symbolic link leads out of the root, to {real}",
                 uri=self.uri_of(path),
-                fix="Open the link's target as a root of its own.",
+                fix="Open the target of the link as a separate root.",
             )
         return real
 
     def walk(self, top: str) -> Iterator[os.DirEntry[str]]:
-        """Every entry below the folder `top`, whatever vanishes meanwhile; links are never followed.
+        """Every entry below the folder `top`, even if others vanish meanwhile; links are never followed.
 
-        Memory grows with the depth alone: a folder's names are streamed, not collected.
+        Memory grows with the depth only: a folder's names are streamed, not collected.
         """
         levels = _listing(self._calls, top)
         try:
@@ -120,7 +120,7 @@ class VerifiedFolders:
                 level.close()
 
     def _make_root(self) -> None:
-        """Make the root and what is missing above it; their names are always made durable, once."""
+        """Create the root and its missing parents; their names are always made durable."""
         missing: list[str] = []
         path = self.root
         while not os.path.lexists(path):
@@ -146,7 +146,7 @@ class VerifiedFolders:
 
 
 def _listing(calls: FileCalls, path: str) -> list[os._ScandirIterator[str]]:
-    """The open listing of a folder, or none where it is gone or no folder."""
+    """The open listing of a folder; none where it is gone or is not a folder."""
     try:
         return [calls.scandir(path)]
     except (FileNotFoundError, NotADirectoryError):
@@ -203,15 +203,15 @@ class FileFolderTree:
         except ObjectNotFound:
             return
         with listing, translate_os_errors("Listing", self._folders.uri_of(path)):
-            for found in listing:
-                if not found.name.startswith(prefix):
+            for entry in listing:
+                if not entry.name.startswith(prefix):
                     continue
                 try:
-                    facts = found.stat(follow_symlinks=False)
+                    facts = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
                 yield FolderEntry(
-                    name=found.name,
+                    name=entry.name,
                     is_folder=stat.S_ISDIR(facts.st_mode),
                     is_plain=stat.S_ISREG(facts.st_mode),
                     size_bytes=facts.st_size,
@@ -274,10 +274,10 @@ class FileFolderTree:
         """Everything below, then the folder: one level of names is held in memory for each level of depth."""
         try:
             with self._calls.scandir(path) as listing:
-                found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in listing]
+                entries = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in listing]
         except FileNotFoundError:
             return
-        for below, is_folder in found:
+        for below, is_folder in entries:
             if is_folder:
                 self._remove_below(below)
             else:

@@ -1,7 +1,7 @@
-"""The system calls that file storage makes, as one object that tests replace, and what their failures mean.
+"""The system calls of file storage, as one object that tests replace, and the errors that they become.
 
-Invariant: every call that a crash or a full disk could spoil goes through `FileCalls`; Python itself repeats
-the ones that a signal interrupts.
+Invariant: every call that a crash or a full disk can interfere with goes through `FileCalls`; Python itself
+repeats those that a signal interrupts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _fallocate(descriptor: int, size_bytes: int) -> None:
 
 
 def _rename_exchange(one: str, other: str) -> None:
-    """renameat2(2) with RENAME_EXCHANGE: both names change at once. ENOSYS where the C library lacks it."""
+    """renameat2(2) with RENAME_EXCHANGE: both names change in one step. ENOSYS where libc lacks it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -37,7 +37,7 @@ def _rename_exchange(one: str, other: str) -> None:
 
 
 def raise_on_failure(result: int) -> None:
-    """Raise what a C function left in errno (of a library opened with use_errno) unless it returned 0."""
+    """Raise the errno of a C function (of a library opened with use_errno) unless it returned 0."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -45,7 +45,7 @@ def raise_on_failure(result: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileCalls:
-    """What file storage asks of the kernel; each field is one call, by default the real one."""
+    """The system calls of file storage; each field is by default the real one."""
 
     open: Callable[[str, int, int], int] = os.open
     close: Callable[[int], None] = os.close
@@ -67,9 +67,9 @@ class FileCalls:
 REAL_CALLS = FileCalls()
 
 _FIXES: dict[type[StorageError], str] = {
-    ObjectNotFound: "Check the name, and that what should have written it has finished.",
+    ObjectNotFound: "Check the name, and that its writer has finished.",
     AccessRefused: "Check owner and mode of the file and its folders, and that the mount is writable.",
-    OutOfSpace: "Free space or quota there, or choose another place.",
+    OutOfSpace: "Free some space or quota there, or use another file system.",
     StorageTimeout: "Check the file server and the network to it.",
 }
 
@@ -90,12 +90,12 @@ _OTHER_FIXES = {
     errno.EIO: "Look at the kernel log (dmesg): the device or the server reported an error.",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), or keep fewer objects open.",
     errno.ENAMETOOLONG: "Use shorter names: most file systems allow 255 bytes a name.",
-    errno.EINVAL: "With direct I/O, raise alignment_bytes to the device's block size, or use file://.",
+    errno.EINVAL: "With direct I/O, raise alignment_bytes to the block size of the device, or use file://.",
 }
 
 
 def map_os_error(error: OSError, doing: str, uri: str) -> StorageError:
-    """The error of our tree for `error`, its errno kept; `doing` is what was tried, as in "Writing"."""
+    """`error` as an error of ours, with its errno; `doing` is what was attempted, as in "Writing"."""
     number = error.errno or 0
     kind = _KINDS.get(number, StorageError)
     fix = _FIXES.get(kind) or _OTHER_FIXES.get(number, "Look at the kernel log (dmesg) for the cause.")
@@ -104,7 +104,7 @@ def map_os_error(error: OSError, doing: str, uri: str) -> StorageError:
 
 @contextmanager
 def translate_os_errors(doing: str, uri: str) -> Iterator[None]:
-    """Turn the system's errors inside into ours, for everything that is not done once per buffer."""
+    """Turn OSErrors inside into errors of ours; too slow to use for every buffer."""
     try:
         yield
     except StorageError:
@@ -114,12 +114,12 @@ def translate_os_errors(doing: str, uri: str) -> Iterator[None]:
 
 
 def map_name_clash(error: OSError, uri: str) -> StorageError:
-    """The error for a name that cannot be written because an object or a folder already has it."""
+    """The error for a name that cannot be created because an object or a folder has it."""
     if error.errno not in (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY):
         return map_os_error(error, "Creating", uri)
     return StorageError(
         f"Creating failed: {error.strerror}",
         uri=uri,
-        fix="In a file system a name is an object or a folder, never both: choose another key.",
+        fix="In a file system a name cannot be both an object and a folder: choose another key.",
         errno=error.errno,
     )

@@ -1,8 +1,8 @@
-"""The waist below the object storage: what a client library must offer, in one adapter module each.
+"""The protocols of object clients: what the adapter of each client library implements.
 
 An adapter makes one attempt at one request on one endpoint and raises `RequestFailed`; retries, endpoints,
-splitting, verification and counting live above. Uploads in parts come in two shapes, and each adapter has
-one.
+splitting, verification and counting are done above it. There are two kinds of multipart uploads; each adapter
+supports one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.storage.objects.client_settings import ClientName, ClientSettings
 
 @dataclass(frozen=True, slots=True)
 class RemoteObject:
-    """What the service says about one object. `key` is whole, with the storage's prefix."""
+    """The service's description of one object. `key` includes the storage's prefix."""
 
     key: str
     size_bytes: int
@@ -31,15 +31,15 @@ class ObjectClient(Protocol):
     """One endpoint and bucket through one library. Any thread may call; each call is one attempt."""
 
     read_copy: str
-    """The name under which a read's copy is accounted, or "" where bytes land in the caller's buffer."""
+    """The reason under which a read's copy is counted, or "" where reads need none."""
     write_copy: str
     """Likewise for writes."""
 
     def head(self, key: str) -> RemoteObject:
-        """One object's facts."""
+        """Describe one object."""
 
     def read_into(self, key: str, offset: int, buffer: memoryview, etag: str | None) -> None:
-        """Fill `buffer` from `offset`, of the object with this `etag` where the library can insist on it."""
+        """Fill `buffer` from `offset`; of the object with this `etag`, if the library can require that."""
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
         """Objects whose keys begin with `prefix` and come after `after`, page by page."""
@@ -48,48 +48,47 @@ class ObjectClient(Protocol):
         """Remove one object."""
 
     def put(self, key: str, content: memoryview) -> str | None:
-        """Store an object in one request (or as good as); its ETag."""
+        """Store an object, in one request if the library can; its ETag."""
 
 
 @runtime_checkable
 class SupportsPartUpload(Protocol):
-    """A client that shows parts: each is sent, retried and acknowledged alone, on any endpoint."""
+    """A client with separate parts: each is sent, retried and acknowledged by itself, on any endpoint."""
 
     def begin_upload(self, key: str) -> str:
-        """Open a multipart upload; its identity."""
+        """Begin a multipart upload; its ID."""
 
     def put_part(self, key: str, upload: str, number: int, content: memoryview) -> str:
         """Send part `number` (from 1); its ETag."""
 
     def complete_upload(self, key: str, upload: str, etags: Sequence[str]) -> str | None:
-        """Make the object of all parts, in order; its ETag."""
+        """Combine all parts into the object; its ETag."""
 
     def abort_upload(self, key: str, upload: str) -> None:
-        """Drop the upload and its parts."""
+        """Abort the upload and delete its parts."""
 
 
 @runtime_checkable
 class SupportsStreamUpload(Protocol):
-    """A client that takes a whole stream of parts and tells only at the end."""
+    """A client that takes a whole stream of parts and reports only its end."""
 
     stream_retries: bool
-    """Whether the library itself retries a part of a stream; we cannot, its bytes are gone by then."""
+    """Whether the library retries a part of a stream; we cannot, because its buffer is already released."""
 
     def put_stream(self, key: str, parts: Iterator[memoryview], part_bytes: int) -> str | None:
         """Upload `parts`, each of `part_bytes` but the last; the object's ETag.
 
-        Pulls a part only when there is room for it and keeps no reference to a view once it is done with its
-        memory: that is how the sink learns of it. An exception out of `parts` abandons the upload, leaves
-        nothing behind and comes out again.
+        Takes a part only when there is room for it, and keeps no reference to a view once its bytes are sent:
+        that is how the sink learns of it. An exception from `parts` aborts the upload and is raised again.
         """
 
 
 @runtime_checkable
 class SupportsConditionalPut(Protocol):
-    """A client that can put on a condition, which the service itself judges."""
+    """A client that can store an object on a condition, which the service checks."""
 
     has_conditions: bool
-    """Whether this service does."""
+    """Whether this service supports that."""
 
     def put_if(self, key: str, content: memoryview, *, replaces: str | None) -> str | None:
         """Like `put`, if the object there has the ETag `replaces`, or is absent for None; else 412 or 409."""
@@ -109,7 +108,7 @@ CLIENTS: Mapping[ClientName, str] = MappingProxyType(
 
 
 def connect(settings: ClientSettings) -> ObjectClient:
-    """The adapter that `settings` ask for; `Unavailable` where its library is not installed."""
+    """The adapter for `settings.options.client`; `Unavailable` where its library is not installed."""
     name = settings.options.client
     try:
         module = import_module(CLIENTS[name])

@@ -29,7 +29,7 @@ from urllib3.exceptions import (
 
 from penstock.storage.objects.client import RemoteObject
 from penstock.storage.objects.client_settings import ClientSettings
-from penstock.storage.objects.errors_map import FailureKind, RequestFailed
+from penstock.storage.objects.requests import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
     import http.client
@@ -102,7 +102,7 @@ class MinioClient:
             self._minio.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call] # likewise
 
     def head(self, key: str) -> RemoteObject:
-        """One object's facts."""
+        """Describe one object."""
         with _translated():
             return _remote(key, self._minio.stat_object(bucket_name=self._bucket, object_name=key))
 
@@ -138,18 +138,18 @@ class MinioClient:
     def put(self, key: str, content: memoryview) -> str | None:
         """Store an object in one request, straight from `content`."""
         with _translated():
-            done = self._minio._put_object(self._bucket, key, _as_body(content), {})  # noqa: SLF001 - see top
+            done = self._minio._put_object(self._bucket, key, _as_body(content), {})  # noqa: SLF001 - see the module
             return done.etag or None
 
     def begin_upload(self, key: str) -> str:
         """Open a multipart upload."""
         with _translated():
-            return self._minio._create_multipart_upload(self._bucket, key, {})  # noqa: SLF001 - see top
+            return self._minio._create_multipart_upload(self._bucket, key, {})  # noqa: SLF001 - see the module
 
     def put_part(self, key: str, upload: str, number: int, content: memoryview) -> str:
         """Send one part, straight from `content`."""
         with _translated():
-            return self._minio._upload_part(  # noqa: SLF001 - see top
+            return self._minio._upload_part(  # noqa: SLF001 - see the module
                 self._bucket, key, _as_body(content), {}, upload, number
             )
 
@@ -157,7 +157,7 @@ class MinioClient:
         """Make the object of all parts."""
         parts = [Part(number, etag) for number, etag in enumerate(etags, 1)]
         with _translated():
-            done = self._minio._complete_multipart_upload(  # noqa: SLF001 - see top
+            done = self._minio._complete_multipart_upload(  # noqa: SLF001 - see the module
                 self._bucket, key, upload, parts
             )
             return (done.etag or "").strip('"') or None
@@ -165,7 +165,7 @@ class MinioClient:
     def abort_upload(self, key: str, upload: str) -> None:
         """Drop the upload."""
         with _translated():
-            self._minio._abort_multipart_upload(self._bucket, key, upload)  # noqa: SLF001 - see top
+            self._minio._abort_multipart_upload(self._bucket, key, upload)  # noqa: SLF001 - see the module
 
 
 def _as_body(content: memoryview) -> bytes:
@@ -180,9 +180,7 @@ def _receive(response: urllib3.BaseHTTPResponse, buffer: memoryview) -> None:
     while received < len(buffer):
         count = raw.readinto(buffer[received:])
         if count == 0:
-            raise RequestFailed(
-                "truncated", f"{received} of {len(buffer)} bytes came", received_bytes=received
-            )
+            raise RequestFailed.truncated(received, len(buffer))
         received += count
 
 

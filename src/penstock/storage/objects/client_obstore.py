@@ -23,7 +23,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from penstock.errors import Unavailable
 from penstock.storage.objects.client import RemoteObject
 from penstock.storage.objects.client_settings import ClientSettings
-from penstock.storage.objects.errors_map import FailureKind, RequestFailed
+from penstock.storage.objects.requests import FailureKind, RequestFailed
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -67,7 +67,7 @@ class ObstoreClient:
         self._stream_store = _make_store(settings, max_retries=settings.options.attempts - 1)
 
     def head(self, key: str) -> RemoteObject:
-        """One object's facts."""
+        """Describe one object."""
         with _translated():
             return _remote(obstore.head(self._store, key))
 
@@ -79,9 +79,7 @@ class ObstoreClient:
         with _translated():
             content = obstore.get(self._store, key, options=wanted).bytes()
         if len(content) != len(buffer):
-            raise RequestFailed(
-                "truncated", f"{len(content)} of {len(buffer)} bytes came", received_bytes=len(content)
-            )
+            raise RequestFailed.truncated(len(content), len(buffer))
         np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(memoryview(content), np.uint8))
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:

@@ -21,10 +21,9 @@ import s3dlio  # type: ignore[import-untyped] # it ships neither stubs nor annot
 
 from penstock.errors import UsageError
 from penstock.storage.objects.client import ObjectClient, RemoteObject
-from penstock.storage.objects.client_env import ProcessWideSettings, export_credentials
 from penstock.storage.objects.client_obstore import ObstoreClient
-from penstock.storage.objects.client_settings import ClientSettings
-from penstock.storage.objects.errors_map import FailureKind, RequestFailed
+from penstock.storage.objects.client_settings import ClientSettings, ProcessWideSettings, export_credentials
+from penstock.storage.objects.requests import FailureKind, RequestFailed
 
 _LIBRARY = ProcessWideSettings("s3dlio")  # the library's state is the process's, and so is what we know of it
 _SECRETS = frozenset({"AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID"})
@@ -51,16 +50,16 @@ def connect(settings: ClientSettings) -> ObjectClient:
             "s3dlio cannot switch off path_style or tls_verify",
             fix="Use client=obstore, or give AWS_CA_BUNDLE.",
         )
-    told = {
+    exported = {
         **export_credentials(settings),
         "S3DLIO_OPERATION_TIMEOUT_SECS": str(math.ceil(options.request_timeout_s)),
         "S3DLIO_UNSIGNED_PAYLOAD": "1" if options.payload == "unsigned" else "0",
-        "AWS_ENDPOINT_URL": _LIBRARY.told("AWS_ENDPOINT_URL") or settings.endpoint,
+        "AWS_ENDPOINT_URL": _LIBRARY.exported("AWS_ENDPOINT_URL") or settings.endpoint,
     }
     if settings.ca_bundle:
-        told["AWS_CA_BUNDLE"] = settings.ca_bundle
-    _LIBRARY.tell(told, secret=_SECRETS)
-    return S3dlioClient(settings, is_primary=settings.endpoint == told["AWS_ENDPOINT_URL"])
+        exported["AWS_CA_BUNDLE"] = settings.ca_bundle
+    _LIBRARY.export(exported, secret=_SECRETS)
+    return S3dlioClient(settings, is_primary=settings.endpoint == exported["AWS_ENDPOINT_URL"])
 
 
 class S3dlioClient:
@@ -87,7 +86,7 @@ class S3dlioClient:
         return f"{self._root}/{key}"
 
     def head(self, key: str) -> RemoteObject:
-        """One object's facts."""
+        """Describe one object."""
         with _translated():
             found: dict[str, Any] = s3dlio.stat(self._uri(key))
         return RemoteObject(
@@ -103,9 +102,7 @@ class S3dlioClient:
         with _translated():
             content = s3dlio.get_range(self._uri(key), offset, len(buffer)).memoryview()
         if len(content) != len(buffer):
-            raise RequestFailed(
-                "truncated", f"{len(content)} of {len(buffer)} bytes came", received_bytes=len(content)
-            )
+            raise RequestFailed.truncated(len(content), len(buffer))
         np.copyto(np.frombuffer(buffer, np.uint8), np.frombuffer(content, np.uint8))
 
     def list(self, prefix: str, after: str) -> Iterator[RemoteObject]:
@@ -129,7 +126,7 @@ class S3dlioClient:
             raise RequestFailed(
                 "answer",
                 "s3dlio uploads in parts only to the first endpoint that this process used: "
-                f"{_LIBRARY.told('AWS_ENDPOINT_URL')}",
+                f"{_LIBRARY.exported('AWS_ENDPOINT_URL')}",
             )
         with _translated():
             writer = s3dlio.MultipartUploadWriter(

@@ -18,9 +18,8 @@ from s3torchconnectorclient._mountpoint_s3_client import HeadObjectResult, Mount
 
 from penstock.errors import UsageError
 from penstock.storage.objects.client import RemoteObject
-from penstock.storage.objects.client_env import export_credentials
-from penstock.storage.objects.client_settings import ClientSettings
-from penstock.storage.objects.errors_map import FailureKind, RequestFailed
+from penstock.storage.objects.client_settings import ClientSettings, export_credentials
+from penstock.storage.objects.requests import FailureKind, RequestFailed
 
 T = TypeVar("T")
 
@@ -72,7 +71,7 @@ class S3TorchClient:
         )
 
     def head(self, key: str) -> RemoteObject:
-        """One object's facts."""
+        """Describe one object."""
         found: HeadObjectResult = self._timed(lambda: self._native.head_object(self._bucket, key))
         return RemoteObject(key, found.size, float(found.last_modified), _bare(found.etag))
 
@@ -83,9 +82,7 @@ class S3TorchClient:
         chunks = self._timed(lambda: list(self._native.get_object(self._bucket, key, offset, end)))
         received = sum(map(len, chunks))
         if received != len(buffer):
-            raise RequestFailed(
-                "truncated", f"{received} of {len(buffer)} bytes came", received_bytes=received
-            )
+            raise RequestFailed.truncated(received, len(buffer))
         target, filled = np.frombuffer(buffer, np.uint8), 0
         for chunk in chunks:
             np.copyto(target[filled : filled + len(chunk)], np.frombuffer(chunk, np.uint8))

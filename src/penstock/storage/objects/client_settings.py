@@ -1,6 +1,6 @@
-"""What an object storage is told: options, endpoints and credentials, from a URI and the environment.
+"""Settings of an object storage: options, endpoints and credentials, from a URI and the environment.
 
-Parsed once when a storage is opened; adapters receive `ClientSettings` and look nowhere else. Invariant:
+Parsed once when a storage is opened; adapters receive `ClientSettings` and read nothing else. Invariant:
 secrets are in `Credentials` alone, which neither `repr` nor the record of options ever shows.
 """
 
@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
-from penstock.environment import Environment
+from penstock.environment import Environment, export_variables, withdraw_variable
 from penstock.errors import Unavailable, UsageError
-from penstock.storage.objects.part_cutter import MIN_PART_BYTES
 from penstock.storage.protocol import OptionValue
 from penstock.storage.uri import Location, parse_options
 
@@ -29,19 +29,19 @@ _MAX_ENDPOINTS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectOptions:
-    """How to move objects. All of it is recorded with every result."""
+    """How objects are read and written. All options are recorded with every result."""
 
     client: ClientName = "obstore"
-    """The library that speaks to the service; `gs://` and `az://` have `obstore` alone."""
+    """The client library; `gs://` and `az://` support `obstore` only."""
     part_bytes: int = 8 * 1024 * 1024
-    """Larger objects go up in parts of this size: more where the object has more than 10,000 of them, and a
-    neighbouring size where a buffer then needs no cutting off."""
+    """Larger objects are uploaded in parts of this size: larger ones where an object would have more than
+    10,000 parts, and a similar size where the submitted buffers can then be sent without copying."""
     parts_in_flight: int = 8
-    """Parts of one object that are under way at once: so many buffers a sink holds."""
+    """Parts of one object in flight at once, so also how many buffers a sink holds."""
     range_bytes: int = 8 * 1024 * 1024
     """Larger reads are split into ranges of this size."""
     ranges_in_flight: int = 8
-    """Ranges of large reads that are under way at once, over all readers of one storage."""
+    """Ranges of large reads in flight at once, over all readers of one storage."""
     endpoints: tuple[str, ...] = ()
     """URLs or templates such as `http://10.0.0.{1...8}:9000`; empty: from the environment."""
     region: str = ""
@@ -50,12 +50,12 @@ class ObjectOptions:
     tls_verify: bool = True
     payload: Payload = "unsigned"
     """Whether the signature covers the bytes of an object. Over https TLS protects them already, and over
-    plain http SHA-256 is 7 times slower than the network, so it would be what one measures: hence `unsigned`.
-    On an http network that one does not trust, say `signed`."""
+    plain http a benchmark would measure SHA-256, which is 7 times slower than the network: hence `unsigned`.
+    Use `signed` for http on an untrusted network."""
     attempts: int = 5
     """How often a request is sent before its failure is final."""
     backoff_s: float = 0.1
-    """The wait before the second attempt; it doubles with each, with jitter, up to 20 s."""
+    """The wait before the second attempt; it doubles with each one, with jitter, up to 20 s."""
     request_timeout_s: float = 60.0
     """The limit for one request, its body included."""
 
@@ -64,16 +64,19 @@ class ObjectOptions:
         for name, minimum in {**least, "part_bytes": MIN_PART_BYTES}.items():
             if getattr(self, name) < minimum:
                 raise UsageError(
-                    f"{name} is {getattr(self, name)}, below its least value {minimum}",
+                    f"{name} is {getattr(self, name)}, below its minimum, {minimum}",
                     fix="S3 refuses parts under 5 MiB." if name == "part_bytes" else f"Raise {name}.",
                 )
         if self.backoff_s < 0 or self.request_timeout_s <= 0:
-            raise UsageError("backoff_s is negative or request_timeout_s is not above zero")
+            raise UsageError(
+                "backoff_s is negative, or request_timeout_s is not above zero",
+                fix="Give both in seconds, for example backoff_s=0.1 and request_timeout_s=60.",
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who asks. Only the adapters read the fields."""
+    """The user's credentials. Only the adapters read the fields."""
 
     access_key: str = field(repr=False)
     secret_key: str = field(repr=False)
@@ -82,7 +85,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientSettings:
-    """All that one adapter needs to speak to one endpoint."""
+    """All that an adapter needs for one endpoint."""
 
     scheme: str
     endpoint: str
@@ -101,7 +104,7 @@ class ClientSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectLocation:
-    """An opened location: where the objects are and how to reach them. One `ClientSettings` an endpoint."""
+    """A location with everything needed to reach it; `clients` has one entry for each endpoint."""
 
     uri: str
     bucket: str
@@ -110,17 +113,17 @@ class ObjectLocation:
     clients: tuple[ClientSettings, ...]
 
     def record(self) -> Mapping[str, OptionValue]:
-        """Every option with its resolved value; no secret."""
+        """Every option with its resolved value; no secrets."""
         return asdict(self.options)
 
 
 def resolve_location(location: Location, environment: Environment) -> ObjectLocation:
-    """The place that `location` names, with everything taken from the environment that it leaves open."""
+    """`location` with everything that it leaves open taken from the environment."""
     options = parse_options(ObjectOptions, location.options, where=location.uri)
     bucket, _, prefix = location.root.partition("/")
     if location.scheme != "s3" and options.client != "obstore":
         raise UsageError(
-            f"The client {options.client} speaks S3 alone",
+            f"The client {options.client} supports S3 only",
             where=location.uri,
             fix=f"For {location.scheme}:// use client=obstore.",
         )
@@ -159,7 +162,7 @@ def _ca_bundle(environment: Environment) -> str:
             f"AWS_CA_BUNDLE cannot be read: {error.strerror}", where=path, fix="Correct or unset it."
         ) from error
     if not has_certificate:
-        raise Unavailable("AWS_CA_BUNDLE holds no PEM certificate", where=path, fix="Correct or unset it.")
+        raise Unavailable("AWS_CA_BUNDLE contains no PEM certificate", where=path, fix="Correct or unset it.")
     return path
 
 
@@ -168,7 +171,7 @@ def _endpoints(
 ) -> tuple[str, ...]:
     if templates and location.scheme == "gs":
         raise UsageError(
-            "gs:// has no endpoints to choose from",
+            "gs:// does not take the option endpoints",
             where=location.uri,
             fix="An emulator's address goes into the service account's file, as gcs_base_url.",
         )
@@ -190,7 +193,7 @@ def _endpoints(
 
 
 def expand_endpoints(templates: tuple[str, ...]) -> tuple[str, ...]:
-    """The URLs that `templates` stand for, each once: `{1...8}` counts, several of them multiply."""
+    """The URLs that `templates` expand to, each once: `{1...8}` counts, and several ranges multiply."""
     urls = dict.fromkeys(
         check_endpoint(url) for template in templates for url in _expand_template(template.strip())
     )
@@ -204,7 +207,7 @@ def _expand_template(template: str) -> Iterator[str]:
     for span in spans:
         total *= len(span)
     if total > _MAX_ENDPOINTS:
-        raise UsageError(f"{template!r} stands for {total} endpoints", fix=f"At most {_MAX_ENDPOINTS} work.")
+        raise UsageError(f"{template!r} expands to {total} endpoints", fix=f"Use at most {_MAX_ENDPOINTS}.")
     for numbers in itertools.product(*spans):
         yield pieces[0] + "".join(
             number + literal for number, literal in zip(numbers, pieces[3::3], strict=True)
@@ -231,8 +234,8 @@ def check_endpoint(url: str) -> str:
     wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/")
     if wrong or parts.query or parts.fragment or "{" in url:
         raise UsageError(
-            f"{url!r} is no endpoint",
-            fix="Write http://host:port or https://host; templates count as in {1...8}.",
+            f"{url!r} is not an endpoint",
+            fix="Write http://host:port or https://host; ranges in templates look like {1...8}.",
         )
     return url.rstrip("/")
 
@@ -244,7 +247,7 @@ def _s3_credentials(uri: str, environment: Environment) -> Credentials:
         raise Unavailable(
             f"No S3 credentials: {' and '.join(missing)} not set",
             where=uri,
-            fix="Export them; profiles and instance roles are not asked, so that nothing waits for them.",
+            fix="Export them; profiles and instance roles are not consulted, because that may take seconds.",
         )
     key, secret = (environment[name] for name in names)
     return Credentials(key, secret, environment.get("AWS_SESSION_TOKEN", ""))
@@ -276,3 +279,55 @@ def _azure_credentials(uri: str, environment: Environment) -> Credentials:
 
 
 _CREDENTIALS = {"s3": _s3_credentials, "gs": _google_credentials, "az": _azure_credentials}
+
+
+MIN_PART_BYTES: Final = 5 * 1024 * 1024
+
+
+def export_credentials(settings: ClientSettings) -> Mapping[str, str]:
+    """Export credentials and region for libraries that read only the environment, and keep them off metadata.
+
+    Without AWS_EC2_METADATA_DISABLED they would wait for the metadata service of a cloud they are not in.
+    """
+    exported = {
+        "AWS_ACCESS_KEY_ID": settings.credentials.access_key,
+        "AWS_SECRET_ACCESS_KEY": settings.credentials.secret_key,
+        "AWS_REGION": settings.options.region,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    if settings.credentials.session_token:
+        exported["AWS_SESSION_TOKEN"] = settings.credentials.session_token
+    else:
+        withdraw_variable("AWS_SESSION_TOKEN")
+    export_variables(exported)
+    return exported
+
+
+class ProcessWideSettings:
+    """Settings that a library reads from the environment once, at its first request in this process.
+
+    A storage that needs other settings later is refused, because the library would silently ignore them.
+    """
+
+    def __init__(self, library: str) -> None:
+        self._library = library
+        self._exported: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def export(self, settings: Mapping[str, str], *, secret: frozenset[str] = frozenset()) -> None:
+        """Export `settings`; `UsageError` where an earlier storage of this process exported other ones."""
+        with self._lock:
+            differing = [name for name, value in self._exported.items() if settings.get(name, "") != value]
+            if differing:
+                shown = [name for name in differing if name not in secret] or differing
+                raise UsageError(
+                    f"{self._library} has one configuration per process, and {', '.join(shown)} was "
+                    "different when it was first used",
+                    fix="Use one process for each configuration, or another client.",
+                )
+            self._exported = dict(settings)
+            export_variables(settings)
+
+    def exported(self, name: str) -> str:
+        """The exported value of this variable; "" before the first export."""
+        return self._exported.get(name, "")

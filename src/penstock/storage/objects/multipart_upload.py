@@ -1,7 +1,7 @@
 """Uploads in parts: `PartUpload` sends each part itself, `StreamUpload` feeds a library's own stream.
 
-The sink gives either one whole parts in order. Invariant: `let_go` of a part is called once its bytes are no
-longer needed, at the latest when `finish` or `abort` returns; an upload that fails is dropped at the service.
+The sink passes whole parts in order to either. Invariant: `release` of a part is called once its bytes are no
+longer needed, at the latest when `finish` or `abort` returns; a failed upload is aborted at the service, too.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from typing import Protocol, cast
 
 from penstock.errors import StorageError, StorageTimeout
 from penstock.storage.objects.client import ObjectClient, SupportsPartUpload, SupportsStreamUpload
-from penstock.storage.objects.errors_map import RequestContext, RequestFailed, map_request_error
-from penstock.storage.objects.requests import Endpoint, RetryingRequests
+from penstock.storage.objects.requests import (
+    Endpoint,
+    RequestContext,
+    RequestFailed,
+    RetryingRequests,
+    map_request_error,
+)
 from penstock.storage.protocol import Counters
 
 logger = logging.getLogger(__name__)
 
-LET_GO_LIMIT_S = 10.0
-"""How long an abandoned client may still hold buffers before they are taken from it."""
+RELEASE_LIMIT_S = 10.0
+"""How long an abandoned client library may keep buffers before they are released regardless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadSpec:
-    """What an upload needs to know of its object."""
+    """The object of an upload, and its limits."""
 
     key: str
     uri: str
@@ -37,20 +42,20 @@ class UploadSpec:
     part_bytes: int
     in_flight: int
     stall_s: float
-    """How long may nothing at all move before the upload is given up."""
+    """How long an upload may make no progress before it is given up."""
 
 
 class Upload(Protocol):
-    """An object going up part by part."""
+    """An upload part by part."""
 
-    def send(self, part: memoryview, let_go: Callable[[], None]) -> None:
+    def send(self, part: memoryview, release: Callable[[], None]) -> None:
         """Pass on the next part; blocks while too many are in flight, raises an earlier part's error."""
 
     def finish(self) -> str | None:
         """Wait for all parts and complete the object; its ETag."""
 
     def abort(self) -> None:
-        """Drop everything. Safe after a failure."""
+        """Abort the upload. Safe after a failure."""
 
 
 class PartUpload:
@@ -70,18 +75,18 @@ class PartUpload:
             "CreateMultipartUpload", spec.uri, lambda client: _by_parts(client).begin_upload(spec.key)
         )
 
-    def send(self, part: memoryview, let_go: Callable[[], None]) -> None:
+    def send(self, part: memoryview, release: Callable[[], None]) -> None:
         """Pass on the next part."""
         if not self._slots.acquire(timeout=self._spec.stall_s):
             raise _stalled(self._spec)
         if self._failure is not None:
             self._slots.release()
-            let_go()
+            release()
             raise self._failure
         number = len(self._parts) + 1
-        self._parts.append(self._pool.submit(self._send_one, number, part, let_go))
+        self._parts.append(self._pool.submit(self._send_one, number, part, release))
 
-    def _send_one(self, number: int, part: memoryview, let_go: Callable[[], None]) -> str:
+    def _send_one(self, number: int, part: memoryview, release: Callable[[], None]) -> str:
         try:
             if self._failure is not None:
                 raise self._failure
@@ -97,7 +102,7 @@ class PartUpload:
         else:
             return etag
         finally:
-            let_go()
+            release()
             self._slots.release()
 
     def finish(self) -> str | None:
@@ -110,7 +115,7 @@ class PartUpload:
         )
 
     def abort(self) -> None:
-        """Let running parts end, then drop the upload at the service."""
+        """Wait for running parts, then abort the upload at the service."""
         self._failure = self._failure or StorageError("The upload was given up", uri=self._spec.uri)
         wait(self._parts)
         try:
@@ -129,7 +134,7 @@ def _by_parts(client: ObjectClient) -> SupportsPartUpload:
 
 def _warn_of_orphan(spec: UploadSpec, error: StorageError) -> None:
     logger.warning(
-        "Parts of an unfinished upload may remain at %s, invisible but paid for (%s). "
+        "Parts of an unfinished upload may remain at %s, invisible but billed (%s). "
         "A lifecycle rule that aborts incomplete uploads removes them.",
         spec.uri,
         error,
@@ -137,14 +142,14 @@ def _warn_of_orphan(spec: UploadSpec, error: StorageError) -> None:
 
 
 class _Abandoned(Exception):
-    """Travels through the library's stream and tells it to drop the upload."""
+    """Raised inside the library's stream to make it abort the upload."""
 
 
 _END = None
 
 
 class _Feed:
-    """The queue between `send` and the library's stream; as an iterator it keeps no reference to a part."""
+    """The queue between `send` and the library's stream. As an iterator it keeps no reference to a part."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[memoryview | type[_Abandoned] | None] = queue.SimpleQueue()
@@ -154,7 +159,7 @@ class _Feed:
         self.moved = 0
 
     def put(self, part: memoryview, done: Callable[[], None]) -> None:
-        """Queue `part`; `done` is called when nobody has a reference to it any more."""
+        """Queue `part`; `done` is called when the last reference to it is gone."""
         with self._lock:
             self._held += 1
         weakref.finalize(part, self._note_done, done).atexit = False
@@ -168,20 +173,20 @@ class _Feed:
             self._all_done.notify_all()
 
     def end(self) -> None:
-        """No part follows."""
+        """Mark the end of the stream."""
         self._queue.put(_END)
 
     def abandon(self) -> None:
-        """The stream is to be dropped, wherever it stands."""
+        """Make the stream fail, wherever it is."""
         self._queue.put(_Abandoned)
 
     def drain(self) -> None:
-        """Forget what nobody has pulled."""
+        """Drop the parts that were not read yet."""
         while not self._queue.empty():
             self._queue.get()
 
     def wait_until_done(self, limit_s: float) -> bool:
-        """Whether all parts were let go of within the limit."""
+        """Whether all parts were released within the limit."""
         with self._lock:
             return self._all_done.wait_for(lambda: self._held == 0, limit_s)
 
@@ -200,9 +205,9 @@ class _Feed:
 class StreamUpload:
     """A library's own upload, run in a thread and fed part by part through a bounded queue.
 
-    Libraries do not tell which part is acknowledged, but they drop their reference to its memory when they
-    are done with it, and that is observed: so a stream far larger than memory passes through a few buffers,
-    uncopied.
+    Libraries do not report which part is acknowledged, but they drop their reference to its memory when they
+    are done with it, and a finalizer observes that: a stream far larger than memory passes through a few
+    buffers, uncopied.
     """
 
     def __init__(self, spec: UploadSpec, endpoint: Endpoint, counters: Counters) -> None:
@@ -220,37 +225,39 @@ class StreamUpload:
 
     def _run(self) -> None:
         client = cast("SupportsStreamUpload", self._endpoint.client)
-        failure: StorageError | None = StorageError("The client library broke off", uri=self._spec.uri)
+        failure: StorageError | None = StorageError(
+            "The client library ended without a result", uri=self._spec.uri
+        )
         try:
             self._etag = client.put_stream(self._spec.key, self._feed, self._spec.part_bytes)
             failure = None
         except _Abandoned:
             failure = StorageError("The upload was given up", uri=self._spec.uri)
         except RequestFailed as refused:
-            asked = RequestContext("UploadPart", self._spec.uri, self._spec.bucket, self._endpoint.url)
+            request = RequestContext("UploadPart", self._spec.uri, self._spec.bucket, self._endpoint.url)
             self._counters.add(errors=1, retries=refused.hidden_retries)
-            failure = map_request_error(refused, asked)
+            failure = map_request_error(refused, request)
         finally:
             self._failure = failure
             self._ended.set()
             self._feed.drain()
 
-    def send(self, part: memoryview, let_go: Callable[[], None]) -> None:
+    def send(self, part: memoryview, release: Callable[[], None]) -> None:
         """Pass on the next part."""
         self._wait_for_slot()
         if self._failure is not None:
             self._slots.release()
-            let_go()
+            release()
             raise self._failure
 
         def done() -> None:
-            let_go()
+            release()
             self._slots.release()
 
         self._sent_bytes += len(part)
         self._counters.add(requests=1, endpoint=self._endpoint.url)
-        self._feed.put(part[:], done)  # a view of its own: that it is gone means the library is done
-        if self._ended.is_set():  # it failed in between: nobody will pull this part
+        self._feed.put(part[:], done)  # a new view: when it is collected, the library is done
+        if self._ended.is_set():  # it failed meanwhile and will not read this part
             self._feed.drain()
 
     def _wait_for_slot(self) -> None:
@@ -269,7 +276,7 @@ class StreamUpload:
         self._counters.add(written_bytes=self._sent_bytes)
         if self._endpoint.client.write_copy:
             self._counters.add_copy(self._endpoint.client.write_copy, self._sent_bytes)
-        if not self._feed.wait_until_done(LET_GO_LIMIT_S):
+        if not self._feed.wait_until_done(RELEASE_LIMIT_S):
             raise _stalled(self._spec)
         return self._etag
 
@@ -281,17 +288,17 @@ class StreamUpload:
             moved = self._feed.moved
 
     def abort(self) -> None:
-        """Make the library drop the upload; what it still holds after a while is taken from it."""
+        """Make the library abort the upload, and wait a while until it has released its parts."""
         self._feed.drain()
         self._feed.abandon()
-        if not self._ended.wait(LET_GO_LIMIT_S):
+        if not self._ended.wait(RELEASE_LIMIT_S):
             _warn_of_orphan(self._spec, _stalled(self._spec))
-        self._feed.wait_until_done(LET_GO_LIMIT_S)
+        self._feed.wait_until_done(RELEASE_LIMIT_S)
 
 
 def _stalled(spec: UploadSpec) -> StorageTimeout:
     return StorageTimeout(
-        f"Nothing of the upload moved for {spec.stall_s:.0f} s",
+        f"The upload made no progress for {spec.stall_s:.0f} s",
         uri=spec.uri,
-        fix="Look whether the service is overloaded or the network stalls; raise request_timeout_s.",
+        fix="Check whether the service is overloaded or the network stalls; raise request_timeout_s.",
     )

@@ -1,37 +1,195 @@
-"""Writing one object: buffers become parts, and the finished object is verified.
+"""Writing one object: buffers are cut into parts, and the finished object is verified.
 
 An object of one part is one PUT at `finish`; a larger one is an upload in parts from its first whole part on.
-Invariant: `finish` returns only after the service itself has reported the submitted size.
+All parts of an upload have the same size except the last, which every S3 service accepts. Invariants: an
+owner's `release` is called exactly once, when the last piece of its buffer is no longer needed; `finish`
+returns only after the service itself has reported the submitted size.
 """
 
 from __future__ import annotations
 
+import itertools
+import queue
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
 
 from penstock.errors import ShortTransfer, StorageError
 from penstock.storage.objects.client import RemoteObject
+from penstock.storage.objects.client_settings import MIN_PART_BYTES
 from penstock.storage.objects.multipart_upload import Upload
-from penstock.storage.objects.part_cutter import (
-    MAX_PARTS,
-    PartCutter,
-    SharedRelease,
-    UploadPart,
-    choose_part_bytes,
-    flat_bytes,
-)
 from penstock.storage.objects.requests import RetryingRequests
 from penstock.storage.protocol import Counters, ObjectInfo, Release
 from penstock.units import format_bytes
 
+MAX_PART_BYTES: Final = 5 * 1024**3
+MAX_PARTS: Final = 10_000
+
+
+def choose_part_bytes(target_bytes: int, first_buffer_bytes: int, size_bytes: int | None) -> int:
+    """The part size for an object whose first buffer has `first_buffer_bytes`; `size_bytes` if known.
+
+    It is the smallest that fits 10,000 parts or `target_bytes`, whichever is more; but where buffers of the
+    first one's size divide into equal parts of between half and twice that, such a part: nothing is copied
+    then.
+    """
+    least_bytes = max(MIN_PART_BYTES, -(-(size_bytes or 0) // MAX_PARTS))
+    target_bytes = min(max(target_bytes, least_bytes), MAX_PART_BYTES)
+    if first_buffer_bytes == size_bytes:
+        return target_bytes
+    nearest = max(1, round(first_buffer_bytes / target_bytes))
+    for step in range(nearest + 1):
+        for pieces in (nearest + step, nearest - step):
+            if pieces < 1 or first_buffer_bytes % pieces:
+                continue
+            part_bytes = first_buffer_bytes // pieces
+            fits = (
+                max(least_bytes, -(-target_bytes // 2)) <= part_bytes <= min(2 * target_bytes, MAX_PART_BYTES)
+            )
+            if fits:
+                return part_bytes
+    return target_bytes
+
+
+def split_range(offset: int, length: int, range_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of the requests that together read `length` bytes from `offset`."""
+    for start in itertools.takewhile(lambda start: start < length, itertools.count(0, range_bytes)):
+        yield offset + start, min(range_bytes, length - start)
+
+
+GATHER_COPY = "objects-gather"
+"""Reason under which copies of buffers that are not whole parts are counted."""
+
+
+class SharedRelease:
+    """Calls `release` once, when the last holder drops its hold; `force` does not wait for them."""
+
+    def __init__(self, release: Release | None) -> None:
+        self._release = release
+        self._holders = 1
+        self._lock = threading.Lock()
+
+    def hold(self) -> Callable[[], None]:
+        """Add a holder; the function that it calls once to drop its hold."""
+        with self._lock:
+            self._holders += 1
+        return self.drop
+
+    def drop(self) -> None:
+        """Drop one hold. The first one belongs to the creator of this object."""
+        with self._lock:
+            self._holders -= 1
+            due = self._release if self._holders <= 0 else None
+            if due is not None:
+                self._release = None
+        if due is not None:
+            due()
+
+    def force(self) -> None:
+        """Release now: an upload that still holds a part will never be completed."""
+        with self._lock:
+            due, self._release = self._release, None
+        if due is not None:
+            due()
+
+
+class GatherBuffers:
+    """Part-sized buffers for pieces that are too small to be parts; reused, so at most those in flight."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+
+    def take(self) -> memoryview:
+        """A free buffer; one that was used before if possible, because its pages are in memory."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return np.empty(self.size_bytes, np.uint8).data
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Make `buffer` available again."""
+        self._free.put(buffer)
+
+
+def flat_bytes(buffer: memoryview) -> memoryview:
+    """`buffer` as one row of bytes, as a view of its own."""
+    return buffer[:] if buffer.ndim == 1 and buffer.format == "B" else buffer.cast("B")
+
+
+@dataclass(slots=True)
+class UploadPart:
+    """A piece of the object for one request; `release` is called when its bytes are no longer needed."""
+
+    content: memoryview
+    release: Callable[[], None]
+
+
+class PartCutter:
+    """Cuts submitted buffers into parts of exactly `part_bytes`; smaller pieces are gathered into parts.
+
+    An object that `is_single` is never sent in parts: all of it is the `rest`, uncopied if it came in one
+    buffer.
+    """
+
+    def __init__(self, part_bytes: int, counters: Counters, *, is_single: bool) -> None:
+        self.part_bytes = part_bytes
+        self._is_single = is_single
+        self._counters = counters
+        self._buffers = GatherBuffers(part_bytes)
+        self._filling: memoryview | None = None
+        self._filled_bytes = 0
+        self._rest: UploadPart | None = None
+
+    def cut(self, view: memoryview, shared: SharedRelease, *, ends_object: bool) -> Iterator[UploadPart]:
+        """The parts that `view` completes; `ends_object` promises that it is the last buffer."""
+        while view:
+            if self._filled_bytes == 0 and ends_object and self._is_single:
+                self._rest = UploadPart(view, shared.hold())
+                return
+            is_part = len(view) >= self.part_bytes or ends_object
+            if self._filled_bytes == 0 and is_part and not self._is_single:
+                yield UploadPart(view[: self.part_bytes], shared.hold())
+                view = view[self.part_bytes :]
+            else:
+                view = view[self._gather(view) :]
+                if self._filled_bytes == self.part_bytes and not self._is_single:
+                    yield self._take_gathered()
+
+    def _gather(self, view: memoryview) -> int:
+        if self._filling is None:
+            self._filling = self._buffers.take()
+        taken = min(len(view), self.part_bytes - self._filled_bytes)
+        room = self._filling[self._filled_bytes : self._filled_bytes + taken]
+        np.copyto(np.frombuffer(room, np.uint8), np.frombuffer(view[:taken], np.uint8))
+        self._filled_bytes += taken
+        self._counters.add_copy(GATHER_COPY, taken)
+        return taken
+
+    def _take_gathered(self) -> UploadPart:
+        buffer, self._filling = self._filling, None
+        size_bytes, self._filled_bytes = self._filled_bytes, 0
+        assert buffer is not None
+        return UploadPart(buffer[:size_bytes], lambda: self._buffers.give_back(buffer))
+
+    def rest(self) -> UploadPart | None:
+        """What is left at the end of the object: the last part, or all of a single one; None for nothing."""
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            return rest
+        return self._take_gathered() if self._filled_bytes else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewObject:
-    """What a sink is to write: `declared_bytes` is the size told beforehand, if any."""
+    """The object that a sink writes; `declared_bytes` is the size given to `create`, if any."""
 
     key: str
-    """The key below the storage's root, as its user knows it."""
+    """Relative to the storage's root; `remote_key` is relative to the bucket."""
     remote_key: str
     uri: str
     declared_bytes: int | None
@@ -39,7 +197,7 @@ class NewObject:
 
 
 class ObjectSink:
-    """A `Sink` on objects. `begin_upload` opens an upload whose parts have so many bytes."""
+    """A `Sink` on objects. `begin_upload` opens an upload, given the size of its parts."""
 
     def __init__(
         self,
@@ -71,7 +229,7 @@ class ObjectSink:
             self._check_declared()
             self._cut(view, shared)
         finally:
-            shared.let_go()
+            shared.drop()
 
     def _cut(self, view: memoryview, shared: SharedRelease) -> None:
         if self._cutter is None:
@@ -92,28 +250,28 @@ class ObjectSink:
     def _send(self, part: UploadPart) -> None:
         assert self._cutter is not None
         if self._num_parts == MAX_PARTS:
-            part.let_go()
+            part.release()
             raise StorageError(
                 f"The object outgrew {MAX_PARTS:,} parts of {format_bytes(self._cutter.part_bytes)}",
                 uri=self._new.uri,
-                fix="Tell its size to create(), or raise part_bytes.",
+                fix="Pass the size to create(), or raise part_bytes.",
             )
         if self._upload is None:
             self._upload = self._begin(self._cutter.part_bytes, part)
         self._num_parts += 1
-        self._upload.send(part.content, part.let_go)
+        self._upload.send(part.content, part.release)
 
     def _begin(self, part_bytes: int, first: UploadPart) -> Upload:
         try:
             upload = self._begin_upload(self._new, part_bytes)
         except StorageError:
-            first.let_go()
+            first.release()
             raise
-        self._orphan = weakref.finalize(self, upload.abort)  # a sink that nobody ends leaves nothing either
+        self._orphan = weakref.finalize(self, upload.abort)  # for a sink that is neither finished nor aborted
         return upload
 
     def finish(self) -> ObjectInfo:
-        """Complete the object, and compare what the service then has with what was submitted."""
+        """Complete the object, and compare the stored size with the submitted one."""
         self._check_open()
         self._check_declared(is_final=True)
         etag = self._complete()
@@ -146,29 +304,29 @@ class ObjectSink:
             )
         finally:
             if rest is not None:
-                rest.let_go()
+                rest.release()
         self._counters.add(written_bytes=len(content))
         if self._requests.any_client.write_copy:
             self._counters.add_copy(self._requests.any_client.write_copy, len(content))
         return etag
 
     def _verify(self, stored: RemoteObject, etag: str | None) -> None:
-        """Refuse an object that is not the one submitted; a damaged one is removed, a stranger's is not."""
+        """Refuse an object that is not the one submitted; remove a damaged one, but not another writer's."""
         if etag and stored.etag and etag != stored.etag:
             raise StorageError(
                 f"The object found (ETag {stored.etag}) is not the one just uploaded (ETag {etag})",
                 uri=self._new.uri,
-                fix="Another writer replaced it: find out who else writes this key.",
+                fix="Another writer replaced it: find out which other program writes this key.",
             )
         if stored.size_bytes == self._submitted_bytes:
             return
         raise ShortTransfer(
-            f"The service stored {stored.size_bytes} of {self._submitted_bytes} bytes and said success; "
+            f"The service stored {stored.size_bytes} of {self._submitted_bytes} bytes and reported success; "
             f"the damaged object was {self._remove_damaged()}",
             uri=self._new.uri,
             expected_bytes=self._submitted_bytes,
             actual_bytes=stored.size_bytes,
-            fix="The service lost data: do not trust it before its operator has found out why.",
+            fix="The service lost data: do not rely on it until its operator has found the cause.",
         )
 
     def _remove_damaged(self) -> str:
@@ -200,7 +358,7 @@ class ObjectSink:
     def _check_open(self) -> None:
         if self._is_over:
             raise StorageError(
-                "This object was already finished or aborted", uri=self._new.uri, fix="Create it anew."
+                "The object is already finished or aborted", uri=self._new.uri, fix="Create it again."
             )
 
     def _check_declared(self, *, is_final: bool = False) -> None:
@@ -212,5 +370,5 @@ class ObjectSink:
             uri=self._new.uri,
             expected_bytes=declared,
             actual_bytes=submitted,
-            fix="Tell create() the true size, or none.",
+            fix="Pass create() the true size, or none.",
         )

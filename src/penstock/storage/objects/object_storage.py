@@ -1,7 +1,7 @@
 """Objects of S3, Google and Azure as a `Storage`: keys below a bucket and prefix, through any of the clients.
 
-Large reads become ranges, several in flight at once, straight into the caller's buffer. Invariants: what is
-not in the counters was not sent; no key that passes `check_key` leaves the prefix; `read_into` returns or
+Large reads become ranges, several in flight at once, straight into the caller's buffer. Invariants: every
+request is counted; no key that passes `check_key` leaves the prefix; `read_into` returns or
 raises only when no request still writes into the buffer.
 """
 
@@ -13,6 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import cast
 
+from penstock.environment import Environment
 from penstock.errors import AlreadyThere, ShortTransfer
 from penstock.storage.objects.client import (
     ObjectClient,
@@ -21,22 +22,26 @@ from penstock.storage.objects.client import (
     SupportsStreamUpload,
     connect,
 )
-from penstock.storage.objects.client_settings import ObjectLocation
-from penstock.storage.objects.errors_map import RequestContext, RequestFailed
+from penstock.storage.objects.client_settings import ObjectLocation, resolve_location
 from penstock.storage.objects.multipart_upload import PartUpload, StreamUpload, Upload, UploadSpec
-from penstock.storage.objects.object_sink import NewObject, ObjectSink
-from penstock.storage.objects.part_cutter import flat_bytes, split_range
-from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, RetryingRequests
+from penstock.storage.objects.object_sink import NewObject, ObjectSink, flat_bytes, split_range
+from penstock.storage.objects.requests import (
+    MAX_BACKOFF_S,
+    Endpoint,
+    RequestContext,
+    RequestFailed,
+    RetryingRequests,
+)
 from penstock.storage.protocol import Counters, ObjectInfo, OptionValue
-from penstock.storage.uri import check_key, check_prefix
+from penstock.storage.uri import Location, check_key, check_prefix
 
 
 class ObjectSource:
-    """A `Source` on objects: the object as it was when opened, where the client can insist on that."""
+    """A `Source` on objects: the object as it was when opened, where the client can require its ETag."""
 
     def __init__(
         self,
-        found: RemoteObject,
+        described: RemoteObject,
         uri: str,
         requests: RetryingRequests,
         counters: Counters,
@@ -44,7 +49,7 @@ class ObjectSource:
         range_bytes: int,
         pool: Callable[[], Executor],
     ) -> None:
-        self._found = found
+        self._object = described
         self._uri = uri
         self._requests = requests
         self._counters = counters
@@ -54,28 +59,28 @@ class ObjectSource:
     @property
     def size_bytes(self) -> int:
         """The object's size when it was opened."""
-        return self._found.size_bytes
+        return self._object.size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill all of `buffer` from `offset`."""
         view = flat_bytes(buffer)
-        there = max(0, min(len(view), self.size_bytes - offset))
-        if there < len(view):
+        available = max(0, min(len(view), self.size_bytes - offset))
+        if available < len(view):
             raise ShortTransfer(
                 f"{len(view)} bytes at {offset} reach past the end of an object of {self.size_bytes}",
                 uri=self._uri,
                 expected_bytes=len(view),
-                actual_bytes=there,
-                fix="Ask for less; stat() tells the size.",
+                actual_bytes=available,
+                fix="Ask for ranges inside size_bytes.",
             )
         if view:
             self._read_ranges(offset, view)
 
     def _read_ranges(self, offset: int, view: memoryview) -> None:
-        first, *others = split_range(offset, len(view), self._range_bytes)
+        first, *further = split_range(offset, len(view), self._range_bytes)
         started = [
             self._pool().submit(self._read_one, start, view[start - offset : start - offset + length])
-            for start, length in others
+            for start, length in further
         ]
         try:
             self._read_one(first[0], view[: first[1]])
@@ -88,7 +93,7 @@ class ObjectSource:
         self._requests.call(
             "GetObject",
             self._uri,
-            lambda client: client.read_into(self._found.key, start, view, self._found.etag),
+            lambda client: client.read_into(self._object.key, start, view, self._object.etag),
             wanted_bytes=len(view),
         )
         self._counters.add(read_bytes=len(view))
@@ -97,30 +102,30 @@ class ObjectSource:
             self._counters.add_copy(copy, len(view))
 
     def close(self) -> None:
-        """Nothing is held open between requests."""
+        """Do nothing: requests leave nothing open."""
 
 
 PAGE_KEYS = 1000
 """Keys in one page of a listing, which is one request."""
 _CONDITION_FAILED = (409, 412)
 STALL_GRACE_S = 5.0
-"""An upload is given up so long after its client should have given up by itself."""
+"""How long after its client's own limits an upload without progress is given up."""
 
 
 class ObjectStorage:
-    """A `Storage` on objects; a finished one is durable by the service's word."""
+    """A `Storage` on objects; a finished object is durable, as the service promises."""
 
-    def __init__(self, place: ObjectLocation, rank: int = 0) -> None:
-        options = place.options
-        self.uri = place.uri
-        self.options: Mapping[str, OptionValue] = place.record()
+    def __init__(self, location: ObjectLocation, rank: int = 0) -> None:
+        options = location.options
+        self.uri = location.uri
+        self.options: Mapping[str, OptionValue] = location.record()
         self.counters = Counters()
-        self._place = place
+        self._location = location
         self._lock = threading.Lock()
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._requests = RetryingRequests(
-            [Endpoint(settings.endpoint or place.uri, connect(settings)) for settings in place.clients],
-            bucket=place.bucket,
+            [Endpoint(settings.endpoint or location.uri, connect(settings)) for settings in location.clients],
+            bucket=location.bucket,
             counters=self.counters,
             attempts=options.attempts,
             backoff_s=options.backoff_s,
@@ -133,7 +138,7 @@ class ObjectStorage:
         return self._requests.endpoint_urls
 
     def _remote(self, key: str) -> str:
-        return f"{self._place.prefix}/{key}" if self._place.prefix else key
+        return f"{self._location.prefix}/{key}" if self._location.prefix else key
 
     def _uri_of(self, key: str) -> str:
         return f"{self.uri}/{key}"
@@ -146,22 +151,22 @@ class ObjectStorage:
             return self._pools[name]
 
     def create(self, key: str, size_bytes: int | None = None) -> ObjectSink:
-        """Begin an object; a size told beforehand saves requests and lets parts grow to fit it."""
+        """Begin an object; a declared size saves requests and lets parts grow to fit it."""
         new = NewObject(
             key=check_key(key, self.uri),
             remote_key=self._remote(key),
             uri=self._uri_of(key),
             declared_bytes=size_bytes,
-            target_part_bytes=self._place.options.part_bytes,
+            target_part_bytes=self._location.options.part_bytes,
         )
         return ObjectSink(new, self._requests, self.counters, self._begin_upload)
 
     def _begin_upload(self, new: NewObject, part_bytes: int) -> Upload:
-        options = self._place.options
+        options = self._location.options
         spec = UploadSpec(
             key=new.remote_key,
             uri=new.uri,
-            bucket=self._place.bucket,
+            bucket=self._location.bucket,
             part_bytes=part_bytes,
             in_flight=options.parts_in_flight,
             stall_s=options.attempts * (options.request_timeout_s + MAX_BACKOFF_S) + STALL_GRACE_S,
@@ -174,12 +179,12 @@ class ObjectStorage:
 
     @property
     def has_conditions(self) -> bool:
-        """Whether client and service can put on a condition."""
+        """Whether client and service support conditional writes."""
         client = self._requests.any_client
         return isinstance(client, SupportsConditionalPut) and client.has_conditions
 
     def write_if(self, key: str, content: bytes, *, replaces: str | None) -> ObjectInfo:
-        """Write a small object in one request, if the service finds there what `replaces` says."""
+        """Write a small object in one request, if the object there has the checksum `replaces`."""
         remote, uri = self._remote(check_key(key, self.uri)), self._uri_of(key)
 
         def put(client: ObjectClient) -> str | None:
@@ -192,7 +197,9 @@ class ObjectStorage:
                 if failure.status not in _CONDITION_FAILED and not is_gone:
                     raise
                 raise AlreadyThere(
-                    f"Another object is there ({failure})", uri=uri, fix="Read it, and decide anew."
+                    f"Another writer came first ({failure})",
+                    uri=uri,
+                    fix="Read the object again, then retry.",
                 ) from failure
 
         etag = self._requests.call("PutObject", uri, put)
@@ -201,7 +208,7 @@ class ObjectStorage:
 
     def open(self, key: str) -> ObjectSource:
         """Open an object for ranged reads: one request, for its size."""
-        options = self._place.options
+        options = self._location.options
         return ObjectSource(
             self._head(key),
             self._uri_of(key),
@@ -216,11 +223,11 @@ class ObjectStorage:
         return self._requests.call("HeadObject", self._uri_of(key), lambda client: client.head(remote))
 
     def stat(self, key: str) -> ObjectInfo:
-        """One object's facts; the checksum is its ETag."""
+        """Describe one object; its checksum is the ETag."""
         return _describe(key, self._head(key))
 
     def delete(self, key: str) -> None:
-        """Remove one object; silent where there is none, because S3 does not tell."""
+        """Remove one object; silent if there is none, because S3 does not report that."""
         remote = self._remote(check_key(key, self.uri))
 
         def delete(client: ObjectClient) -> None:
@@ -233,7 +240,7 @@ class ObjectStorage:
         self._requests.call("DeleteObject", self._uri_of(key), delete)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """All objects below the folder `prefix`, in pages; one that fails is resumed after its last key."""
+        """All objects below the folder `prefix`, in pages; a failed listing is resumed after its last key."""
         folder = check_prefix(prefix, self.uri)
         uri = self._uri_of(folder) if folder else self.uri
         return self._list(f"{self._remote(folder)}/".lstrip("/") if folder else self._remote(""), uri)
@@ -245,27 +252,37 @@ class ObjectStorage:
             self.counters.add(requests=1, endpoint=endpoint.url)
             num_listed = 0
             try:
-                for found in endpoint.client.list(remote_prefix, after):
-                    after, attempt, num_listed = found.key, 1, num_listed + 1
+                for remote in endpoint.client.list(remote_prefix, after):
+                    after, attempt, num_listed = remote.key, 1, num_listed + 1
                     if num_listed % PAGE_KEYS == 0:
                         self.counters.add(requests=1, endpoint=endpoint.url)
-                    if not found.key.endswith(
-                        "/"
-                    ):  # a console's folder marker, which no storage of ours makes
-                        yield _describe(found.key[num_root:], found)
+                    # Consoles create empty objects with such keys as folders.
+                    if not remote.key.endswith("/"):
+                        yield _describe(remote.key[num_root:], remote)
             except RequestFailed as failure:
-                asked = RequestContext(
-                    "ListObjectsV2", uri, self._place.bucket, endpoint.url, attempts=attempt
+                request = RequestContext(
+                    "ListObjectsV2", uri, self._location.bucket, endpoint.url, attempts=attempt
                 )
-                self._requests.wait_for_retry(failure, asked)
+                self._requests.wait_for_retry(failure, request)
                 attempt += 1
             else:
                 return
 
     def sync(self, prefix: str = "") -> None:
-        """Nothing: a service that answered a PUT with success has promised to keep it."""
+        """Do nothing: a service that has acknowledged an object has promised durability."""
         check_prefix(prefix, self.uri)
 
 
-def _describe(key: str, found: RemoteObject) -> ObjectInfo:
-    return ObjectInfo(key=key, size_bytes=found.size_bytes, modified_s=found.modified_s, checksum=found.etag)
+def open_objects(location: Location, environment: Environment, rank: int) -> ObjectStorage:
+    """Open the bucket and prefix of `location`. No request is sent yet.
+
+    `Unavailable` without an endpoint, credentials or the client's library; `rank` decides which of several
+    endpoints is used first.
+    """
+    return ObjectStorage(resolve_location(location, environment), rank)
+
+
+def _describe(key: str, remote: RemoteObject) -> ObjectInfo:
+    return ObjectInfo(
+        key=key, size_bytes=remote.size_bytes, modified_s=remote.modified_s, checksum=remote.etag
+    )

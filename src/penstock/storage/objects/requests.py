@@ -1,8 +1,10 @@
-"""Retries: `RetryingRequests.call` picks an endpoint, sends, counts, backs off, and maps the last error.
+"""Requests with retries, and what their failures mean.
 
-Every request of a storage goes through it. Endpoints take turns, each rank beginning with another one; a
-retry moves on to the next. Invariant: a request is sent at most `attempts` times, and every attempt is in the
-counters.
+Adapters turn their library's exceptions into `RequestFailed`. `RetryingRequests.call`, through which every
+request of a storage goes, picks an endpoint, sends, counts, backs off, and maps the last failure to one of
+our errors. Endpoints take turns, each rank beginning with another one; a retry uses the next. Invariants: a
+request is sent at most `attempts` times, and every attempt is counted; of the service's answer only its code
+and short message are passed on, never headers or signatures.
 """
 
 from __future__ import annotations
@@ -13,11 +15,165 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+from penstock.errors import (
+    AccessRefused,
+    ObjectNotFound,
+    OutOfSpace,
+    ShortTransfer,
+    StorageError,
+    StorageTimeout,
+)
 from penstock.storage.objects.client import ObjectClient
-from penstock.storage.objects.errors_map import RequestContext, RequestFailed, map_request_error
 from penstock.storage.protocol import Counters
+
+FailureKind = Literal["answer", "connect", "reset", "timeout", "truncated"]
+
+_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+_TRANSIENT_CODES = frozenset(
+    {
+        "IncompleteBody",
+        "InternalError",
+        "RequestTimeout",
+        "ServiceUnavailable",
+        "SlowDown",
+        "SlowDownRead",
+        "SlowDownWrite",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+    }
+)
+_FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded"})
+_WRONG_REGION_CODES = frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "TemporaryRedirect"})
+_REFUSALS = {
+    "RequestTimeTooSkewed": "This machine's clock differs from the service's: set it (chrony, ntpd).",
+    "InvalidAccessKeyId": "The service does not know AWS_ACCESS_KEY_ID: check it and the endpoint.",
+    "SignatureDoesNotMatch": "Check AWS_SECRET_ACCESS_KEY, and that no proxy rewrites requests.",
+    "ExpiredToken": "AWS_SESSION_TOKEN has expired: get new credentials.",
+}
+_CONNECT_FIX = "Check the endpoint's host, port and scheme, and that the service runs."
+_TRUST_FIX = (
+    "Set AWS_CA_BUNDLE to the PEM file of the service's authority (or tls_verify=false, for tests only)."
+)
+
+
+@dataclass(slots=True)
+class RequestFailed(Exception):
+    """One attempt failed. `status` and `code` are the service's answer, where there was one."""
+
+    kind: FailureKind
+    message: str
+    status: int | None = None
+    code: str = ""
+    received_bytes: int = 0
+    """How many of the requested bytes arrived, where a body was cut short."""
+    hidden_retries: int = 0
+    """Attempts that the library made by itself before."""
+
+    def __str__(self) -> str:
+        answer = " ".join(str(word) for word in (self.status, self.code) if word)
+        return f"{answer}: {self.message}" if answer else self.message
+
+    @classmethod
+    def truncated(cls, received_bytes: int, expected_bytes: int) -> RequestFailed:
+        """The failure of a body that ended too early."""
+        message = f"{received_bytes} of {expected_bytes} bytes arrived"
+        return cls("truncated", message, received_bytes=received_bytes)
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the same request may succeed a moment later."""
+        return self.kind != "answer" or self.status in _TRANSIENT_STATUS or self.code in _TRANSIENT_CODES
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the answer is that there is no such object."""
+        return self.status == 404 or self.code in ("NoSuchKey", "NoSuchBucket", "NoSuchUpload")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """A request, as error messages describe it."""
+
+    verb: str
+    uri: str
+    bucket: str
+    endpoint: str
+    wanted_bytes: int = 0
+    attempts: int = 1
+
+    @property
+    def tries(self) -> str:
+        """` after 5 attempts`, or nothing for one."""
+        return f" after {self.attempts} attempts" if self.attempts > 1 else ""
+
+
+Explanation = tuple[type[StorageError], str, str]
+"""The type of an error, what happened, and the fix."""
+
+
+def map_request_error(failure: RequestFailed, request: RequestContext) -> StorageError:
+    """The error for a failure that is final."""
+    explain = _explain_answer if failure.kind == "answer" else _explain_connection
+    kind, what, fix = explain(failure, request)
+    where = f"{request.verb} {request.uri} at {request.endpoint}"
+    if kind is ShortTransfer:
+        return ShortTransfer(
+            what,
+            uri=request.uri,
+            where=where,
+            fix=fix,
+            expected_bytes=request.wanted_bytes,
+            actual_bytes=failure.received_bytes,
+        )
+    return kind(what, uri=request.uri, where=where, fix=fix)
+
+
+def _explain_connection(failure: RequestFailed, request: RequestContext) -> Explanation:
+    logs = "Look at the logs of the service and the proxies for"
+    match failure.kind:
+        case "timeout":
+            what = f"{request.endpoint} did not answer in time"
+            kind: type[StorageError] = StorageTimeout
+            fix = "Check whether the service is overloaded or the network stalls; raise request_timeout_s."
+        case "connect":
+            what, kind = f"Cannot connect to {request.endpoint}", StorageError
+            fix = _TRUST_FIX if "certificate" in failure.message.lower() else _CONNECT_FIX
+        case "truncated":
+            what, kind, fix = "The body ended too early", ShortTransfer, f"{logs} cut connections."
+        case _:
+            what, kind, fix = "The connection broke", StorageError, f"{logs} closed connections."
+    return kind, f"{what}{request.tries}: {failure.message}", fix
+
+
+def _explain_answer(failure: RequestFailed, request: RequestContext) -> Explanation:
+    status, code = failure.status, failure.code
+    no_access = _REFUSALS.get(code, "Check the access keys and their permissions for this bucket.")
+    # The first that applies: a missing bucket, for instance, also has the status of a missing object.
+    answers: tuple[tuple[bool, type[StorageError], str, str], ...] = (
+        (code == "NoSuchBucket", ObjectNotFound, f"The bucket {request.bucket!r} does not exist ({failure})",
+         "Create the bucket, or check its name and the endpoint."),
+        (failure.is_missing, ObjectNotFound, f"No object at {request.uri}",
+         "Check the key, and that the bucket exists at this endpoint."),
+        (status in (301, 307) or code in _WRONG_REGION_CODES, StorageError,
+         f"The bucket is in another region ({failure})",
+         "Set AWS_REGION (or the option region) to the bucket's region."),
+        (status in (401, 403) or code in _REFUSALS, AccessRefused,
+         f"The service denied access ({failure})", no_access),
+        (status == 507 or code in _FULL_CODES, OutOfSpace, f"The service has no room left ({failure})",
+         "Free some space there."),
+        (status == 412, StorageError, f"The object changed since it was opened ({failure})",
+         "Open it again; find out which other program writes this key."),
+        (status == 416, ShortTransfer, f"The object ends before the requested range ({failure})",
+         "Open it again: it was replaced by a shorter one."),
+    )  # fmt: skip
+    for applies, kind, what, fix in answers:
+        if applies:
+            return kind, what, fix
+    return StorageError, f"The service failed{request.tries}: {failure}", ""
+
 
 T = TypeVar("T")
 
@@ -28,7 +184,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One door of the service and the client that goes through it."""
+    """A URL of the service and its client."""
 
     url: str
     client: ObjectClient
@@ -59,7 +215,7 @@ class RetryingRequests:
 
     @property
     def any_client(self) -> ObjectClient:
-        """A client to ask for what it can do."""
+        """A client, for its capabilities."""
         return self._endpoints[0].client
 
     @property
@@ -72,27 +228,27 @@ class RetryingRequests:
         return self._endpoints[next(self._turns) % len(self._endpoints)]
 
     def call(self, verb: str, uri: str, action: Callable[[ObjectClient], T], *, wanted_bytes: int = 0) -> T:
-        """What `action` returns, attempted until it works or its failure is final."""
+        """The result of `action`, attempted until it succeeds or its failure is final."""
         for attempt in itertools.count(1):
             endpoint = self.next_endpoint()
             self._counters.add(requests=1, endpoint=endpoint.url)
             try:
                 return action(endpoint.client)
             except RequestFailed as failure:
-                asked = RequestContext(verb, uri, self._bucket, endpoint.url, wanted_bytes, attempt)
-                self.wait_for_retry(failure, asked)
+                request = RequestContext(verb, uri, self._bucket, endpoint.url, wanted_bytes, attempt)
+                self.wait_for_retry(failure, request)
         raise AssertionError
 
-    def wait_for_retry(self, failure: RequestFailed, asked: RequestContext) -> None:
-        """Count a failed attempt and wait for the next; raise its explanation if there is to be none."""
+    def wait_for_retry(self, failure: RequestFailed, request: RequestContext) -> None:
+        """Count a failed attempt and wait for the next one; raise if it was the last."""
         self._counters.add(errors=0 if failure.is_missing else 1, retries=failure.hidden_retries)
-        if asked.attempts >= self._attempts or not failure.is_transient:
-            raise map_request_error(failure, asked) from failure
-        logger.info("%s %s: attempt %d failed: %s", asked.verb, asked.uri, asked.attempts, failure)
+        if request.attempts >= self._attempts or not failure.is_transient:
+            raise map_request_error(failure, request) from failure
+        logger.info("%s %s: attempt %d failed: %s", request.verb, request.uri, request.attempts, failure)
         self._counters.add(retries=1)
-        self._sleep(self.backoff_before(asked.attempts + 1))
+        self._sleep(self.backoff_before(request.attempts + 1))
 
     def backoff_before(self, attempt: int) -> float:
-        """Seconds to wait before the second, third, ... attempt: doubling, with a jitter down to a half."""
+        """Seconds to wait before attempt 2, 3, ...: doubling, with random jitter down to half of it."""
         longest_s = min(self._backoff_s * 2.0 ** (attempt - 2), MAX_BACKOFF_S)
         return longest_s * self._jitter.uniform(0.5, 1.0)

@@ -11,10 +11,18 @@ from typing import Any, Final
 
 from penstock.progress import Progress, Silent
 from penstock.trace.compare import study_tables
-from penstock.trace.compare.call_findings import extra_calls, redundant_lookups, small_writes
-from penstock.trace.compare.rank_findings import missing_ranks, stragglers, summed_threads
+from penstock.trace.compare.findings import (
+    cache_read_by_flush,
+    extra_calls,
+    missing_ranks,
+    redundant_lookups,
+    slower_tier,
+    small_writes,
+    stragglers,
+    summed_threads,
+    unserved_reads,
+)
 from penstock.trace.compare.study_tables import file_tables, followed_files
-from penstock.trace.compare.tier_findings import cache_read_by_flush, slower_tier, unserved_reads
 from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, format_ranges
 from penstock.trace.questions.answer import Answer, Column, Value, make_columns
 from penstock.trace.questions.breakdowns import ranks
@@ -32,13 +40,20 @@ def find_mismatches(study: Study) -> Answer:
         sets = _find_sets(study, column, where)
         base = sets.get(study.baseline, set())
         for run in study.runs:
-            here = sets.get(run, set())
+            values = sets.get(run, set())
             # Jobs land on other machines each time: only their number matters.
-            if what == "hosts" and len(here) == len(base):
+            if what == "hosts" and len(values) == len(base):
                 continue
-            if here != base:
+            if values != base:
                 rows.append(
-                    (what, run, len(here), len(base), format_ranges(base - here), format_ranges(here - base))
+                    (
+                        what,
+                        run,
+                        len(values),
+                        len(base),
+                        format_ranges(base - values),
+                        format_ranges(values - base),
+                    )
                 )
     rows += _find_losses(study)
     columns = make_columns("what", "run", "here", Column(study.baseline), "missing", "added")

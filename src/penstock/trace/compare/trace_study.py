@@ -205,7 +205,7 @@ class Weight(StrEnum):
     NOTE = "note"  # worth knowing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TraceFinding:
     """One observation: `says` in sentences with numbers, `evidence` as rows."""
 

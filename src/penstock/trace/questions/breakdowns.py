@@ -1,13 +1,81 @@
-"""Breakdowns by operation, file, class of files, size and rank: calls, bytes, measures of time."""
+"""Tables of a trace: summary, breakdowns by operation, file, class, size and rank, overlap with compute.
+
+Each row has calls, bytes and measures of time. In `overlap`, `union_us`, `sum_us` and `concurrency` are those
+of the I/O; its overlap with computation is one of intervals, not a difference of totals.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-from penstock.trace.interval_union import measure_groups
-from penstock.trace.questions.answer import Answer, Column, Unit, make_columns
+from penstock.errors import UsageError
+from penstock.trace.dimensions import sql_literal
+from penstock.trace.interval_union import NO_TIME, UnionTimes, measure_groups, union_times
+from penstock.trace.questions.answer import Answer, Column, Unit, Value, make_columns
 from penstock.trace.questions.events_view import GROUPINGS, IS_IO, IS_READ, IS_WRITE, EventsView, check_keys
+
+
+def summary(events: EventsView) -> tuple[Answer, Answer]:
+    """The facts, and a row for each function."""
+    return _facts(events), _functions(events)
+
+
+def _facts(events: EventsView) -> Answer:
+    who = events.ask_one("""
+        SELECT count(DISTINCT host), count(DISTINCT rank), count(DISTINCT (host, pid)),
+               count(DISTINCT (host, pid, tid))
+        FROM (SELECT DISTINCT host, rank, pid, tid FROM {events})""")
+    what = events.ask_one("""
+        SELECT count(DISTINCT path), count(*), coalesce(max(end_us) - min(ts_us), 0),
+               coalesce(sum(size_bytes), 0)::BIGINT
+        FROM {events}""")
+    counts = (*who, *what)
+    (sum_us,) = events.ask_one(f"SELECT coalesce(sum(dur_us), 0)::BIGINT FROM {{events}} WHERE {IS_IO}")
+    busy = union_times(events, (), first=IS_IO, second="phase = 'compute'")[()]
+    app_us = union_times(events, (), first="phase = 'app_io'")[()].first_us
+    io_us, compute_us = busy.first_us, busy.second_us
+    facts: list[tuple[str, Unit, float | None]] = [
+        *zip(
+            ("num_hosts", "num_ranks", "num_processes", "num_threads", "num_files", "num_events"),
+            [Unit.COUNT] * 6,
+            counts[:6],
+            strict=True,
+        ),
+        ("span_us", Unit.MICROSECONDS, counts[6]),
+        ("moved_bytes", Unit.BYTES, counts[7]),
+        ("io_union_us", Unit.MICROSECONDS, io_us),
+        ("io_sum_us", Unit.MICROSECONDS, sum_us),
+        ("io_concurrency", Unit.RATIO, sum_us / io_us if io_us else None),
+        ("app_io_union_us", Unit.MICROSECONDS, app_us),
+        ("compute_union_us", Unit.MICROSECONDS, compute_us),
+        ("overlap_us", Unit.MICROSECONDS, busy.both_us),
+        ("io_alone_us", Unit.MICROSECONDS, busy.first_alone_us),
+        ("compute_alone_us", Unit.MICROSECONDS, busy.second_alone_us),
+    ]
+    return Answer(
+        name="facts",
+        title="Summary",
+        columns=[Column(name, unit) for name, unit, _ in facts],
+        rows=[[value for _, _, value in facts]],
+        notes=[
+            "Overlaps are of intervals over all processes; `penstock trace overlap` shows them by process."
+        ],
+    )
+
+
+def _functions(events: EventsView) -> Answer:
+    rows = events.ask("""
+        SELECT cat, op, count(*), sum(dur_us)::BIGINT, sum(size_bytes)::BIGINT, min(size_bytes),
+               quantile_cont(size_bytes, 0.25), avg(size_bytes), quantile_cont(size_bytes, 0.5),
+               quantile_cont(size_bytes, 0.75), max(size_bytes)
+        FROM {events} GROUP BY cat, op ORDER BY 4 DESC, 1, 2""")
+    columns = make_columns(
+        "cat", "op", "num_events", "sum_us", "total_bytes", "min_bytes", "p25_bytes", "mean_bytes",
+        "median_bytes", "p75_bytes", "max_bytes",
+    )  # fmt: skip
+    return Answer(name="functions", title="Functions", columns=columns, rows=rows)
+
 
 _EXTRA = (
     f"coalesce(sum(size_bytes) FILTER (WHERE {IS_READ}), 0)::BIGINT",
@@ -99,23 +167,13 @@ def ranks(events: EventsView) -> Answer:
             FROM {events} GROUP BY run, pid, host""")
     }
     rows = [
-        (
-            run,
-            rank,
-            pid,
-            host,
-            num_events,
-            moved,
-            sum_us,
-            union_us,
-            concurrency,
-            *reversed(spans[run, pid, host]),
-        )
+        (run, rank, pid, host, num_events, moved, sum_us, union_us, concurrency,
+         *reversed(spans[run, pid, host]))
         for run, rank, pid, host, num_events, sum_us, union_us, concurrency, moved in busy
-    ]
+    ]  # fmt: skip
     rows.sort(key=lambda row: (row[0], -1 if row[1] is None else row[1], row[2], row[3] or ""))
     medians = {run: median(row[7] for row in rows if row[0] == run) for run in {row[0] for row in rows}}
-    judged_rows = [
+    rated_rows = [
         (*row, ratio, ratio is not None and ratio > STRAGGLER_RATIO)
         for row in rows
         for ratio in (row[7] / medians[row[0]] if medians[row[0]] else None,)
@@ -125,4 +183,35 @@ def ranks(events: EventsView) -> Answer:
         "app_us", "last_event_us", "to_median", "is_straggler",
     )  # fmt: skip
     note = f"A straggler's union is more than {STRAGGLER_RATIO:g} times its run's median."
-    return Answer(name="ranks", title="Ranks", columns=columns, rows=judged_rows, notes=[note])
+    return Answer(name="ranks", title="Ranks", columns=columns, rows=rated_rows, notes=[note])
+
+
+def overlap(events: EventsView, *, by: Sequence[str] = ("pid",), of: str = "io") -> Answer:
+    """A row for each value of `by`; `of` is the phase that counts as I/O, or `all` but compute."""
+    check_keys(by, GROUPINGS)
+    notes = []
+    counted = "phase <> 'compute'" if of == "all" else f"phase = {sql_literal(of)}"
+    if of == "io" and not events.ask_one(f"SELECT count(*) FROM {{events}} WHERE {counted}")[0]:
+        counted = "phase <> 'compute'"
+        notes.append("No event has the phase io: everything but compute is counted.")
+    keys = ", ".join(by)
+    counts = events.ask(f"""
+        SELECT {keys}, count(*), sum(dur_us)::BIGINT FROM {{events}} WHERE {counted}
+        GROUP BY {keys} ORDER BY {keys}""")
+    if not counts and of not in ("io", "all"):
+        known = ", ".join(row[0] for row in events.ask("SELECT DISTINCT phase FROM {events} ORDER BY phase"))
+        raise UsageError(f"No event has the phase {of!r}", fix=f"Phases of these traces: {known}.")
+    busy = union_times(events, by, first=counted, second="phase = 'compute'")
+    rows = [_overlap_row(row[:-2], row[-2], row[-1], busy.get(row[:-2], NO_TIME)) for row in counts]
+    columns = make_columns(
+        *map(Column, by), "num_events", "union_us", "sum_us", "concurrency", "compute_us", "overlap_us",
+        "io_alone_us", "compute_alone_us",
+    )  # fmt: skip
+    return Answer(name="overlap", title=f"I/O and compute by {keys}", columns=columns, rows=rows, notes=notes)
+
+
+def _overlap_row(key: Sequence[Value], num_events: int, sum_us: int, busy: UnionTimes) -> tuple[Value, ...]:
+    io_us = busy.first_us
+    concurrency = sum_us / io_us if io_us else None
+    alone = busy.first_alone_us, busy.second_alone_us
+    return (*key, num_events, io_us, sum_us, concurrency, busy.second_us, busy.both_us, *alone)

@@ -205,7 +205,7 @@ def test_where_the_kernel_does_not_tell_a_read_is_not_called_cold(
     ground: Ground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silent(_: str) -> None:
-        raise Unavailable("This kernel does not tell which pages are resident")
+        raise Unavailable("This kernel does not report which pages are resident")
 
     monkeypatch.setattr(cache_eviction, "evict_file", silent)
     result = ground.run(writes=1, reads=1)

@@ -84,7 +84,7 @@ def test_every_message_survives_its_line(message: Message) -> None:
     "line",
     [b"", b"GET / HTTP/1.1", b"{}", b'{"Nobody": {}}', b'{"Dismiss": {"now": 1}}', b'{"Failed": {}}', b"[1]"],
 )
-def test_what_is_no_message_breaks_the_line(line: bytes) -> None:
+def test_an_invalid_message_breaks_the_channel(line: bytes) -> None:
     with pytest.raises(ChannelBroken, match="Not a message"):
         decode(line)
 
@@ -254,7 +254,7 @@ def test_guards_that_never_get_rid_of_their_ranks_are_not_awaited_for_ever(
         assert heard(only) == Dismiss()
 
 
-def test_a_stranger_is_turned_away_and_harms_nobody() -> None:
+def test_a_connection_without_proof_is_refused_without_effect() -> None:
     server = ControlServer(ranks=1)
     with supervisors(server, "a") as (only,):
         for token in ("wrong", server.token):
@@ -278,7 +278,7 @@ def test_a_stranger_is_turned_away_and_harms_nobody() -> None:
     assert server.failure is None
 
 
-def test_a_guard_that_reaches_nobody_says_where_it_tried() -> None:
+def test_a_supervisor_without_a_server_names_the_addresses_that_it_tried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(RankError, match="Rank 3 cannot reach") as caught:
@@ -287,7 +287,7 @@ def test_a_guard_that_reaches_nobody_says_where_it_tried() -> None:
     assert str(port) in caught.value.fix
 
 
-def test_a_guard_that_reaches_somebody_else_believes_nothing() -> None:
+def test_a_supervisor_that_reaches_another_server_accepts_no_message() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 

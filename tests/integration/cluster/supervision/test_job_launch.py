@@ -51,7 +51,9 @@ def test_a_launcher_that_ends_before_any_rank_keeps_its_words(
 
 
 def test_ranks_that_never_start_end_the_wait_by_name(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    with pytest.raises(RankFailed, match=r"Waited 0\.5 s in vain for 2 of 2 ranks to start \(0, 1\)"):
+    with pytest.raises(
+        RankFailed, match=r"Timed out after 0\.5 s waiting for 2 of 2 ranks to start \(0, 1\)"
+    ):
         launch_job(plan("sleep", "60", ranks=2), start_timeout_s=0.5)
 
 
@@ -62,7 +64,7 @@ def test_a_launcher_that_ignores_sigterm_is_killed(capfdbinary: pytest.CaptureFi
     assert psutil.Process().children(recursive=True) == before
 
 
-def test_a_rank_that_was_never_heard_of_is_counted(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_ranks_that_never_reported_are_counted(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     with pytest.raises(RankFailed, match="its launcher ended with exit code 7"):
         launch_job(python_plan("channel.send(Finished(rank=0)); sys.exit(7)", ranks=2))
 
@@ -81,7 +83,7 @@ def test_ranks_on_other_machines_are_reached_on_all_interfaces(
     assert capfdbinary.readouterr().out.count(b",") >= 1
 
 
-def test_what_is_said_after_a_failure_is_kept_for_who_asks(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_output_after_a_failure_is_kept_as_a_note(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     program = (
         "channel.send(Failed(rank=0, host='here', cause='no water')); channel.receive();"
         "print('=   BAD TERMINATION'); print('noise', file=sys.stderr)"
@@ -101,7 +103,7 @@ def test_the_handler_of_sigterm_is_given_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_output_that_nobody_reads_fails_the_job(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_fails_the_job(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     program = Path(__file__).parents[1] / "programs" / "launch.py"
@@ -113,12 +115,12 @@ def test_output_that_nobody_reads_fails_the_job(tmp_path: Path) -> None:
     assert "its output cannot be written" in said
 
 
-def test_an_end_is_told_by_code_or_by_signal() -> None:
+def test_the_end_of_a_process_is_described_by_exit_code_or_signal() -> None:
     assert describe_exit(3) == "its process ended early, with exit code 3"
     assert describe_exit(-11) == "its process was killed by SIGSEGV (signal 11)"
 
 
-def test_processes_that_are_gone_already_are_no_trouble() -> None:
+def test_ending_processes_that_have_ended_is_no_error() -> None:
     # In a process of its own: whoever calls it loses all its children.
     program = (
         "import psutil; from penstock.cluster.supervision.supervisor import end_processes\n"

@@ -117,7 +117,7 @@ def test_buffered_access_copies_nothing_of_any_shape(tmp_path: Path, num_buffers
     assert not storage.counters.copied_bytes
 
 
-def test_where_the_file_system_refuses_direct_access_it_says_what_to_use() -> None:
+def test_without_direct_io_the_error_names_an_alternative() -> None:
     storage = open_storage("direct:///proc/self", {})
     with pytest.raises(Unavailable, match="does not support O_DIRECT") as caught:
         storage.open("status")
@@ -126,7 +126,7 @@ def test_where_the_file_system_refuses_direct_access_it_says_what_to_use() -> No
         storage.open("fd")
 
 
-def test_where_blocks_are_larger_than_the_alignment_the_message_says_so(tmp_path: Path) -> None:
+def test_too_small_an_alignment_is_named_in_the_error(tmp_path: Path) -> None:
     from penstock.storage.files.system_calls import map_os_error
 
     told = map_os_error(OSError(22, os.strerror(22)), "Writing", f"direct://{tmp_path}/key")

@@ -36,14 +36,14 @@ def storage(root: Path, request: pytest.FixtureRequest) -> FileStorage:
 
 @pytest.mark.parametrize("verb", VERBS_ON_KEYS)
 @pytest.mark.parametrize("target", ["../outside", "absolute"])
-def test_a_linked_folder_that_leads_out_is_refused_with_a_way_out(
+def test_a_linked_folder_outside_the_root_is_refused_with_a_fix(
     root: Path, storage: FileStorage, verb: str, target: str
 ) -> None:
     (root / "door").symlink_to(root.parent / "outside" if target == "absolute" else target)
     with pytest.raises(AccessRefused, match="leads out of the root") as caught:
         getattr(storage, verb)("door/secret")
     assert str(root.parent / "outside") in str(caught.value)
-    assert "root of its own" in caught.value.fix
+    assert "separate root" in caught.value.fix
     assert (root.parent / "outside" / "secret").read_bytes() == b"secret"
 
 
@@ -91,14 +91,14 @@ def test_a_link_inside_the_root_is_followed(root: Path, storage: FileStorage) ->
     assert read_object(storage, "real/other") == b"other"
 
 
-def test_writing_replaces_a_link_and_not_what_it_leads_to(root: Path, storage: FileStorage) -> None:
+def test_writing_replaces_a_link_but_not_its_target(root: Path, storage: FileStorage) -> None:
     (root / "window").symlink_to("../outside/secret")
     write_object(storage, "window", [b"mine"])
     assert read_object(storage, "window") == b"mine"
     assert (root.parent / "outside" / "secret").read_bytes() == b"secret"
 
 
-def test_deleting_a_link_leaves_what_it_leads_to(root: Path, storage: FileStorage) -> None:
+def test_deleting_a_link_keeps_its_target(root: Path, storage: FileStorage) -> None:
     (root / "window").symlink_to("../outside/secret")
     storage.delete("window")
     assert (root.parent / "outside" / "secret").read_bytes() == b"secret"
@@ -146,7 +146,7 @@ def test_a_root_may_itself_be_a_link(root: Path) -> None:
     assert (root / "a" / "b").read_bytes() == b"x"
 
 
-def test_a_listing_shows_each_object_once_and_says_how_many_links_lead_out(
+def test_a_listing_has_each_object_once_and_counts_links_that_lead_out(
     root: Path, storage: FileStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_object(storage, "real/object", [b"content"])
@@ -173,7 +173,7 @@ def test_a_linked_folder_inside_can_be_listed_by_its_name(root: Path, storage: F
     assert [info.key for info in storage.list("link")] == ["link/deep/object"]
 
 
-def test_pipes_and_folders_are_no_objects_and_opening_them_does_not_wait(
+def test_pipes_and_folders_are_not_objects_and_opening_them_does_not_block(
     root: Path, storage: FileStorage
 ) -> None:
     os.mkfifo(root / "pipe")
@@ -186,7 +186,7 @@ def test_pipes_and_folders_are_no_objects_and_opening_them_does_not_wait(
     assert list(storage.list()) == []
 
 
-def test_a_pipe_is_named_as_what_it_is(root: Path) -> None:
+def test_the_error_for_a_pipe_names_its_type(root: Path) -> None:
     os.mkfifo(root / "pipe")
     with pytest.raises(ObjectNotFound, match="a device, a pipe or a socket"):
         open_storage(str(root), {}).open("pipe")

@@ -108,7 +108,7 @@ def test_a_listing_left_early_closes_its_folders(tmp_path: Path) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == open_before
 
 
-def test_names_that_are_no_utf8_are_listed_and_read(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_listed_and_read(tmp_path: Path) -> None:
     name = b"caf\xe9".decode("utf-8", "surrogateescape")
     (tmp_path / name).write_bytes(b"x")
     storage = open_storage(str(tmp_path), {})

@@ -86,7 +86,7 @@ def test_a_root_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ObjectNotFound, match="not a folder"):
         files(tmp_path / "file").list()
-    with pytest.raises(StorageError, match="an object or a folder, never both"):
+    with pytest.raises(StorageError, match="cannot be both an object and a folder"):
         files(tmp_path / "file").create("key")
 
 
@@ -215,7 +215,7 @@ def test_a_known_size_is_set_aside_first_and_a_full_disk_fails_early(tmp_path: P
 
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_that_sets_nothing_aside_is_no_failure(tmp_path: Path, number: int) -> None:
+def test_a_file_system_without_fallocate_is_not_an_error(tmp_path: Path, number: int) -> None:
     storage = files(tmp_path, FailFileCall("fallocate", 1, number))
     write_object(storage, "key", [CONTENT], size_bytes=len(CONTENT))
     assert_same_bytes(read_object(storage, "key"), CONTENT)
@@ -251,7 +251,7 @@ class _MakesThenRefuses:
 
 
 @pytest.mark.parametrize("fault", [_MakesThenRefuses(), FailFileCall("open", 1, errno.EINVAL)])
-def test_a_file_system_without_direct_access_is_told_and_nothing_is_left(
+def test_a_file_system_without_direct_io_is_an_error_and_nothing_is_left(
     tmp_path: Path, fault: CallFault
 ) -> None:
     storage = files(tmp_path, fault, options=DirectOptions())
@@ -326,7 +326,7 @@ def test_the_systems_errors_become_ours_with_their_number_a_place_and_a_fix(
 
 
 @pytest.mark.parametrize("name", ["open", "fstat", "pread_into"])
-def test_a_failing_read_tells_the_systems_number(tmp_path: Path, name: str) -> None:
+def test_a_failing_read_has_the_systems_errno(tmp_path: Path, name: str) -> None:
     write_object(files(tmp_path), "key", [b"x"])
     storage = files(tmp_path, FailFileCall(name, 1, errno.EIO))
     with pytest.raises(StorageError) as caught:
@@ -336,7 +336,7 @@ def test_a_failing_read_tells_the_systems_number(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize(("verb", "name"), [("stat", "lstat"), ("delete", "unlink"), ("sync", "fsync")])
-def test_a_failing_verb_tells_the_systems_number(tmp_path: Path, verb: str, name: str) -> None:
+def test_a_failing_method_has_the_systems_errno(tmp_path: Path, verb: str, name: str) -> None:
     write_object(files(tmp_path), "folder/key", [b"x"])
     storage = files(tmp_path, FailFileCall(name, 1, errno.EIO))
     with pytest.raises(StorageError) as caught:
@@ -505,9 +505,7 @@ def test_after_a_finish_that_failed_only_abort_is_left(tmp_path: Path, options: 
     assert names_below(tmp_path) == []
 
 
-def test_abort_raises_nothing_but_names_what_it_could_not_remove(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_abort_logs_what_it_could_not_remove(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = files(tmp_path, FailFileCall("unlink", 1, errno.EIO)).create("key")
     with caplog.at_level(logging.WARNING):
         sink.abort()
@@ -530,14 +528,14 @@ def test_a_name_cannot_be_an_object_and_a_folder(tmp_path: Path) -> None:
     storage = files(tmp_path)
     write_object(storage, "object", [b"x"])
     write_object(storage, "folder/object", [b"x"])
-    with pytest.raises(StorageError, match="an object or a folder, never both"):
+    with pytest.raises(StorageError, match="cannot be both an object and a folder"):
         storage.create("object/below")
-    with pytest.raises(StorageError, match="an object or a folder, never both"):
+    with pytest.raises(StorageError, match="cannot be both an object and a folder"):
         storage.create("object/far/below")
-    with pytest.raises(StorageError, match="an object or a folder, never both"):
+    with pytest.raises(StorageError, match="cannot be both an object and a folder"):
         write_object(storage, "folder", [b"x"])
     in_place = files(tmp_path, options=FileOptions(publish="in_place"))
-    with pytest.raises(StorageError, match="an object or a folder, never both"):
+    with pytest.raises(StorageError, match="cannot be both an object and a folder"):
         in_place.create("folder")
     assert names_below(tmp_path) == ["folder/object", "object"]
 

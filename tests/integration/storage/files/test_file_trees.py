@@ -33,7 +33,7 @@ def test_a_folder_is_made_with_all_above_it_durably_and_only_once(tmp_path: Path
     assert isinstance(caught.value, FileExistsError)
 
 
-def test_a_listing_tells_kinds_and_sizes_and_an_absent_folder_is_empty(tmp_path: Path) -> None:
+def test_a_listing_has_kinds_and_sizes_and_a_missing_folder_is_empty(tmp_path: Path) -> None:
     storage = files_below(tmp_path, REAL_CALLS)
     write_object(storage, "folder/file", [b"12345"])
     (tmp_path / "link").symlink_to("folder")
@@ -77,7 +77,7 @@ def test_two_folders_change_names_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_that_cannot_exchange_is_told(tmp_path: Path, number: int) -> None:
+def test_a_file_system_without_exchange_is_an_error(tmp_path: Path, number: int) -> None:
     storage = files_below(tmp_path, faulty_calls(FailFileCall("exchange", 1, number)))
     write_object(storage, "one/file", [b"1"])
     write_object(storage, "other/file", [b"2"])
@@ -104,7 +104,7 @@ def test_a_folder_goes_with_all_in_it_and_links_lead_nowhere(tmp_path: Path) -> 
     assert names_in(storage) == []
 
 
-def test_what_cannot_be_done_is_told_with_the_systems_number(tmp_path: Path) -> None:
+def test_failing_folder_operations_have_the_systems_errno(tmp_path: Path) -> None:
     for call, doing in (("rename", "move"), ("exchange", "exchange")):
         storage = files_below(tmp_path / call, faulty_calls(FailFileCall(call, 3, errno.EIO)))
         write_object(storage, "one/file", [b"1"])

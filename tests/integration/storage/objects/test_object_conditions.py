@@ -11,7 +11,7 @@ from tests.support.s3.fault_plan import Fault
 from penstock.errors import AccessRefused, AlreadyThere, ObjectNotFound
 from penstock.storage.capabilities import require_conditional_writes
 from penstock.storage.in_memory import MemoryStorage
-from penstock.storage.objects import ObjectStorage
+from penstock.storage.objects.object_storage import ObjectStorage
 from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def test_an_object_is_replaced_only_as_it_was_when_it_was_read(storage: Storage)
 
 
 @pytest.mark.parametrize("client", ["minio", "s3torchconnector"])
-def test_a_client_without_conditions_says_so_beforehand(
+def test_a_client_without_conditional_writes_is_refused_early(
     lasting_fake: FakeServer, corner: OpenCorner, client: str
 ) -> None:
     pytest.importorskip("minio" if client == "minio" else "s3torchconnectorclient")
@@ -68,7 +68,7 @@ def test_a_client_without_conditions_says_so_beforehand(
     assert not storage.has_conditions
 
 
-def test_a_refusal_is_no_lost_race(faulty: Callable[..., FakeServer], corner: OpenCorner) -> None:
+def test_a_refused_write_is_not_a_lost_race(faulty: Callable[..., FakeServer], corner: OpenCorner) -> None:
     server = faulty(Fault(action="refuse", operation="PutObject", status=403, code="AccessDenied"))
     storage = corner(server.as_server(), "obstore")
     with pytest.raises(AccessRefused):

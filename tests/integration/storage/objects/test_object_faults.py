@@ -236,16 +236,16 @@ def test_an_upload_that_stalls_is_a_timeout(client: str, faulty: StartFaulty, co
         write_object(storage, "stalled", [CONTENT])
 
 
-def test_an_upload_without_a_timeout_of_its_own_is_given_up(
+def test_a_stalled_upload_is_given_up_where_the_client_has_no_timeout(
     faulty: StartFaulty, corner: OpenCorner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -19.0)
-    monkeypatch.setattr("penstock.storage.objects.multipart_upload.LET_GO_LIMIT_S", 0.5)
+    monkeypatch.setattr("penstock.storage.objects.multipart_upload.RELEASE_LIMIT_S", 0.5)
     server = faulty(Fault(action="stall", operation="UploadPart", seconds=12, times=ALWAYS))
     storage = corner(server.as_server(), "s3torchconnector", attempts="1", request_timeout_s="500ms")
     ledger = ReleaseLedger()
     sink = storage.create("stalled")
-    with pytest.raises(StorageTimeout, match="Nothing of the upload moved"):
+    with pytest.raises(StorageTimeout, match="The upload made no progress"):
         _submit_and_finish(sink, ledger)
     sink.abort()
     ledger.assert_each_released_once()
@@ -270,7 +270,7 @@ def test_a_refused_connection_names_the_endpoint(client: str, corner: OpenCorner
         (400, "AuthorizationHeaderMalformed", StorageError, "AWS_REGION"),
     ],
 )
-def test_a_refusal_is_final_and_says_what_to_do(
+def test_a_refusal_is_final_and_has_a_fix(
     client: str,
     status: int,
     code: str,
@@ -322,9 +322,7 @@ def test_an_answer_without_an_etag_is_an_error_of_s3torchconnector(
         write_object(corner(radosgw, "s3torchconnector"), "unlucky", [b"content"])
 
 
-def test_a_listing_that_breaks_in_the_middle_goes_on_where_it_was(
-    faulty: StartFaulty, corner: OpenCorner
-) -> None:
+def test_a_broken_listing_is_resumed(faulty: StartFaulty, corner: OpenCorner) -> None:
     server = faulty(Fault(action="drop", operation="ListObjectsV2", nth=2))
     for client in ("obstore", "minio", "s3torchconnector"):
         storage = corner(server.as_server(), client)
@@ -401,12 +399,12 @@ def test_a_pool_whose_parts_never_end_is_a_timeout(
     monkeypatch.setattr("penstock.storage.objects.object_storage.STALL_GRACE_S", -39.9)
     server = faulty(Fault(action="delay", operation="UploadPart", seconds=1.0, times=ALWAYS))
     storage = corner(server.as_server(), "minio", attempts="1", request_timeout_s="20s", parts_in_flight="1")
-    with pytest.raises(StorageTimeout, match="Nothing of the upload moved"):
+    with pytest.raises(StorageTimeout, match="The upload made no progress"):
         write_object(storage, "slow", [CONTENT])
     assert server.bucket.open_uploads == []
 
 
-def test_a_delete_tells_a_missing_bucket_and_not_a_missing_object(
+def test_deleting_fails_for_a_missing_bucket_but_not_for_a_missing_object(
     faulty: StartFaulty, corner: OpenCorner
 ) -> None:
     server = faulty(

@@ -158,7 +158,7 @@ def test_a_retry_goes_to_the_next_endpoint(faulty: StartFaulty, corner: OpenCorn
 
 @pytest.mark.parametrize("client", ["obstore", "minio"])
 @pytest.mark.parametrize("payload", ["signed", "unsigned"])
-def test_the_payload_mode_is_what_was_asked_and_is_on_record(
+def test_the_payload_mode_is_used_and_recorded(
     client: str, payload: str, faulty: StartFaulty, corner: OpenCorner
 ) -> None:
     server = faulty()
@@ -195,7 +195,7 @@ def test_an_object_that_outgrows_its_parts_is_refused_with_advice(
     sink.submit(memoryview(bytes(2 * PART)))
     with pytest.raises(StorageError, match="outgrew 2 parts") as caught:
         sink.submit(memoryview(bytes(PART)))
-    assert "Tell its size" in caught.value.fix
+    assert "Pass the size" in caught.value.fix
     sink.abort()
     assert server.bucket.open_uploads == []
 

@@ -69,7 +69,7 @@ def test_t2_has_all_the_digits_of_the_bytes(compared: ComparisonResult) -> None:
     assert round(half["per_process_gib"], 2) == round(whole["per_process_gib"], 2)
 
 
-def test_t3_tells_bytes_and_time_of_each_class(compared: ComparisonResult) -> None:
+def test_t3_has_bytes_and_time_of_each_class(compared: ComparisonResult) -> None:
     def shown(run: str) -> dict[str, tuple[str, str]]:
         return {
             each["file_class"]: (f"{each['max_size_gib']:.6f}", f"{each['max_sum_us'] / 1e6:.6f}")
@@ -111,7 +111,7 @@ def test_t4_counts_calls_of_each_class(compared: ComparisonResult) -> None:
     }  # fmt: skip
 
 
-def test_t5_tells_the_writes_of_each_file(compared: ComparisonResult) -> None:
+def test_t5_has_the_writes_of_each_file(compared: ComparisonResult) -> None:
     files = [
         each
         for run in ("base_ssd", "scr_ssd_nf_one")
@@ -183,7 +183,7 @@ def test_t10_times_each_call_on_a_tier(compared: ComparisonResult) -> None:
     }  # fmt: skip
 
 
-def test_t11_tells_the_bytes_of_each_call_on_a_tier(compared: ComparisonResult) -> None:
+def test_t11_has_the_bytes_of_each_call_on_a_tier(compared: ComparisonResult) -> None:
     flushed = by_name(compared, "t11", "scr_pfs_one", tier="lustre")
     assert {name: f"{size:.6f}" for name, size in flushed.items()} == {
         "write": "576.791053",
@@ -210,7 +210,7 @@ def test_t13_describes_the_sizes_of_writes(compared: ComparisonResult) -> None:
     ]  # fmt: skip
 
 
-def test_mismatches_are_said_before_any_number(compared: ComparisonResult) -> None:
+def test_mismatches_come_before_all_tables(compared: ComparisonResult) -> None:
     found = {(each["what"], each["run"]): each for each in compared.mismatches.records()}
     ranks = found["ranks", "scr_ssd_nf_one"]
     assert (ranks["here"], ranks["base"], ranks["missing"]) == (8, 16, "8-15")
@@ -265,7 +265,7 @@ def test_f4_sees_the_flush_read_the_cache(compared: ComparisonResult) -> None:
     assert evidence["read_back_bytes"] == 619626034992
 
 
-def test_f5_says_that_the_nearer_tier_is_slower(compared: ComparisonResult) -> None:
+def test_f5_finds_a_nearer_tier_that_is_slower(compared: ComparisonResult) -> None:
     (finding,) = [each for each in compared.findings if each.code == "F5"]
     assert finding.title == "base_ssd: checkpoints are slower on ssd than on lustre"
     assert [each["app_us"] for each in finding.evidence.records()] == [103057664, 126296083]

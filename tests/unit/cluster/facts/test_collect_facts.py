@@ -45,7 +45,7 @@ BROKEN = (
 )
 
 
-def test_all_hosts_are_kept_in_the_order_asked() -> None:
+def test_hosts_keep_the_order_of_the_query() -> None:
     facts = _gather(*(answer(host) for host in "abcd"))
     assert [each.host for each in facts.present] == ["a", "b", "c", "d"]
     assert not facts.is_partial
@@ -56,7 +56,7 @@ def test_a_dead_a_hanging_and_a_garbled_host_are_each_named_with_what_became_of_
         _gather(answer("a"), *BROKEN)
     assert caught.value.reported == ("a",)
     assert caught.value.absent.keys() == {"b", "c", "d"}
-    assert caught.value.absent["b"] == "exit code 255, and said: Warning: x ... ssh: no route to host"
+    assert caught.value.absent["b"] == "exit code 255, with the output: Warning: x ... ssh: no route to host"
     assert caught.value.absent["c"] == "no answer within 9 s"
     assert caught.value.absent["d"].startswith("no facts in its output: 'Welcome!")
     assert "3 of 4 hosts" in str(caught.value)
@@ -104,8 +104,8 @@ def test_of_many_words_the_first_and_the_last_are_kept() -> None:
     assert len(seen.stderr) < 5_000
 
 
-def test_a_host_that_nobody_asked_is_absent() -> None:
-    with pytest.raises(HostsAbsent, match="b: was never asked"):
+def test_a_host_that_was_not_queried_is_absent() -> None:
+    with pytest.raises(HostsAbsent, match="b: was not queried"):
         _gather(answer("a"), hosts="a,b")
 
 
@@ -132,7 +132,7 @@ def test_facts_of_another_shape_are_refused_by_name(change: dict[str, object], n
     document = json.dumps({**report("a").model_dump(mode="json"), **change})
     seen = parse_agent_output(answer("a", stdout=frame_document(document)), host="a", timeout_s=9)
     assert isinstance(seen, AbsentHost)
-    assert f"unreadable facts: These are no facts that this Penstock reads: {named}" in seen.reason
+    assert f"unreadable facts: This version of Penstock cannot read these facts: {named}" in seen.reason
 
 
 def test_a_missing_fact_has_no_default() -> None:
@@ -166,6 +166,6 @@ def test_a_file_that_does_not_account_for_every_host_is_refused(change: dict[str
         parse_facts(ClusterFacts, json.dumps(document), where="cluster.json")
 
 
-def test_a_file_that_is_not_there_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_missing_facts_file_error_names_the_command_that_writes_it(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="penstock cluster collect"):
         read_cluster_facts(tmp_path / "cluster.json")

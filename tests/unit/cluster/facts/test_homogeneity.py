@@ -71,12 +71,12 @@ def test_a_host_that_differs_is_named(changed: dict[str, object], subject: str, 
         ("clock", "clocks"),
     ],
 )
-def test_what_a_host_could_not_tell_is_not_checked(fact: str, subject: str) -> None:
+def test_an_unknown_fact_is_not_checked(fact: str, subject: str) -> None:
     check = _checks(present("a"), present("b", **{fact: None}))[subject]
-    assert (check.verdict, check.found) == ("not checked", "not known of b")
+    assert (check.verdict, check.found) == ("not checked", "unknown on b")
 
 
-def test_a_difference_is_said_even_where_a_third_host_could_not_tell() -> None:
+def test_a_known_difference_is_reported_even_if_a_third_host_is_unknown() -> None:
     hosts = (present("a"), present("b", memory_bytes=1 << 30), present("c", memory_bytes=None))
     assert _checks(*hosts)["memory"].verdict == "fail"
 

@@ -14,7 +14,7 @@ from penstock.cluster.facts.read_host import parse_mounts, read_report
 from penstock.cluster.facts.redaction import WITHHELD, redact_environment, redact_mount_option, redact_value
 
 
-def test_a_machine_is_read_from_its_own_files(tmp_path: Path) -> None:
+def test_facts_are_read_from_the_files_of_the_machine(tmp_path: Path) -> None:
     seen = read_report("node1", {}, root=machine(tmp_path))
     assert seen.unread == {}
     assert seen.boot_id == "abc-def"

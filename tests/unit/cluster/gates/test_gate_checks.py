@@ -82,7 +82,7 @@ def test_sound_ranks_pass(judge: object) -> None:
     assert judge(SOUND).verdict is GateVerdict.PASS
 
 
-def test_a_version_of_its_own_is_named_with_its_ranks() -> None:
+def test_a_different_version_is_named_with_its_ranks() -> None:
     odd = rank(3, versions={"Python": "3.11.7", "numpy": "2.2"})
     missing = rank(2, versions={"Python": "3.11.7"})
     found = check_versions([rank(0), rank(1), missing, odd])
@@ -228,7 +228,7 @@ def _probe(*digests: str | None, is_fresh: bool = True) -> StorageProbe:
         )
         for number, digest in enumerate(digests)
     ]
-    return StorageProbe(where="/data", digest="abc", is_fresh=is_fresh, sights=sights)
+    return StorageProbe(where="/data", digest="abc", is_fresh=is_fresh, views=sights)
 
 
 def test_storage_is_shared_where_every_rank_reads_the_same_bytes() -> None:
@@ -274,7 +274,7 @@ def test_only_failed_and_unchecked_gates_stop_and_only_strict_runs(verdict: Gate
 
 
 @given(st.sets(st.integers(0, 30), min_size=1))
-def test_ranks_are_told_without_loss(ranks: set[int]) -> None:
+def test_formatted_ranks_are_complete(ranks: set[int]) -> None:
     _, _, text = format_ranks(ranks).partition(" ")
     again: set[int] = set()
     for part in text.split(", "):

@@ -58,7 +58,7 @@ def test_all_gates_find_the_same_on_all_ranks(tmp_path: Path, size: int) -> None
     assert not (tmp_path / "results").exists()
 
 
-def test_gates_can_be_asked_for_alone_and_left_out_and_that_is_said() -> None:
+def test_gates_can_be_selected_and_skipped_which_is_recorded() -> None:
     def look(comm: ThreadComm) -> PreflightResult:
         return run_preflight(
             PreflightRequest(environment={}),
@@ -79,7 +79,7 @@ def test_gates_can_be_asked_for_alone_and_left_out_and_that_is_said() -> None:
     assert seen.cluster is None
 
 
-def test_a_host_that_cannot_tell_its_memory_leaves_its_gate_unchecked_and_stops_a_strict_run(
+def test_unknown_memory_leaves_the_cluster_gate_unchecked_and_stops_a_strict_run(
     tmp_path: Path,
 ) -> None:
     sound, broken = machine(tmp_path / "a"), machine(tmp_path / "b")
@@ -124,7 +124,7 @@ def test_where_nothing_can_be_written_what_lies_there_is_compared() -> None:
     shared.locked = True
     (nothing, _) = _sights(2, lambda _rank: shared)
     assert isinstance(nothing, str)
-    assert "nothing lies there" in nothing
+    assert "it is empty" in nothing
     shared.locked = False
     write_object(shared, "a", [b"bytes"])
     shared.locked = True
@@ -133,7 +133,7 @@ def test_where_nothing_can_be_written_what_lies_there_is_compared() -> None:
     assert found.verdict is GateVerdict.WARNING
 
 
-def test_a_folder_that_is_not_there_is_looked_at_from_above_and_not_made(tmp_path: Path) -> None:
+def test_a_missing_folder_is_probed_in_its_parent_and_not_created(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/not/there"
     (found,) = _sights(1, lambda _rank: open_storage(uri, {}), uri)
     assert isinstance(found, GateFinding)

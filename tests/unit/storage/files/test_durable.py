@@ -94,7 +94,7 @@ def test_a_finished_draft_is_synced_before_it_replaces_its_target(tmp_path: Path
     ]
 
 
-def test_a_folder_moves_with_both_of_its_parents_synced(tmp_path: Path, recorder: Recorder) -> None:
+def test_renaming_a_folder_syncs_both_parents(tmp_path: Path, recorder: Recorder) -> None:
     (tmp_path / "a" / "x").mkdir(parents=True)
     (tmp_path / "b").mkdir()
     rename_durably(tmp_path / "a" / "x", tmp_path / "b" / "y")

@@ -62,15 +62,15 @@ def test_repeated_endpoints_count_once() -> None:
     [
         ("http://n{9...1}", "down to"),
         ("http://n{1...99}.{1...99}", "9801 endpoints"),
-        ("n1:9000", "no endpoint"),
-        ("ftp://n1", "no endpoint"),
-        ("http://", "no endpoint"),
-        ("http://n1/bucket", "no endpoint"),
-        ("http://n1?x=y", "no endpoint"),
-        ("http://n{1..3}", "no endpoint"),
+        ("n1:9000", "not an endpoint"),
+        ("ftp://n1", "not an endpoint"),
+        ("http://", "not an endpoint"),
+        ("http://n1/bucket", "not an endpoint"),
+        ("http://n1?x=y", "not an endpoint"),
+        ("http://n{1..3}", "not an endpoint"),
     ],
 )
-def test_what_is_no_endpoint_is_refused(template: str, complaint: str) -> None:
+def test_invalid_endpoints_are_refused(template: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         expand_endpoints((template,))
 
@@ -99,7 +99,7 @@ def test_the_record_has_every_option_resolved() -> None:
     assert (record["region"], record["payload"], record["client"]) == ("r1", "unsigned", "obstore")
 
 
-def test_bucket_and_prefix_are_told_apart() -> None:
+def test_bucket_and_prefix_are_split() -> None:
     place = resolve_location(parse_uri("s3://bucket/a/b"), HERE)
     assert (place.bucket, place.prefix) == ("bucket", "a/b")
     assert resolve_location(parse_uri("s3://bucket"), HERE).prefix == ""
@@ -169,7 +169,7 @@ def test_a_negative_backoff_is_refused() -> None:
 
 @pytest.mark.parametrize("scheme", ["gs", "az"])
 def test_other_services_have_obstore_alone(scheme: str) -> None:
-    with pytest.raises(UsageError, match="speaks S3 alone"):
+    with pytest.raises(UsageError, match="supports S3 only"):
         open_storage(f"{scheme}://bucket", {}, options={"client": "minio"})
 
 
@@ -226,7 +226,7 @@ def test_credentials_that_cannot_be_used_are_refused_without_being_shown(
 
 
 def test_google_has_no_endpoints_to_choose_from() -> None:
-    with pytest.raises(UsageError, match="no endpoints"):
+    with pytest.raises(UsageError, match="does not take the option endpoints"):
         open_storage("gs://bucket", {}, options={"endpoints": "http://127.0.0.1:9"})
 
 

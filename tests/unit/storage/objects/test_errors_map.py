@@ -17,10 +17,16 @@ from penstock.errors import (
 )
 from penstock.storage.objects import client_obstore, client_s3dlio, client_s3torchconnector
 from penstock.storage.objects.client import CLIENTS, RemoteObject, connect
-from penstock.storage.objects.client_env import ProcessWideSettings, export_credentials
-from penstock.storage.objects.client_settings import resolve_location
-from penstock.storage.objects.errors_map import FailureKind, RequestContext, RequestFailed, map_request_error
-from penstock.storage.objects.requests import MAX_BACKOFF_S, Endpoint, RetryingRequests
+from penstock.storage.objects.client_settings import ProcessWideSettings, export_credentials, resolve_location
+from penstock.storage.objects.requests import (
+    MAX_BACKOFF_S,
+    Endpoint,
+    FailureKind,
+    RequestContext,
+    RequestFailed,
+    RetryingRequests,
+    map_request_error,
+)
 from penstock.storage.protocol import Counters
 from penstock.storage.uri import parse_uri
 
@@ -39,7 +45,7 @@ ASKED = RequestContext("GetObject", "s3://bucket/key", "bucket", "http://host:1"
         (RequestFailed("answer", "m", 403, "QuotaExceeded"), AccessRefused, "QuotaExceeded"),
         (RequestFailed("answer", "m", 409, "QuotaExceeded"), OutOfSpace, "no room"),
         (RequestFailed("answer", "m", 412), StorageError, "changed since it was opened"),
-        (RequestFailed("answer", "m", 416), ShortTransfer, "ends before the range"),
+        (RequestFailed("answer", "m", 416), ShortTransfer, "ends before the requested range"),
         (RequestFailed("answer", "m", 503, "SlowDown"), StorageError, "after 3 attempts: 503 SlowDown: m"),
         (RequestFailed("timeout", "slow"), StorageTimeout, "did not answer in time after 3 attempts"),
         (RequestFailed("connect", "refused"), StorageError, "Cannot connect to http://host:1"),
@@ -60,8 +66,8 @@ def test_each_failure_has_its_error_and_its_advice(
 
 
 def test_a_single_attempt_is_not_counted_aloud() -> None:
-    asked = RequestContext("HeadObject", "s3://b/k", "b", "http://h")
-    assert "attempts" not in str(map_request_error(RequestFailed("reset", "gone"), asked))
+    request = RequestContext("HeadObject", "s3://b/k", "b", "http://h")
+    assert "attempts" not in str(map_request_error(RequestFailed("reset", "gone"), request))
 
 
 @pytest.mark.parametrize(
@@ -143,14 +149,14 @@ def test_attempts_are_bounded() -> None:
     assert (counters.requests, counters.retries, counters.errors, len(slept)) == (4, 3, 4, 3)
 
 
-def test_a_refusal_is_not_repeated_and_an_absence_is_no_error() -> None:
+def test_a_refusal_is_not_retried_and_a_missing_object_is_not_counted_as_error() -> None:
     requests, counters, _ = _requests(_ListedClient(RequestFailed("answer", "", 404)))
     with pytest.raises(ObjectNotFound):
         requests.call("HeadObject", "s3://b/k", lambda client: client.head("k"))
     assert (counters.requests, counters.errors) == (1, 0)
 
 
-def test_retries_that_a_library_made_on_its_own_are_counted_when_it_tells() -> None:
+def test_retries_by_the_library_are_counted_where_it_reports_them() -> None:
     requests, counters, _ = _requests(_ListedClient(RequestFailed("answer", "", 403, hidden_retries=7)))
     with pytest.raises(AccessRefused):
         requests.call("HeadObject", "s3://b/k", lambda client: client.head("k"))
@@ -250,16 +256,18 @@ def test_a_client_that_is_not_installed_is_named_with_its_remedy(monkeypatch: py
     assert "pip install 'penstock[minio]'" in caught.value.fix
 
 
-def test_a_library_is_told_once_and_the_difference_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_wide_settings_are_exported_once_and_a_difference_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PENSTOCK_UNIT_A", "")
     monkeypatch.setenv("PENSTOCK_UNIT_SECRET", "")
     library = ProcessWideSettings("somelib")
-    assert library.told("PENSTOCK_UNIT_A") == ""
-    library.tell({"PENSTOCK_UNIT_A": "1", "PENSTOCK_UNIT_SECRET": "x"})
-    library.tell({"PENSTOCK_UNIT_A": "1", "PENSTOCK_UNIT_SECRET": "x"})
-    assert library.told("PENSTOCK_UNIT_A") == "1"
+    assert library.exported("PENSTOCK_UNIT_A") == ""
+    library.export({"PENSTOCK_UNIT_A": "1", "PENSTOCK_UNIT_SECRET": "x"})
+    library.export({"PENSTOCK_UNIT_A": "1", "PENSTOCK_UNIT_SECRET": "x"})
+    assert library.exported("PENSTOCK_UNIT_A") == "1"
     with pytest.raises(UsageError, match="somelib has one configuration per process, and PENSTOCK_UNIT_A"):
-        library.tell({"PENSTOCK_UNIT_A": "2", "PENSTOCK_UNIT_SECRET": "x"})
+        library.export({"PENSTOCK_UNIT_A": "2", "PENSTOCK_UNIT_SECRET": "x"})
 
 
 @pytest.mark.parametrize(("token", "exported"), [("t0k3n", "t0k3n"), ("", None)])

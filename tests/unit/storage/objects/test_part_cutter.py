@@ -5,10 +5,10 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.storage.objects.part_cutter import (
+from penstock.storage.objects.client_settings import MIN_PART_BYTES
+from penstock.storage.objects.object_sink import (
     MAX_PART_BYTES,
     MAX_PARTS,
-    MIN_PART_BYTES,
     GatherBuffers,
     PartCutter,
     SharedRelease,
@@ -86,14 +86,14 @@ def _cut_all(
         for part in cutter.cut(memoryview(content)[start:end], shared, ends_object=ends_object):
             parts.append(bytes(part.content))
             held.append(part)
-        shared.let_go()
+        shared.drop()
     rest = cutter.rest()
     if rest is not None:
         parts.append(bytes(rest.content))
         held.append(rest)
     assert cutter.rest() is None
     for part in held:
-        part.let_go()
+        part.release()
     return parts, len(released), counters.copied_bytes["objects-gather"]
 
 
@@ -133,17 +133,17 @@ def test_gather_buffers_are_reused() -> None:
 def test_a_forced_release_happens_once() -> None:
     calls: list[int] = []
     shared = SharedRelease(lambda: calls.append(1))
-    let_go = shared.hold()
+    drop = shared.hold()
     shared.force()
     shared.force()
-    let_go()
-    shared.let_go()
+    drop()
+    shared.drop()
     assert calls == [1]
 
 
 def test_a_buffer_without_a_release_needs_none() -> None:
     shared = SharedRelease(None)
-    shared.let_go()
+    shared.drop()
     shared.force()
     assert bytes(flat_bytes(memoryview(b"abc"))) == b"abc"
 

@@ -18,7 +18,7 @@ def _parsed(lines: bytes) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines.splitlines()]
 
 
-def test_an_event_says_when_where_and_how_much_in_whole_microseconds() -> None:
+def test_an_event_has_time_file_and_size_in_whole_microseconds() -> None:
     writer = LineFormatter("node1", 77, epoch_ns=1_000_000_000_000)
     file, event = _parsed(writer.events(5, [(READ, 1999, 12_999, "/data/a", 4096, 512, 500, None)]))
     assert (file["name"], file["ph"], file["args"]["name"]) == ("FH", 4, "/data/a")

@@ -22,7 +22,7 @@ def test_numbers_are_spans_and_names_a_short_list() -> None:
     assert format_ranges(["b", "a", "c", "d"]) == "a, b and 2 more"
 
 
-def test_alike_runs_have_no_mismatch_and_that_is_said() -> None:
+def test_equal_runs_have_no_mismatch_and_a_note() -> None:
     with small_study([write("base", 0, host="a"), write("new", 0, host="b")]) as study:
         answer = find_mismatches(study)
     assert answer.rows == []

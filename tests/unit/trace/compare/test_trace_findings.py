@@ -50,7 +50,7 @@ def test_f1_also_sees_a_baseline_that_is_the_smaller_one() -> None:
     assert [finding.runs for finding in found("F1", rows)] == [["base"]]
 
 
-def test_f1_says_nothing_where_ranks_are_unknown() -> None:
+def test_f1_has_no_finding_where_ranks_are_unknown() -> None:
     assert found("F1", [event("base", rank=None), event("new", rank=None)]) == []
 
 

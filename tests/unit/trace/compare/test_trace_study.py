@@ -48,7 +48,7 @@ def test_the_first_run_is_the_baseline_unless_one_is_named() -> None:
         ("runs:", "tiers2:", "runs is missing"),
     ],
 )
-def test_a_wrong_description_is_told_what_and_where(old: str, new: str, said: str) -> None:
+def test_an_error_in_runs_yaml_names_the_key_and_its_place(old: str, new: str, said: str) -> None:
     with pytest.raises(UsageError) as refused:
         read(GOOD.replace(old, new))
     assert said in str(refused.value)

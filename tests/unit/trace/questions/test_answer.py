@@ -45,12 +45,12 @@ def test_markdown_prints_seconds_to_the_microsecond_and_escapes_bars() -> None:
     assert text.endswith("\nA note.\n")
 
 
-def test_a_long_table_says_how_much_is_left_out() -> None:
+def test_a_truncated_table_counts_the_omitted_rows() -> None:
     assert "1 more rows in tables.parquet." in as_markdown(ANSWER, most_rows=1)
     assert "more rows" not in as_markdown(ANSWER, most_rows=2)
 
 
-def test_an_answer_without_rows_says_so() -> None:
+def test_an_answer_without_rows_has_a_note() -> None:
     empty = Answer(name="x", title="X", columns=[Column("a")], rows=[])
     assert "(no rows)" in as_markdown(empty)
     assert as_records(empty) == []
@@ -64,7 +64,7 @@ def test_json_has_exact_numbers_and_units() -> None:
 
 
 @pytest.mark.parametrize(("missing", "shown"), [("-", "-"), ("0", "0")])
-def test_a_table_says_what_stands_for_a_missing_value(missing: str, shown: str) -> None:
+def test_a_table_defines_the_text_of_missing_values(missing: str, shown: str) -> None:
     answer = Answer(
         name="x", title="X", columns=[Column("a_us", Unit.MICROSECONDS)], rows=[[None]], missing=missing
     )

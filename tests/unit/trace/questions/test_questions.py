@@ -11,10 +11,8 @@ from tests.support.trace_events import events_table
 
 from penstock.errors import UsageError
 from penstock.trace.dimensions import Dimensions
-from penstock.trace.questions.breakdowns import classes, files, ops, ranks, sizes
+from penstock.trace.questions.breakdowns import classes, files, ops, overlap, ranks, sizes, summary
 from penstock.trace.questions.events_view import EventsView, view_events
-from penstock.trace.questions.overlap import overlap
-from penstock.trace.questions.summary import summary
 from penstock.trace.questions.timeline import file_events, timeline
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ def only_row(answer: Answer, **match: Any) -> Mapping[str, Any]:
     return row
 
 
-def test_overlap_tells_union_sum_and_concurrency_and_what_computed_meanwhile(events: EventsView) -> None:
+def test_overlap_has_union_sum_concurrency_and_compute_time(events: EventsView) -> None:
     row = only_row(overlap(events), pid=1)
     assert (row["union_us"], row["sum_us"], row["concurrency"]) == (80, 110, 110 / 80)
     assert (row["compute_us"], row["overlap_us"]) == (100, 10)
@@ -61,7 +59,7 @@ def test_overlap_tells_union_sum_and_concurrency_and_what_computed_meanwhile(eve
     assert (idle["union_us"], idle["sum_us"], idle["overlap_us"], idle["io_alone_us"]) == (400, 400, 0, 400)
 
 
-def test_overlap_is_asked_by_any_columns_of_events(events: EventsView) -> None:
+def test_overlap_groups_by_any_columns_of_events(events: EventsView) -> None:
     assert [row["host"] for row in overlap(events, by=("host",)).records()] == ["a", "b"]
     assert [row["tid"] for row in overlap(events, by=("pid", "tid")).records()] == [1, 2, 1]
     with pytest.raises(UsageError, match="rank"):
@@ -74,7 +72,7 @@ def test_a_phase_that_no_event_is_of_is_refused_with_those_there_are(events: Eve
         overlap(events, of="i'o")
 
 
-def test_where_nothing_is_traced_as_io_all_but_compute_is_counted_and_that_is_said(
+def test_without_io_events_all_but_compute_counts_with_a_note(
     events: EventsView,
 ) -> None:
     answer = overlap(events.only("cat = 'ai'"))

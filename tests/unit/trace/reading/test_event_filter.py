@@ -34,7 +34,7 @@ def test_an_expression_asks_for_its_necessary_bytes(where: str, expected: Prefil
     assert prefilter.is_active is (expected != NO_PREFILTER)
 
 
-def test_an_operation_asks_for_any_of_its_spellings() -> None:
+def test_a_filter_by_operation_covers_all_its_spellings() -> None:
     patterns = EventFilter(where="op = 'stat'").prefilter().name_patterns
     assert {b'"stat"', b'"statx"', b'"__xstat"'} <= set(patterns)
 

@@ -62,7 +62,7 @@ def test_a_mapped_file_is_found_by_its_descriptor_and_an_anonymous_map_has_none(
 
 
 @pytest.mark.parametrize(("flags", "pid"), [("CLONE_THREAD|CLONE_VM", 7), ("SIGCHLD", 8)])
-def test_a_thread_belongs_to_its_process_and_a_child_is_one_of_its_own(flags: str, pid: int) -> None:
+def test_threads_share_the_process_and_children_are_new_processes(flags: str, pid: int) -> None:
     listing = Strace()
     listing.parse('7 1700000000.000001 open("/d/a", O_RDONLY) = 3 <0.000001>')
     listing.parse(f"7 1700000000.000002 clone3({{flags={flags}}}, 88) = 8 <0.000001>")

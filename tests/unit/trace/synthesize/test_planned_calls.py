@@ -97,7 +97,7 @@ def test_others_are_the_ranks_that_no_earlier_entry_named() -> None:
         ("ranks: 2", "ranks: many", "runs.a.ranks is 'many'"),
     ],
 )
-def test_a_wrong_description_is_told_its_place_and_what_was_meant(old: str, new: str, said: str) -> None:
+def test_an_error_in_a_description_names_its_place_and_the_nearest_key(old: str, new: str, said: str) -> None:
     def plan() -> None:
         description = described(SMALL.replace(old, new))
         plan_rank(description, description.runs["a"], 0)

@@ -47,7 +47,7 @@ def test_the_third_generation_has_integer_phases_and_hexadecimal_hashes() -> Non
 
 
 @pytest.mark.parametrize("generation", [1, 2, 3])
-def test_metadata_is_told_from_events(generation: int) -> None:
+def test_metadata_lines_are_distinguished_from_events(generation: int) -> None:
     lines = write_lines(CALLS, RankProcess(rank=0, host="h", generation=generation))
     assert sum(map(is_event, lines)) == len(CALLS)
 
@@ -59,7 +59,7 @@ def test_a_damage_touches_the_line_it_names() -> None:
         assert [number for number in range(4) if damaged[number] != lines[number]] == [1], kind
 
 
-def test_files_are_gzip_with_brackets_unless_damage_says_otherwise() -> None:
+def test_files_are_gzip_with_brackets_unless_damaged() -> None:
     def packed(*kinds: str) -> bytes:
         return pack([b"{}", b"{}"], [FileDamage.model_validate({"kind": kind}) for kind in kinds])
 
