@@ -14,8 +14,8 @@ from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from penstock.checkpoint.tools.convert import Conversion
-    from penstock.checkpoint.tools.diff import Compared, Comparison
-    from penstock.checkpoint.tools.inspection import Listed, Shown, ShownTensor
+    from penstock.checkpoint.tools.diff import CheckpointComparison, NameComparison
+    from penstock.checkpoint.tools.inspection import CheckpointDetails, CheckpointListing, TensorDetails
     from penstock.checkpoint.tools.verify import Verification
 
 DIFFERENT = 1
@@ -53,7 +53,7 @@ def list_checkpoints(options: _ListOptions, terminal: Terminal) -> None:
     terminal.result(document, table(options.path, rows))
 
 
-def _list_row(checkpoint: Listed, now_s: float) -> dict[str, str]:
+def _list_row(checkpoint: CheckpointListing, now_s: float) -> dict[str, str]:
     return {
         "checkpoint": checkpoint.name,
         "step": "-" if checkpoint.step is None else str(checkpoint.step),
@@ -98,7 +98,7 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
     terminal.result(document, _view_contents(selected))
 
 
-def _view_contents(contents: Shown) -> View:
+def _view_contents(contents: CheckpointDetails) -> View:
     facts = [contents.format.value]
     if contents.written_by:
         ranks = "1 rank" if contents.world_size == 1 else f"{contents.world_size} ranks"
@@ -118,7 +118,7 @@ def _view_contents(contents: Shown) -> View:
         yield TextTable(f"besides tensors: {len(contents.objects)}", rows)
 
 
-def _tensor_row(tensor: ShownTensor) -> dict[str, str]:
+def _tensor_row(tensor: TensorDetails) -> dict[str, str]:
     files = tensor.files[0] if len(tensor.files) == 1 else f"{len(tensor.files)} files"
     return {
         "name": tensor.name,
@@ -158,7 +158,7 @@ def diff(options: _DiffOptions, terminal: Terminal) -> int:
     return 0 if comparison.are_same else DIFFERENT
 
 
-def _view_differences(comparison: Comparison) -> View:
+def _view_differences(comparison: CheckpointComparison) -> View:
     different = [part for part in comparison.parts if part.outcome.value != "same"]
     if different:
         title = f"{comparison.first} and {comparison.second}"
@@ -167,7 +167,7 @@ def _view_differences(comparison: Comparison) -> View:
     yield f"{num_same} of {len(comparison.parts)} parts are the same, {len(different)} are not"
 
 
-def _difference_row(part: Compared) -> dict[str, str]:
+def _difference_row(part: NameComparison) -> dict[str, str]:
     largest = part.largest_difference
     return {
         "name": part.name,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.checkpoint.formats.restricted_pickle import Opaque
-from penstock.checkpoint.tools.diff import differences, short_text
+from penstock.checkpoint.tools.diff import count_differences, format_value
 
 
 def view(array: Any) -> memoryview:
@@ -23,30 +23,30 @@ def test_the_largest_difference_of_numbers(dtype: str) -> None:
     second = first.copy()
     second[2] += 3
     second[7] += 1
-    assert differences(view(first), view(second), dtype, first.itemsize) == (2, 3.0)
-    assert differences(view(first), view(first), dtype, first.itemsize) == (0, None)
+    assert count_differences(view(first), view(second), dtype, first.itemsize) == (2, 3.0)
+    assert count_differences(view(first), view(first), dtype, first.itemsize) == (0, None)
 
 
 def test_bfloat16_is_measured_though_numpy_has_it_not() -> None:
     first = np.array([1.0, 2.0], dtype=np.float32)
     second = np.array([1.0, 4.0], dtype=np.float32)
     upper = [(each.view(np.uint32) >> 16).astype(np.uint16) for each in (first, second)]
-    assert differences(view(upper[0]), view(upper[1]), "bfloat16", 2) == (1, 2.0)
+    assert count_differences(view(upper[0]), view(upper[1]), "bfloat16", 2) == (1, 2.0)
 
 
 def test_types_without_numbers_here_are_counted_only() -> None:
     first, second = np.array([1, 2], dtype=np.uint8), np.array([1, 3], dtype=np.uint8)
-    assert differences(view(first), view(second), "float8_e4m3fn", 1) == (1, None)
+    assert count_differences(view(first), view(second), "float8_e4m3fn", 1) == (1, None)
 
 
 def test_signs_of_zero_and_nans_are_bits_and_no_differences() -> None:
     zeros, nans = np.array([0.0, np.nan]), np.array([-0.0, np.nan])
-    assert differences(view(zeros), view(nans), "float64", 8) == (1, 0.0)
-    assert differences(view(np.array([np.inf])), view(np.array([1.0])), "float64", 8) == (1, None)
+    assert count_differences(view(zeros), view(nans), "float64", 8) == (1, 0.0)
+    assert count_differences(view(np.array([np.inf])), view(np.array([1.0])), "float64", 8) == (1, None)
 
 
 def test_bools_are_numbers_too() -> None:
-    assert differences(view(np.array([True])), view(np.array([False])), "bool", 1) == (1, 1.0)
+    assert count_differences(view(np.array([True])), view(np.array([False])), "bool", 1) == (1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -60,4 +60,4 @@ def test_bools_are_numbers_too() -> None:
     ],
 )
 def test_values_are_told_in_a_few_words(value: object, text: str) -> None:
-    assert short_text(value) == text
+    assert format_value(value) == text

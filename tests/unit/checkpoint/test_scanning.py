@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from penstock.checkpoint.formats.manifest import checksum_of
 from penstock.checkpoint.tools.file_scan import (
     CrcCheck,
-    Refuted,
+    KnownDamage,
     Segment,
     Stretch,
     SumCheck,
     ZeroCheck,
+    cut_into_stretches,
     scan,
-    stretches,
 )
 from penstock.progress import Silent
 from penstock.storage.in_memory import MemoryStorage
@@ -79,15 +79,15 @@ def test_what_is_whole_has_no_damage_and_one_flipped_byte_is_found_in_its_segmen
 
 
 def test_gaps_must_be_zeros_and_known_damage_stays_damage() -> None:
-    segments = [Segment(0, 10, "", ZeroCheck), Segment(10, 20, "x", partial(Refuted, "no archive"))]
-    work = list(stretches("f", segments))
+    segments = [Segment(0, 10, "", ZeroCheck), Segment(10, 20, "x", partial(KnownDamage, "no archive"))]
+    work = list(cut_into_stretches("f", segments))
     assert [damage.what for damage in scan(held(f=bytes(20)), key_of, work, Silent())] == ["no archive"]
     found = scan(held(f=bytes(9) + b"!" + bytes(10)), key_of, work, Silent())
     assert [damage.what for damage in found] == ["something was written between items", "no archive"]
 
 
 def test_bytes_behind_the_end_of_a_file_are_damage() -> None:
-    work = list(stretches("f", [Segment(0, 5, "a", ZeroCheck), Segment(5, 50, "b", ZeroCheck)]))
+    work = list(cut_into_stretches("f", [Segment(0, 5, "a", ZeroCheck), Segment(5, 50, "b", ZeroCheck)]))
     (damage,) = scan(held(f=bytes(20)), key_of, work, Silent())
     assert (damage.item, damage.what) == ("b", "the file ends before it")
 
@@ -103,7 +103,7 @@ def test_a_read_that_fails_is_damage_of_its_segment_and_the_scan_goes_on() -> No
 
 
 def test_a_file_that_cannot_be_opened_is_damage_of_each_stretch() -> None:
-    work = list(stretches("gone", [Segment(0, 5, "a", ZeroCheck)]))
+    work = list(cut_into_stretches("gone", [Segment(0, 5, "a", ZeroCheck)]))
     (damage,) = scan(held(), key_of, work, Silent())
     assert (damage.file, damage.begin, damage.end) == ("gone", 0, 5)
 
@@ -115,7 +115,7 @@ def test_nothing_to_check_is_no_damage() -> None:
 def test_stretches_are_runs_that_threads_can_share() -> None:
     size = 40 << 20
     segments = [Segment(number * size, (number + 1) * size, "", ZeroCheck) for number in range(5)]
-    found = list(stretches("f", segments))
+    found = list(cut_into_stretches("f", segments))
     assert [(stretch.begin // size, stretch.size_bytes // size) for stretch in found] == [
         (0, 2),
         (2, 2),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,8 +25,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from penstock.checkpoint.manager.manager import Manager, SaveHandle
 
 logger = logging.getLogger(__name__)

@@ -7,14 +7,15 @@ as a tree. Invariant: a checkpoint is removed only after every save that was beg
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from penstock.checkpoint.adapters.tree import load_tree, save_tree, save_tree_in
-from penstock.checkpoint.commit.catalog import open_catalog, open_parent
+from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent
 from penstock.checkpoint.plan.save_plan import SaveOptions
 from penstock.checkpoint.saving.saver import DEFAULT_STAGING_BYTES, Saver
 from penstock.errors import ObjectNotFound, Unavailable, UsageError
@@ -25,11 +26,6 @@ except ImportError as error:
     raise Unavailable(
         f"Lightning is not installed: no module {error.name!r}", fix="Run: pip install lightning"
     ) from error
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.checkpoint.commit.catalog import AnyPath
 
 
 class PenstockIO(CheckpointIO):

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
+from penstock.checkpoint.commit.catalog import AnyPath
 from penstock.checkpoint.torch_dcp.reader import Reader
 from penstock.errors import DataDamaged, Unavailable
 from penstock.storage.files.durable import sync_file, sync_folder
@@ -34,8 +35,6 @@ except ImportError as error:
         f"Megatron core is not installed: no module {error.name!r}", fix="Run: pip install megatron-core"
     ) from error
 
-if TYPE_CHECKING:
-    from penstock.checkpoint.commit.catalog import AnyPath
 
 BACKEND: Final = "torch_dist"
 TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"

@@ -10,9 +10,11 @@ those of devices at the time of scheduling.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.checkpoint.adapters.async_writer import DEFAULT_STAGING_BYTES, AsyncWriter
+from penstock.checkpoint.commit.catalog import AnyPath
+from penstock.checkpoint.engine import State
 from penstock.checkpoint.state.leaves import expand_stateful
 from penstock.checkpoint.torch_dcp.planners import SavePlanner
 from penstock.errors import Unavailable
@@ -28,10 +30,6 @@ except ImportError as error:
         f"NVIDIA's resiliency extension is not installed: no module {error.name!r}",
         fix="Run: pip install nvidia-resiliency-ext",
     ) from error
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.commit.catalog import AnyPath
-    from penstock.checkpoint.engine import State
 
 
 def save_request(

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from penstock.checkpoint.api import load
-from penstock.checkpoint.manager.manager import Manager
+from penstock.checkpoint.manager.manager import Manager, SaveHandle
 from penstock.errors import Unavailable
 
 try:
@@ -27,9 +27,6 @@ except ImportError as error:
     raise Unavailable(
         f"torchtitan is not installed: no module {error.name!r}", fix="Run: pip install torchtitan"
     ) from error
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.manager.manager import SaveHandle
 
 
 class PenstockCheckpointManager(CheckpointManager):

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.checkpoint.commit.protocol import (
     MANIFEST_NAME,
@@ -25,12 +25,10 @@ from penstock.checkpoint.commit.protocol import (
 from penstock.checkpoint.commit.record_commit import RecordCatalog
 from penstock.checkpoint.formats.manifest import checksum_of, read_manifest
 from penstock.errors import StorageError, Unavailable, UsageError
+from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, find_local_root
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import open_here, parse_uri
-
-if TYPE_CHECKING:
-    from penstock.storage import Storage
 
 logger = logging.getLogger(__name__)
 

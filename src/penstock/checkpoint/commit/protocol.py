@@ -25,17 +25,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from penstock.checkpoint.formats.manifest import read_manifest
 from penstock.errors import AlreadyThere, ObjectNotFound, ShortTransfer, StorageError, Unavailable, UsageError
+from penstock.storage import Storage
+from penstock.storage.capabilities import FolderEntry, FolderTree
 from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import exists, read_object, write_object
-
-if TYPE_CHECKING:
-    from penstock.storage import Storage
-    from penstock.storage.capabilities import FolderEntry, FolderTree
 
 MANIFEST_NAME: Final = "penstock.json"
 METADATA_NAME: Final = ".metadata"

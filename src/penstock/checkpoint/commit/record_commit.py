@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -25,15 +25,12 @@ from penstock.checkpoint.commit.protocol import (
     Committed,
     Draft,
     DraftStore,
+    Seal,
 )
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
-from penstock.storage.protocol import read_object
-
-if TYPE_CHECKING:
-    from penstock.checkpoint.commit.protocol import Seal
-    from penstock.storage import Storage
-    from penstock.storage.capabilities import SupportsConditionalWrites
-    from penstock.storage.protocol import ObjectInfo
+from penstock.storage import Storage
+from penstock.storage.capabilities import SupportsConditionalWrites
+from penstock.storage.protocol import ObjectInfo, read_object
 
 RECORD_NAME: Final = "penstock-commit.json"
 _SAVE: Final = re.compile(r"(?P<folder>(?P<name>[^/]+)/[0-9a-f]{16})(\.lease|/.+)")

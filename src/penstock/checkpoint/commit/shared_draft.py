@@ -13,35 +13,20 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from penstock.checkpoint.commit.protocol import (
-    HIDDEN_PREFIX,
-    LEASE_ENDING,
-    MANIFEST_NAME,
-    METADATA_NAME,
-    Committed,
-    Draft,
-    Seal,
-    lease_text,
-    remove_folder,
-    require_complete,
-    require_replaceable,
-)
+from penstock.checkpoint.commit import protocol
 from penstock.errors import AlreadyThere, ObjectNotFound, StorageError
+from penstock.storage import Storage
+from penstock.storage.capabilities import FolderTree
 from penstock.storage.files.file_storage import is_unfinished
 from penstock.storage.process_id import ProcessId, current_process
 from penstock.storage.protocol import read_object, write_object
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from penstock.storage import Storage
-    from penstock.storage.capabilities import FolderTree
 
 IDENTITY_BYTES: Final = 80
 """A manifest begins with its own checksum: this many bytes tell it from any other."""
@@ -76,10 +61,12 @@ class SharedDraft:
         node: int,
         owner: Callable[[], ProcessId] = current_process,
     ) -> None:
-        self.draft = Draft(name=name, folder=f"{HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id)
+        self.draft = protocol.Draft(
+            name=name, folder=f"{protocol.HIDDEN_PREFIX}save-{save_id}-{name}", save_id=save_id
+        )
         self._storage = storage
         self._tree = tree
-        self._marks = f"{HIDDEN_PREFIX}flush-{save_id}-{name}"
+        self._marks = f"{protocol.HIDDEN_PREFIX}flush-{save_id}-{name}"
         self._node = node
         self._owner = owner
 
@@ -95,7 +82,9 @@ class SharedDraft:
         """Renew the lease, for all processes."""
         # The lease names no process that can be looked up: the death of one must not end the work of others.
         anonymous = replace(self._owner(), kernel="", numbering="")
-        write_object(self._storage, self.draft.folder + LEASE_ENDING, [lease_text(anonymous)])
+        write_object(
+            self._storage, self.draft.folder + protocol.LEASE_ENDING, [protocol.lease_text(anonymous)]
+        )
 
     def mark(self, progress: MarkProgress) -> None:
         """Record the progress of this process for the others."""
@@ -125,7 +114,7 @@ class SharedDraft:
         """Whether the checkpoint of this name is the one with this manifest."""
         identity = manifest[:IDENTITY_BYTES]
         try:
-            source = self._storage.open(f"{self.draft.name}/{MANIFEST_NAME}")
+            source = self._storage.open(f"{self.draft.name}/{protocol.MANIFEST_NAME}")
         except ObjectNotFound:
             return False
         with closing(source):
@@ -133,12 +122,12 @@ class SharedDraft:
             source.read_into(0, memoryview(beginning))
         return beginning == identity
 
-    def missing(self, seal: Seal) -> list[str]:
+    def missing(self, seal: protocol.Seal) -> list[str]:
         """The files of the seal that are not in the draft with their sizes."""
         sizes = self._sizes()
         return [name for name, size_bytes in seal.sizes.items() if sizes.get(name) != size_bytes]
 
-    def publish(self, seal: Seal) -> Committed:
+    def publish(self, seal: protocol.Seal) -> protocol.Committed:
         """Commit the draft. On return, the checkpoint survives a power cut.
 
         Raises `StorageError` if files are missing; the draft is unchanged and may be published later.
@@ -152,43 +141,45 @@ class SharedDraft:
                     raise
         self._tree.sync()
         self.clear_up()
-        return Committed(name=self.draft.name, folder=self.draft.name)
+        return protocol.Committed(name=self.draft.name, folder=self.draft.name)
 
     def clear_up(self) -> None:
         """Remove what is left of the draft, its marks and lease. Failures are left to a sweep."""
         for folder in (self.draft.folder, self._marks):
             try:
-                remove_folder(self._tree, folder)
+                protocol.remove_folder(self._tree, folder)
             except StorageError as error:
                 logger.warning("Could not remove %s: %s", folder, error)
         try:
             with suppress(ObjectNotFound):
-                self._storage.delete(self.draft.folder + LEASE_ENDING)
+                self._storage.delete(self.draft.folder + protocol.LEASE_ENDING)
         except StorageError as error:
             logger.warning("Could not remove the lease of %s: %s", self.draft.folder, error)
 
-    def _seal(self, seal: Seal) -> None:
+    def _seal(self, seal: protocol.Seal) -> None:
         """Write manifest and metadata, and check that everything else is there."""
         for name in self._sizes():
             if is_unfinished(name):
                 # The process that was writing manifest or metadata was killed.
                 self._tree.remove(self.draft.key(name))
-        write_object(self._storage, self.draft.key(MANIFEST_NAME), [seal.manifest])
-        write_object(self._storage, self.draft.key(METADATA_NAME), [seal.metadata])
-        own = {MANIFEST_NAME: len(seal.manifest), METADATA_NAME: len(seal.metadata)}
+        write_object(self._storage, self.draft.key(protocol.MANIFEST_NAME), [seal.manifest])
+        write_object(self._storage, self.draft.key(protocol.METADATA_NAME), [seal.metadata])
+        own = {protocol.MANIFEST_NAME: len(seal.manifest), protocol.METADATA_NAME: len(seal.metadata)}
         # Not before: if another process has just renamed the folder, the lines above made a new one.
-        require_complete(self._sizes(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}")
+        protocol.require_complete(
+            self._sizes(), {**seal.sizes, **own}, f"{self._storage.uri}/{self.draft.folder}"
+        )
 
     def _give_name(self) -> None:
         """Rename the draft; an older checkpoint is renamed first, to a name where readers still find it."""
         try:
             self._tree.move(self.draft.folder, self.draft.name)
         except AlreadyThere:
-            require_replaceable(self._storage, self._tree, self.draft.name)
+            protocol.require_replaceable(self._storage, self._tree, self.draft.name)
         else:
             return
         # Not an exchange: if another process did one just before, a second one would undo it.
-        aside = f"{HIDDEN_PREFIX}old-{secrets.token_hex(8)}-{self.draft.name}"
+        aside = f"{protocol.HIDDEN_PREFIX}old-{secrets.token_hex(8)}-{self.draft.name}"
         self._tree.move(self.draft.name, aside)
         try:
             self._tree.move(self.draft.folder, self.draft.name)
@@ -197,7 +188,7 @@ class SharedDraft:
             self._tree.move(aside, self.draft.name)
             return
         self._tree.sync()
-        remove_folder(self._tree, aside)
+        protocol.remove_folder(self._tree, aside)
 
     def _sizes(self) -> dict[str, int]:
         return {entry.name: entry.size_bytes for entry in self._tree.entries(self.draft.folder)}

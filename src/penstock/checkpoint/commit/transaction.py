@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING
 
 from penstock.checkpoint.commit.protocol import LEASE_S, Committed, Draft, DraftStore, FolderDraftStore, Seal
 from penstock.checkpoint.commit.record_commit import RecordDraftStore
-from penstock.cluster.comm import all_gather_results, run_on_all_ranks, run_on_rank0
+from penstock.cluster.comm import Comm, all_gather_results, run_on_all_ranks, run_on_rank0
 from penstock.errors import PenstockError, StorageError
 from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access, require_conditional_writes
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, Urgency, WrittenShare
-    from penstock.cluster.comm import Comm
     from penstock.progress import Progress
 
 

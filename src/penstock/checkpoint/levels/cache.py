@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -35,21 +35,17 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     record_bytes,
 )
 from penstock.checkpoint.levels.redundancy.ring import BLOCK_BYTES, KeyOf, Protector
-from penstock.cluster.comm import all_gather_results, run_on_rank0
+from penstock.cluster.comm import Comm, all_gather_results, run_on_rank0
 from penstock.errors import ObjectNotFound, StorageError, UsageError
-from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
+from penstock.storage import Storage
+from penstock.storage.capabilities import FolderTree, find_folder_tree, prefer_direct_access
 from penstock.storage.process_id import current_process
 from penstock.storage.protocol import read_object, write_object
 from penstock.storage.uri import parse_uri
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave, WrittenShare
-    from penstock.cluster.comm import Comm
     from penstock.progress import Progress
-    from penstock.storage import Storage
-    from penstock.storage.capabilities import FolderTree
 
 
 _SEAL_NAMES: Final = (MANIFEST_NAME, METADATA_NAME)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,15 +18,12 @@ from penstock.checkpoint.commit.catalog import StepCatalog, parse_step, step_dir
 from penstock.checkpoint.levels.cache import NodeCache
 from penstock.checkpoint.levels.flush.daemon_flusher import DaemonWatchdog, read_flush_states
 from penstock.checkpoint.levels.flush.flush_folder import FlushFolder, FlushOrder, JournalReader
+from penstock.checkpoint.levels.flush.flusher import FlushState
 from penstock.checkpoint.levels.redundancy.redundancy_record import assess
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.uri import find_local_paths_at, open_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from penstock.checkpoint.levels.flush.flusher import FlushState
-    from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
     from penstock.progress import Progress
 
 
@@ -77,16 +75,18 @@ class LevelsOverview:
     @property
     def steps(self) -> list[int]:
         """The steps of all levels and those being flushed, ascending."""
-        given = {step for each in self.flushes for step, state in each.states.items() if not state.is_over}
-        return sorted({*self.durable, *(each.step for each in self.cached), *given})
+        flushing = {
+            step for flush in self.flushes for step, state in flush.states.items() if not state.is_over
+        }
+        return sorted({*self.durable, *(cached.step for cached in self.cached), *flushing})
 
     @property
     def left_bytes(self) -> int:
         """The bytes still to be copied."""
         return sum(
             state.size_bytes - state.copied_bytes
-            for each in self.flushes
-            for state in each.states.values()
+            for flush in self.flushes
+            for state in flush.states.values()
             if not state.is_over
         )
 
@@ -113,7 +113,7 @@ def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
     folders = [require_cache_folder(path) for path in caches]
     return LevelsOverview(
         durable=tuple(StepCatalog(open_here(run)).committed()),
-        cached=tuple(_cached(folders)),
+        cached=tuple(_inspect_steps(folders)),
         flushes=tuple(inspect_flush(folder) for folder in folders),
     )
 
@@ -121,8 +121,8 @@ def inspect_levels(run: str, caches: Sequence[str]) -> LevelsOverview:
 def inspect_flush(cache: Path) -> CacheFlush:
     """The progress of the daemon of one cache."""
     folder = FlushFolder(cache)
-    daemon, speed = folder.daemon_pid(), folder.speed()
-    now = speed if daemon is not None else None
+    daemon = folder.daemon_pid()
+    now = folder.progress() if daemon is not None else None
     return CacheFlush(
         cache=os.fspath(cache),
         daemon=daemon,
@@ -133,34 +133,28 @@ def inspect_flush(cache: Path) -> CacheFlush:
     )
 
 
-def _cached(folders: Sequence[Path]) -> list[CachedStep]:
-    nodes = [
-        NodeCache(open_here(os.fspath(folder)), ranks=(number,)) for number, folder in enumerate(folders)
-    ]
+def _inspect_steps(folders: Sequence[Path]) -> list[CachedStep]:
+    nodes = [_open_node(folder, number) for number, folder in enumerate(folders)]
     steps = sorted(
         {step for node in nodes for name in node.names() if (step := parse_step(name)) is not None}
     )
-    return [_cached_step(step, nodes) for step in steps]
+    return [_inspect_step(step, nodes) for step in steps]
 
 
-def _cached_step(step: int, nodes: Sequence[NodeCache]) -> CachedStep:
-    holdings = [node.shares(step_dirname(step)) for node in nodes]
-    found = assess(holdings)
-    record = next(iter(found.records.values()), None)
+def _inspect_step(step: int, nodes: Sequence[NodeCache]) -> CachedStep:
+    shares = [node.shares(step_dirname(step)) for node in nodes]
+    assessment = assess(shares)
+    record = next(iter(assessment.records.values()), None)
     return CachedStep(
         step=step,
-        size_bytes=sum(sum(holding.sizes.values()) for holding in holdings),
-        num_shares=_num_shares(found),
+        size_bytes=sum(sum(node.sizes.values()) for node in shares),
+        num_shares=len({rank for ranks in assessment.shares.values() for rank in ranks}),
         num_ranks=len(record.domains) if record else 0,
         scheme=record.scheme if record else "",
         losses=record.losses if record else 0,
-        lost=found.lost,
-        reason=found.reason,
+        lost=assessment.lost,
+        reason=assessment.reason,
     )
-
-
-def _num_shares(found: Assessment) -> int:
-    return len({rank for shares in found.shares.values() for rank in shares})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,34 +194,32 @@ def find_droppable(
     ]
 
 
-def require_durable(found: Sequence[DroppableStep]) -> None:
-    """`UsageError` where a step might exist nowhere else."""
-    for each in found:
-        if not each.is_durable:
-            why = "is not durable" if each.is_durable is False else "may not be durable"
+def require_durable(steps: Sequence[DroppableStep]) -> None:
+    """`UsageError` if a step might exist nowhere else."""
+    for step in steps:
+        if not step.is_durable:
+            doubt = "is not durable" if step.is_durable is False else "may not be durable"
             raise UsageError(
-                f"Step {each.step} {why}; nothing was dropped",
+                f"Step {step.step} {doubt}; nothing was dropped",
                 fix="Flush or scavenge it first and name the durable level by --durable, or give --force.",
             )
 
 
 def drop(caches: Sequence[Path], steps: Collection[int]) -> None:
-    """Take steps out of these caches: their orders first, so that no daemon looks for what is gone."""
+    """Remove steps from these caches: their orders first, so that no daemon looks for removed files."""
     for cache in caches:
-        book = FlushFolder(cache).orders
-        orders = book.all()
-        for step in steps:
-            order = orders.get(step)
-            if isinstance(order, FlushOrder):
-                book.remove(order)
+        flush_orders = FlushFolder(cache).orders
+        for step, order in flush_orders.all().items():
+            if step in steps and isinstance(order, FlushOrder):
+                flush_orders.remove(order)
         node = _open_node(cache)
         for step in steps:
             node.remove(step_dirname(step))
             node.confirm(step_dirname(step))
 
 
-def _open_node(cache: Path) -> NodeCache:
-    return NodeCache(open_here(os.fspath(cache)), ranks=(0,))
+def _open_node(cache: Path, number: int = 0) -> NodeCache:
+    return NodeCache(open_here(os.fspath(cache)), ranks=(number,))
 
 
 POLL_S: Final = 0.1
@@ -242,12 +234,12 @@ class _CacheDrain:
     def __init__(self, cache: Path) -> None:
         self._folder = FlushFolder(cache)
         self._journal = JournalReader(self._folder.journal)
-        self._minder = DaemonWatchdog(self._folder)
+        self._watchdog = DaemonWatchdog(self._folder)
         self.steps = frozenset(self._folder.orders.steps())
 
     def states(self) -> States:
-        found = read_flush_states(self._folder, self._journal)
-        return {step: state for step, state in found.items() if step in self.steps}
+        states = read_flush_states(self._folder, self._journal)
+        return {step: state for step, state in states.items() if step in self.steps}
 
     def is_over(self) -> bool:
         return not self.steps & set(self._folder.orders.steps())
@@ -255,7 +247,7 @@ class _CacheDrain:
     def ensure_running(self) -> None:
         """Start its daemon if it is not running and orders are left."""
         if not self.is_over():
-            self._minder.ensure_running()
+            self._watchdog.ensure_running()
 
 
 def drain_caches(
@@ -271,20 +263,20 @@ def drain_caches(
     Returns early if nothing has moved for `timeout_s`: a slow flush continues, one that waits for other nodes
     does not hold up the caller. What is not finished then continues without this process.
     """
-    flushing = {cache: _CacheDrain(cache) for cache in caches}
-    num_bytes = sum(state.size_bytes for each in flushing.values() for state in each.states().values())
+    drains = {cache: _CacheDrain(cache) for cache in caches}
+    num_bytes = sum(state.size_bytes for drain in drains.values() for state in drain.states().values())
     progress.begin("flush", num_bytes)
-    moved_bytes, left, moved_at_s = 0, -1, clock()
+    copied_bytes, num_left, moved_at_s = 0, -1, clock()
     while True:
-        for each in flushing.values():
-            each.ensure_running()
+        for drain in drains.values():
+            drain.ensure_running()
         # Orders before states: an order is removed only after its outcome is in the journal.
-        now_left = sum(not each.is_over() for each in flushing.values())
-        found = {cache: each.states() for cache, each in flushing.items()}
-        now_bytes = sum(state.copied_bytes for states in found.values() for state in states.values())
-        if now_bytes != moved_bytes or now_left != left:
-            progress.advance(max(now_bytes - moved_bytes, 0))
-            moved_bytes, left, moved_at_s = now_bytes, now_left, clock()
-        if not left or clock() - moved_at_s > timeout_s:
-            return found
+        now_left = sum(not drain.is_over() for drain in drains.values())
+        states = {cache: drain.states() for cache, drain in drains.items()}
+        now_bytes = sum(state.copied_bytes for of_cache in states.values() for state in of_cache.values())
+        if now_bytes != copied_bytes or now_left != num_left:
+            progress.advance(max(now_bytes - copied_bytes, 0))
+            copied_bytes, num_left, moved_at_s = now_bytes, now_left, clock()
+        if not num_left or clock() - moved_at_s > timeout_s:
+            return states
         sleep(POLL_S)

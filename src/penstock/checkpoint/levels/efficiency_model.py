@@ -8,14 +8,13 @@ simulation read the same `Strategy`, so if they disagree, the assumptions of the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from penstock.checkpoint.manager.save_policy import daly_interval_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import numpy as np
 
 TRUSTED_DIFFERENCE: Final = 0.02

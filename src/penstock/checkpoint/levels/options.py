@@ -5,14 +5,12 @@ Pure settings, imported by every `Manager`. `parity_layout` derives groups and s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 from penstock.errors import UsageError
 from penstock.units import parse_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LARGEST_GROUP = 128
 """Far below what the code allows: a larger group only makes rebuilding slower and likelier to fail."""

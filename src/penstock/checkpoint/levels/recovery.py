@@ -27,10 +27,10 @@ from penstock.checkpoint.formats.manifest import (
     read_manifest,
 )
 from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, copy_files
-from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_rank
+from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment, choose_home_rank
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
-from penstock.checkpoint.tools.verify import damage_in_files
-from penstock.cluster.comm import all_gather_results
+from penstock.checkpoint.tools.verify import find_damage
+from penstock.cluster.comm import Comm, all_gather_results
 from penstock.errors import DataDamaged, RankFailed, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -39,8 +39,6 @@ from penstock.storage.protocol import read_object
 
 if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import CacheLevel
-    from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
-    from penstock.cluster.comm import Comm
 
 
 logger = logging.getLogger(__name__)
@@ -73,7 +71,7 @@ def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, found: Assessm
 def _is_damaged(held: CheckpointRef, manifest: Manifest, found: Assessment, rank: int) -> bool:
     names = {file.name for file in found.files_of(rank)}
     files = [file for file in manifest.files if file.name in names]
-    damage = damage_in_files(held.storage, held.committed.folder, manifest, files)
+    damage = find_damage(held.storage, held.committed.folder, manifest, files)
     for each in damage:
         logger.warning("%s: %s", held.uri, each)
     bad = [

@@ -23,13 +23,8 @@ from penstock.checkpoint.levels.flush.flusher import Flusher, TrainerFlusher, re
 from penstock.checkpoint.levels.options import Flush, Scheme
 from penstock.checkpoint.levels.recovery import FetchedFiles, find_damaged_shares
 from penstock.checkpoint.levels.redundancy import gf256
-from penstock.checkpoint.manager.step_store import (
-    DurableStore,
-    MissingCopy,
-    StepCopy,
-    select_steps,
-    warn_once_per_job,
-)
+from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
+from penstock.checkpoint.manager import step_store
 from penstock.cluster.comm import run_on_rank0
 from penstock.errors import RankFailed, StorageError, UsageError
 from penstock.progress import Progress
@@ -38,26 +33,19 @@ from penstock.storage.capabilities import find_folder_tree
 from penstock.storage.uri import has_option, parse_uri
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from penstock.checkpoint.commit.catalog import CheckpointRef
-    from penstock.checkpoint.commit.protocol import Draft
-    from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
-    from penstock.checkpoint.levels.flush.flusher import Flusher
-    from penstock.checkpoint.levels.options import Flush, Scheme
-    from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment
-    from penstock.checkpoint.manager.step_store import StepSlot
     from penstock.checkpoint.state.process_group import RankGroup
-    from penstock.progress import Progress
-    from penstock.storage import Storage
 
 
 logger = logging.getLogger(__name__)
 
 
 def _open_flusher(
-    cache: CacheLevel, durable: DurableStore, members: RankGroup, settings: Flush, *, path: str | None
+    cache: CacheLevel,
+    durable: step_store.DurableStore,
+    members: RankGroup,
+    settings: Flush,
+    *,
+    path: str | None,
 ) -> Flusher:
     """The flusher for these settings: the daemon of each node if it can, else the trainer. Collective.
 
@@ -70,13 +58,13 @@ def _open_flusher(
         obstacles = [answer for answer in answers if answer]
         if not obstacles and path is not None:
             return DaemonFlusher(cache, durable, _build_daemon_uri(path), members, settings)
-        warn_once_per_job(
+        step_store.warn_once_per_job(
             logger, members.comm.rank, "Flushing in the trainer instead of a daemon: %s", obstacles[0]
         )
     return TrainerFlusher(cache, durable, members, settings)
 
 
-def _explain_no_daemon(durable: DurableStore, path: str | None) -> str:
+def _explain_no_daemon(durable: step_store.DurableStore, path: str | None) -> str:
     if path is None:
         return "the durable level was given as an open storage, which another process cannot use"
     if find_folder_tree(durable.catalog.storage) is None:
@@ -95,7 +83,7 @@ def _build_daemon_uri(path: str) -> str:
 
 
 def open_tiered_store(
-    durable: DurableStore,
+    durable: step_store.DurableStore,
     cache: Storage,
     flushers: RankGroup,
     *,
@@ -129,7 +117,7 @@ class TieredStore:
     def __init__(
         self,
         cache: CacheLevel,
-        durable: DurableStore,
+        durable: step_store.DurableStore,
         flusher: Flusher | None,
         *,
         flush: Flush | None,
@@ -150,7 +138,7 @@ class TieredStore:
         """The durable steps and those in this node's cache."""
         return sorted({*self._catalog.committed(), *self._local_steps()})
 
-    def open(self, name: str, *, is_last: bool = False) -> StepSlot:
+    def open(self, name: str, *, is_last: bool = False) -> step_store.StepSlot:
         """A draft in all caches; results, which are not steps, go to the durable level at once."""
         if parse_step(name) is None:
             return self._durable.open(name)
@@ -191,9 +179,9 @@ class TieredStore:
         durable = run_on_rank0(
             self._comm, self._catalog.committed, awaiting="rank 0 to list the durable steps"
         )
-        return select_steps(sorted({*cached, *durable}), wanted, self._catalog.storage.uri)
+        return step_store.select_steps(sorted({*cached, *durable}), wanted, self._catalog.storage.uri)
 
-    def copies(self, step: int) -> Iterator[StepCopy | MissingCopy]:
+    def copies(self, step: int) -> Iterator[step_store.StepCopy | step_store.MissingCopy]:
         """The caches' copy, rebuilt if files are lost or damaged; then that of the durable level."""
         assessment = self._cache.assess(step_dirname(step))
         if assessment.records:
@@ -204,13 +192,13 @@ class TieredStore:
             awaiting="rank 0 to look for the durable step",
         )
         if is_durable:
-            yield StepCopy(
+            yield step_store.StepCopy(
                 level="durable",
                 open=partial(self._catalog.find, step),
                 localize=partial(self._fetch, step),
             )
         elif not assessment.records:
-            yield MissingCopy("no level has it")
+            yield step_store.MissingCopy("no level has it")
 
     def unreported_failures(self) -> Mapping[int, BaseException]:
         """Failed flushes: their steps are still in the caches."""
@@ -237,7 +225,9 @@ class TieredStore:
     def _local_steps(self) -> list[int]:
         return sorted(step for name in self._cache.node.names() if (step := parse_step(name)) is not None)
 
-    def _cached(self, step: int, assessment: Assessment) -> Iterator[StepCopy | MissingCopy]:
+    def _cached(
+        self, step: int, assessment: Assessment
+    ) -> Iterator[step_store.StepCopy | step_store.MissingCopy]:
         name = step_dirname(step)
         assessment = self._repaired(name, assessment)
         if assessment.reason:
@@ -258,7 +248,7 @@ class TieredStore:
         """Rebuild the step if that is needed and possible; on failure, `reason` says why not."""
         if not assessment.is_rebuildable:
             return assessment
-        warn_once_per_job(
+        step_store.warn_once_per_job(
             logger,
             self._comm.rank,
             "%s: rebuilding the lost files of ranks %s",
@@ -271,14 +261,14 @@ class TieredStore:
             return replace(assessment, reason=f"it could not be rebuilt: {error}")
         return self._cache.assess(name)
 
-    def _report_missing(self, name: str, reason: str) -> MissingCopy:
-        warn_once_per_job(
+    def _report_missing(self, name: str, reason: str) -> step_store.MissingCopy:
+        step_store.warn_once_per_job(
             logger, self._comm.rank, "%s: the caches cannot provide it, other levels may: %s", name, reason
         )
-        return MissingCopy(f"caches: {reason}")
+        return step_store.MissingCopy(f"caches: {reason}")
 
-    def _describe_copy(self, level: str, name: str, assessment: Assessment) -> StepCopy:
-        return StepCopy(
+    def _describe_copy(self, level: str, name: str, assessment: Assessment) -> step_store.StepCopy:
+        return step_store.StepCopy(
             level=level,
             open=partial(self._cache.view, name, assessment),
             localize=partial(self._cache.relocate_shares, name, assessment),

@@ -22,33 +22,32 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from penstock.checkpoint.commit.catalog import AnyPath, StepCatalog, step_dirname
 from penstock.checkpoint.commit.transaction import stage_on_all_ranks
-from penstock.checkpoint.engine import LoadChoice, SaveCancelled, SaveChoice
+from penstock.checkpoint.engine import (
+    Engine,
+    LoadChoice,
+    NamePatterns,
+    PreparedSave,
+    RankSaveStats,
+    SaveCancelled,
+    SaveChoice,
+    StagedSave,
+    State,
+    Urgency,
+)
 from penstock.checkpoint.levels.options import EACH, Flush, Scheme, Single
 from penstock.checkpoint.manager import save_policy as policies
 from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.process_group import make_own_group
-from penstock.cluster.comm import format_cause
+from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import PenstockError, RankError, RankFailed, UsageError, WaitTimeout
 from penstock.extras import explained_imports
 from penstock.progress import Progress, Silent
+from penstock.storage import Storage
 from penstock.storage.uri import open_here
 from penstock.units import format_bytes, format_rate
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
-    from penstock.checkpoint.engine import (
-        Engine,
-        NamePatterns,
-        PreparedSave,
-        RankSaveStats,
-        StagedSave,
-        State,
-        Urgency,
-    )
     from penstock.checkpoint.manager.user_files import Restart, UserOutput
-    from penstock.cluster.comm import Comm
-    from penstock.storage import Storage
 
 DEFAULT_TIMEOUT_S = 1800.0
 """How long the slowest rank may take to write its share."""

@@ -14,22 +14,19 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
+from types import FrameType
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from penstock.cluster.launcher_env import read_slurm_end_s
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
+from penstock.storage import Storage
 from penstock.storage.protocol import read_object, write_object
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from types import FrameType
-
-    from penstock.storage import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, local_path, parse_step
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save, write_into
-from penstock.cluster.comm import all_gather_results, format_cause, run_on_rank0
+from penstock.cluster.comm import Comm, all_gather_results, format_cause, run_on_rank0
 from penstock.errors import ObjectNotFound, PenstockError, RankError, RankFailed, StorageError
 
 if TYPE_CHECKING:
     from penstock.checkpoint.engine import PreparedSave, RankSaveStats, StagedSave
-    from penstock.cluster.comm import Comm
     from penstock.progress import Progress
 
 Fault = Literal["checkpoint", "caller", "elsewhere"]

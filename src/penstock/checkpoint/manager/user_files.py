@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
@@ -39,26 +39,16 @@ from penstock.checkpoint.formats.manifest import (
     read_manifest,
 )
 from penstock.checkpoint.levels.redundancy.redundancy_record import choose_home_rank
-from penstock.checkpoint.manager.step_store import (
-    RestoreSearch,
-    StepCopy,
-    StepSlot,
-    build_restore_error,
-    load_on_all_ranks,
-)
+from penstock.checkpoint.manager import step_store
 from penstock.checkpoint.state.regions import CheckpointIndex, Regions, StoredRegions
-from penstock.checkpoint.tools.verify import damage_in_files
-from penstock.cluster.comm import format_cause
+from penstock.checkpoint.tools.verify import find_damage
+from penstock.cluster.comm import Comm, format_cause
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, RankFailed, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
 from penstock.storage.files.durable import sync_open_file
 from penstock.storage.protocol import read_object
 from penstock.storage.uri import check_key
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-
 
 _CONTENT: Final = "content"
 _FILES: Final = "files"
@@ -239,7 +229,7 @@ class UserOutput:
         name: str,
         comm: Comm,
         *,
-        open_slot: Callable[[], StepSlot],
+        open_slot: Callable[[], step_store.StepSlot],
         in_turn: InTurn,
         timed: AbstractContextManager[None],
     ) -> None:
@@ -250,7 +240,7 @@ class UserOutput:
         self._open_slot = open_slot
         self._in_turn = in_turn
         self._timed = timed
-        self._slot: StepSlot | None = None
+        self._slot: step_store.StepSlot | None = None
         self._names: dict[str, Path] = {}
         self._is_valid = True
 
@@ -346,7 +336,7 @@ class Restart:
 
     def __init__(
         self,
-        search: RestoreSearch,
+        search: step_store.RestoreSearch,
         comm: Comm,
         *,
         step: int | None = None,
@@ -414,22 +404,22 @@ class Restart:
                 raise RankFailed(rank, host, f"restarting from step {self.step}: {each}")
 
 
-def find_restart(search: RestoreSearch, comm: Comm, uri: str) -> Restart:
+def find_restart(search: step_store.RestoreSearch, comm: Comm, uri: str) -> Restart:
     """The next copy whose files are all there and undamaged. Collective."""
     checked: tuple[CheckpointRef, Manifest] | None = None
 
-    def check(copy: StepCopy) -> None:
+    def check(copy: step_store.StepCopy) -> None:
         nonlocal checked
         checked = _localize_and_verify(copy, comm)
 
     while copy := search.next_copy():
-        reason = load_on_all_ranks(comm, partial(check, copy), search.step)
+        reason = step_store.load_on_all_ranks(comm, partial(check, copy), search.step)
         if reason is None and checked is not None:
             checkpoint, manifest = checked
             return Restart(search, comm, step=search.step, checkpoint=checkpoint, manifest=manifest)
         search.reject(reason or "it was not checked")
     if search.skipped_steps:
-        raise build_restore_error(search.skipped_steps, uri)
+        raise step_store.build_restore_error(search.skipped_steps, uri)
     return Restart(search, comm)
 
 
@@ -447,7 +437,7 @@ def explain_missing_state(checkpoint: CheckpointRef, error: PenstockError) -> No
         ) from error
 
 
-def _localize_and_verify(copy: StepCopy, comm: Comm) -> tuple[CheckpointRef, Manifest]:
+def _localize_and_verify(copy: step_store.StepCopy, comm: Comm) -> tuple[CheckpointRef, Manifest]:
     manifest = _read_manifest(copy.open())
     if not holds_user_files(manifest):
         raise DataDamaged(
@@ -459,7 +449,7 @@ def _localize_and_verify(copy: StepCopy, comm: Comm) -> tuple[CheckpointRef, Man
         for file in manifest.files
         if choose_home_rank(parse_writer_rank(manifest, file), manifest.world_size, comm.size) == comm.rank
     ]
-    damage = damage_in_files(checkpoint.storage, checkpoint.committed.folder, manifest, own_files)
+    damage = find_damage(checkpoint.storage, checkpoint.committed.folder, manifest, own_files)
     if damage:
         raise DataDamaged(f"{damage[0]}", where=checkpoint.uri)
     return checkpoint, manifest

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -22,7 +22,13 @@ from penstock.checkpoint.formats.checkpoint_source import (
 from penstock.checkpoint.formats.safetensors import INDEX_NAME
 from penstock.checkpoint.state.leaves import matches_pattern
 from penstock.checkpoint.state.regions import StoredObject, TensorFacts, element_type
-from penstock.checkpoint.tools.tensor_slabs import Elements, Outlet, WriteBuffers, slab_bytes, slabs
+from penstock.checkpoint.tools.tensor_slabs import (
+    SinkAppender,
+    SlabReader,
+    WriteBuffers,
+    cut_into_slabs,
+    slab_bytes,
+)
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import DataDamaged, ObjectNotFound, UsageError
 from penstock.progress import Progress, Silent
@@ -31,50 +37,52 @@ from penstock.storage.protocol import exists, write_object
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """Tensors by their numbers in the contents, and objects."""
+class PartSelection:
+    """The parts of a checkpoint to convert: tensors by their numbers in its index, and objects."""
 
     tensors: tuple[int, ...]
     objects: tuple[StoredObject, ...]
 
-    def num_bytes(self, opened: CheckpointSource) -> int:
-        """Of all chosen tensors."""
-        return sum(opened.index.tensors[number].size_bytes for number in self.tensors)
+    def num_bytes(self, checkpoint: CheckpointSource) -> int:
+        """The bytes of all chosen tensors."""
+        return sum(checkpoint.index.tensors[number].size_bytes for number in self.tensors)
 
 
-def select(opened: CheckpointSource, only: Sequence[str]) -> Selection:
-    """What matches one of the patterns; all without patterns. Nothing at all is a `UsageError`."""
+def select_parts(checkpoint: CheckpointSource, only: Sequence[str]) -> PartSelection:
+    """The parts that match one of the patterns, or all without patterns; `UsageError` if none does."""
 
     def is_chosen(name: str) -> bool:
         return not only or matches_pattern(name, only)
 
-    contents = opened.index
-    chosen = Selection(
-        tuple(number for number, facts in enumerate(contents.tensors) if is_chosen(facts.name)),
-        tuple(one for one in contents.objects if is_chosen(one.name)),
+    index = checkpoint.index
+    chosen = PartSelection(
+        tuple(number for number, facts in enumerate(index.tensors) if is_chosen(facts.name)),
+        tuple(stored for stored in index.objects if is_chosen(stored.name)),
     )
     if only and not (chosen.tensors or chosen.objects):
         raise UsageError(
-            f"No name in {opened.uri} matches {' or '.join(only)}",
+            f"No name in {checkpoint.uri} matches {' or '.join(only)}",
             fix="`penstock checkpoint show` lists the names.",
         )
     return chosen
 
 
 _HEADER_ALIGNMENT: Final = 4096
-"""The header is filled up with spaces, so that payloads begin at a page; the format allows it."""
+"""The header is padded with spaces, as the format allows, so that payloads begin at a page."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """One file to be: its name and its tensors, by their numbers, in order."""
+class SafetensorsShard:
+    """One file to write: its name and its tensors, by their numbers, in order."""
 
     name: str
     tensors: tuple[int, ...]
 
 
-def plan_shards(tensors: Sequence[TensorFacts], chosen: Sequence[int], most_bytes: int) -> list[Shard]:
-    """Deal tensors out to files of at most `most_bytes`, in their order; larger tensors get a file each."""
+def plan_shards(
+    tensors: Sequence[TensorFacts], chosen: Sequence[int], most_bytes: int
+) -> list[SafetensorsShard]:
+    """Distribute tensors to files of at most `most_bytes`, in order; larger tensors get a file each."""
     runs: list[list[int]] = [[]]
     filled = 0
     for number in chosen:
@@ -85,21 +93,21 @@ def plan_shards(tensors: Sequence[TensorFacts], chosen: Sequence[int], most_byte
         runs[-1].append(number)
         filled += size_bytes
     if len(runs) == 1:
-        return [Shard("model.safetensors", tuple(runs[0]))]
+        return [SafetensorsShard("model.safetensors", tuple(runs[0]))]
     return [
-        Shard(f"model-{place:05d}-of-{len(runs):05d}.safetensors", tuple(run))
+        SafetensorsShard(f"model-{place:05d}-of-{len(runs):05d}.safetensors", tuple(run))
         for place, run in enumerate(runs, start=1)
     ]
 
 
-def header_bytes(tensors: Sequence[TensorFacts]) -> bytes:
-    """A file's header for tensors whose payloads follow in this order, its length in front."""
+def build_header(tensors: Sequence[TensorFacts]) -> bytes:
+    """The header of a file whose payloads follow in this order, with its length in front."""
     document: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for facts in tensors:
-        word = element_type(facts.dtype).safetensors
+        dtype = element_type(facts.dtype).safetensors
         end = position + facts.size_bytes
-        document[facts.name] = {"dtype": word, "shape": facts.shape, "data_offsets": (position, end)}
+        document[facts.name] = {"dtype": dtype, "shape": facts.shape, "data_offsets": (position, end)}
         position = end
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
@@ -107,68 +115,72 @@ def header_bytes(tensors: Sequence[TensorFacts]) -> bytes:
 
 
 def write_safetensors(
-    opened: CheckpointSource,
-    chosen: Selection,
+    checkpoint: CheckpointSource,
+    chosen: PartSelection,
     storage: Storage,
-    shards: Sequence[tuple[str, Shard]],
+    shards: Sequence[tuple[str, SafetensorsShard]],
     progress: Progress,
 ) -> int:
-    """Write each shard to the key that stands before it; the bytes of all files."""
-    require_writable(opened, chosen)
+    """Write each shard to its key; returns the bytes of all files."""
+    require_writable(checkpoint, chosen)
     buffers, total = WriteBuffers(), 0
-    with closing(Elements(opened)) as elements:
+    with closing(SlabReader(checkpoint)) as reader:
         for key, shard in shards:
-            tensors = [opened.index.tensors[number] for number in shard.tensors]
-            header = header_bytes(tensors)
+            tensors = [checkpoint.index.tensors[number] for number in shard.tensors]
+            header = build_header(tensors)
             size_bytes = len(header) + sum(facts.size_bytes for facts in tensors)
             sink = storage.create(key, size_bytes)
             with ExitStack() as undo:
                 undo.callback(sink.abort)
-                outlet = Outlet(sink, buffers)
-                outlet.write(header)
+                appender = SinkAppender(sink, buffers)
+                appender.write(header)
                 for number in shard.tensors:
-                    append_tensor(opened, elements, number, outlet, progress)
+                    append_tensor(checkpoint, reader, number, appender, progress)
                 sink.finish()
                 undo.pop_all()
             total += size_bytes
     return total
 
 
-def require_writable(opened: CheckpointSource, chosen: Selection) -> None:
-    """`UsageError` for what the format has no room for."""
+def require_writable(checkpoint: CheckpointSource, chosen: PartSelection) -> None:
+    """`UsageError` for parts that the format cannot store."""
     for number in chosen.tensors:
-        facts = opened.index.tensors[number]
+        facts = checkpoint.index.tensors[number]
         if element_type(facts.dtype).safetensors is None:
             raise UsageError(
-                f"safetensors has no word for {facts.dtype}, the type of {facts.name}",
+                f"safetensors does not support {facts.dtype}, the type of {facts.name}",
                 fix="Leave it out with --only, or convert to torch or dcp.",
             )
     if chosen.objects:
         raise UsageError(
-            f"safetensors holds tensors alone, and {len(chosen.objects)} parts are none, "
-            f"{chosen.objects[0].name} for one",
-            fix="Choose tensors with --only, as in --only 'model.*', or drop the rest by --tensors-only.",
+            f"safetensors stores only tensors, and {len(chosen.objects)} parts are not tensors, such as "
+            f"{chosen.objects[0].name}",
+            fix="Choose tensors with --only, as in --only 'model.*', or leave out the rest: --tensors-only.",
         )
 
 
 def append_tensor(
-    opened: CheckpointSource, elements: Elements, tensor: int, outlet: Outlet, progress: Progress
+    checkpoint: CheckpointSource, reader: SlabReader, tensor: int, appender: SinkAppender, progress: Progress
 ) -> None:
     """Append all elements of one tensor in row-major order."""
-    facts = opened.index.tensors[tensor]
-    elements.require_whole(tensor)
-    for slab in slabs(facts.shape, facts.item_bytes, outlet.room_bytes):
-        buffer, num_bytes = outlet.buffer(), slab_bytes(slab, facts)
-        elements.read_slab(tensor, slab, buffer[:num_bytes])
-        outlet.append(buffer, num_bytes)
+    facts = checkpoint.index.tensors[tensor]
+    reader.require_whole(tensor)
+    for slab in cut_into_slabs(facts.shape, facts.item_bytes, appender.room_bytes):
+        buffer, num_bytes = appender.buffer(), slab_bytes(slab, facts)
+        reader.read_slab(tensor, slab, buffer[:num_bytes])
+        appender.append(buffer, num_bytes)
         progress.advance(num_bytes)
 
 
-def write_index(opened: CheckpointSource, storage: Storage, folder: str, shards: Sequence[Shard]) -> None:
-    """Write which file each tensor is in, as Hugging Face's loaders want it."""
-    tensors = opened.index.tensors
+def write_index(
+    checkpoint: CheckpointSource, storage: Storage, folder: str, shards: Sequence[SafetensorsShard]
+) -> None:
+    """Write the index of which file has which tensor, as Hugging Face's loaders need it."""
+    tensors = checkpoint.index.tensors
     document = {
-        "metadata": {"total_size": sum(tensors[one].size_bytes for shard in shards for one in shard.tensors)},
+        "metadata": {
+            "total_size": sum(tensors[number].size_bytes for shard in shards for number in shard.tensors)
+        },
         "weight_map": {tensors[number].name: shard.name for shard in shards for number in shard.tensors},
     }
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
@@ -181,15 +193,15 @@ SHARD_BYTES: Final = 5_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertOptions:
-    """How to convert. `only` are patterns of names; without any, everything is taken."""
+    """How to convert. `only` are patterns of names; without any, everything is converted."""
 
     only: Sequence[str] = field(default_factory=tuple)
     tensors_only: bool = False
-    """Leave out what is no tensor."""
+    """Leave out what is not a tensor."""
     compress: bool = False
-    """Only to dcp: items through zstd, which gives up alignment and partial reads."""
+    """Compress items with zstd, which precludes partial and unbuffered reads; only to dcp."""
     trust: bool = False
-    """Let objects be rebuilt by running code of the checkpoint."""
+    """Rebuild objects even if that runs code of the checkpoint."""
     verified: bool = True
     """Verify the source first."""
     shard_bytes: int = SHARD_BYTES
@@ -217,35 +229,35 @@ def convert(
     options: ConvertOptions | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write the checkpoint at `source` once more at `target`, which must be free, as `to`.
+    """Write the checkpoint at `source` to `target`, which must not exist, in the format `to`.
 
-    `DataDamaged` if the source is; `UsageError` for what the format cannot hold.
+    `DataDamaged` if the source is damaged; `UsageError` for parts that the format cannot store.
     """
     options, progress = options or ConvertOptions(), progress or Silent()
     storage, name = open_parent(target)
     _require_free(storage, name)
-    opened = open_checkpoint(source)
+    checkpoint = open_checkpoint(source)
     notes = _verified(source, progress) if options.verified else ()
-    chosen = select(opened, options.only)
+    chosen = select_parts(checkpoint, options.only)
     if options.tensors_only:
         chosen = replace(chosen, objects=())
-    progress.begin("bytes", chosen.num_bytes(opened))
-    size_bytes = _write(opened, chosen, storage, name, to=to, options=options, progress=progress)
+    progress.begin("bytes", chosen.num_bytes(checkpoint))
+    size_bytes = _write(checkpoint, chosen, storage, name, to=to, options=options, progress=progress)
     return Conversion(
-        source=opened.uri,
+        source=checkpoint.uri,
         target=checkpoint_uri(storage, name),
         format=to,
         num_tensors=len(chosen.tensors),
         num_objects=len(chosen.objects),
         size_bytes=size_bytes,
-        left_out=_left_out(opened, chosen),
+        left_out=_left_out(checkpoint, chosen),
         notes=(*notes, *_notes(options, to)),
     )
 
 
 def _write(
-    opened: CheckpointSource,
-    chosen: Selection,
+    checkpoint: CheckpointSource,
+    chosen: PartSelection,
     storage: Storage,
     name: str,
     *,
@@ -259,36 +271,34 @@ def _write(
         from penstock.checkpoint.tools.torch_writers import write_dcp  # noqa: PLC0415
 
         descriptors = (ZSTD,) if options.compress else ()
-        return write_dcp(opened, chosen, storage, name, descriptors=descriptors, progress=progress)
+        return write_dcp(checkpoint, chosen, storage, name, descriptors=descriptors, progress=progress)
     if options.compress:
         raise UsageError(f"{to} has no compression", fix="Leave out --compress, or convert to dcp.")
     if to is Format.TORCH_SAVE:
         from penstock.checkpoint.tools.torch_writers import write_torch  # noqa: PLC0415
 
-        return write_torch(opened, chosen, storage, name, trust=options.trust, progress=progress)
-    require_writable(opened, chosen)
+        return write_torch(checkpoint, chosen, storage, name, trust=options.trust, progress=progress)
+    require_writable(checkpoint, chosen)
     if name.endswith(".safetensors"):
-        shards = [(name, Shard(name, chosen.tensors))]
-        return write_safetensors(opened, chosen, storage, shards, progress)
-    planned = plan_shards(opened.index.tensors, chosen.tensors, options.shard_bytes)
+        shards = [(name, SafetensorsShard(name, chosen.tensors))]
+        return write_safetensors(checkpoint, chosen, storage, shards, progress)
+    planned = plan_shards(checkpoint.index.tensors, chosen.tensors, options.shard_bytes)
     keyed = [(f"{name}/{shard.name}", shard) for shard in planned]
-    size_bytes = write_safetensors(opened, chosen, storage, keyed, progress)
-    write_index(opened, storage, name, planned)
+    size_bytes = write_safetensors(checkpoint, chosen, storage, keyed, progress)
+    write_index(checkpoint, storage, name, planned)
     return size_bytes
 
 
 def _require_free(storage: Storage, name: str) -> None:
-    """Files of the target's name, folders of it, and checkpoints that are called so."""
-    taken = exists(storage, name) if not _is_folder(storage, name) else True
+    """`UsageError` if a file, a folder or a checkpoint has the target's name."""
+    taken = _is_folder(storage, name) or exists(storage, name)
     if not taken:
-        try:
+        with suppress(ObjectNotFound):
             open_catalog(storage).find(name)
             taken = True
-        except ObjectNotFound:
-            taken = False
     if taken:
         raise UsageError(
-            f"{checkpoint_uri(storage, name)} is there already",
+            f"{checkpoint_uri(storage, name)} exists already",
             fix="Convert to a new name; nothing is overwritten.",
         )
 
@@ -301,22 +311,22 @@ def _is_folder(storage: Storage, name: str) -> bool:
 
 
 def _verified(source: AnyPath, progress: Progress) -> tuple[str, ...]:
-    found = verify(source, progress)
-    if not found.is_whole:
+    result = verify(source, progress)
+    if not result.is_whole:
         raise DataDamaged(
-            f"The source is damaged in {len(found.damage)} places; the first: {found.damage[0]}",
-            where=found.uri,
+            f"The source is damaged in {len(result.damage)} places; the first: {result.damage[0]}",
+            where=result.uri,
             fix="Convert an undamaged step; `penstock checkpoint verify` lists all damage.",
         )
-    return () if found.is_checked else ("The source has no checksums: it was taken over as it is.",)
+    return () if result.is_checked else ("The source has no checksums: it was converted unverified.",)
 
 
-def _left_out(opened: CheckpointSource, chosen: Selection) -> tuple[str, ...]:
-    kept = {opened.index.tensors[number].name for number in chosen.tensors}
-    kept |= {one.name for one in chosen.objects}
-    everything = [facts.name for facts in opened.index.tensors]
-    everything += [one.name for one in opened.index.objects]
-    return tuple(name for name in everything if name not in kept)
+def _left_out(checkpoint: CheckpointSource, chosen: PartSelection) -> tuple[str, ...]:
+    index = checkpoint.index
+    chosen_names = {index.tensors[number].name for number in chosen.tensors}
+    chosen_names |= {stored.name for stored in chosen.objects}
+    names = [*(facts.name for facts in index.tensors), *(stored.name for stored in index.objects)]
+    return tuple(name for name in names if name not in chosen_names)
 
 
 def _notes(options: ConvertOptions, to: Format) -> tuple[str, ...]:

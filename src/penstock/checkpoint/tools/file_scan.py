@@ -1,7 +1,7 @@
-"""Files read front to back by several threads, each byte passed to the check that it belongs to.
+"""Reads files front to back in several threads, and passes each byte to the check that it belongs to.
 
 A stretch is a run of segments of one file that one thread checks. Invariant: memory is `streams` blocks,
-however large the files are, and unreadable bytes are damage, not the end of the scan.
+however large the files are; bytes that cannot be read are reported as damage, and do not end the scan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Damage:
-    """Bytes `begin` to `end` of `file` are wrong. `item` is "" where they belong to none."""
+    """Bytes `begin` to `end` of `file` are wrong. `item` is empty if they belong to none."""
 
     file: str
     begin: int
@@ -59,11 +59,11 @@ class Check(Protocol):
         """Take the next bytes."""
 
     def complaint(self) -> str | None:
-        """After all bytes: what is wrong with them, or None."""
+        """What is wrong with the bytes, once all were passed; None if they are right."""
 
 
 class SumCheck:
-    """Bytes of a known XXH3-128."""
+    """Bytes whose XXH3-128 is known."""
 
     def __init__(self, expected: bytes) -> None:
         self._expected = expected
@@ -79,7 +79,7 @@ class SumCheck:
 
 
 class CrcCheck:
-    """Bytes of a known CRC-32, as archives of torch have it and torch never checks it."""
+    """Bytes whose CRC-32 is known. Archives of torch have it, and torch never checks it."""
 
     def __init__(self, expected: int) -> None:
         self._expected = expected
@@ -95,38 +95,37 @@ class CrcCheck:
 
 
 class ZeroCheck:
-    """Bytes between items."""
+    """Bytes between items, which are zeros."""
 
     def __init__(self) -> None:
         self._is_clean = True
 
     def update(self, content: memoryview) -> None:
-        """Look for anything."""
-        if np.frombuffer(content, dtype=np.uint8).any():
-            self._is_clean = False
+        """Look for other bytes than zeros."""
+        self._is_clean &= not np.frombuffer(content, dtype=np.uint8).any()
 
     def complaint(self) -> str | None:
-        """Tell what was found."""
+        """Whether there were any."""
         return None if self._is_clean else "something was written between items"
 
 
-class Refuted:
+class KnownDamage:
     """Bytes that are known to be wrong before they are read."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def update(self, _: memoryview) -> None:
-        """Whatever they are."""
+        """Ignore them."""
 
     def complaint(self) -> str:
-        """Say it again."""
+        """What was wrong before."""
         return self._what
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes `begin` to `end` of a file and what they must satisfy. `item` is "" for a gap."""
+    """Bytes `begin` to `end` of a file and the check for them. `item` is empty for a gap."""
 
     begin: int
     end: int
@@ -136,7 +135,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Consecutive segments of one file, or how to find them out in the thread that reads the file."""
+    """Consecutive segments of one file. `segments` finds them in the thread that reads the file."""
 
     file: str
     begin: int
@@ -144,8 +143,8 @@ class Stretch:
     segments: Callable[[Source], Sequence[Segment]]
 
 
-def stretches(file: str, segments: Iterable[Segment]) -> Iterator[Stretch]:
-    """Segments in runs of about `STRETCH_BYTES`, so that threads have something to share."""
+def cut_into_stretches(file: str, segments: Iterable[Segment]) -> Iterator[Stretch]:
+    """Cut segments into runs of about `STRETCH_BYTES`, for several threads."""
     run: list[Segment] = []
     for segment in segments:
         run.append(segment)
@@ -168,7 +167,7 @@ def scan(
     *,
     streams: int = STREAMS,
 ) -> list[Damage]:
-    """Check all of `work`; the damage found, in order of files and ranges."""
+    """Check all of `work`; returns the damage, in order of files and ranges."""
     if not work:
         return []
     streams = min(streams, len(work))
@@ -187,8 +186,7 @@ def scan(
             free.put(buffer)
 
     with ThreadPoolExecutor(streams, thread_name_prefix="penstock-scan") as threads:
-        found = [damage for some in threads.map(check, work) for damage in some]
-    return sorted(found)
+        return sorted(damage for damages in threads.map(check, work) for damage in damages)
 
 
 def _check_stretch(
@@ -207,19 +205,19 @@ def _check_stretch(
 def _check_segments(
     source: Source, file: str, segments: Sequence[Segment], buffer: memoryview, progress: Progress
 ) -> list[Damage]:
-    found: list[Damage] = []
-    block = _Block(source, buffer)
+    damage: list[Damage] = []
+    block = _BlockReader(source, buffer)
     for segment in segments:
         what = "the file ends before it" if segment.end > source.size_bytes else _run(segment, block)
         if what is not None:
-            found.append(
+            damage.append(
                 Damage(file=file, begin=segment.begin, end=segment.end, item=segment.item, what=what)
             )
         progress.advance(segment.end - segment.begin)
-    return found
+    return damage
 
 
-def _run(segment: Segment, block: _Block) -> str | None:
+def _run(segment: Segment, block: _BlockReader) -> str | None:
     check, at = segment.make_check(), segment.begin
     try:
         while at < segment.end:
@@ -235,8 +233,8 @@ def _unreadable(error: StorageError) -> str:
     return f"cannot be read: {error}"
 
 
-class _Block:
-    """The part of a file that is in memory: it moves on in aligned blocks, so each byte is read once."""
+class _BlockReader:
+    """Keeps one aligned block of a file in memory, so that each byte is read once."""
 
     def __init__(self, source: Source, buffer: memoryview) -> None:
         self._source = source
@@ -244,7 +242,7 @@ class _Block:
         self._begin = self._end = 0
 
     def at(self, offset: int, most_bytes: int) -> memoryview:
-        """Some bytes from `offset` on, at least one."""
+        """At least one and at most `most_bytes` bytes from `offset` on."""
         if not self._begin <= offset < self._end:
             self._begin = offset - offset % PAGE_BYTES
             self._end = min(self._begin + len(self._buffer), self._source.size_bytes)

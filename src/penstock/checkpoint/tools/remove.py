@@ -1,7 +1,7 @@
-"""Taking a checkpoint away, but not the last whole one of its run unless told so.
+"""Removes a checkpoint, but not the last complete one of its run unless told to.
 
-Invariant: a checkpoint loses its name in one step and durably before the first of its files goes, and another
-one was read to its last byte before that.
+Invariant: another checkpoint was verified before anything changes; then the checkpoint loses its name in one
+step and durably, before the first of its files is removed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from penstock.checkpoint.commit.catalog import AnyPath, open_catalog, open_parent, split_path
 from penstock.checkpoint.formats.checkpoint_source import checkpoint_uri
-from penstock.checkpoint.tools.inspection import Listed, State, list_all
+from penstock.checkpoint.tools.inspection import CheckpointListing, list_storage
 from penstock.checkpoint.tools.verify import verify
 from penstock.errors import UsageError
 from penstock.progress import Progress, Silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Removed:
-    """What was taken away, and which whole checkpoint stays: "" where nobody looked for one."""
+class RemovedCheckpoint:
+    """What was removed. `stays` is a complete checkpoint that remains: empty if none was looked for."""
 
     uri: str
     step: int | None
@@ -28,60 +28,58 @@ class Removed:
     stays: str
 
 
-def whole_beside(listed: Sequence[Listed], name: str, is_whole: Callable[[str], bool]) -> str | None:
-    """A checkpoint beside `name` that is whole; `is_whole` is asked for the newest first, while needed."""
-    others = [one for one in listed if one.name != name and one.state is not State.DAMAGED]
-    for one in sorted(others, key=lambda one: (one.step is not None, one.step or 0), reverse=True):
-        if is_whole(one.name):
-            return one.name
-    return None
+def find_other_whole(
+    checkpoints: Sequence[CheckpointListing], name: str, is_whole: Callable[[str], bool]
+) -> str | None:
+    """A complete checkpoint other than `name`; `is_whole` is called for the newest first, until one is."""
+    others = [other for other in checkpoints if other.name != name and not other.is_damaged]
+    others.sort(key=lambda other: (other.step is not None, other.step or 0), reverse=True)
+    return next((other.name for other in others if is_whole(other.name)), None)
 
 
 def remove(
     path: AnyPath, *, even_last: bool = False, verified: bool = True, progress: Progress | None = None
-) -> Removed:
-    """Remove the committed checkpoint at a path or URI.
+) -> RemovedCheckpoint:
+    """Remove the committed checkpoint at a path or URI; `ObjectNotFound` if none is committed there.
 
-    Another one of its run must be whole, which is verified to the last byte, or by a look at files and sizes
-    without `verified`; else this is a `UsageError`, unless `even_last`. A checkpoint that looks damaged may
-    always go. `ObjectNotFound` where none is committed.
+    Another checkpoint of its run must be complete, else this is a `UsageError`, unless `even_last`. It is
+    verified to its last byte; without `verified`, only its files and their sizes are checked. A checkpoint
+    that is damaged may always be removed.
     """
     storage, name = open_parent(path)
-    committed = open_catalog(storage).find(name)
-    listed = list_all(storage)
-    (one,) = (one for one in listed if one.name == name)
+    catalog = open_catalog(storage)
+    committed = catalog.find(name)
+    checkpoints = list_storage(storage)
+    (removed,) = (checkpoint for checkpoint in checkpoints if checkpoint.name == name)
     stays = ""
-    if not even_last and one.state is not State.DAMAGED:
-        stays = _require_another(path, listed, name, verified=verified, progress=progress or Silent())
-    open_catalog(storage).remove(committed)
-    return Removed(
+    if not even_last and not removed.is_damaged:
+        stays = _require_another(path, checkpoints, name, verified=verified, progress=progress or Silent())
+    catalog.remove(committed)
+    return RemovedCheckpoint(
         uri=checkpoint_uri(storage, name),
-        step=one.step,
-        size_bytes=one.size_bytes,
-        num_files=one.num_files,
+        step=removed.step,
+        size_bytes=removed.size_bytes,
+        num_files=removed.num_files,
         stays=stays,
     )
 
 
 def _require_another(
-    path: AnyPath, listed: Sequence[Listed], name: str, *, verified: bool, progress: Progress
+    path: AnyPath, checkpoints: Sequence[CheckpointListing], name: str, *, verified: bool, progress: Progress
 ) -> str:
+    parent, _ = split_path(path)
+
     def is_whole(other: str) -> bool:
-        return not verified or verify(_beside(path, other), progress).is_whole
+        # The options of a URI stay behind the name.
+        root, question, query = parent.partition("?")
+        return not verified or verify(f"{root.rstrip('/')}/{other}{question}{query}", progress).is_whole
 
-    found = whole_beside(listed, name, is_whole)
-    if found is None:
-        others = "it is the only one" if len(listed) == 1 else "no other one beside it is whole"
+    other = find_other_whole(checkpoints, name, is_whole)
+    if other is None:
+        reason = "it is the only one" if len(checkpoints) == 1 else "no other one beside it is complete"
         raise UsageError(
-            f"{name} is the last whole checkpoint here: {others}",
+            f"{name} is the last complete checkpoint here: {reason}",
             where=str(path),
-            fix="Give --even-last, if the run is over.",
+            fix="Give --even-last if the run is over.",
         )
-    return found
-
-
-def _beside(path: AnyPath, other: str) -> str:
-    """The path of another checkpoint in the same folder, options and all."""
-    above, _ = split_path(path)
-    root, question, query = above.partition("?")
-    return f"{root.rstrip('/')}/{other}{question}{query}"
+    return other

@@ -35,7 +35,7 @@ class Slab:
     end: int
 
 
-def slabs(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Slab]:
+def cut_into_slabs(shape: Sequence[int], item_bytes: int, most_bytes: int) -> Iterator[Slab]:
     """Cut a tensor of this shape into slabs, in row-major order. A tensor without dimensions is one slab."""
     if 0 in shape:
         return
@@ -56,37 +56,37 @@ def slab_bytes(slab: Slab, facts: TensorFacts) -> int:
     return (slab.end - slab.begin) * math.prod(shape[len(slab.prefix) + 1 :]) * facts.item_bytes
 
 
-class Elements:
-    """The elements of an opened checkpoint's tensors, read by slabs. For one thread; close it."""
+class SlabReader:
+    """Reads the elements of a checkpoint's tensors by slabs. For one thread; close it."""
 
-    def __init__(self, opened: CheckpointSource) -> None:
-        self._opened = opened
-        self._storage = prefer_direct_access(opened.storage)
+    def __init__(self, checkpoint: CheckpointSource) -> None:
+        self._checkpoint = checkpoint
+        self._storage = prefer_direct_access(checkpoint.storage)
         self._sources: dict[int, Source] = {}
         self._decoded: tuple[int, memoryview] | None = None
         self._begins: dict[int, int | None] = {}
-        tensor = opened.index.stored.regions.tensor
+        tensor = checkpoint.index.stored.regions.tensor
         self._order = np.argsort(tensor, kind="stable")
-        self._first = np.searchsorted(tensor[self._order], np.arange(len(opened.index.tensors) + 1))
+        self._first = np.searchsorted(tensor[self._order], np.arange(len(checkpoint.index.tensors) + 1))
 
     def rows(self, tensor: int) -> Ints:
-        """The stored boxes of a tensor."""
+        """The stored regions of a tensor."""
         return np.asarray(self._order[self._first[tensor] : self._first[tensor + 1]])
 
     def require_whole(self, tensor: int) -> None:
         """`DataDamaged` unless all elements of a tensor are stored, each once."""
-        facts = self._opened.index.tensors[tensor]
-        regions = self._opened.index.stored.regions.take(self.rows(tensor))
+        facts = self._checkpoint.index.tensors[tensor]
+        regions = self._checkpoint.index.stored.regions.take(self.rows(tensor))
         if int(regions.num_elements.sum()) != math.prod(facts.shape):
             raise DataDamaged(
                 f"Of {facts.name} {int(regions.num_elements.sum())} elements are stored, it has "
                 f"{math.prod(facts.shape)}",
-                where=self._opened.uri,
+                where=self._checkpoint.uri,
             )
 
     def read_slab(self, tensor: int, slab: Slab, target: memoryview) -> None:
         """Fill `target`, which is as long as the slab."""
-        facts = self._opened.index.tensors[tensor]
+        facts = self._checkpoint.index.tensors[tensor]
         dim, shape = len(slab.prefix), facts.shape or (1,)
         element = np.dtype({16: "c16"}.get(facts.item_bytes, f"u{facts.item_bytes}"))
         whole = np.frombuffer(target, dtype=element).reshape(slab.end - slab.begin, *shape[dim + 1 :])
@@ -105,7 +105,7 @@ class Elements:
             self._fill(row, start, part)
 
     def _fill(self, row: int, start: int, part: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> None:
-        """Read a run of a box's payload into a part of a slab, straight if that is one run, too."""
+        """Read a run of a region's payload into a part of a slab; directly if that is contiguous, too."""
         if part.flags.c_contiguous:
             self.read_payload(row, start, part.reshape(-1).view(np.uint8).data)
             return
@@ -114,61 +114,61 @@ class Elements:
         part[...] = between
 
     def _box(self, row: int, num_dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        offsets, sizes = self._opened.index.stored.regions.region(row, num_dims)
+        offsets, sizes = self._checkpoint.index.stored.regions.region(row, num_dims)
         # Of tensors without dimensions the columns may be empty.
         return offsets or (0,), sizes or (1,)
 
     def read_payload(self, row: int, start: int, target: memoryview) -> None:
-        """Bytes of a box's elements from `start` on."""
+        """Read bytes of a region's elements from `start` on."""
         begin = self._payload_begin(row)
         if begin is not None:
             self._source(row).read_into(begin + start, target)
             return
-        # Only the whole of it can be read: the last one stays, as slabs of one tensor follow each other.
+        # It can be read only as a whole. The last one is kept, as slabs of one tensor follow each other.
         if self._decoded is None or self._decoded[0] != row:
             self._decoded = None
-            self._decoded = (row, self._opened.tensor_bytes(row, self.read_item(row)))
+            self._decoded = (row, self._checkpoint.tensor_bytes(row, self.read_item(row)))
         target[:] = self._decoded[1][start : start + len(target)]
 
     def read_item(self, row: int) -> bytearray:
-        """A box's whole item."""
-        stored = self._opened.index.stored
+        """The whole item of a region."""
+        stored = self._checkpoint.index.stored
         item = bytearray(int(stored.item_bytes[row]))
         self._source(row).read_into(int(stored.item_offset[row]), memoryview(item))
         return item
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()
 
     def _payload_begin(self, row: int) -> int | None:
-        stored = self._opened.index.stored
+        stored = self._checkpoint.index.stored
         if stored.payload_offset[row] != UNKNOWN:
             return int(stored.payload_offset[row])
         if row not in self._begins:
             begin = int(stored.item_offset[row])
             head = bytearray(min(int(stored.item_bytes[row]), HEAD_BYTES))
             self._source(row).read_into(begin, memoryview(head))
-            inside = self._opened.payload_in(row, head)
+            inside = self._checkpoint.payload_in(row, head)
             self._begins[row] = None if inside is None else begin + inside
         return self._begins[row]
 
     def _source(self, row: int) -> Source:
-        number = int(self._opened.index.stored.file[row])
+        number = int(self._checkpoint.index.stored.file[row])
         if number not in self._sources:
-            key = self._opened.key(self._opened.index.files[number])
+            key = self._checkpoint.key(self._checkpoint.index.files[number])
             self._sources[number] = self._storage.open(key)
         return self._sources[number]
 
 
 def _linear(index: Sequence[int], sizes: Sequence[int]) -> int:
-    """Row-major place of the first element below `index`."""
-    place = 0
-    for at, size in zip(index, sizes, strict=False):
-        place = place * size + at
-    return place * math.prod(sizes[len(index) :])
+    """Row-major position of the first element below `index`."""
+    position = 0
+    for coordinate, size in zip(index, sizes, strict=False):
+        position = position * size + coordinate
+    return position * math.prod(sizes[len(index) :])
 
 
 BUFFER_BYTES: Final = 8 << 20
@@ -177,7 +177,7 @@ _POLL_S: Final = 1.0
 
 
 class WriteBuffers:
-    """Warm buffers, used again by file after file."""
+    """Warm buffers, reused for one file after another."""
 
     def __init__(self, size_bytes: int = BUFFER_BYTES, num_buffers: int = NUM_BUFFERS) -> None:
         self.size_bytes = size_bytes
@@ -187,7 +187,7 @@ class WriteBuffers:
             self._free.put(memory.view[start : start + size_bytes])
 
     def take(self, sink: Sink) -> memoryview:
-        """A free buffer; raises what `sink` failed with, if that is why none becomes free."""
+        """A free buffer; raises the error of `sink` if that is why no buffer becomes free."""
         while True:
             try:
                 return self._free.get(timeout=_POLL_S)
@@ -195,12 +195,12 @@ class WriteBuffers:
                 sink.submit(memoryview(b""))
 
     def give_back(self, buffer: memoryview) -> None:
-        """Offer a whole buffer to the next user."""
+        """Return a whole buffer."""
         self._free.put(buffer)
 
 
-class Outlet:
-    """Appends to one sink. `position` is where the next byte goes."""
+class SinkAppender:
+    """Appends to one sink through `WriteBuffers`. `position` is where the next byte goes."""
 
     def __init__(self, sink: Sink, buffers: WriteBuffers) -> None:
         self._sink = sink
@@ -213,7 +213,7 @@ class Outlet:
         return self._buffers.size_bytes
 
     def buffer(self) -> memoryview:
-        """A buffer to fill and hand to `append`."""
+        """A buffer to fill and pass to `append`."""
         return self._buffers.take(self._sink)
 
     def append(self, buffer: memoryview, num_bytes: int) -> None:
@@ -222,7 +222,7 @@ class Outlet:
         self.position += num_bytes
 
     def write(self, content: bytes) -> None:
-        """Write bytes that stay as they are."""
+        """Write bytes that do not change afterwards."""
         if content:
             self._sink.submit(memoryview(content))
             self.position += len(content)

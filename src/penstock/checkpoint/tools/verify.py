@@ -1,7 +1,8 @@
-"""Check a stored checkpoint against every checksum that it has.
+"""Verify a stored checkpoint against all checksums that it has.
 
 Our checkpoints have checksums of all their bytes; stock archives have a CRC-32 for each record, which torch
-never checks; safetensors have none. Invariant: what was not checked is counted, and never called whole.
+never checks; safetensors have none. Invariant: bytes that were not checked are counted, and never reported as
+undamaged.
 """
 
 from __future__ import annotations
@@ -24,18 +25,7 @@ from penstock.checkpoint.formats.checkpoint_source import (
 from penstock.checkpoint.formats.dcp_item import require_known_transforms, undo_transforms
 from penstock.checkpoint.formats.manifest import Manifest, ManifestFile, checksum_of, read_manifest
 from penstock.checkpoint.formats.torch_save import ReadRange, data_offset, read_directory
-from penstock.checkpoint.tools.file_scan import (
-    STRETCH_BYTES,
-    CrcCheck,
-    Damage,
-    Refuted,
-    Segment,
-    Stretch,
-    SumCheck,
-    ZeroCheck,
-    scan,
-    stretches,
-)
+from penstock.checkpoint.tools import file_scan
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, UsageError
 from penstock.progress import Progress, Silent
 from penstock.storage import Storage
@@ -43,7 +33,7 @@ from penstock.storage.capabilities import prefer_direct_access
 from penstock.storage.protocol import Source, read_object
 
 _MOST_NAMES: Final = 5
-"""So many items are named of those that cannot be checked."""
+"""How many of the items that cannot be checked are named."""
 
 _END_BYTES: Final = 1 << 17
 """More than an archive's directory and the longest comment after it."""
@@ -51,7 +41,7 @@ _END_BYTES: Final = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What a check of one checkpoint came to."""
+    """The result of verifying one checkpoint."""
 
     uri: str
     format: str
@@ -59,13 +49,13 @@ class Verification:
     num_items: int
     size_bytes: int
     checked_bytes: int
-    """Of all bytes, those that a checksum or the format itself tells."""
-    damage: tuple[Damage, ...]
+    """Those of all bytes that a checksum or the format itself determines."""
+    damage: tuple[file_scan.Damage, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing is wrong; of bytes that nothing tells this says nothing."""
+        """Whether no damage was found. Bytes without a checksum may be damaged all the same."""
         return not self.damage
 
     @property
@@ -75,9 +65,9 @@ class Verification:
 
 
 def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
-    """Check all of the checkpoint at a path or URI; `ObjectNotFound` where there is none.
+    """Verify the checkpoint at a path or URI; `ObjectNotFound` if there is none.
 
-    Damage is returned, not raised, also that of the manifest or of `.metadata`.
+    Damage is returned, not raised, even that of the manifest or of `.metadata`.
     """
     storage, name = open_parent(path)
     uri = checkpoint_uri(storage, name)
@@ -89,13 +79,13 @@ def verify(path: AnyPath, progress: Progress | None = None) -> Verification:
     try:
         manifest = read_manifest(content, uri)
     except DataDamaged as error:
-        damage = Damage(file=MANIFEST_NAME, begin=0, end=len(content), item="", what=error.what)
+        damage = file_scan.Damage(file=MANIFEST_NAME, begin=0, end=len(content), item="", what=error.what)
         return _of_one_file(uri, Format.DCP, damage)
     return _verify_ours(storage, folder, uri, manifest, progress or Silent())
 
 
-def _of_one_file(uri: str, format_: str, damage: Damage) -> Verification:
-    """Nothing more can be said when what tells of the rest is damaged."""
+def _of_one_file(uri: str, format_: str, damage: file_scan.Damage) -> Verification:
+    """The result if the file that describes the others is damaged: nothing else can be checked."""
     return Verification(
         uri=uri,
         format=format_,
@@ -104,7 +94,7 @@ def _of_one_file(uri: str, format_: str, damage: Damage) -> Verification:
         size_bytes=damage.end,
         checked_bytes=damage.end,
         damage=(damage,),
-        notes=("The data files were not checked: what tells of them is damaged.",),
+        notes=("The data files were not checked: the file that describes them is damaged.",),
     )
 
 
@@ -112,7 +102,7 @@ def _verify_ours(
     storage: Storage, folder: str, uri: str, manifest: Manifest, progress: Progress
 ) -> Verification:
     damage = [*_check_metadata(storage, folder, manifest)]
-    damage += damage_in_files(storage, folder, manifest, manifest.files, progress)
+    damage += find_damage(storage, folder, manifest, manifest.files, progress)
     size_bytes = manifest.size_bytes + manifest.metadata_bytes
     return Verification(
         uri=uri,
@@ -125,28 +115,30 @@ def _verify_ours(
     )
 
 
-def damage_in_files(
+def find_damage(
     storage: Storage,
     folder: str,
     manifest: Manifest,
     files: Sequence[ManifestFile],
     progress: Progress | None = None,
-) -> list[Damage]:
-    """What is wrong with some of a checkpoint's files: with all of them, or with those that lie here."""
-    seen = progress or Silent()
-    damage: list[Damage] = []
-    work: list[Stretch] = []
+) -> list[file_scan.Damage]:
+    """The damage in `files`, all of a checkpoint's or those that this node has."""
+    progress = progress or Silent()
+    damage: list[file_scan.Damage] = []
+    work: list[file_scan.Stretch] = []
     for file in files:
         wrong = _check_size(storage, f"{folder}/{file.name}", file)
         damage += wrong
         if not wrong or wrong[0].begin > 0:
-            work += stretches(file.name, _segments(file, manifest.names))
-    seen.begin("bytes", sum(stretch.size_bytes for stretch in work))
-    return damage + scan(prefer_direct_access(storage), lambda file: f"{folder}/{file}", work, seen)
+            work += file_scan.cut_into_stretches(file.name, _segments(file, manifest.names))
+    progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
+    return damage + file_scan.scan(
+        prefer_direct_access(storage), lambda file: f"{folder}/{file}", work, progress
+    )
 
 
-def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[Damage]:
-    wrong = partial(Damage, file=METADATA_NAME, begin=0, end=manifest.metadata_bytes, item="")
+def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterator[file_scan.Damage]:
+    wrong = partial(file_scan.Damage, file=METADATA_NAME, begin=0, end=manifest.metadata_bytes, item="")
     try:
         content = read_object(storage, f"{folder}/{METADATA_NAME}")
     except ObjectNotFound:
@@ -158,9 +150,9 @@ def _check_metadata(storage: Storage, folder: str, manifest: Manifest) -> Iterat
             yield wrong(what="its checksum differs")
 
 
-def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
-    """A missing file is damage from 0 on, one of another size from where it ends, or should."""
-    wrong = partial(Damage, file=file.name, item="")
+def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[file_scan.Damage]:
+    """A missing file is damaged from 0 on, one of the wrong size from where it ends, or should end."""
+    wrong = partial(file_scan.Damage, file=file.name, item="")
     try:
         size_bytes = storage.stat(key).size_bytes
     except ObjectNotFound:
@@ -174,63 +166,63 @@ def _check_size(storage: Storage, key: str, file: ManifestFile) -> list[Damage]:
     return [wrong(begin=ends[0], end=ends[1], what=what)]
 
 
-def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[Segment]:
+def _segments(file: ManifestFile, names: Sequence[str]) -> Iterator[file_scan.Segment]:
     """All bytes of a file in order: items, and the gaps between them."""
     at = 0
     columns = (file.item_offset.tolist(), file.item_bytes.tolist(), file.item_name.tolist())
     for row, (offset, size, name) in enumerate(zip(*columns, strict=True)):
         if offset > at:
-            yield Segment(at, offset, "", ZeroCheck)
+            yield file_scan.Segment(at, offset, "", file_scan.ZeroCheck)
         at = offset + size
-        yield Segment(offset, at, names[name], partial(SumCheck, file.sum_at(row)))
+        yield file_scan.Segment(offset, at, names[name], partial(file_scan.SumCheck, file.sum_at(row)))
     if file.size_bytes > at:
-        yield Segment(at, file.size_bytes, "", ZeroCheck)
+        yield file_scan.Segment(at, file.size_bytes, "", file_scan.ZeroCheck)
 
 
 def _verify_foreign(path: AnyPath, uri: str, progress: Progress) -> Verification:
     try:
-        opened = open_checkpoint(path)
+        checkpoint = open_checkpoint(path)
     except DataDamaged as error:
         return _of_one_file(
-            uri, "unknown", Damage(file=error.where, begin=0, end=0, item="", what=error.what)
+            uri, "unknown", file_scan.Damage(file=error.where, begin=0, end=0, item="", what=error.what)
         )
-    items = sorted(_items(opened))
+    items = sorted(_items(checkpoint))
     unknown = [item for item in items if not _can_unpack(item.descriptors)]
     result = partial(
         Verification,
-        uri=opened.uri,
-        format=opened.format,
-        num_files=len(opened.index.files),
+        uri=checkpoint.uri,
+        format=checkpoint.format,
+        num_files=len(checkpoint.index.files),
         num_items=len(items),
         size_bytes=sum(item.size_bytes for item in items),
     )
-    if opened.format is Format.SAFETENSORS:
+    if checkpoint.format is Format.SAFETENSORS:
         return result(
             checked_bytes=0,
             damage=(),
             notes=("The format has no checksums: only headers and sizes were checked.",),
         )
     work = list(_archive_stretches([item for item in items if _can_unpack(item.descriptors)]))
-    counted = _Counted(progress)
+    counted = _CountingProgress(progress)
     progress.begin("bytes", sum(stretch.size_bytes for stretch in work))
-    damage = scan(prefer_direct_access(opened.storage), opened.key, work, counted)
+    damage = file_scan.scan(prefer_direct_access(checkpoint.storage), checkpoint.key, work, counted)
     return result(
         checked_bytes=counted.num_bytes,
         damage=tuple(damage),
         notes=(
-            "Checked by the CRC-32 of the archives' records; what surrounds those has none.",
+            "Checked by the CRC-32 of the archives' records; the bytes around them have none.",
             *_notes_of_unknown(unknown),
         ),
     )
 
 
 def _notes_of_unknown(items: Sequence[_Item]) -> Iterator[str]:
-    """What could not be checked, by name."""
+    """A note that names the items that could not be checked."""
     if items:
         names = ", ".join(item.name for item in items[:_MOST_NAMES])
         more = f" and {len(items) - _MOST_NAMES} more" if len(items) > _MOST_NAMES else ""
         through = ", ".join(sorted({name for item in items for name in item.descriptors}))
-        yield f"Not checked, for they went through {through}, which is unknown here: {names}{more}."
+        yield f"Not checked, because their transforms are unknown here ({through}): {names}{more}."
 
 
 def _can_unpack(descriptors: Sequence[str]) -> bool:
@@ -250,31 +242,33 @@ class _Item:
     size_bytes: int
     name: str
     descriptors: tuple[str, ...] = ()
-    """The stream transforms that it went through."""
+    """The stream transforms that it was stored through."""
 
 
-def _items(opened: CheckpointSource) -> Iterator[_Item]:
-    contents = opened.index
-    if opened.format is Format.TORCH_SAVE:
+def _items(checkpoint: CheckpointSource) -> Iterator[_Item]:
+    contents = checkpoint.index
+    if checkpoint.format is Format.TORCH_SAVE:
         (file,) = contents.files
-        yield _Item(file, 0, opened.storage.stat(opened.key(file)).size_bytes, "")
+        yield _Item(file, 0, checkpoint.storage.stat(checkpoint.key(file)).size_bytes, "")
         return
     stored = contents.stored
     columns = (stored.file, stored.item_offset, stored.item_bytes, stored.regions.tensor)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     for row, (file, begin, size, tensor) in enumerate(rows):
-        through = opened.metadata.descriptors(row) if opened.metadata else ()
+        through = checkpoint.metadata.descriptors(row) if checkpoint.metadata else ()
         yield _Item(contents.files[file], begin, size, contents.tensors[tensor].name, tuple(through))
     for one in contents.objects:
-        through = opened.descriptors(one)
+        through = checkpoint.descriptors(one)
         yield _Item(contents.files[one.file], one.offset, one.size_bytes, one.name, tuple(through))
 
 
-def _archive_stretches(items: Sequence[_Item]) -> Iterator[Stretch]:
-    """Runs of archives of one file; where their records are is found out by the thread that reads them."""
+def _archive_stretches(items: Sequence[_Item]) -> Iterator[file_scan.Stretch]:
+    """Runs of archives of one file; the thread that reads them finds out where their records are."""
     run: list[_Item] = []
     for item in items:
-        if run and (item.file != run[0].file or sum(one.size_bytes for one in run) >= STRETCH_BYTES):
+        if run and (
+            item.file != run[0].file or sum(one.size_bytes for one in run) >= file_scan.STRETCH_BYTES
+        ):
             yield _archive_stretch(run)
             run = []
         run.append(item)
@@ -282,38 +276,40 @@ def _archive_stretches(items: Sequence[_Item]) -> Iterator[Stretch]:
         yield _archive_stretch(run)
 
 
-def _archive_stretch(run: list[_Item]) -> Stretch:
-    def segments(source: Source) -> list[Segment]:
+def _archive_stretch(run: list[_Item]) -> file_scan.Stretch:
+    def segments(source: Source) -> list[file_scan.Segment]:
         return [segment for item in run for segment in _records(source, item)]
 
     begin = run[0].begin
-    return Stretch(run[0].file, begin, run[-1].begin + run[-1].size_bytes - begin, segments)
+    return file_scan.Stretch(run[0].file, begin, run[-1].begin + run[-1].size_bytes - begin, segments)
 
 
-def _records(source: Source, item: _Item) -> Iterator[Segment]:
-    """The records of one archive that have a checksum, in order; all of it, if they cannot be found."""
+def _records(source: Source, item: _Item) -> Iterator[file_scan.Segment]:
+    """The records of one archive that have a checksum, in order; all of it if it cannot be parsed."""
     if item.descriptors:
         check = partial(_PackedCheck, item)
-        yield Segment(item.begin, item.begin + item.size_bytes, item.name, check)
+        yield file_scan.Segment(item.begin, item.begin + item.size_bytes, item.name, check)
         return
     read = _reader(source, item)
     try:
         records = read_directory(read, item.size_bytes, item.name)
         begins = {name: item.begin + data_offset(read, record, "") for name, record in records.items()}
     except DataDamaged as error:
-        yield Segment(item.begin, item.begin + item.size_bytes, item.name, partial(Refuted, error.what))
+        yield file_scan.Segment(
+            item.begin, item.begin + item.size_bytes, item.name, partial(file_scan.KnownDamage, error.what)
+        )
         return
     for name, begin in sorted(begins.items(), key=lambda named: named[1]):
         record = records[name]
         if record.crc32:
-            crc = partial(CrcCheck, record.crc32)
-            yield Segment(begin, begin + record.size_bytes, item.name or name, crc)
+            crc = partial(file_scan.CrcCheck, record.crc32)
+            yield file_scan.Segment(begin, begin + record.size_bytes, item.name or name, crc)
 
 
 class _PackedCheck:
-    """An item that went through stream transforms: where its records are only the whole of it tells.
+    """An item that was stored through stream transforms, whose records can only be found by undoing them.
 
-    Takes the memory of the item and of what it holds, as loading it does.
+    Takes the memory of the item, packed and unpacked, as loading it does.
     """
 
     def __init__(self, item: _Item) -> None:
@@ -325,7 +321,7 @@ class _PackedCheck:
         self._content += content
 
     def complaint(self) -> str | None:
-        """Unpack it, and look at each of its records."""
+        """Unpack it, and check each of its records."""
         try:
             plain = memoryview(undo_transforms(self._content, self._item.descriptors, self._item.name))
             return _complaint_of_archive(plain, self._item.name)
@@ -341,7 +337,7 @@ def _complaint_of_archive(content: memoryview, name: str) -> str | None:
 
     for record in read_directory(read, len(content), name).values():
         begin = data_offset(read, record, name)
-        check = CrcCheck(record.crc32)
+        check = file_scan.CrcCheck(record.crc32)
         check.update(content[begin : begin + record.size_bytes])
         if record.crc32 and (what := check.complaint()) is not None:
             return what
@@ -349,7 +345,7 @@ def _complaint_of_archive(content: memoryview, name: str) -> str | None:
 
 
 def _reader(source: Source, item: _Item) -> ReadRange:
-    """Ranges of an item, most of them out of its first and last pages, which are read once."""
+    """Reads ranges of an item, most of them from its first and last pages, which are read only once."""
     ends: dict[int, bytearray] = {}
 
     def fetch(offset: int, size: int) -> bytearray:
@@ -370,7 +366,7 @@ def _reader(source: Source, item: _Item) -> ReadRange:
     return read
 
 
-class _Counted:
+class _CountingProgress:
     """Progress that remembers how much was checked."""
 
     def __init__(self, inside: Progress) -> None:
@@ -379,11 +375,9 @@ class _Counted:
         self.num_bytes = 0
 
     def begin(self, phase: str, total: float) -> None:
-        """Pass on."""
         self._inside.begin(phase, total)
 
     def advance(self, amount: float) -> None:
-        """Count and pass on."""
         with self._lock:
             self.num_bytes += int(amount)
         self._inside.advance(amount)

@@ -295,8 +295,8 @@ def test_it_pauses_while_a_living_trainer_saves_and_not_for_a_dead_one(tmp_path:
     with folder.saving.present():
         daemon = threading.Thread(target=serve, args=(folder,), kwargs={"patience_s": 1e9})
         daemon.start()
-        wait_until(lambda: (speed := folder.speed()) is not None and speed.is_paused, "it pauses")
-        speed = folder.speed()
+        wait_until(lambda: (speed := folder.progress()) is not None and speed.is_paused, "it pauses")
+        speed = folder.progress()
         assert speed is not None
         assert speed.moved_bytes == 0
     daemon.join()

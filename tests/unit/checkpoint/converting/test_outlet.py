@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from penstock.checkpoint.tools.tensor_slabs import Outlet, WriteBuffers
+from penstock.checkpoint.tools.tensor_slabs import SinkAppender, WriteBuffers
 from penstock.errors import StorageError
 from penstock.storage.in_memory import MemoryStorage
 from penstock.storage.protocol import read_object
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def test_buffers_are_used_again_in_order() -> None:
     storage = MemoryStorage("mem://outlet")
     sink = storage.create("x")
-    outlet = Outlet(sink, WriteBuffers(size_bytes=4096, num_buffers=2))
+    outlet = SinkAppender(sink, WriteBuffers(size_bytes=4096, num_buffers=2))
     outlet.write(b"front")
     for number in range(10):
         buffer = outlet.buffer()
@@ -50,7 +50,7 @@ class StuckSink:
 
 
 def test_a_failure_that_keeps_the_buffers_is_raised_and_not_waited_for() -> None:
-    outlet = Outlet(StuckSink(), WriteBuffers(size_bytes=4096, num_buffers=1))
+    outlet = SinkAppender(StuckSink(), WriteBuffers(size_bytes=4096, num_buffers=1))
     outlet.append(outlet.buffer(), 10)
     with pytest.raises(StorageError, match="The device is gone"):
         outlet.buffer()

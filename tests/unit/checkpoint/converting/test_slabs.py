@@ -16,8 +16,8 @@ from penstock.checkpoint.formats.checkpoint_source import open_checkpoint
 from penstock.checkpoint.formats.dcp_item import envelope, item_start
 from penstock.checkpoint.formats.dcp_metadata import DcpMetadata, metadata_bytes
 from penstock.checkpoint.state.regions import UNKNOWN, CheckpointIndex, Regions, StoredRegions, TensorFacts
-from penstock.checkpoint.tools.convert import header_bytes, plan_shards
-from penstock.checkpoint.tools.tensor_slabs import Elements, Slab, slab_bytes, slabs
+from penstock.checkpoint.tools.convert import build_header, plan_shards
+from penstock.checkpoint.tools.tensor_slabs import Slab, SlabReader, cut_into_slabs, slab_bytes
 from penstock.errors import DataDamaged
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def test_slabs_follow_one_another_and_are_all_of_a_tensor(
     facts = TensorFacts("x", "int8", shape, item_bytes)
     whole = np.arange(math.prod(shape)).reshape(shape or (1,))
     found = []
-    for slab in slabs(shape, item_bytes, most_bytes):
+    for slab in cut_into_slabs(shape, item_bytes, most_bytes):
         part = whole[slab.prefix][slab.begin : slab.end]
         assert part.size * item_bytes == slab_bytes(slab, facts) <= max(most_bytes, item_bytes)
         found += part.ravel().tolist()
@@ -41,8 +41,8 @@ def test_slabs_follow_one_another_and_are_all_of_a_tensor(
 
 
 def test_empty_tensors_have_no_slabs_and_scalars_have_one() -> None:
-    assert list(slabs((3, 0, 2), 4, 100)) == []
-    assert list(slabs((), 4, 100)) == [Slab((), 0, 1)]
+    assert list(cut_into_slabs((3, 0, 2), 4, 100)) == []
+    assert list(cut_into_slabs((), 4, 100)) == [Slab((), 0, 1)]
 
 
 Cuts = list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -94,10 +94,10 @@ def test_slabs_are_put_together_from_any_boxes(
     folder = tmp_path_factory.mktemp("cut") / "checkpoint"
     write_boxes(folder, whole, cuts)
     opened = open_checkpoint(folder)
-    elements = Elements(opened)
+    elements = SlabReader(opened)
     elements.require_whole(0)
     found = b""
-    for slab in slabs(shape, 2, most_bytes):
+    for slab in cut_into_slabs(shape, 2, most_bytes):
         target = bytearray(slab_bytes(slab, opened.index.tensors[0]))
         elements.read_slab(0, slab, memoryview(target))
         found += target
@@ -108,7 +108,7 @@ def test_slabs_are_put_together_from_any_boxes(
 def test_a_tensor_that_lacks_a_part_is_damage(tmp_path: Path) -> None:
     whole = np.arange(6, dtype=np.int16).reshape(2, 3)
     write_boxes(tmp_path / "x", whole, [((0, 0), (1, 3))])
-    elements = Elements(open_checkpoint(tmp_path / "x"))
+    elements = SlabReader(open_checkpoint(tmp_path / "x"))
     with pytest.raises(DataDamaged, match="Of x 3 elements are stored, it has 6"):
         elements.require_whole(0)
 
@@ -136,7 +136,7 @@ def test_shards_are_named_as_hugging_face_names_them() -> None:
 
 
 def test_payloads_of_safetensors_begin_at_a_page() -> None:
-    header = header_bytes([TensorFacts("x", "bfloat16", (3, 2), 2), TensorFacts("é", "int64", (), 8)])
+    header = build_header([TensorFacts("x", "bfloat16", (3, 2), 2), TensorFacts("é", "int64", (), 8)])
     assert len(header) % 4096 == 0
     document = json.loads(header[8:])
     assert document["x"] == {"dtype": "BF16", "shape": [3, 2], "data_offsets": [0, 12]}

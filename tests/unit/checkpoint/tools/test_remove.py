@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from penstock.checkpoint.tools.inspection import Listed, State
-from penstock.checkpoint.tools.remove import whole_beside
+from penstock.checkpoint.tools.inspection import CheckpointListing, CheckpointState
+from penstock.checkpoint.tools.remove import find_other_whole
 
 
-def listed(name: str, step: int | None, state: State = State.COMMITTED) -> Listed:
-    return Listed(name=name, step=step, state=state, size_bytes=1, num_files=1, num_tensors=1, modified_s=0.0)
+def listed(
+    name: str, step: int | None, state: CheckpointState = CheckpointState.COMMITTED
+) -> CheckpointListing:
+    return CheckpointListing(
+        name=name, step=step, state=state, size_bytes=1, num_files=1, num_tensors=1, modified_s=0.0
+    )
 
 
-def asked(checkpoints: list[Listed], name: str, whole: set[str]) -> tuple[str | None, list[str]]:
+def asked(checkpoints: list[CheckpointListing], name: str, whole: set[str]) -> tuple[str | None, list[str]]:
     """The answer, and which were read to find it."""
     read: list[str] = []
 
@@ -18,10 +22,15 @@ def asked(checkpoints: list[Listed], name: str, whole: set[str]) -> tuple[str | 
         read.append(other)
         return other in whole
 
-    return whole_beside(checkpoints, name, is_whole), read
+    return find_other_whole(checkpoints, name, is_whole), read
 
 
-RUN = [listed("a", None), listed("step-1", 1), listed("step-2", 2), listed("step-9", 9, State.DAMAGED)]
+RUN = [
+    listed("a", None),
+    listed("step-1", 1),
+    listed("step-2", 2),
+    listed("step-9", 9, CheckpointState.DAMAGED),
+]
 
 
 def test_the_newest_other_one_is_asked_first_and_suffices() -> None:

@@ -1,4 +1,4 @@
-"""The flush daemon of a node: executes the orders of one cache, newest first, until no one could add more.
+"""The flush daemon of a node: executes the orders of one cache, newest first, until no trainer is left.
 
 Between `flush_folder`, where orders come from, and `flush_task`, which executes one. It runs with the lowest
 priority, on cores that training does not use. Invariant: an order leaves the cache only when its outcome is
@@ -13,10 +13,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import psutil
 
@@ -27,19 +28,14 @@ from penstock.checkpoint.levels.flush.flush_folder import (
     DaemonLock,
     DaemonProgress,
     FlushFolder,
+    FlushOrder,
     Journal,
     JournalEntry,
 )
 from penstock.checkpoint.levels.flush.flush_task import FlushTask, newest_first, retry_delay
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError
+from penstock.storage import Storage
 from penstock.storage.uri import open_here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from penstock.checkpoint.levels.flush.flush_folder import FlushOrder
-    from penstock.storage import Storage
-
 
 NICEST = 19
 LEAST_URGENT = 7
@@ -75,7 +71,7 @@ LINGER_S: Final = 2.0
 """How long it stays after the last trainer has ended and nothing is left to do."""
 PATIENCE_S: Final = 3600.0
 """How long it retries failures or waits for other nodes after the last trainer has ended."""
-TELL_AFTER_S: Final = 60.0
+REPORT_AFTER_S: Final = 60.0
 """A failure that lasts this long is reported to the trainer; it is still retried."""
 LOCK_ATTEMPTS: Final = 40
 LOG_BYTES: Final = 4 << 20
@@ -89,10 +85,10 @@ def main(cache: str) -> None:
     _log_to(folder)
     for _ in range(LOCK_ATTEMPTS):
         try:
-            with folder.locked() as held:
+            with folder.locked() as lock:
                 lower_priority([])
                 logger.info("Process %d executes the flush orders in %s", os.getpid(), cache)
-                Daemon(folder, held).run()
+                Daemon(folder, lock).run()
                 logger.info("Process %d ends: nothing is left to do", os.getpid())
                 return
         except BlockingIOError:
@@ -139,7 +135,7 @@ class Daemon:
     def __init__(
         self,
         folder: FlushFolder,
-        held: DaemonLock,
+        lock: DaemonLock,
         *,
         open_storage: Callable[[str], Storage] = open_here,
         clock: Callable[[], float] = time.time,
@@ -147,7 +143,7 @@ class Daemon:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._folder = folder
-        self._held = held
+        self._lock = lock
         self._linger_s = linger_s
         self._patience_s = patience_s
         self._open_storage = open_storage
@@ -166,7 +162,7 @@ class Daemon:
         beat = threading.Thread(target=self._beat, args=(ended,), name="penstock-flush-beat", daemon=True)
         beat.start()
         try:
-            while self._held.is_valid():
+            while self._lock.is_valid():
                 if self._execute_one():
                     continue
                 if self._is_over():
@@ -227,12 +223,12 @@ class Daemon:
         state, now_s = task.state, self._clock()
         task.not_before_s = now_s + retry_delay(state.num_failures + 1)
         since_s = state.failing_since_s if state.failure else now_s
-        is_lasting = _is_lasting(error) or now_s - since_s > TELL_AFTER_S
+        is_lasting = _is_lasting(error) or now_s - since_s > REPORT_AFTER_S
         logger.warning("%s: %s", task.order.name, error)
         # Only what is new is journaled: a durable level that is down for a day must not fill the disk.
-        was = state.failure
-        if was is None or was.reason != str(error) or was.is_lasting != is_lasting:
-            line = JournalEntry(
+        last = state.failure
+        if last is None or last.reason != str(error) or last.is_lasting != is_lasting:
+            entry = JournalEntry(
                 at_s=now_s,
                 what="failed",
                 step=task.order.step,
@@ -241,7 +237,7 @@ class Daemon:
                 is_lasting=is_lasting,
             )
             try:
-                self._journal.write(line)
+                self._journal.write(entry)
             except OSError as journal_error:
                 logger.warning("The journal cannot be written: %s", journal_error)
 
@@ -249,7 +245,7 @@ class Daemon:
         key = order.step, order.save_id
         if key not in self._tasks:
             # The task of an older save of this step is dropped: its order was replaced.
-            self._tasks = {each: task for each, task in self._tasks.items() if each[0] != order.step}
+            self._tasks = {save: task for save, task in self._tasks.items() if save[0] != order.step}
             cache = self._open_storage(str(self._folder.cache))
             self._tasks[key] = FlushTask(order, cache, self._open_storage, self._journal, clock=self._clock)
         return self._tasks[key]
@@ -270,9 +266,9 @@ class Daemon:
 
     def _beat(self, ended: threading.Event) -> None:
         """Report progress, and renew leases for other nodes to see."""
-        renewed_s, speedometer = time.monotonic(), Speedometer()
+        renewed_s, rate_meter = time.monotonic(), RateMeter()
         while not ended.wait(0.25):
-            self._report_progress(speedometer)
+            self._report_progress(rate_meter)
             if time.monotonic() - renewed_s > LEASE_S / 4:
                 renewed_s = time.monotonic()
                 for task in list(self._tasks.values()):
@@ -281,28 +277,27 @@ class Daemon:
                     except (PenstockError, OSError) as error:
                         logger.warning("The lease of %s cannot be renewed: %s", task.order.name, error)
 
-    def _report_progress(self, speedometer: Speedometer) -> None:
+    def _report_progress(self, rate_meter: RateMeter) -> None:
         meter = self._meter
-        speed = DaemonProgress(
+        progress = DaemonProgress(
             at_s=self._clock(),
             step=meter.step,
             copied_bytes=meter.copied_bytes,
             moved_bytes=meter.moved_bytes,
-            bytes_per_s=speedometer.rate(time.monotonic(), meter.moved_bytes),
+            bytes_per_s=rate_meter.rate(time.monotonic(), meter.moved_bytes),
             is_paused=meter.is_paused,
         )
-        if self._last_reported is not None and speed == self._last_reported.model_copy(
-            update={"at_s": speed.at_s}
-        ):
+        last = self._last_reported
+        if last is not None and progress == last.model_copy(update={"at_s": progress.at_s}):
             return
         try:
-            self._folder.write_progress(speed)
-            self._last_reported = speed
+            self._folder.write_progress(progress)
+            self._last_reported = progress
         except OSError as error:
             logger.debug("The progress cannot be written: %s", error)
 
 
-class Speedometer:
+class RateMeter:
     """The rate over the last seconds, from readings of a counter."""
 
     def __init__(self, window_s: float = 5.0) -> None:
@@ -311,7 +306,7 @@ class Speedometer:
 
     def rate(self, now_s: float, count: int) -> float:
         """The rate per second over the window that ends with this reading."""
-        self._readings = [each for each in self._readings if now_s - each[0] <= self._window_s]
+        self._readings = [reading for reading in self._readings if now_s - reading[0] <= self._window_s]
         self._readings.append((now_s, count))
         (first_s, first), (last_s, last) = self._readings[0], self._readings[-1]
         return (last - first) / (last_s - first_s) if last_s > first_s else 0.0
@@ -336,13 +331,15 @@ START_LIMIT_S: Final = 120.0
 
 _PROGRAM: Final = """\
 import os, sys
-sys.path.append({above!r})
+sys.path.append({packages!r})
 if os.fork():
     os._exit(0)
 from penstock.checkpoint.levels.flush.daemon import main
 main({cache!r})
 """
-"""Forks while nothing is loaded yet: init adopts the daemon, and no thread is lost in the fork."""
+"""Forks before anything is loaded: a fork copies only the thread that calls it, so locks that other threads
+hold would stay locked in the daemon. The parent exits at once, so that init adopts the daemon: it is not a
+child of the trainer, whose launcher may wait for, or kill, all of its children."""
 
 
 def start_daemon(folder: FlushFolder) -> None:
@@ -351,8 +348,8 @@ def start_daemon(folder: FlushFolder) -> None:
     In a session of its own and without a parent, so that no signal to the job or its terminal reaches it.
     """
     folder.path.mkdir(parents=True, exist_ok=True)
-    above = Path(penstock.__file__).resolve().parent.parent
-    program = _PROGRAM.format(above=str(above), cache=str(folder.cache))
+    packages = Path(penstock.__file__).resolve().parent.parent
+    program = _PROGRAM.format(packages=str(packages), cache=str(folder.cache))
     with folder.log.open("ab") as log:
         try:
             subprocess.run(

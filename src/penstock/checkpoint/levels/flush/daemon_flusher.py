@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +29,10 @@ from penstock.checkpoint.levels.flush.flush_folder import (
     read_order,
 )
 from penstock.checkpoint.levels.flush.flush_task import retry_delay
-from penstock.checkpoint.levels.flush.flusher import FlushState
+from penstock.checkpoint.levels.flush.flusher import FlushPhase, FlushState
 from penstock.checkpoint.manager.step_store import DurableStore
-from penstock.cluster.comm import all_gather_results
-from penstock.errors import ObjectNotFound, PenstockError, StorageError, Unavailable, WaitTimeout
+from penstock.cluster.comm import Comm, all_gather_results
+from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, StorageError, Unavailable, WaitTimeout
 from penstock.storage.protocol import read_object
 from penstock.storage.uri import parse_uri
 
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
     from penstock.checkpoint.levels.options import Flush
     from penstock.checkpoint.state.process_group import RankGroup
-    from penstock.cluster.comm import Comm
 
 
 Result = TypeVar("Result")
@@ -57,16 +56,15 @@ class NodeOrders:
     over: frozenset[Save]
 
 
-def find_orphans(told: Iterable[NodeOrders], num_nodes: Mapping[Save, int]) -> dict[Save, set[int]]:
+def find_orphans(nodes: Sequence[NodeOrders], num_nodes: Mapping[Save, int]) -> dict[Save, set[int]]:
     """By save that is not over: the nodes whose order is missing."""
-    nodes = list(told)
-    found = {}
+    orphans = {}
     for save, number in num_nodes.items():
         if not any(save in node.over for node in nodes):
             missing = set(range(number)) - {node.open[save] for node in nodes if save in node.open}
             if missing:
-                found[save] = missing
-    return found
+                orphans[save] = missing
+    return orphans
 
 
 class OrderRepair:
@@ -80,39 +78,40 @@ class OrderRepair:
 
     def repair(self) -> None:
         """Complete orders where the missing nodes have their shares, else remove them. Collective."""
-        mine: dict[Save, FlushOrder] = {}
+        own_orders = self._list_orders()
         answers = all_gather_results(
-            self._comm, partial(self._known, mine), awaiting="all nodes to tell their orders"
-        )
-        sizes = all_gather_results(
             self._comm,
-            lambda: {save: len(order.nodes) for save, order in mine.items()},
-            awaiting="all nodes to count them",
+            lambda: (
+                self._summarize(own_orders),
+                {save: len(order.nodes) for save, order in own_orders.items()},
+            ),
+            awaiting="all nodes to list their orders",
         )
-        num_nodes = {save: number for each in sizes for save, number in each.items()}
-        for save, missing in find_orphans(answers, num_nodes).items():
-            source = next(rank for rank, node in enumerate(answers) if save in node.open)
-            own_text = mine[save].model_dump_json() if self._comm.rank == source else ""
-            text = self._comm.gather(own_text, awaiting="a node to tell its order")[source]
+        nodes = [node for node, _ in answers]
+        num_nodes = {save: number for _, numbers in answers for save, number in numbers.items()}
+        for save, missing in find_orphans(nodes, num_nodes).items():
+            source = next(rank for rank, node in enumerate(nodes) if save in node.open)
+            # Orders are long and rarely incomplete: their content is sent only now.
+            own_text = own_orders[save].model_dump_json() if self._comm.rank == source else ""
+            text = self._comm.gather(own_text, awaiting="a node to send its order")[source]
             adopted = all_gather_results(
                 self._comm, partial(self._adopt, text, missing), awaiting="all nodes to look for their shares"
             )
-            if save in mine and (lost := missing - {node for node in adopted if node is not None}):
+            if save in own_orders and (lost := missing - {node for node in adopted if node is not None}):
                 logger.warning("Step %d cannot be flushed: nodes %s have lost it", save[0], sorted(lost))
-                self._folder.orders.remove(mine[save])
+                self._folder.orders.remove(own_orders[save])
 
-    def _own_orders(self) -> dict[Save, FlushOrder]:
-        found = self._folder.orders.all().values()
-        return {(order.step, order.save_id): order for order in found if isinstance(order, FlushOrder)}
-
-    def _known(self, mine: dict[Save, FlushOrder]) -> NodeOrders:
-        """The orders of this node; `mine` gets their content, which is only needed for few."""
+    def _list_orders(self) -> dict[Save, FlushOrder]:
         if not self._cache.is_lead:
-            return NodeOrders(open={}, over=frozenset())
-        mine.update(self._own_orders())
-        over = {save for save, save_state in self._journal.states().items() if save_state.outcome}
+            return {}
+        orders = self._folder.orders.all().values()
+        return {(order.step, order.save_id): order for order in orders if isinstance(order, FlushOrder)}
+
+    def _summarize(self, orders: Mapping[Save, FlushOrder]) -> NodeOrders:
+        states = self._journal.states() if self._cache.is_lead else {}
+        over = frozenset(save for save, state in states.items() if state.outcome)
         return NodeOrders(
-            open={save: order.node for save, order in mine.items() if save not in over}, over=frozenset(over)
+            open={save: order.node for save, order in orders.items() if save not in over}, over=over
         )
 
     def _adopt(self, text: str, missing: set[int]) -> int | None:
@@ -211,20 +210,18 @@ class DaemonFlusher:
 
         Those of steps of an earlier job are only logged: they must not keep this job from restoring.
         """
-        found: dict[int, BaseException] = dict(self._failed)
-        self._failed.clear()
+        failures, self._failed = self._failed, {}
         try:
-            found.update(self._new_failures())
-            open_steps = self._folder.orders.steps()
-            if open_steps and self._is_lead:
+            failures.update(self._new_failures())
+            if self._folder.orders.steps() and self._is_lead:
                 self._watchdog.ensure_running()
         except (OSError, Unavailable) as error:
             # A collective call follows on all ranks: an error raised here would leave the others waiting.
-            found.setdefault(max(self._own_steps, default=0), error)
-        return found
+            failures.setdefault(max(self._own_steps, default=0), error)
+        return failures
 
     def _new_failures(self) -> dict[int, BaseException]:
-        found: dict[int, BaseException] = {}
+        new_failures: dict[int, BaseException] = {}
         open_steps = self._folder.orders.steps()
         for (step, save_id), save_state in self._journal.states().items():
             failure = save_state.failure
@@ -233,10 +230,10 @@ class DaemonFlusher:
             if (step, save_id, failure.reason) not in self._reported:
                 self._reported.add((step, save_id, failure.reason))
                 if step in self._own_steps:
-                    found[step] = StorageError(failure.reason)
+                    new_failures[step] = StorageError(failure.reason)
                 else:
                     logger.warning("Step %d of an earlier job is not durable: %s", step, failure.reason)
-        return found
+        return new_failures
 
     def wait(self, timeout_s: float) -> None:
         """Wait until no order is open here, except those whose failure will be reported."""
@@ -273,16 +270,12 @@ class DaemonFlusher:
         ]
 
     def _is_lasting(self, step: int) -> bool:
-        failures = [
-            save_state.failure
-            for (each, _), save_state in self._journal.states().items()
-            if each == step and save_state.failure is not None
-        ]
-        return any(failure.is_lasting for failure in failures)
+        states = (state for (number, _), state in self._journal.states().items() if number == step)
+        return any(state.failure is not None and state.failure.is_lasting for state in states)
 
     def _movement(self) -> object:
-        speed = self._folder.speed()
-        return self._folder.orders.steps(), speed.moved_bytes if speed else 0
+        progress = self._folder.progress()
+        return self._folder.orders.steps(), progress.moved_bytes if progress else 0
 
     def _order(self, step: int, cached: CachedSave) -> None:
         shares = {share.rank: share.files for share in cached.shares}
@@ -311,10 +304,10 @@ class DaemonFlusher:
         )
 
     def _free_cores(self) -> list[int]:
-        told = self._members.comm.gather(
-            sorted(os.sched_getaffinity(0)), awaiting="all ranks to tell their cores"
+        cores_of_ranks = self._members.comm.gather(
+            sorted(os.sched_getaffinity(0)), awaiting="all ranks to list their cores"
         )
-        return free_cores([told[rank] for rank in self._nodes[self._node]], os.cpu_count() or 1)
+        return free_cores([cores_of_ranks[rank] for rank in self._nodes[self._node]], os.cpu_count() or 1)
 
 
 class DaemonWatchdog:
@@ -350,14 +343,15 @@ class DaemonWatchdog:
 
 def read_flush_states(folder: FlushFolder, journal: JournalReader) -> dict[int, FlushState]:
     """The flush state of each step of a cache, from its orders and its journal."""
+    # Orders before the journal: an order is removed only after its outcome is in the journal.
     orders = folder.orders.all()
     save_states = journal.states()
-    speed = folder.speed()
+    progress = folder.progress()
     states = {}
     for (step, save_id), save_state in save_states.items():
         order = orders.get(step)
-        is_asked_anew = order is not None and (not isinstance(order, FlushOrder) or order.save_id != save_id)
-        if save_state.outcome is not None and not is_asked_anew:
+        is_ordered_anew = order is not None and (isinstance(order, DataDamaged) or order.save_id != save_id)
+        if save_state.outcome is not None and not is_ordered_anew:
             orders.pop(step, None)
             states[step] = FlushState(
                 phase="durable" if save_state.outcome.what == "durable" else "superseded",
@@ -366,32 +360,22 @@ def read_flush_states(folder: FlushFolder, journal: JournalReader) -> dict[int, 
                 reason=save_state.outcome.reason,
             )
     for step, order in orders.items():
-        if not isinstance(order, FlushOrder):
+        if isinstance(order, DataDamaged):
             states[step] = FlushState(phase="failing", reason=str(order))
             continue
-        now_bytes = speed.copied_bytes if speed is not None and speed.step == step else 0
+        now_bytes = progress.copied_bytes if progress is not None and progress.step == step else 0
         save_state = save_states.get((step, order.save_id), SaveState(step=step))
-        states[step] = _open_state(order, save_state, now_bytes)
+        states[step] = _describe_open_order(order, save_state, now_bytes)
     return dict(sorted(states.items()))
 
 
-def _open_state(order: FlushOrder, save_state: SaveState, now_bytes: int) -> FlushState:
+def _describe_open_order(order: FlushOrder, save_state: SaveState, now_bytes: int) -> FlushState:
     copied_bytes = min(max(save_state.copied_bytes, now_bytes), order.size_bytes)
+    phase: FlushPhase = "copying" if copied_bytes else "given"
+    reason = ""
     if save_state.failure is not None:
-        return FlushState(
-            phase="failing",
-            size_bytes=order.size_bytes,
-            copied_bytes=copied_bytes,
-            reason=save_state.failure.reason,
-        )
-    if save_state.is_marked:
+        phase, reason = "failing", save_state.failure.reason
+    elif save_state.is_marked:
+        phase, copied_bytes = "waiting", order.size_bytes
         reason = "the other nodes' files" if len(order.nodes) > 1 else ""
-        return FlushState(
-            phase="waiting", size_bytes=order.size_bytes, copied_bytes=order.size_bytes, reason=reason
-        )
-    phase = "copying" if copied_bytes else "given"
-    return FlushState(
-        phase="copying" if phase == "copying" else "given",
-        size_bytes=order.size_bytes,
-        copied_bytes=copied_bytes,
-    )
+    return FlushState(phase=phase, size_bytes=order.size_bytes, copied_bytes=copied_bytes, reason=reason)

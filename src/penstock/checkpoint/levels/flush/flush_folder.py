@@ -18,9 +18,11 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from pathlib import Path
+from typing import IO, Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,11 +31,6 @@ from penstock.checkpoint.commit.protocol import is_lease_expired, lease_text
 from penstock.errors import DataDamaged
 from penstock.storage.files.durable import sync_folder, sync_open_file, write_durably
 from penstock.storage.process_id import ProcessId, current_process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-    from typing import IO
 
 
 class PresenceFiles:
@@ -233,11 +230,7 @@ class FlushFolder:
         self.journal = self.path / "journal"
         self.log = self.path / "log"
         self._lock = self.path / "lock"
-        self._progress = self.path / "progress.json"
-
-    def exists(self) -> bool:
-        """Whether anything was ever handed over here."""
-        return self.path.is_dir()
+        self._progress_path = self.path / "progress.json"
 
     def daemon_is_running(self) -> bool:
         """Whether a process holds the lock."""
@@ -270,16 +263,16 @@ class FlushFolder:
             file.flush()
             yield DaemonLock(file, self._lock)
 
-    def write_progress(self, speed: DaemonProgress) -> None:
+    def write_progress(self, progress: DaemonProgress) -> None:
         """Report the progress to other processes; not worth an fsync."""
-        unfinished = self._progress.with_name(".progress.json")
-        unfinished.write_text(speed.model_dump_json())
-        unfinished.replace(self._progress)
+        unfinished = self._progress_path.with_name(".progress.json")
+        unfinished.write_text(progress.model_dump_json())
+        unfinished.replace(self._progress_path)
 
-    def speed(self) -> DaemonProgress | None:
+    def progress(self) -> DaemonProgress | None:
         """The progress that the daemon reported last."""
         try:
-            return DaemonProgress.model_validate_json(self._progress.read_bytes())
+            return DaemonProgress.model_validate_json(self._progress_path.read_bytes())
         except (FileNotFoundError, ValidationError):
             return None
 

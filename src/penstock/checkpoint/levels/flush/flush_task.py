@@ -9,36 +9,30 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.shared_draft import SharedDraft
 from penstock.checkpoint.commit.transaction import open_draft_store
-from penstock.checkpoint.formats.manifest import read_manifest
-from penstock.checkpoint.levels.flush.file_copy import (
-    FileCopy,
-    StreamChecksums,
-    block_bytes_for,
-    checksum_file,
-    copy_file,
+from penstock.checkpoint.formats.manifest import ManifestFile, read_manifest
+from penstock.checkpoint.levels.flush import file_copy
+from penstock.checkpoint.levels.flush.flush_folder import (
+    EntryKind,
+    FlushOrder,
+    Journal,
+    JournalEntry,
+    OrderedFile,
+    SaveState,
 )
-from penstock.checkpoint.levels.flush.flush_folder import JournalEntry, SaveState
 from penstock.checkpoint.manager.step_store import apply_retention
 from penstock.errors import DataDamaged, ObjectNotFound, StorageError, Unavailable
+from penstock.storage import Storage
 from penstock.storage.capabilities import find_folder_tree, prefer_direct_access
 from penstock.storage.protocol import read_object
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
-
-    from penstock.checkpoint.formats.manifest import ManifestFile
-    from penstock.checkpoint.levels.flush.file_copy import WaitForTurn
-    from penstock.checkpoint.levels.flush.flush_folder import EntryKind, FlushOrder, Journal, OrderedFile
-    from penstock.storage import Storage
-
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -108,7 +102,7 @@ class FlushTask:
         key = self.order.step, self.order.save_id
         return self._journal.states.get(key, SaveState(step=self.order.step))
 
-    def advance(self, take: WaitForTurn, yields: Callable[[], bool]) -> bool:
+    def advance(self, take: file_copy.WaitForTurn, yields: Callable[[], bool]) -> bool:
         """Do what can be done now; returns whether the order is over. `yields` is called before each file."""
         if self.state.outcome is not None:
             return True
@@ -131,7 +125,7 @@ class FlushTask:
         if self._has_joined and self.state.outcome is None:
             self._draft.renew()
 
-    def _copy(self, take: WaitForTurn, yields: Callable[[], bool]) -> None:
+    def _copy(self, take: file_copy.WaitForTurn, yields: Callable[[], bool]) -> None:
         """Copy what is not durable yet and tell the other nodes; may leave files for later."""
         self._write("begun")
         if self.order.node == 0:
@@ -161,21 +155,27 @@ class FlushTask:
             self._write("marked")
 
     def _copy_one(
-        self, file: OrderedFile, *, state: SaveState, source: Storage, target: Storage, take: WaitForTurn
+        self,
+        file: OrderedFile,
+        *,
+        state: SaveState,
+        source: Storage,
+        target: Storage,
+        take: file_copy.WaitForTurn,
     ) -> dict[str, str | int]:
         """Copy one file, unless an earlier daemon did; returns the fields of its journal entry."""
         to_key = self._draft.draft.key(file.name)
         known = state.copied.get(file.name)
         if known is not None and (file.name in self._copied_here or _is_unchanged(target, to_key, known)):
             return {"file": file.name, "size_bytes": known.size_bytes, "sum": known.sum}
-        sums = StreamChecksums(self._files[file.name])
-        copy_file(
-            FileCopy(from_key=self._cached.key(file.name), to_key=to_key),
+        sums = file_copy.StreamChecksums(self._files[file.name])
+        file_copy.copy_file(
+            file_copy.FileCopy(from_key=self._cached.key(file.name), to_key=to_key),
             source,
             target,
             take,
             see=sums.see,
-            block_bytes=block_bytes_for(self.order.bytes_per_s),
+            block_bytes=file_copy.block_bytes_for(self.order.bytes_per_s),
         )
         sums.require_right(self._cached.uri)
         self._copied_here.add(file.name)
@@ -272,6 +272,6 @@ class FlushTask:
 def _is_unchanged(storage: Storage, key: str, line: JournalEntry) -> bool:
     """Whether a file has the size and checksum of its journal entry."""
     try:
-        return checksum_file(storage, key) == (line.size_bytes, line.sum)
+        return file_copy.checksum_file(storage, key) == (line.size_bytes, line.sum)
     except (ObjectNotFound, DataDamaged):
         return False

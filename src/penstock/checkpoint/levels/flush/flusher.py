@@ -18,7 +18,7 @@ from penstock.checkpoint.commit.protocol import Committed
 from penstock.checkpoint.commit.transaction import SaveTransaction, begin_save
 from penstock.checkpoint.levels.flush.file_copy import BURST_S, FileCopy, RateLimiter, copy_files
 from penstock.checkpoint.manager.step_store import DurableStore, apply_retention, start_lasting_worker
-from penstock.cluster.comm import all_gather_results, format_cause
+from penstock.cluster.comm import Comm, all_gather_results, format_cause
 from penstock.errors import StorageError, WaitTimeout
 from penstock.storage import Storage
 from penstock.storage.capabilities import prefer_direct_access
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from penstock.checkpoint.levels.cache import CachedSave, CacheLevel
     from penstock.checkpoint.levels.options import Flush
     from penstock.checkpoint.state.process_group import RankGroup
-    from penstock.cluster.comm import Comm
 
 
 FlushPhase = Literal["given", "copying", "waiting", "durable", "superseded", "failing"]

@@ -16,15 +16,12 @@ piece can be recovered unless a stripe's group lost more members than it has par
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from penstock.checkpoint.levels.redundancy.gf256 import inverse, multiply, power_of_two
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 
 class PieceRole(Enum):

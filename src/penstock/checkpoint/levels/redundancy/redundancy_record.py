@@ -11,10 +11,11 @@ group lost more shares than its scheme survives.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from types import TracebackType
+from typing import Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -23,12 +24,7 @@ from penstock.checkpoint.commit.protocol import name_some
 from penstock.checkpoint.formats.manifest import start_checksum
 from penstock.checkpoint.levels.redundancy.parity_layout import ParityLayout
 from penstock.errors import DataDamaged
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from types import TracebackType
-
-    from penstock.storage.protocol import Sink, Source
+from penstock.storage.protocol import Sink, Source
 
 
 class _Strict(BaseModel):

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -31,15 +31,11 @@ from penstock.checkpoint.levels.redundancy.redundancy_record import (
     RecordedFile,
     list_members,
 )
-from penstock.cluster.comm import open_point_to_point
+from penstock.cluster.comm import Comm, PointToPoint, open_point_to_point
+from penstock.storage import Storage
 from penstock.storage.aligned import aligned_buffer, copy_bytes
 from penstock.storage.capabilities import prefer_direct_access
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm, PointToPoint
-    from penstock.storage import Storage
-    from penstock.storage.protocol import Sink
-
+from penstock.storage.protocol import Sink
 
 BLOCK_BYTES: Final = 4 << 20
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from penstock.checkpoint.levels.flush.daemon import Speedometer
+from penstock.checkpoint.levels.flush.daemon import RateMeter
 from penstock.checkpoint.levels.flush.flush_folder import (
     DaemonProgress,
     FlushFolder,
@@ -43,7 +43,7 @@ def order_of(step: int, **fields: Any) -> FlushOrder:
 
 def test_only_one_process_is_the_daemon_of_a_cache(tmp_path: Path) -> None:
     folder = FlushFolder(tmp_path)
-    assert not folder.exists()
+    assert not folder.path.exists()
     assert not folder.daemon_is_running()
     assert folder.daemon_pid() is None
     with folder.locked() as held:
@@ -103,19 +103,19 @@ def test_an_order_that_makes_no_sense_names_the_field(field: str, value: object)
 
 def test_speed_is_told_and_its_absence_too(tmp_path: Path) -> None:
     folder = FlushFolder(tmp_path)
-    assert folder.speed() is None
+    assert folder.progress() is None
     assert folder.log_tail() == ""
     folder.path.mkdir()
     speed = DaemonProgress(at_s=1.0, step=3, copied_bytes=4, moved_bytes=5, bytes_per_s=6.5, is_paused=False)
     folder.write_progress(speed)
-    assert folder.speed() == speed
+    assert folder.progress() == speed
     folder.log.write_text("x" * 9000 + " the end\n")
     assert folder.log_tail().endswith("the end")
     assert len(folder.log_tail()) <= 4096
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:
-    meter = Speedometer(window_s=5.0)
+    meter = RateMeter(window_s=5.0)
     assert meter.rate(0.0, 0) == 0.0
     assert meter.rate(4.0, 400) == 100.0
     assert meter.rate(8.0, 400) == 0.0
