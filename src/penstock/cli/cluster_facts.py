@@ -16,14 +16,7 @@ from penstock.cli.parsers import FILE, FOLDER, LAUNCHER, SIZE, TEXT, TIME, URI, 
 from penstock.cli.rank_options import ranked
 from penstock.cli.terminal import Terminal, TextTable, View
 from penstock.cluster.comm import Comm
-from penstock.cluster.facts.agent_processes import (
-    AgentProcesses,
-    QueryHosts,
-    launcher_agent_command,
-    local_command,
-    ssh_command,
-    ssh_environment,
-)
+from penstock.cluster.facts import agent_processes
 from penstock.cluster.facts.homogeneity import check_homogeneity, overall_verdict
 from penstock.cluster.gates.gate_model import Gate, PreflightRequest
 from penstock.cluster.host_slots import expand_nodelist, parse_host_names, parse_hostfile_names
@@ -126,7 +119,9 @@ def choose_hosts(options: _CollectOptions, environment: Environment) -> TargetHo
     return TargetHosts(via=via, hosts=hosts or ("localhost",))
 
 
-def plan_queries(target: TargetHosts, options: _CollectOptions, environment: Environment) -> QueryHosts:
+def plan_queries(
+    target: TargetHosts, options: _CollectOptions, environment: Environment
+) -> agent_processes.QueryHosts:
     """How each host is queried by a process of its own."""
     python, arguments = options.python or sys.executable, options.launcher_args
     if options.launcher != "auto" and target.via != "mpi":
@@ -136,17 +131,19 @@ def plan_queries(target: TargetHosts, options: _CollectOptions, environment: Env
             fix="Leave one of them out.",
         )
     if target.via == "local":
-        return AgentProcesses(local_command(python), environment)
+        return agent_processes.AgentProcesses(agent_processes.local_command(python), environment)
     if target.via == "ssh":
-        command = ssh_command(python, arguments, timeout_s=options.timeout_s)
-        return AgentProcesses(command, ssh_environment(environment))
+        command = agent_processes.ssh_command(python, arguments, timeout_s=options.timeout_s)
+        return agent_processes.AgentProcesses(command, agent_processes.ssh_environment(environment))
     # Without --overlap a step waits until the job's other steps leave its processors.
     request = (
         LaunchRequest(launcher="srun", launcher_args=("--overlap", *arguments))
         if target.via == "slurm"
         else LaunchRequest(launcher=parse_launcher_name(options.launcher), launcher_args=arguments)
     )
-    return AgentProcesses(launcher_agent_command(request, environment, python), environment)
+    return agent_processes.AgentProcesses(
+        agent_processes.launcher_agent_command(request, environment, python), environment
+    )
 
 
 def _named_hosts(options: _CollectOptions) -> tuple[str, ...]:

@@ -17,16 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from penstock import __version__
+from penstock.cli import training_request
 from penstock.cli.app import EXIT_CODES, run_at_edge, take_debug
 from penstock.cli.dlio_storage import checkpoint_location, data_location
 from penstock.cli.terminal import Terminal
-from penstock.cli.training_request import (
-    choose_seed,
-    decodes_arrow,
-    list_unsupported,
-    loader_options,
-    plan_checkpoints,
-)
 from penstock.cluster.comm import Comm
 from penstock.environment import Environment, process_environment
 from penstock.errors import StorageError, Unavailable, UsageError
@@ -116,10 +110,10 @@ def _plan_stages(words: Sequence[str], comm: Comm, environment: Environment) -> 
         open_storage, location.uri, location.environment, options=location.options, rank=comm.rank
     )
     remarks: tuple[str, ...] = ()
-    loader = loader_options("native", workload, None)
+    loader = training_request.loader_options("native", workload, None)
     if workload.workflow.train:
         loader, replacements = choose_loader(workload)
-        remarks = (*list_unsupported(workload), *replacements, *list_replaced(workload))
+        remarks = (*training_request.list_unsupported(workload), *replacements, *list_replaced(workload))
     return _Stages(
         name=arguments.workload,
         workload=workload,
@@ -175,14 +169,14 @@ def choose_loader(workload: Workload) -> tuple[LoaderOptions, tuple[str, ...]]:
     reason = "is not used"
     if name is LoaderKind.PYTORCH:
         try:
-            return loader_options("pytorch", workload, None), ()
+            return training_request.loader_options("pytorch", workload, None), ()
         except Unavailable:
             reason = "is not used, because torch is not installed"
     remark = (
         f"reader.data_loader: {name} {reason}; penstock's own loader takes the same batches, read_threads "
         "and prefetch_size"
     )
-    return loader_options("native", workload, None), (remark,)
+    return training_request.loader_options("native", workload, None), (remark,)
 
 
 def list_replaced(workload: Workload) -> Sequence[str]:
@@ -262,12 +256,12 @@ class _Stages:
             workload=self.workload,
             results=self.folder.parent,
             run_folder=self.folder,
-            seed=choose_seed(self.comm, self.workload, None),
+            seed=training_request.choose_seed(self.comm, self.workload, None),
             division=Remainder.DROP,
             loader=self.loader,
             reopen=self.open_storage,
-            decodes=decodes_arrow(self.workload),
-            checkpoints=plan_checkpoints(
+            decodes=training_request.decodes_arrow(self.workload),
+            checkpoints=training_request.plan_checkpoints(
                 self.workload,
                 location.uri,
                 comm=self.comm,

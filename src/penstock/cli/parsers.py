@@ -38,39 +38,32 @@ class Parser(Generic[T]):
 
 def whole(minimum: int | None = None, maximum: int | None = None) -> Parser[int]:
     """Whole numbers within bounds, both of which count."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError as error:
-            raise UsageError(f"{text!r} is not a whole number", fix="Write digits, for example 8.") from error
-        return _require_within(value, minimum, maximum)
-
-    return Parser("N", parse)
+    return _bounded("N", int, minimum, maximum, what="a whole number", example="8")
 
 
 def number(minimum: float | None = None, maximum: float | None = None) -> Parser[float]:
     """Decimal numbers within bounds, both of which count."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError as error:
-            raise UsageError(f"{text!r} is not a number", fix="Write for example 0.5.") from error
-        return _require_within(value, minimum, maximum)
-
-    return Parser("NUMBER", parse)
+    return _bounded("NUMBER", float, minimum, maximum, what="a number", example="0.5")
 
 
 N = TypeVar("N", int, float)
 
 
-def _require_within(value: N, minimum: N | None, maximum: N | None) -> N:
-    if minimum is not None and value < minimum:
-        raise UsageError(f"{value} is too small", fix=f"The smallest allowed value is {minimum}.")
-    if maximum is not None and value > maximum:
-        raise UsageError(f"{value} is too large", fix=f"The largest allowed value is {maximum}.")
-    return value
+def _bounded(
+    metavar: str, make: Callable[[str], N], minimum: N | None, maximum: N | None, *, what: str, example: str
+) -> Parser[N]:
+    def parse(text: str) -> N:
+        try:
+            value = make(text)
+        except ValueError as error:
+            raise UsageError(f"{text!r} is not {what}", fix=f"Write for example {example}.") from error
+        if minimum is not None and value < minimum:
+            raise UsageError(f"{value} is too small", fix=f"The smallest allowed value is {minimum}.")
+        if maximum is not None and value > maximum:
+            raise UsageError(f"{value} is too large", fix=f"The largest allowed value is {maximum}.")
+        return value
+
+    return Parser(metavar, parse)
 
 
 def several(parser: Parser[T]) -> Parser[tuple[T, ...]]:

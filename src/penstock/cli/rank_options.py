@@ -13,21 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock import environment as env
 from penstock.cli.options import JsonOption, Verb, command_line, fill, group, option, repeated
 from penstock.cli.parsers import FOLDER_URI, LAUNCHER, NAME, TEXT, TIME, whole
 from penstock.cli.terminal import Terminal, progress_columns
 from penstock.cluster.comm import Comm
 from penstock.cluster.launcher_command import LaunchRequest, parse_launcher_name, plan_launch
 from penstock.cluster.launcher_env import detect_rank
-from penstock.environment import (
-    PROGRESS_COLUMNS,
-    TRACE,
-    TRACE_RANK,
-    Environment,
-    export_variables,
-    process_environment,
-    withdraw_variable,
-)
 
 O = TypeVar("O")  # noqa: E741 - the options of one command
 
@@ -47,14 +39,14 @@ class RankOptions:
     timeout_s: float = option("--timeout", TIME, "Wait at most this long for other ranks.", default="5min")
     trace: str | None = option("--trace", FOLDER_URI, "Write an I/O trace of every storage access into DIR.")
 
-    def with_ranks(self, default_ranks: int | None, environment: Environment) -> RankOptions:
+    def with_ranks(self, default_ranks: int | None, environment: env.Environment) -> RankOptions:
         """The same on `default_ranks` ranks, if neither the user nor a launcher sets a number."""
         is_set = self.ranks is not None or self.hosts or self.hostfile
         if default_ranks is None or is_set or detect_rank(environment) is not None:
             return self
         return replace(self, ranks=default_ranks)
 
-    def starts_ranks(self, environment: Environment) -> bool:
+    def starts_ranks(self, environment: env.Environment) -> bool:
         """Whether this process launches ranks, rather than being one."""
         has_several = self.ranks not in (None, 1) or self.hosts or self.hostfile
         return bool(has_several) and detect_rank(environment) is None
@@ -76,7 +68,7 @@ def ranked(
 
     def decorate(function: Callable[[O, Comm, Terminal], int | None]) -> Verb:
         def call(values: Mapping[str, Any]) -> int | None:
-            environment = process_environment()
+            environment = env.process_environment()
             ranks = fill(_RankPanel, values).ranks.with_ranks(default_ranks, environment)
             if ranks.starts_ranks(environment):
                 return _launch(ranks, environment)
@@ -92,7 +84,7 @@ def ranked(
     return decorate
 
 
-def _launch(ranks: RankOptions, environment: Environment) -> int:
+def _launch(ranks: RankOptions, environment: env.Environment) -> int:
     """Start this very command line on all ranks; the exit code is rank 0's."""
     from penstock.cluster.supervision.job_launch import launch_job
 
@@ -106,19 +98,21 @@ def _launch(ranks: RankOptions, environment: Environment) -> int:
     )
     variables = dict(environment)
     if (columns := progress_columns()) is not None:
-        variables[PROGRESS_COLUMNS] = columns
+        variables[env.PROGRESS_COLUMNS] = columns
     if ranks.trace is not None:
-        variables[TRACE] = str(Path(ranks.trace).absolute())
+        variables[env.TRACE] = str(Path(ranks.trace).absolute())
     program = [sys.executable, "-m", "penstock", *command_line()[1:]]
     return launch_job(plan_launch(request, program, variables))
 
 
-def _join(function: Callable[[Comm], int | None], ranks: RankOptions, environment: Environment) -> int | None:
+def _join(
+    function: Callable[[Comm], int | None], ranks: RankOptions, environment: env.Environment
+) -> int | None:
     """Run the command as the rank that this process is: rank 0 of 1 if no launcher started it."""
     from penstock.cluster.supervision import join_job
 
     job = join_job(environment, ranks=ranks.ranks, timeout_s=ranks.timeout_s)
-    with job as comm, _traced(ranks.trace or environment.get(TRACE), comm):
+    with job as comm, _traced(ranks.trace or environment.get(env.TRACE), comm):
         return function(comm)
 
 
@@ -134,10 +128,10 @@ def _traced(folder: str | None, comm: Comm) -> Iterator[None]:
     from penstock.trace.capture.recorder import get_recorder
 
     path, rank = str(Path(folder).absolute()), f"{comm.rank}/{comm.size}"
-    export_variables({TRACE: path, TRACE_RANK: rank})
+    env.export_variables({env.TRACE: path, env.TRACE_RANK: rank})
     try:
         yield
     finally:
         get_recorder(path, rank).close()
-        withdraw_variable(TRACE)
-        withdraw_variable(TRACE_RANK)
+        env.withdraw_variable(env.TRACE)
+        env.withdraw_variable(env.TRACE_RANK)

@@ -15,13 +15,7 @@ from penstock.cli.parsers import FOLDER, TEXT, whole
 from penstock.cli.terminal import Terminal, View, bold, format_number
 from penstock.environment import process_environment
 from penstock.errors import UsageError
-from penstock.results.history.run_selection import (
-    RemovalPlan,
-    RunCriteria,
-    fits,
-    parse_criteria,
-    plan_removal,
-)
+from penstock.results.history import run_selection
 from penstock.results.provenance import redact_settings
 
 if TYPE_CHECKING:
@@ -50,9 +44,11 @@ class CriteriaOptions:
         metavar="AGE|DATE",
     )
 
-    def criteria(self, now: datetime) -> RunCriteria:
+    def criteria(self, now: datetime) -> run_selection.RunCriteria:
         """The criteria of these options."""
-        return parse_criteria(status=self.status, workload=self.workload, older_than=self.older_than, now=now)
+        return run_selection.parse_criteria(
+            status=self.status, workload=self.workload, older_than=self.older_than, now=now
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +79,7 @@ def list_runs(options: _ListOptions, terminal: Terminal) -> None:
     catalog = read_catalog(options.folder)
     unreadable = [run.why for run in catalog.runs if run.outcome == "unreadable"]
     terminal.notes((*catalog.complaints, *unreadable))
-    selected = [run for run in catalog.runs if fits(run, criteria)]
+    selected = [run for run in catalog.runs if run_selection.fits(run, criteria)]
     terminal.result(
         _list_document(selected, catalog, unreadable),
         _view_list(options, selected, catalog),
@@ -225,7 +221,7 @@ def remove(options: _RemoveOptions, terminal: Terminal) -> None:
     _report_removal(terminal, selection, title, {"batch": batch})
 
 
-def _select(options: _RemoveOptions, criteria: RunCriteria) -> RemovalPlan:
+def _select(options: _RemoveOptions, criteria: run_selection.RunCriteria) -> run_selection.RemovalPlan:
     """The runs to remove. Names and criteria are mutually exclusive, so that neither surprises."""
     from penstock.results.history.run_catalog import FolderPlace, find_run, read_catalog
 
@@ -238,12 +234,12 @@ def _select(options: _RemoveOptions, criteria: RunCriteria) -> RemovalPlan:
     parent = options.parent.path
     here = read_catalog(parent).at(FolderPlace.HERE)
     if not options.runs:
-        return plan_removal(here, criteria, keep_last=options.keep_last)
+        return run_selection.plan_removal(here, criteria, keep_last=options.keep_last)
     named = {run.folder: run for run in (find_run(name, here, where=str(parent)) for name in options.runs)}
-    return RemovalPlan(removed=tuple(named.values()), spared=())
+    return run_selection.RemovalPlan(removed=tuple(named.values()), spared=())
 
 
-def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Terminal) -> None:
+def _empty_trash(options: _RemoveOptions, criteria: run_selection.RunCriteria, terminal: Terminal) -> None:
     from penstock.results.history.run_catalog import FolderPlace, read_catalog
     from penstock.results.history.trash import delete_from_trash
 
@@ -252,7 +248,7 @@ def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Termi
             "--empty-trash takes no runs", where="--empty-trash", fix="Select runs by --status and the like."
         )
     parent = options.parent.path
-    selection = plan_removal(
+    selection = run_selection.plan_removal(
         read_catalog(parent).at(FolderPlace.TRASH), criteria, keep_last=options.keep_last
     )
     is_deleting = options.is_confirmed and not options.is_dry
@@ -264,7 +260,9 @@ def _empty_trash(options: _RemoveOptions, criteria: RunCriteria, terminal: Termi
         raise UsageError("Nothing was deleted", fix="Add --yes to delete permanently.")
 
 
-def _report_removal(terminal: Terminal, selection: RemovalPlan, title: str, result: dict[str, Any]) -> None:
+def _report_removal(
+    terminal: Terminal, selection: run_selection.RemovalPlan, title: str, result: dict[str, Any]
+) -> None:
     lines = [f"{title}:" if selection.removed else "No run matches."]
     lines += [f"  {_describe_run(run)}" for run in selection.removed]
     lines += [f"  kept: {_describe_run(run)} ({reason})" for run, reason in selection.spared]

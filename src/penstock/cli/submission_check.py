@@ -12,12 +12,7 @@ from penstock.cli.options import argument, flag, option, optional_argument, verb
 from penstock.cli.parsers import EDITION, FILE, FOLDER, TEXT
 from penstock.cli.terminal import Terminal, TextTable, View, bold
 from penstock.submission.finding import Verdict
-from penstock.submission.reports.findings_export import (
-    check_document,
-    count_verdicts,
-    exit_code,
-    findings_csv,
-)
+from penstock.submission.reports import findings_export
 from penstock.submission.reports.sarif import sarif
 
 if TYPE_CHECKING:
@@ -66,8 +61,8 @@ def check(options: _CheckOptions, terminal: Terminal) -> int:
     for name in empty:
         terminal.note(f"{name}: no results are here")
     _write_findings(options, results, edition, empty)
-    terminal.result(check_document(results, edition, empty), _view_verdicts(results, edition))
-    return exit_code(results)
+    terminal.result(findings_export.check_document(results, edition, empty), _view_verdicts(results, edition))
+    return findings_export.exit_code(results)
 
 
 def _write_findings(
@@ -81,7 +76,7 @@ def _write_findings(
         rules_of_edition = [rule for rule in RULES if edition.edition in rule.editions]
         write_json(path.parent, path.name, sarif(results, rules_of_edition, options.folder))
     if (path := options.csv) is not None:
-        write_text(path.parent, path.name, findings_csv(results))
+        write_text(path.parent, path.name, findings_export.findings_csv(results))
     if (path := options.html) is not None:
         page = verdicts_page(results, edition.edition, edition.for_the_reviewer, empty)
         write_text(path.parent, path.name, page)
@@ -92,7 +87,7 @@ def _view_verdicts(results: Sequence[CheckedResult], edition: Edition) -> View:
     yield TextTable(title, [_verdict_row(result) for result in results])
     for result in results:
         yield from _view_findings(result)
-    counts = ", ".join(f"{count} {what}" for what, count in count_verdicts(results).items())
+    counts = ", ".join(f"{count} {what}" for what, count in findings_export.count_verdicts(results).items())
     yield f"\n{counts}"
     yield "For the reviewer, because files cannot show it:"
     for point in edition.for_the_reviewer:
@@ -160,28 +155,26 @@ def report(options: _ReportOptions, terminal: Terminal) -> None:
       penstock submission report results --write --json
     """
     from penstock.submission.check import choose_edition
-    from penstock.submission.reports.result_report import (
-        plan_folder,
-        plan_tree,
-        report_all,
-        reports_document,
-        write_files,
-    )
+    from penstock.submission.reports import result_report
 
     edition = choose_edition(options.edition, options.folder)
     with terminal.progress() as progress:
-        reports = list(report_all(options.folder, edition, progress))
-    planned = list(plan_folder(options.output, reports, edition)) if options.output is not None else []
+        reports = list(result_report.report_all(options.folder, edition, progress))
+    planned = (
+        list(result_report.plan_folder(options.output, reports, edition))
+        if options.output is not None
+        else []
+    )
     if options.writes_tree:
-        in_tree, refusals = plan_tree(reports)
+        in_tree, refusals = result_report.plan_tree(reports)
         planned += in_tree
         terminal.notes(refusals)
-    written = write_files(planned)
+    written = result_report.write_files(planned)
     for entry in reports:
         for reason in entry.figures.missing:
             terminal.note(f"{entry.checked.name}: not recomputed: {reason}")
     terminal.result(
-        {**reports_document(reports, edition), "written": written},
+        {**result_report.reports_document(reports, edition), "written": written},
         _view_reports(reports, written),
     )
 

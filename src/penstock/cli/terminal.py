@@ -165,18 +165,11 @@ class _Bars:
     """Progress as one bar a phase: share, time spent, time left. Finished phases vanish."""
 
     def __init__(self, console: Console) -> None:
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress as bars
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-        times = (TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())
-        self._display = Progress(*columns, *times, console=console, transient=True)
+        columns = (bars.TextColumn("{task.description}"), bars.BarColumn(), bars.TaskProgressColumn())
+        times = (bars.TimeElapsedColumn(), bars.TextColumn("left:"), bars.TimeRemainingColumn())
+        self._display = bars.Progress(*columns, *times, console=console, transient=True)
         self._phase: TaskID | None = None
 
     def __enter__(self) -> Self:

@@ -8,18 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli import trace_options
 from penstock.cli.options import argument, flag, group, option, required, verb
 from penstock.cli.parsers import FILE, FOLDER, TEXT, whole
 from penstock.cli.terminal import Terminal, View, table
-from penstock.cli.trace_options import (
-    DimensionOptions,
-    TierOptions,
-    TraceOptions,
-    comparison_document,
-    report_losses,
-    view_answer,
-    view_findings,
-)
 from penstock.progress import Progress
 
 if TYPE_CHECKING:
@@ -62,16 +54,16 @@ def compare(options: _CompareOptions, terminal: Terminal) -> None:
 
         for path in write_report(comparison, options.out):
             terminal.note(f"wrote {path}")
-    terminal.result(comparison_document(comparison), _view(comparison))
+    terminal.result(trace_options.comparison_document(comparison), _view(comparison))
 
 
 def _view(comparison: ComparisonResult) -> View:
     """Mismatches, findings and the main tables; the others are in the report."""
-    yield from view_answer(comparison.mismatches)
-    yield from view_findings(comparison)
+    yield from trace_options.view_answer(comparison.mismatches)
+    yield from trace_options.view_findings(comparison)
     yield ""
     for name in ("t0", "t1", "t1_measures", "t2", "t13"):
-        yield from view_answer(comparison.table(name))
+        yield from trace_options.view_answer(comparison.table(name))
     yield "All tables: --out DIR, or --json."
 
 
@@ -87,7 +79,7 @@ def _open_study(
         open_study(description, folder, progress=progress, dask=dask) as study,
     ):
         accounts = [account for of_run in study.accounts.values() for account in of_run]
-        report_losses(accounts, terminal, strict=strict)
+        trace_options.report_losses(accounts, terminal, strict=strict)
         yield study, progress
 
 
@@ -127,8 +119,8 @@ def expect(options: _ExpectOptions, terminal: Terminal) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ExportOptions(TierOptions, DimensionOptions):
-    traces: TraceOptions = group(TraceOptions)
+class _ExportOptions(trace_options.TierOptions, trace_options.DimensionOptions):
+    traces: trace_options.TraceOptions = group(trace_options.TraceOptions)
     out: Path = required("--out", FILE, "Write this file: trace.json or trace.json.gz.", short="-o")
 
 

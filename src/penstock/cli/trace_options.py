@@ -17,14 +17,7 @@ from penstock.cli.options import arguments, flag, group, option, repeated
 from penstock.cli.parsers import TEXT, URI, Parser, choice
 from penstock.cli.terminal import Terminal, TextTable, View, bold, print_json
 from penstock.errors import UsageError
-from penstock.trace.dimensions import (
-    DEFAULT_PHASES,
-    Dimensions,
-    check_pattern,
-    parse_mounts,
-    parse_phase,
-    parse_tier,
-)
+from penstock.trace import dimensions as trace_dimensions
 from penstock.trace.questions.answer import Answer, document
 
 if TYPE_CHECKING:
@@ -109,25 +102,29 @@ class DimensionOptions:
     classes: tuple[str, ...] = ()
     phases: tuple[str, ...] = ()
 
-    def dimensions(self) -> Dimensions:
+    def dimensions(self) -> trace_dimensions.Dimensions:
         """The dimensions of these options; without tiers, each mount point of this machine is one."""
         prefixes: dict[str, list[str]] = {}
         for text in self.tiers:
-            name, prefix = parse_tier(text)
+            name, prefix = trace_dimensions.parse_tier(text)
             prefixes.setdefault(name, []).append(prefix)
         if not prefixes:
             mounts = Path("/proc/mounts")
-            prefixes = parse_mounts(mounts.read_text(encoding="utf-8")) if mounts.exists() else {}
+            prefixes = (
+                trace_dimensions.parse_mounts(mounts.read_text(encoding="utf-8")) if mounts.exists() else {}
+            )
         # The user's rules come first, because the first rule that matches an event decides.
-        rules = (*map(parse_phase, self.phases), *DEFAULT_PHASES)
-        return Dimensions(tiers=prefixes, file_classes=dict(map(_parse_class, self.classes)), phases=rules)
+        rules = (*map(trace_dimensions.parse_phase, self.phases), *trace_dimensions.DEFAULT_PHASES)
+        return trace_dimensions.Dimensions(
+            tiers=prefixes, file_classes=dict(map(_parse_class, self.classes)), phases=rules
+        )
 
 
 def _parse_class(text: str) -> tuple[str, str]:
     name, equals, pattern = text.partition("=")
     if not equals:
         raise UsageError(f"{text!r} is not a class", fix="Write for example --class 'weights=^layer-'.")
-    return name, check_pattern(pattern)
+    return name, trace_dimensions.check_pattern(pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
