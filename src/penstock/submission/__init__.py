@@ -1,1 +1,1 @@
-"""Is a result valid: rules as data, judged from files alone."""
+"""Check results of a submission by the rules of an edition, from files alone, and write submissions."""

@@ -5,8 +5,8 @@
     read_results     the files of one result, parsed
     apply_rule       each rule of the edition on the parsed files
 
-The files of one result are in memory at a time, because a round has thousands. Invariant: an exception inside
-a rule is never `invalid`; what a rule cannot judge is `not checked`.
+Only the files of one result are in memory at a time, because a round has thousands. Invariant: an exception
+inside a rule never makes a result invalid; what a rule cannot judge is `not checked`.
 """
 
 import logging
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedResult:
-    """One result with all its findings; `None` or "" where the files do not say."""
+    """One result with all its findings; `None` or "" for what its files do not state."""
 
     name: str
     organisation: str
@@ -51,7 +51,7 @@ class CheckedResult:
         return combine(self.findings)
 
     def identity(self) -> dict[str, str | int | None]:
-        """Which result it is, by the names that documents and tables use."""
+        """The fields that identify the result in documents and tables."""
         return {
             "name": self.name,
             "org": self.organisation,
@@ -72,7 +72,7 @@ def check(
 
 
 def choose_edition(name: str, root: Path) -> Edition:
-    """The edition called `name`; with `auto`, the one that the tree at `root` looks like."""
+    """Load the edition `name`; with `auto`, the one detected from the tree at `root`."""
     if name != AUTO:
         return load_edition(name)
     organisations: dict[str, str] = {}
@@ -81,7 +81,7 @@ def choose_edition(name: str, root: Path) -> Edition:
     if len(organisations) > 1:
         listed = ", ".join(f"{edition} ({organisation})" for edition, organisation in organisations.items())
         raise UsageError(
-            f"Trees of several editions are here: {listed}",
+            f"Found trees of several editions: {listed}",
             where=str(root),
             fix="Check each by itself, or name one with --edition.",
         )
@@ -124,7 +124,7 @@ def check_result(result: SubmittedResult, edition: Edition, rules: Sequence[Rule
 
 
 def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Finding]:
-    """One rule's findings, including those that it made before it failed."""
+    """One rule's findings, including those made before it failed."""
     findings: list[Finding] = []
     try:
         findings.extend(rule.judge(result, edition))
@@ -144,7 +144,7 @@ def apply_rule(rule: Rule, result: SubmittedResult, edition: Edition) -> list[Fi
 
 
 class _ContextReader:
-    """Reads what the results of a submitter share once, and hashes each pool of code images once."""
+    """Reads the shared files of each submitter, and hashes each pool of code images, once."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -153,7 +153,7 @@ class _ContextReader:
         self._context = tree_context.TreeContext(name="")
 
     def read(self, submitter: Submitter) -> tree_context.TreeContext:
-        """What is around the results of a submitter; locations come sorted by submitter."""
+        """The shared files of a submitter; only the last are cached, as locations are sorted by submitter."""
         if submitter != self._submitter:
             self._submitter = submitter
             folder = tree_context.find_pool(submitter)

@@ -1,8 +1,8 @@
 """A code image: a copy of the program that made a result, kept under the digest of its files.
 
-Runs capture an image before they write, rules verify it, both by `tree_digest`. Invariants: the digest is a
-function of names and bytes alone, not of dates, modes or the order in which a folder is listed; an image has
-its name in the pool only when it is complete, and is hashed again before anything points to it.
+Runs capture an image before they write, rules verify it, both by `tree_digest`. Invariants: the digest
+depends on names and bytes alone, not on dates, modes or the order of entries; an image gets its name in the
+pool only when it is complete, and is hashed again before anything points to it.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ UNKNOWN: Final = "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The code to capture: a package's folder, and what it says of itself; `commit` may be unknown."""
+    """The code to capture: a package's folder, its version, and its commit if that is known."""
 
     folder: Path
     version: str
@@ -88,7 +88,7 @@ class Program:
 
 
 def capture(program: Program, root: Path, *, now: datetime) -> str:
-    """The digest of the program, whose image is in the pool of `root` when this returns."""
+    """Put the program's image into the pool of `root`, unless it is there; returns its digest."""
     pool = root / POOL
     digest = tree_digest(program.folder)
     image = pool / image_name(digest)
@@ -114,7 +114,7 @@ def _copy(program: Program, image: Path, *, digest: str, now: datetime) -> None:
             raise DataDamaged(
                 "The program's files changed while they were copied",
                 where=str(program.folder),
-                fix="Repeat this when its files are not edited or installed.",
+                fix="Repeat this while its files are neither edited nor installed.",
             )
         write_json(
             draft,

@@ -20,17 +20,17 @@ class _Strict(BaseModel):
 
 
 class RequiredFolders(_Strict):
-    """What a submitter's folder must hold, and what it should."""
+    """The folders that a submitter must have, and those that it should."""
 
     required: tuple[str, ...]
     expected: tuple[str, ...]
 
 
 class SizingLimits(_Strict):
-    """How large a data set must be; `rounding` says how a part of a file counts.
+    """How large a data set must be; `rounding` is that of a fraction of a file.
 
-    `host_memory` says what a summary's list of it is good for: `each` entry is a host's, or only their `sum`
-    is right.
+    `host_memory` says how far the list in a summary can be trusted: `each` entry is a host's, or only their
+    `sum` is right.
     """
 
     min_steps: int
@@ -40,7 +40,7 @@ class SizingLimits(_Strict):
 
 
 class Tolerance(_Strict):
-    """How far a stated mean may lie from the recomputed one."""
+    """How much a stated mean may differ from the recomputed one."""
 
     relative_tolerance: float
 
@@ -54,7 +54,7 @@ class ParameterLists(_Strict):
     compared: tuple[str, ...]
 
     def allowed(self, division: SubmissionDivision) -> frozenset[str]:
-        """The keys that are free in `division`, with those that the benchmark's script sets."""
+        """The keys that may be set in `division`, including those that the benchmark's script sets."""
         adds = self.open_adds if division is SubmissionDivision.OPEN else frozenset[str]()
         return self.tool | self.closed | adds
 
@@ -62,8 +62,8 @@ class ParameterLists(_Strict):
 class TimedTree(_Strict):
     """A tree whose runs are named by time: names, files and counts of its folders.
 
-    Files are patterns. `max_pause_runs` is in durations of a run, `max_ratio_of_hosts` tells nodes that are
-    not alike, `memory_tolerance` how far a described memory may lie from the measured one.
+    Files are patterns. `max_pause_runs` is in durations of a run; hosts are alike up to `max_ratio_of_hosts`;
+    `memory_tolerance` is how much described and measured memory may differ.
     """
 
     name_pattern: str
@@ -96,14 +96,14 @@ class ModelLimits(_Strict):
 
 
 class SubsetLimits(_Strict):
-    """Where a part of the ranks may stand for all: which models in CLOSED, on how many accelerators."""
+    """Where a subset of the ranks may represent all: the models in CLOSED, and how many accelerators."""
 
     models: frozenset[str]
     num_accelerators: int
 
 
 class CheckpointLimits(_Strict):
-    """What a checkpointing must be."""
+    """The requirements on checkpointing."""
 
     models: dict[str, ModelLimits]
     num_checkpoints: int
@@ -139,21 +139,21 @@ class Edition(_Strict):
     checkpoints: CheckpointLimits | None = None
 
     def count_warm_ups(self, num_runs: int) -> int:
-        """How many of so many runs are warm-ups: none where these were not handed in, and need not be."""
+        """How many of `num_runs` are warm-ups: none if the edition allows to leave them out, and they are."""
         return 0 if self.is_without_warm_ups(num_runs) else self.num_warm_ups
 
     def is_without_warm_ups(self, num_runs: int) -> bool:
-        """Whether so many runs are all but the warm-ups, in an edition that lets these be left out."""
+        """Whether `num_runs` are all runs but the warm-ups, in an edition that allows to leave these out."""
         return self.lacks_warm_ups and num_runs == self.num_runs - self.num_warm_ups
 
     def require_timed(self) -> TimedTree:
-        """What only a tree has whose runs are named by time."""
+        """The limits that only trees with runs named by time have."""
         if self.timed is None:
             raise MissingFact(f"{self.edition} names no run by time")
         return self.timed
 
     def require_checkpoints(self) -> CheckpointLimits:
-        """What only an edition with checkpointing has."""
+        """The limits that only editions with checkpointing have."""
         if self.checkpoints is None:
             raise MissingFact(f"{self.edition} has no checkpointing")
         return self.checkpoints

@@ -1,7 +1,7 @@
 """Find the results in a round's, a division's or one submitter's folder; only names are read.
 
 v1.0 numbers its runs (run1, run2), later editions name them by time (`tree_layout` has that tree).
-Invariant: an entry that is not understood is kept as stray, and is never fatal.
+Invariant: an unknown entry is reported as stray, and is never fatal.
 """
 
 import os
@@ -31,7 +31,7 @@ _KNOWN_BESIDE_TIMES: Final = frozenset({"results.json", "results.csv"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitter:
-    """One organisation's folder in one division; None where the path does not say which."""
+    """One organisation's folder in one division; None if the path does not name the division."""
 
     organisation: str
     division: SubmissionDivision | None
@@ -39,13 +39,13 @@ class Submitter:
 
     @property
     def top(self) -> Path:
-        """The folder that has the divisions; the submitter's own where it lies below none."""
+        """The folder of the divisions; the submitter's own if it is below none."""
         return self.folder if self.division is None else self.folder.parent.parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultLocation:
-    """One result: the folder that has the runs. `name` is relative to the folder that is checked.
+    """One result: the folder of its runs. `name` is relative to the checked folder.
 
     `model` and the folders of phases are empty where runs are numbered.
     """
@@ -64,7 +64,7 @@ class ResultLocation:
 
 
 def find_results(root: Path) -> Iterator[ResultLocation]:
-    """All results below `root`, in order; `UsageError` where there is none."""
+    """All results below `root`, in order; `UsageError` if there are none."""
     is_empty = True
     for submitter in find_submitters(root):
         for location in _find_in(submitter, root.resolve()):
@@ -72,7 +72,7 @@ def find_results(root: Path) -> Iterator[ResultLocation]:
             yield location
     if is_empty:
         raise UsageError(
-            "No results are here",
+            "No results found",
             where=str(root),
             fix="Give a round's folder (with closed/ or open/), or a submitter's (with results/).",
         )
@@ -93,7 +93,7 @@ def find_submitters(root: Path) -> Iterator[Submitter]:
 
 
 def submitters_without_results(root: Path) -> list[str]:
-    """The folders of a round or a division that hold no result, which no finding would name."""
+    """The folders of a round or a division without results, which no finding would mention."""
     top = root.resolve()
     return [
         submitter.folder.relative_to(top).as_posix()
@@ -108,13 +108,13 @@ def list_folders(submitter: Submitter) -> frozenset[str]:
 
 
 def find_result_dirs(submitter: Submitter) -> list[Path]:
-    """All result directories of a submitter in a tree of named times, in order."""
+    """All result directories of a submitter in a tree with runs named by time, in order."""
     results = _child(submitter.folder, "results")
     return [] if results is None else sorted(_walk_result_dirs(results))
 
 
 def detect_edition(submitter: Submitter) -> str:
-    """The edition that a submitter's tree looks like, by files that only that edition has."""
+    """Detect the edition of a submitter's tree by files that only that edition has."""
     results = _child(submitter.folder, "results")
     if results is None or not _is_timed(results):
         return "v1.0"
@@ -157,7 +157,7 @@ def _find_in(submitter: Submitter, top: Path) -> Iterator[ResultLocation]:
 
 
 def _is_timed(results: Path) -> bool:
-    """Whether runs are named by time: such trees sort the results of a system by benchmark."""
+    """Whether runs are named by time: such trees group the results of a system by benchmark."""
     return any(_benchmark(folder.name) for system in _folders(results) for folder in _folders(system))
 
 
@@ -174,8 +174,7 @@ def _timed_location(
 ) -> ResultLocation:
     is_training = benchmark is Benchmark.TRAINING
     runs = _child(model, SubmissionPhase.RUN) if is_training else model
-    known = _KNOWN_BESIDE_TIMES
-    stray = [name for name in _names(runs) if not (is_result_dir_name(name) or name in known)]
+    stray = [name for name in _names(runs) if not (is_result_dir_name(name) or name in _KNOWN_BESIDE_TIMES)]
     if is_training:
         stray += [name for name in _names(model) if name.lower() not in set(SubmissionPhase)]
     return ResultLocation(
@@ -227,7 +226,7 @@ def _find_numbered(submitter: Submitter, results: Path, top: Path) -> Iterator[R
 
 
 def _has_unnamed_runs(folder: Path) -> bool:
-    """Whether runs have other names: their result is found, so that the rules can say what is wrong."""
+    """Whether runs have other names: their result is found, so that rules report the names."""
     return any((run / "summary.json").exists() for run in _folders(folder))
 
 
@@ -240,7 +239,9 @@ def _numbered_runs(folder: Path) -> tuple[Path, ...]:
 
 
 def _names(folder: Path | None) -> list[str]:
-    return sorted(e.name for e in folder.iterdir() if not e.name.startswith(".")) if folder else []
+    return (
+        sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith(".")) if folder else []
+    )
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
-"""What a rule reports about one thing it judged: verdict, evidence, figures, proof and the fix.
+"""What a rule reports: verdict, evidence, figures, proof and the fix.
 
 Rules make findings, `check` collects them, `reports` writes them. Invariant: what cannot be judged is `not
-checked`, with the reason; it counts neither as valid nor as invalid.
+checked`, with the reason, and neither valid nor invalid.
 """
 
 from collections.abc import Iterable
@@ -62,7 +62,7 @@ def pass_if(
     fix: str = "",
     otherwise: Verdict = Verdict.FAIL,
 ) -> Finding:
-    """A pass if the rule is kept; else the verdict `otherwise`, which is the one that needs `fix`."""
+    """A pass if the rule is kept; else the verdict `otherwise`, with the fix."""
     return Finding(
         verdict=Verdict.PASS if is_kept else otherwise,
         evidence=evidence,
@@ -89,12 +89,12 @@ def violation(
 
 
 def not_applicable(evidence: str, reason: str) -> Finding:
-    """The finding of a rule that is about something else."""
+    """The finding of a rule that does not apply."""
     return Finding(verdict=Verdict.NOT_APPLICABLE, evidence=evidence, proof=reason)
 
 
 def not_checked(reason: MissingFact) -> Finding:
-    """The finding of a rule that lacks a fact: which field, in which file."""
+    """The finding of a rule that lacks a fact, with the field and the file."""
     return Finding(
         verdict=Verdict.NOT_CHECKED,
         proof=reason.what,

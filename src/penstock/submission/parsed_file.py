@@ -1,8 +1,8 @@
-"""One file of a submission, parsed: its fields are asked for by path, and a missing one is named.
+"""One parsed file of a submission, whose fields are read by path.
 
-`result_files` and `tree_context` read the files, rules ask for their fields. Invariant: reading raises for
-nothing that a file holds; asking for what is not there, or is not what it should be, raises `MissingFact`,
-which `check` turns into `not checked`. There are no defaults.
+`result_files` and `tree_context` read the files, rules read their fields. Invariant: no content of a file
+makes reading the file fail; reading a missing or malformed field raises `MissingFact`, which `check` turns
+into `not checked`. There are no defaults.
 """
 
 import json
@@ -18,7 +18,7 @@ from penstock.errors import PenstockError
 from penstock.suggest import nearest
 
 MAX_TEXT_BYTES: Final = 4 << 20
-"""Only the beginning of a log is read: what rules look for is printed there."""
+"""Only the beginning of a log is read: what rules need is printed there."""
 NO_FILE: Final = "there is no such file"
 _LOADER: Final[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -36,8 +36,7 @@ class MissingFact(PenstockError):
 class ParsedFile:
     """One file: its content, or the `problem` why there is none.
 
-    `remark` is a flaw that did not prevent reading; `lines` has the line of each value in a file that people
-    write by hand.
+    `remark` is a flaw that did not prevent reading; `lines` has the line of each value in a handwritten file.
     """
 
     file: str
@@ -66,14 +65,14 @@ class ParsedFile:
 
     def has(self, *path: str) -> bool:
         """Whether something other than null is at `path`; a file that cannot be read has nothing."""
-        # Not by `value`: to look for a similar name takes longer than all the rest of a rule.
+        # Not by `value`: the search for a similar name takes longer than the rest of a rule.
         here = None if self.problem else self.content
         for key in path:
             here = here.get(key) if isinstance(here, dict) else None
         return here is not None
 
     def number(self, *path: str) -> float:
-        """A finite number, or text that spells one, as real reports do."""
+        """A finite number, or text that contains one, as in some real reports."""
         return self._number(self.value(*path), path)
 
     def integer(self, *path: str) -> int:
@@ -129,7 +128,7 @@ def read_file(path: Path, base: Path) -> ParsedFile:
 
 
 def read_named_file(path: str, file: str) -> ParsedFile:
-    """The same for a caller that knows the name in findings; of thousands of files a `Path` is a cost."""
+    """The same for a known name in findings; over thousands of files, `Path` objects are costly."""
     try:
         return ParsedFile(file=file, content=_parse(path))
     except FileNotFoundError:
@@ -142,7 +141,7 @@ def read_named_file(path: str, file: str) -> ParsedFile:
 
 
 def read_description(path: Path, base: Path) -> ParsedFile:
-    """A YAML file with the line of each of its values, for the people who wrote it by hand."""
+    """A YAML file with the line of each value, for messages to its author."""
     parsed = read_file(path, base)
     if parsed.problem:
         return parsed

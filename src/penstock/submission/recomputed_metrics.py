@@ -1,6 +1,6 @@
 """Rates, means, durations and times of a result, recomputed from what each epoch and rank reports.
 
-Rules compare these with what the files state; reports print them. Invariant: a stated mean is never used; a
+Rules compare them with what the files state; reports print them. Invariant: a stated mean is never used; a
 figure that cannot be recomputed is absent, and the rule that needs it gets the reason.
 """
 
@@ -42,7 +42,7 @@ def mib_per_second(run_dir: ResultDir) -> float:
 
 
 def record_bytes(run_dir: ResultDir) -> Fraction:
-    """The bytes of a sample by the configuration: its length, by either name, else the sum of its columns."""
+    """The bytes of a sample in the configuration: its length, else the sum of its columns."""
     for name in ("record_length_bytes", "record_length"):
         if run_dir.config.has("workload", "dataset", name):
             length = Fraction(str(run_dir.config.number("workload", "dataset", name)))
@@ -77,12 +77,12 @@ def utilization_percent(run_dir: ResultDir) -> float:
 
 
 def num_accelerators(run: ResultRun) -> int:
-    """The accelerators of a run: its directories add up."""
+    """The accelerators of a run, summed over its directories."""
     return sum(run_dir.summary.integer("num_accelerators") for run_dir in run.dirs)
 
 
 def per_run(result: SubmittedResult, read: Callable[[ResultDir], float]) -> tuple[float, ...]:
-    """A figure of each run that counts; its directories add up."""
+    """A figure of each counted run, summed over its directories."""
     if not result.counted_runs:
         raise MissingFact("there are no runs", where=result.name)
     return tuple(math.fsum(read(run_dir) for run_dir in run.dirs) for run in result.counted_runs)
@@ -96,7 +96,7 @@ def _utilization(result: SubmittedResult) -> float:
 
 
 def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
-    """The seconds of each checkpoint by one rank's statistics; `prefix` is save or load."""
+    """The seconds of each checkpoint in one rank's statistics; `prefix` is save or load."""
     epochs = stats.value()
     return {
         f"{epoch}.{name}": ParsedFile(file=stats.file, content=entry).number("duration")
@@ -107,9 +107,9 @@ def read_durations(stats: ParsedFile, prefix: str) -> dict[str, float]:
 
 
 def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, ...]]:
-    """The means of what was written (`save`) or read (`load`), recomputed; empty where nothing was.
+    """The recomputed means of writes (`save`) or reads (`load`); empty if there were none.
 
-    Each has two candidates: DLIO takes the first rank's time, Penstock the slowest rank's.
+    Each has two candidates: DLIO uses the first rank's time, Penstock the slowest rank's.
     """
     if not run_dir.stats:
         raise MissingFact("there is no per_epoch_stats.json of a rank", where=run_dir.name)
@@ -130,7 +130,7 @@ def checkpoint_means(run_dir: ResultDir, prefix: str) -> dict[str, tuple[float, 
 
 
 def _checkpoint_metric(prefix: str, name: str) -> Callable[[SubmittedResult], float]:
-    """The mean over the invocations that wrote or read, each by its slowest ranks."""
+    """The mean over the invocations that wrote or read, by their slowest ranks."""
 
     def metric(result: SubmittedResult) -> float:
         means = [checkpoint_means(run_dir, prefix) for run_dir in result.run_dirs()]
@@ -182,7 +182,7 @@ def recompute(result: SubmittedResult) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """The time from the begin to the end of an invocation."""
+    """The time of an invocation."""
 
     begin: datetime
     end: datetime
@@ -194,7 +194,7 @@ class Interval:
 
 
 def read_interval(run_dir: ResultDir) -> Interval:
-    """The interval by the tool's own marks; where it made none, by the benchmark's summary."""
+    """The interval by the tool's own marks, else by the benchmark's summary."""
     marks = ("invocation_start_time", "invocation_end_time")
     if all(run_dir.metadata.has(mark) for mark in marks):
         file, (begin, end) = run_dir.metadata, marks
@@ -212,5 +212,5 @@ def _read_time(file: ParsedFile, key: str) -> datetime:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise MissingFact(f"{key} is {text!r:.60}, not a date", where=file.file) from error
-    # Tools write local times without a zone; only differences are used, so that any zone will do.
+    # Tools write local times without a zone; only differences are used, so any zone will do.
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -1,7 +1,7 @@
 """The files of one result, parsed: its runs, their result directories, its description and its report.
 
-`find_results` finds where a result is, this reads it, rules judge it. Invariant: reading raises for nothing
-that a file holds; a rule that needs what is not there gets `MissingFact`.
+`find_results` locates a result, this module reads it, rules judge it. Invariant: no content of a file makes
+reading fail; a rule that needs a missing field gets `MissingFact`.
 """
 
 import json
@@ -30,7 +30,7 @@ from penstock.submission.tree_layout import Benchmark, SubmissionPhase
 _RANK_STATS: Final = re.compile(r"\d+_per_epoch_stats\.json")
 _NOT_IN_EDITION: Final = ParsedFile(file="", problem="this edition has no such file")
 _TRAILING_COMMA: Final = re.compile(r'("(?:[^"\\]|\\.)*")|,(?=\s*[}\]])')
-"""A string, which is kept, or a comma that JSON does not allow."""
+"""A string, to be preserved, or a comma that JSON does not allow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class ResultDir:
     stats: tuple[ParsedFile, ...] = ()
 
     def settings(self) -> Mapping[str, str]:
-        """What the command line set, by key without `++` and `workload.`; the workload by `workload`."""
+        """The command line's settings by key, without `++` and `workload.`; the workload is `workload`."""
         lines = self.overrides.value()
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             raise MissingFact("this is not a list of overrides", where=self.overrides.file)
@@ -67,7 +67,7 @@ class ResultDir:
     def workload(self) -> tuple[str, str]:
         """The family and the accelerator: `workload=unet3d_h100` is (`unet3d`, `h100`).
 
-        Of checkpoints both come from the metadata, because their configuration names no accelerator.
+        For checkpointing both come from the metadata, because its configuration names no accelerator.
         """
         if self.benchmark is Benchmark.CHECKPOINTING:
             return self.metadata.text("model").lower(), self.accelerator()
@@ -80,7 +80,7 @@ class ResultDir:
         return family, accelerator
 
     def accelerator(self) -> str:
-        """The accelerator that the metadata name; "" where they name none."""
+        """The accelerator in the metadata; "" if there is none."""
         for path in (("accelerator",), ("args", "accelerator_type")):
             if self.metadata.has(*path):
                 return self.metadata.text(*path).lower()
@@ -89,7 +89,7 @@ class ResultDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRun:
-    """One run of a result; its directories add up. A warm-up is judged, and counts in no mean."""
+    """One run of a result; figures add up over its directories. A warm-up counts in no mean."""
 
     name: str
     dirs: tuple[ResultDir, ...]
@@ -98,7 +98,7 @@ class ResultRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedResult:
-    """Everything that is known of one result. `name` is unique, even where one folder holds several."""
+    """All files of one result. `name` is unique, even if one folder has several results."""
 
     name: str
     location: ResultLocation
@@ -128,8 +128,8 @@ def read_results(
 ) -> tuple[SubmittedResult, ...]:
     """Read the results of one location; file names are relative to `root`.
 
-    Where runs are named by time and are on several accelerators, each of these is a result of its own, and
-    the first `num_warm_ups` of its runs are warm-ups.
+    Runs named by time are grouped by accelerator: each group is a result of its own, whose first
+    `num_warm_ups` runs are warm-ups.
     """
     base = root.resolve()
     if not location.model:
@@ -155,7 +155,7 @@ def read_results(
 
 
 def _read_numbered(location: ResultLocation, context: TreeContext, base: Path) -> SubmittedResult:
-    """A result of v1.0: runs are numbered, and each may hold a folder for each client."""
+    """A result of v1.0: runs are numbered, and may have a folder for each client."""
     reports = (location.folder / V1_REPORT_FILE, location.folder / "runs" / V1_REPORT_FILE)
     described = sorted(location.submitter.folder.glob("[Ss]ystems/*.json"))
     return SubmittedResult(
@@ -175,14 +175,14 @@ def _read_numbered_run(folder: Path, base: Path) -> ResultRun:
     clients = sorted(path.parent for path in folder.glob("*/summary.json"))
     folders = [folder] if (folder / "summary.json").exists() or not clients else clients
     dirs = tuple(
-        _read_dir(each, base, benchmark=Benchmark.TRAINING, config_folder="configs", log="")
-        for each in folders
+        _read_dir(path, base, benchmark=Benchmark.TRAINING, config_folder="configs", log="")
+        for path in folders
     )
     return ResultRun(name=folder.name, dirs=dirs)
 
 
 def _read_lenient_json(path: Path, base: Path) -> ParsedFile:
-    """People write these by hand: a trailing comma is remarked on, and everything else is still known."""
+    """Read handwritten JSON: a trailing comma is only remarked on."""
     strict = read_file(path, base)
     if not strict.problem:
         return strict
@@ -217,7 +217,7 @@ def _read_timed(
 
 
 def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
-    """Runs whose accelerator cannot be read join the others where these are all on one."""
+    """Group runs; those without a readable accelerator join the others if these have one in common."""
     groups: dict[str, list[ResultRun]] = {}
     for run in runs:
         try:
@@ -232,7 +232,7 @@ def _group_by_accelerator(runs: list[ResultRun]) -> dict[str, list[ResultRun]]:
 
 
 def _mark_warm_ups(runs: list[ResultRun], num_warm_ups: int) -> tuple[ResultRun, ...]:
-    # With no run left to count, all of them are judged as counted, so that nothing goes unseen.
+    # If no run would be left to count, all count, so that no figure escapes the rules.
     first_counted = num_warm_ups if len(runs) > num_warm_ups else 0
     return tuple(replace(run, is_warm_up=index < first_counted) for index, run in enumerate(runs))
 
@@ -245,7 +245,7 @@ def _read_timed_dir(folder: Path, location: ResultLocation, phase: SubmissionPha
 
 
 def _list_files(folder: Path, config_folder: str) -> frozenset[str]:
-    """The names in a folder and in its folder of configuration; names alone, since a large round has many."""
+    """The names in a folder and its configuration folder; contents are read only where rules need them."""
     names = set(os.listdir(folder))  # noqa: PTH208 - thousands of folders, where a Path costs more
     if config_folder in names and (folder / config_folder).is_dir():
         inner = os.listdir(folder / config_folder)  # noqa: PTH208 - likewise

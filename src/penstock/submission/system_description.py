@@ -1,7 +1,7 @@
-"""The schema of a system's description (v3.0), and the problems of a file that breaks it, with their lines.
+"""The schema of a system's description (v3.0), and the problems of a file that violates it, by line.
 
 `penstock submission describe` and the rules share `find_schema_problems`. Invariant: a description is judged
-as it was written; only what the schema makes optional has a default.
+as it is written; only what the schema makes optional has a default.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,7 +34,7 @@ class Architecture(_Part):
 
 
 class Capabilities(_Part):
-    """What several hosts may do at once, and how long a change of hosts takes."""
+    """What several hosts can do at the same time, and how long remapping to other hosts takes."""
 
     multi_host: bool
     simultaneous_write: bool
@@ -97,7 +97,7 @@ class Port(_Part):
 
 
 class Performance(_Part):
-    """What a drive is said to do."""
+    """A drive's specification."""
 
     seq_read_MBps: Amount | None = None  # noqa: N815 - the schema's name
     seq_write_MBps: Amount | None = None  # noqa: N815 - the schema's name
@@ -157,7 +157,7 @@ class Switch(_Part):
 
 
 class SystemUnderTest(_Part):
-    """All of it. What is rented (`cloud`) has neither racks nor supplies."""
+    """The whole system. A rented one (`cloud`) has neither racks nor power supplies."""
 
     solution: Solution
     deployment: Literal["onprem", "cloud"]
@@ -176,7 +176,7 @@ class SystemDescription(_Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemaProblem:
-    """One thing to mend: where it stands in the file, and what is wrong; line 0 where no line is known."""
+    """One thing to correct: its path and line in the file (0 if unknown), and what is wrong."""
 
     path: str
     line: int
@@ -186,37 +186,37 @@ class SchemaProblem:
         return f"line {self.line}: {self.path}: {self.text}"
 
 
-def find_schema_problems(document: ParsedFile) -> list[SchemaProblem]:
-    """What breaks the schema, in the order of lines; `Unknown` where the file cannot be read."""
+def find_schema_problems(description: ParsedFile) -> list[SchemaProblem]:
+    """The violations of the schema, in order of lines; `MissingFact` if the file cannot be read."""
     try:
-        SystemDescription.model_validate(document.value())
+        SystemDescription.model_validate(description.value())
     except ValidationError as error:
-        found = [_problem(each, document.lines) for each in error.errors(include_url=False)]
-        return sorted(set(found), key=lambda problem: (problem.line, problem.path))
+        problems = {_describe_error(entry, description.lines) for entry in error.errors(include_url=False)}
+        return sorted(problems, key=lambda problem: (problem.line, problem.path))
     return []
 
 
-def _problem(error: Any, lines: Mapping[KeyPath, int]) -> SchemaProblem:
-    steps = tuple(str(step) for step in error["loc"] if str(step) not in _TYPES)
-    here = steps
-    while here and here not in lines:
-        here = here[:-1]
+def _describe_error(error: Any, lines: Mapping[KeyPath, int]) -> SchemaProblem:
+    steps = tuple(str(step) for step in error["loc"] if str(step) not in _TYPE_STEPS)
+    path = steps
+    while path and path not in lines:
+        path = path[:-1]
     text = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        meant = nearest(steps[-1], sorted(_keys()))
+        meant = nearest(steps[-1], sorted(_known_keys()))
         text = "there is no such key" + (f"; is {meant} meant?" if meant else "")
-    return SchemaProblem(path=".".join(steps), line=lines.get(here, 0), text=text)
+    return SchemaProblem(path=".".join(steps), line=lines.get(path, 0), text=text)
 
 
-_TYPES = frozenset({"str", "int", "float", "bool", "constrained-str", "function-after"})
+_TYPE_STEPS = frozenset({"str", "int", "float", "bool", "constrained-str", "function-after"})
 
 
 @cache
-def _keys() -> frozenset[str]:
-    return frozenset(name for part in _parts(_Part) for name in part.model_fields)
+def _known_keys() -> frozenset[str]:
+    return frozenset(name for part in _subclasses(_Part) for name in part.model_fields)
 
 
-def _parts(part: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    for each in part.__subclasses__():
-        yield each
-        yield from _parts(each)
+def _subclasses(part: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for subclass in part.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

@@ -1,6 +1,6 @@
-"""What a result shares with others: the submitter's folders, its manifest, and the pool of code images.
+"""What the results of a submitter share: its folders, its manifest, and the pool of code images.
 
-Read once for a submitter, and once for a tree's pool; rules about the tree and about provenance use it.
+Read once per submitter, and once per pool; rules about the tree and about provenance use it.
 Invariant: each image of a pool is hashed once, however many results point to it.
 """
 
@@ -16,7 +16,7 @@ from penstock.submission.parsed_file import NO_FILE, ParsedFile, read_file, rela
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeImage:
-    """One code image: what it states, and the digest of its files ("" where they cannot be read)."""
+    """One code image: what it states, and the digest of its files ("" if they cannot be read)."""
 
     name: str
     stated: ParsedFile
@@ -25,7 +25,7 @@ class CodeImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeImagePool:
-    """All code images of a tree, and the digests that result directories of any submitter point to."""
+    """All code images of a tree, and the digests that any submitter's result directories point to."""
 
     name: str = ""
     images: tuple[CodeImage, ...] = ()
@@ -36,7 +36,7 @@ class CodeImagePool:
 class TreeContext:
     """The shared part of one submitter's folder, by names: hidden entries are left out, folders end in "/".
 
-    `systems` is what systems/ holds, `categories` each `system/category` of the results.
+    `systems` has the entries of systems/, `categories` each `system/category` of the results.
     """
 
     name: str
@@ -63,12 +63,12 @@ def read_tree_context(submitter: Submitter, pool: CodeImagePool, root: Path) -> 
         systems=tuple(map(_name, _entries(systems))),
         result_systems=tuple(entry.name for entry in result_systems),
         categories=tuple(
-            f"{entry.name}/{each.name}"
-            for entry in result_systems
-            for each in _entries(entry)
-            if each.is_dir()
+            f"{system.name}/{category.name}"
+            for system in result_systems
+            for category in _entries(system)
+            if category.is_dir()
         ),
-        result_dirs=tuple(each.relative_to(folder).as_posix() for each in find_result_dirs(submitter)),
+        result_dirs=tuple(path.relative_to(folder).as_posix() for path in find_result_dirs(submitter)),
         manifest=read_file(folder / tree_layout.MANIFEST, base),
         pool=pool,
     )

@@ -1,6 +1,6 @@
 """The names of folders and files in a tree of v2.0 and v3.0, whose runs are named by their time.
 
-    TOP/code-images/code-<8 digits>/                       the program (v3.0; `code_image` has these names)
+    TOP/code-images/code-<8 digits>/                       the program (v3.0; names in `code_image`)
     TOP/<closed|open>/ORG/submission.yaml                  what the folder holds (v3.0)
     TOP/<closed|open>/ORG/systems/SYSTEM.{yaml,pdf}
     TOP/<closed|open>/ORG/results/SYSTEM/training/MODEL/{datasize,datagen,run}/20260102_030405/
@@ -30,7 +30,7 @@ _TIME: Final = re.compile(r"\d{8}_\d{6}")
 
 
 class Benchmark(StrEnum):
-    """The benchmark of a result, by the name of its folder. Penstock judges the first two."""
+    """The benchmark of a result, by the name of its folder. Penstock checks the first two."""
 
     TRAINING = "training"
     CHECKPOINTING = "checkpointing"
@@ -39,7 +39,7 @@ class Benchmark(StrEnum):
 
 
 class SubmissionPhase(StrEnum):
-    """The phase of a training that a result directory is of, by the name of its folder."""
+    """The phase of training that a result directory belongs to, by the name of its folder."""
 
     DATASIZE = "datasize"
     DATAGEN = "datagen"
@@ -55,10 +55,10 @@ def is_result_dir_name(name: str) -> bool:
 
 
 def metadata_name(benchmark: Benchmark, time: str) -> str:
-    """The file of a result directory that says what was asked for and how it ended."""
+    """The file of a result directory that states what was requested and how it ended."""
     return f"{benchmark.value}_{time}{METADATA_SUFFIX}"
 
 
 def log_names(benchmark: Benchmark, phase: SubmissionPhase) -> tuple[str, str]:
-    """The files of what a run printed: standard output and standard error."""
+    """The files of a run's standard output and standard error."""
     return f"{benchmark.value}_{phase.value}.stdout.log", f"{benchmark.value}_{phase.value}.stderr.log"

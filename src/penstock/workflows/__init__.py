@@ -1,1 +1,1 @@
-"""What needs several rooms at once: the demo's tour of the whole system."""
+"""Workflows over several parts of the package: the demo, the levels study, sweeps, submission runs."""

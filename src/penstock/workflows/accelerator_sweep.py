@@ -1,7 +1,7 @@
-"""How many accelerators can this storage feed? Found by runs: twice as many until it fails, then in between.
+"""Find how many accelerators a storage can feed: double their number until a run fails, then bisect.
 
-Each try is a whole run of its own, with its own folder of results. Invariant: the answer passed, and one more
-failed or was not asked for; nothing is inferred beyond that utilization falls as accelerators are added.
+Each try is a complete run with its own folder of results. Invariant: the answer passed, and one more failed
+or exceeds the limit; only that utilization falls as accelerators are added is assumed.
 """
 
 import json
@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, fields
+from typing import Final
 
 from penstock.errors import PenstockError, UsageError
 
 _LEAVE_S: Final = 15.0
-"""How long an interrupted run may take to leave: its ranks have their own, shorter limits."""
+"""How long an interrupted run may take to exit: its ranks have their own, shorter limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class SweepRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepResult:
-    """All tries in their order; `accelerators` is the largest number that was fed, 0 if none was."""
+    """All tries in order; `accelerators` is the largest number that was fed, 0 if none was."""
 
     accelerators: int
     is_most: bool
@@ -43,7 +43,7 @@ def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> Swee
     """Search up to `most` accelerators; `is_most` says that all of them were fed."""
     if most < 1:
         raise UsageError(
-            f"A sweep up to {most} accelerators has none", where="--most", fix="Give at least 1."
+            f"A sweep needs at least one accelerator, not {most}", where="--most", fix="Give at least 1."
         )
     tries: dict[int, SweepRun] = {}
 
@@ -56,14 +56,14 @@ def find_most_accelerators(run: Callable[[int], SweepRun], *, most: int) -> Swee
 
 
 def largest_passing(passes: Callable[[int], bool], *, most: int) -> int:
-    """The largest number up to `most` that passes, asking each number at most once; 0 if 1 does not."""
-    good, asked = 0, 1
-    while passes(asked):
-        good = asked
+    """The largest number up to `most` that passes, trying each number at most once; 0 if 1 does not."""
+    good, candidate = 0, 1
+    while passes(candidate):
+        good = candidate
         if good == most:
             return most
-        asked = min(2 * asked, most)
-    bad = asked
+        candidate = min(2 * candidate, most)
+    bad = candidate
     while bad - good > 1:
         middle = (good + bad) // 2
         if passes(middle):
@@ -74,19 +74,19 @@ def largest_passing(passes: Callable[[int], bool], *, most: int) -> int:
 
 
 def run_command(words: Sequence[str]) -> Callable[[int], SweepRun]:
-    """Tries as processes: `penstock training run` with `words`, on as many ranks as accelerators."""
+    """Run `penstock training run` with `words` for each try, on as many ranks as accelerators."""
 
     def run(accelerators: int) -> SweepRun:
         command = [sys.executable, "-m", "penstock", "training", "run", *words]
         command += ["--ranks", str(accelerators), "--json"]
-        document = json.loads(_output_of(command, accelerators))
-        return _as_try(document)
+        document = json.loads(_capture_output(command, accelerators))
+        return SweepRun(**{field.name: document[field.name] for field in fields(SweepRun)})
 
     return run
 
 
-def _output_of(command: Sequence[str], accelerators: int) -> str:
-    """What a run prints; its own words on standard error are passed on."""
+def _capture_output(command: Sequence[str], accelerators: int) -> str:
+    """Run a command and return its standard output; standard error is passed through."""
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         output, _ = running.communicate()
@@ -97,17 +97,6 @@ def _output_of(command: Sequence[str], accelerators: int) -> str:
     if running.returncode != 0:
         raise PenstockError(
             f"The run with {accelerators} accelerators failed with exit code {running.returncode}",
-            fix="Its own words are above. A larger sweep needs more files: see `penstock training size`.",
+            fix="Its own message is above. A larger sweep needs more files: see `penstock training size`.",
         )
     return output
-
-
-def _as_try(document: dict[str, Any]) -> SweepRun:
-    return SweepRun(
-        accelerators=document["accelerators"],
-        meets_threshold=document["meets_threshold"],
-        au_compat=document["au_compat"],
-        samples_per_s=document["samples_per_s"],
-        bottleneck=document["bottleneck"],
-        results_dir=document["results_dir"],
-    )

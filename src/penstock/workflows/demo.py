@@ -1,4 +1,4 @@
-"""The tour of the system on this machine's own disk: each flow once, small, and one page about all of them.
+"""The tour of the system on this machine's own disk: each benchmark once, small, and one page of results.
 
 Invariant: the tour writes only below its own folder, and leaves nothing there but its report and its runs.
 """
@@ -63,14 +63,14 @@ _TRAINING = (
     "time in which the accelerator computed instead of waiting: by DLIO's formula, and strictly."
 )
 _CHECKPOINTS = (
-    "{checkpoints} checkpoints of {model}, each scaled to {size}, at {target}: every byte is made while it "
-    "is written, durable at the end, read from storage and verified. GiB/s is all bytes over all time."
+    "{checkpoints} checkpoints of {model}, each scaled to {size}, at {target}: every byte is generated "
+    "while it is written, durable at the end, read from storage and verified. GiB/s: all bytes over all time."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tour:
-    """What the tour saw, and where its page lies."""
+    """The results of the tour, and its page."""
 
     report: Path
     probe: ProbeResult
@@ -79,20 +79,20 @@ class Tour:
     diagnoses: tuple[Diagnosis, ...]
 
     def document(self) -> Mapping[str, Any]:
-        """The tour as plain data."""
+        """The results as plain data."""
         return {
             "report": str(self.report),
             "probe": asdict(self.probe),
             "training": self.training.document(),
             "checkpoints": self.checkpoints.document(),
-            "diagnoses": [asdict(seen) for seen in self.diagnoses],
+            "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
         }
 
 
 def tour(
     out: Path, *, environment: Environment, progress: Progress, probe_size_bytes: int = PROBE_SIZE_BYTES
 ) -> Tour:
-    """Walk through every flow below `out`, about a minute, and write `out/report.html` and `report.json`."""
+    """Run every benchmark below `out`, for about a minute, and write `out/report.html` and `report.json`."""
     out.mkdir(parents=True, exist_ok=True)
     diagnoses = tuple(examine(out, environment))
     limits = probe(
@@ -111,20 +111,20 @@ def tour(
         environment=environment,
         progress=progress,
     )
-    seen = Tour(
+    results = Tour(
         report=out / "report.html",
         probe=limits,
         training=training,
         checkpoints=checkpoints,
         diagnoses=diagnoses,
     )
-    seen.report.write_text(_render(seen), encoding="utf-8")
-    seen.report.with_suffix(".json").write_text(json.dumps(seen.document(), indent=2), encoding="utf-8")
-    return seen
+    results.report.write_text(_render(results), encoding="utf-8")
+    results.report.with_suffix(".json").write_text(json.dumps(results.document(), indent=2), encoding="utf-8")
+    return results
 
 
 def training_rows(result: TrainingResult) -> list[dict[str, str]]:
-    """One row an epoch, and the ceiling: the same run on storage that costs nothing."""
+    """One row an epoch, and the ceiling: the same run on storage without cost."""
     rows = [
         {
             "run": f"epoch {rate.epoch}",
@@ -149,9 +149,13 @@ def training_rows(result: TrainingResult) -> list[dict[str, str]]:
 
 
 def _train(out: Path, *, environment: Environment, progress: Progress) -> TrainingResult:
-    """A small U-Net 3D: its data made past the page cache, trained on, and removed."""
-    asked = (f"dataset.num_files_train={_NUM_FILES}", f"dataset.record_length_bytes={_SAMPLE_BYTES}")
-    settings = (*asked, "dataset.record_length_bytes_stdev=0", f"train.epochs={_NUM_EPOCHS}")
+    """Train a small U-Net 3D: generate its data past the page cache, read them, and remove them."""
+    settings = (
+        f"dataset.num_files_train={_NUM_FILES}",
+        f"dataset.record_length_bytes={_SAMPLE_BYTES}",
+        "dataset.record_length_bytes_stdev=0",
+        f"train.epochs={_NUM_EPOCHS}",
+    )
     workload = load("unet3d", accelerator="h100", overrides=parse_settings(settings)).workload
     comm, seed = SoloComm(gethostname()), workload.train.seed
     with TemporaryDirectory(dir=out.resolve(), prefix="data-") as folder:
@@ -172,7 +176,7 @@ def _train(out: Path, *, environment: Environment, progress: Progress) -> Traini
 def _take_checkpoints(
     out: Path, *, scheme: str, size_bytes: int, environment: Environment, progress: Progress
 ) -> CheckpointResult:
-    """Checkpoints of a large language model, scaled to about `size_bytes`: written, read back, removed."""
+    """Write checkpoints of a language model, scaled to about `size_bytes`, read them back and remove them."""
     model = change_checkpoint_section(
         load_model(_MODEL),
         num_checkpoints_write=_NUM_CHECKPOINTS,
@@ -180,12 +184,12 @@ def _take_checkpoints(
         time_between_checkpoints_s=0.0,
     )
     comm = SoloComm(gethostname())
-    whole = plan_layout(LayoutRequest(model=model, num_processes=comm.size))
-    scale = Fraction(1, max(1, whole.total_bytes // size_bytes))
+    layout = plan_layout(LayoutRequest(model=model, num_processes=comm.size))
+    scale = Fraction(1, max(1, layout.total_bytes // size_bytes))
     with TemporaryDirectory(dir=out.resolve(), prefix="checkpoints-") as folder:
         request = CheckpointRequest(
             model=model,
-            layout=whole.scaled(scale),
+            layout=layout.scaled(scale),
             scale=scale,
             pipe=PipelineSettings(),
             results=out / "runs",
@@ -198,7 +202,7 @@ def _take_checkpoints(
 
 
 def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
-    """One row a direction."""
+    """One row for each direction."""
     return [
         {
             "direction": name,
@@ -212,32 +216,32 @@ def checkpoint_rows(result: CheckpointResult) -> list[dict[str, str]]:
     ]
 
 
-def _render(seen: Tour) -> str:
+def _render(results: Tour) -> str:
     when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    lacks = [diagnosis for diagnosis in seen.diagnoses if diagnosis.state != "ok"]
+    limitations = [diagnosis for diagnosis in results.diagnoses if diagnosis.state != "ok"]
     return render_sections(
         title="Penstock: a tour of this machine",
-        subtitle=f"{', '.join(seen.probe.hosts)}, {when}, penstock {__version__}",
+        subtitle=f"{', '.join(results.probe.hosts)}, {when}, penstock {__version__}",
         sections=(
             Section(
                 title="What this storage can do at best",
-                prose=(_LIMITS.format(uri=seen.probe.uri),),
-                rows=headline_rows(seen.probe.measurements),
+                prose=(_LIMITS.format(uri=results.probe.uri),),
+                rows=headline_rows(results.probe.measurements),
                 bars="GiB/s",
             ),
             Section(
                 title="All measurements",
-                prose=(_METHOD.format(size=format_bytes(seen.probe.size_bytes)), *seen.probe.notes),
-                rows=measurement_rows(seen.probe.measurements),
+                prose=(_METHOD.format(size=format_bytes(results.probe.size_bytes)), *results.probe.notes),
+                rows=measurement_rows(results.probe.measurements),
                 bars="GiB/s",
             ),
             Section(
                 title="Can it feed an accelerator?",
                 prose=(
-                    _TRAINING.format(workload=seen.training.workload, files=_NUM_FILES),
-                    *(seen.training.train.verdict.evidence if seen.training.train.verdict else ()),
+                    _TRAINING.format(workload=results.training.workload, files=_NUM_FILES),
+                    *(results.training.train.verdict.evidence if results.training.train.verdict else ()),
                 ),
-                rows=training_rows(seen.training),
+                rows=training_rows(results.training),
                 bars="AU %",
             ),
             Section(
@@ -245,20 +249,20 @@ def _render(seen: Tour) -> str:
                 prose=(
                     _CHECKPOINTS.format(
                         checkpoints=_NUM_CHECKPOINTS,
-                        model=seen.checkpoints.model,
-                        size=format_bytes(seen.checkpoints.total_bytes),
-                        target=seen.checkpoints.target,
+                        model=results.checkpoints.model,
+                        size=format_bytes(results.checkpoints.total_bytes),
+                        target=results.checkpoints.target,
                     ),
                 ),
-                rows=checkpoint_rows(seen.checkpoints),
+                rows=checkpoint_rows(results.checkpoints),
                 bars="GiB/s",
             ),
             Section(
                 title="This machine",
-                prose=() if lacks else ("Nothing is missing or limited.",),
+                prose=() if limitations else ("Nothing is missing or limited.",),
                 rows=[
-                    {"what": lack.subject, "state": lack.state, "found": lack.found, "fix": lack.fix}
-                    for lack in lacks
+                    {"what": entry.subject, "state": entry.state, "found": entry.found, "fix": entry.fix}
+                    for entry in limitations
                 ],
             ),
         ),

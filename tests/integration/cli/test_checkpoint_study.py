@@ -74,7 +74,7 @@ def test_study_report_and_json_agree(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--ranks", "1"), "nobody to protect its steps"),
+        (("--ranks", "1"), "needs at least two ranks"),
         (("--ranks", "1", "-c", "singel"), "Did you mean single?"),
         (("--ranks", "1", "-c", "single", "--slow-bandwidth", "fast"), "is not a rate"),
         (("--ranks", "1", "-c", "single", "--model", "llama4"), "llama"),

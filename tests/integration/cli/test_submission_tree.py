@@ -156,7 +156,7 @@ def test_description_is_written_once_and_then_compared_with_the_machine(
     [
         (("--accelerator", "b200"), "1 ranks are not 8 (rule 4.6.1)"),
         (("--accelerator", "b200", "--writes", "3"), "3 writes are not 10 or 0 (rule 4.7.1)"),
-        (("--accelerator", "h100"), "h100 is none of b200, mi355 (rule 4.3.4)"),
+        (("--accelerator", "h100"), "h100 is not one of b200, mi355 (rule 4.3.4)"),
     ],
 )
 def test_forbidden_checkpoints_are_refused_before_any_is_written(
@@ -173,7 +173,7 @@ def test_forbidden_checkpoints_are_refused_before_any_is_written(
 def test_scaled_checkpoints_cannot_be_submitted(tree: str, tmp_path: Path, penstock: Penstock) -> None:
     place = ("--to", str(tmp_path / "saves"), "--submission", tree, "--system", "fast", "--open")
     refused = penstock("checkpoint", "run", "llama3-8b", *place, "--accelerator", "b200", "--scale", "0.01")
-    assert "--scale must be 1: checkpoints are handed in whole (rule 4.3.4)" in refused.stderr
+    assert "--scale must be 1: submitted checkpoints are full-size (rule 4.3.4)" in refused.stderr
 
 
 def test_unknown_phase_is_refused(tree: str, tmp_path: Path, penstock: Penstock) -> None:

@@ -209,7 +209,7 @@ def test_levels_without_room_are_refused_before_anything_is_written(tmp_path: Pa
 
 def test_a_state_that_memory_cannot_hold_is_refused(tmp_path: Path) -> None:
     huge = a_million_times(layout_for(1))
-    with pytest.raises(UsageError, match="in memory twice"):
+    with pytest.raises(UsageError, match="twice their state"):
         require_memory(asked(tmp_path, layout=huge), SoloComm("here"), ["here"])
 
 

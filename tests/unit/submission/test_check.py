@@ -81,7 +81,7 @@ def test_clients_of_a_run_add_up(tmp_path: Path) -> None:
 
 
 def test_what_is_no_submission_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="No results are here"):
+    with pytest.raises(UsageError, match="No results found"):
         list(check(tmp_path, EDITION))
     with pytest.raises(UsageError, match="no such folder"):
         list(check(tmp_path / "nowhere", EDITION))

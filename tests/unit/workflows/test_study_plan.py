@@ -31,9 +31,9 @@ from penstock.workflows.levels_study.study_records import (
     RowRecord,
     StudyIdentity,
     begin_study,
-    begun_study,
-    done_row,
     finish_row,
+    read_row,
+    read_study,
     require_same,
     row_folder,
 )
@@ -97,11 +97,14 @@ def test_chosen_rows_keep_the_order_of_the_study_and_unknown_ones_are_named() ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"slow": Path("/local/fast")}, "are one place"),
-        ({"slow": Path("/local/fast/below")}, "are one place"),
-        ({"fast": Path("/pfs/slow/below")}, "are one place"),
-        ({"layout": layout_for(1)}, "nobody to protect its steps, as cached_flushed, cached, interval_"),
-        ({"num_checkpoints": 2}, "Of 2 checkpoints none would be protected with --parity-every 3"),
+        ({"slow": Path("/local/fast")}, "overlap"),
+        ({"slow": Path("/local/fast/below")}, "overlap"),
+        ({"fast": Path("/pfs/slow/below")}, "overlap"),
+        (
+            {"layout": layout_for(1)},
+            "interval_flushed, needs at least two ranks",
+        ),
+        ({"num_checkpoints": 2}, "None of 2 checkpoints would be protected with --parity-every 3"),
     ],
 )
 def test_what_cannot_be_studied_is_refused_with_its_fix(changes: dict[str, Any], said: str) -> None:
@@ -110,7 +113,7 @@ def test_what_cannot_be_studied_is_refused_with_its_fix(changes: dict[str, Any],
 
 
 def test_a_trace_of_ones_own_is_refused_because_each_row_has_one() -> None:
-    with pytest.raises(UsageError, match="Leave --trace away"):
+    with pytest.raises(UsageError, match="Leave out --trace"):
         check_request(asked(), {TRACE: "/somewhere"}, trace_variable=TRACE)
 
 
@@ -151,9 +154,9 @@ def record_of(request: StudyRequest) -> StudyIdentity:
 
 def test_a_study_goes_on_with_other_rows_but_not_with_other_figures(tmp_path: Path) -> None:
     request = asked(out=tmp_path / "out")
-    assert begun_study(request.out) is None
+    assert read_study(request.out) is None
     begin_study(request.out, record_of(request))
-    found = begun_study(request.out)
+    found = read_study(request.out)
     assert found == record_of(request)
     require_same(found, replace(request, names=("single",)).identity(), request.out)
     with pytest.raises(UsageError, match="saving was blocking and is now background; parity_every was 3"):
@@ -166,11 +169,11 @@ def test_a_row_is_done_once_its_record_lies_there_and_removed_before_that(tmp_pa
     record = RowRecord(name="single", says="...", blocked_s=(1.5, 2.0), drain_s=0.0, took_s=4.0)
     folder = row_folder(tmp_path, "single")
     (folder / "traces").mkdir(parents=True)
-    assert done_row(tmp_path, "single") is None
+    assert read_row(tmp_path, "single") is None
     assert not folder.exists()
     folder.mkdir()
     finish_row(tmp_path, record)
-    assert done_row(tmp_path, "single") == record
+    assert read_row(tmp_path, "single") == record
     assert [path.name for path in folder.iterdir()] == [ROW_FILE]
 
 
@@ -182,5 +185,5 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "study.json").write_text('{"version": 7}')
-    with pytest.raises(UsageError, match=r"study\.json is no record of a study"):
-        begun_study(tmp_path)
+    with pytest.raises(UsageError, match=r"study\.json is not a record of a study"):
+        read_study(tmp_path)

@@ -1,5 +1,5 @@
 """Write submissions: an organisation's tree, result directories of runs, descriptions of systems.
 
-Invariant: what has its name in the tree is complete; drafts and what was set aside are below `.mlps/`, where
-checkers do not look.
+Invariant: result directories in the tree are complete; drafts and runs that were set aside are below
+`.mlps/`, which checkers skip.
 """

@@ -14,7 +14,7 @@ from penstock.workload.division_rules import Breach, SubmissionDivision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointPreflight:
-    """What a command line requests; `changed` are the keys that it sets, by dotted name."""
+    """The request of a command line; `changed` are the keys that it sets, by dotted name."""
 
     model: str
     accelerator: str
@@ -34,10 +34,11 @@ def find_breaches(
     rules = edition.require_checkpoints()
     model = rules.models.get(request.model)
     if model is None:
-        yield Breach(rule="4.3.3", key=request.model, why=f"is none of {', '.join(rules.models)}")
+        why = f"is not one of {', '.join(rules.models)}"
+        yield Breach(rule="4.3.3", key=request.model, why=why)
         return
     if request.scale != 1:
-        yield Breach(rule="4.3.4", key="--scale", why="must be 1: checkpoints are handed in whole")
+        yield Breach(rule="4.3.4", key="--scale", why="must be 1: submitted checkpoints are full-size")
     free = rules.parameters.allowed(division)
     for key in request.changed:
         if key not in free:
@@ -47,7 +48,7 @@ def find_breaches(
         yield from _check_closed(edition, model, request)
     elif request.num_processes % model.open_unit:
         yield Breach(
-            rule="4.6.4", key=f"{request.num_processes} ranks", why=f"are no multiple of {model.open_unit}"
+            rule="4.6.4", key=f"{request.num_processes} ranks", why=f"are not a multiple of {model.open_unit}"
         )
 
 
@@ -66,7 +67,9 @@ def _check_memory(edition: Edition, request: CheckpointPreflight) -> Iterator[Br
     memory = edition.require_checkpoints().accelerator_memory_gb
     if request.accelerator not in memory:
         yield Breach(
-            rule="4.3.4", key=request.accelerator or "no accelerator", why=f"is none of {', '.join(memory)}"
+            rule="4.3.4",
+            key=request.accelerator or "no accelerator",
+            why=f"is not one of {', '.join(memory)}",
         )
     elif memory[request.accelerator] * request.num_processes < request.size_gib:
         yield Breach(

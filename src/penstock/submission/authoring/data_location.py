@@ -1,6 +1,6 @@
-"""Put the location of data or checkpoints into a workload, in DLIO's keys: submissions know no URIs.
+"""Set the location of data or checkpoints in a workload under DLIO's keys, as submissions have no URIs.
 
-Pure. Invariant: each key that a URI sets is among the changes, so that the divisions' rules see it.
+Pure. Invariant: each key that a URI sets is among the changes, so that the rules of the divisions apply.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from penstock.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLocation:
-    """The workload with its location, the changes this makes, and the path or URI that metadata state."""
+    """The workload with its location, the changed keys, and the path or URI for the metadata."""
 
     workload: Workload
     changes: Mapping[str, Any]
@@ -22,7 +22,7 @@ class DataLocation:
 
 
 def locate_data(workload: Workload, uri: str) -> DataLocation:
-    """The data set lies at `uri`."""
+    """Set the location of the data set to `uri`."""
     paths = find_local_paths_at(uri)
     if paths is not None:
         folder = paths.local_root
@@ -55,7 +55,7 @@ def locate_data(workload: Workload, uri: str) -> DataLocation:
 
 
 def locate_checkpoints(workload: Workload, uri: str) -> DataLocation:
-    """The checkpoints go to `uri`."""
+    """Set the destination of checkpoints to `uri`."""
     paths = find_local_paths_at(uri)
     data_path = parse_uri(uri).uri if paths is None else paths.local_root
     checkpoint = replace(workload.checkpoint, checkpoint_folder=data_path)

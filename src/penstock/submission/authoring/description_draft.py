@@ -1,7 +1,7 @@
-"""Draft the description of a system under test from cluster facts; a person fills in the rest.
+"""Draft the description of a system under test from cluster facts; the submitter fills in the rest.
 
-Pure: facts in, values and text out. Invariant: a file that a person has written is never rewritten;
-where it differs from the machines, a diff shows it.
+Pure: facts in, values and text out. Invariant: a file that a submitter has edited is never rewritten; a diff
+shows where it differs from the machines.
 """
 
 import difflib
@@ -49,8 +49,9 @@ _HEAD: Final = (
 
 
 def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
-    """The collected facts, in the schema's keys; None stands for what a person must fill in."""
-    clients = Counter(_format_client(_client(present.report)) for present in facts.present)
+    """The collected facts under the schema's keys; None is to be filled in."""
+    # Nodes are counted by their text: dictionaries cannot be hashed.
+    clients = Counter(_dump(_client(present.report)) for present in facts.present)
     return {
         "system_under_test": {
             "solution": {
@@ -80,16 +81,16 @@ def draft_description(facts: ClusterFacts, name: str) -> dict[str, Any]:
 
 
 def initial_text(tree: Mapping[str, Any]) -> str:
-    """The first text of the file: with a hint beside everything that is to be filled in."""
+    """The first text of the file, with a hint for each value that is to be filled in."""
     return _HEAD + "".join(_add_hint(line) for line in _dump(tree).splitlines(keepends=True))
 
 
 def diff_description(
     written: Mapping[str, Any], collected: Mapping[str, Any], *, name: str
 ) -> tuple[str, ...]:
-    """The lines of a diff from what is written to what was collected; none where they agree.
+    """The diff from the written to the collected values; empty if they agree.
 
-    Values that cannot be collected are never part of it.
+    Values that cannot be collected are left out.
     """
     merged = _overlay(written, collected)
     return tuple(
@@ -158,7 +159,7 @@ def _interface(transport: str) -> str:
 
 
 def _overlay(written: Any, collected: Any) -> Any:
-    """What is written, replaced by what was collected wherever anything was."""
+    """The written values, replaced by collected ones where there are any."""
     if collected is None:
         return written
     if isinstance(collected, Mapping):
@@ -181,14 +182,9 @@ def _add_hint(line: str) -> str:
     return f"{line.rstrip()}  # {HINTS.get(key, 'fill in')}\n"
 
 
-def _format_client(client: Mapping[str, Any]) -> str:
-    """A node as text, so that equal ones can be counted."""
-    return _dump(client)
-
-
 def _round(value: float) -> float | int:
-    found = float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
-    return int(found) if found.is_integer() else found
+    rounded = float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
+    return int(rounded) if rounded.is_integer() else rounded
 
 
 def _dump(tree: Any) -> str:

@@ -1,7 +1,7 @@
 """The owner of a submission tree: a sentinel file at its root, written once and never changed.
 
-`penstock submission init` claims a tree, every writer of result directories asks for its owner. Invariant: of
-two that claim one folder at once, one gets it and the other learns who owns it.
+`penstock submission init` claims a tree, writers of result directories look up its owner. Invariant: of two
+processes that claim one folder at the same time, one succeeds and the other learns who owns it.
 """
 
 import re
@@ -44,7 +44,7 @@ class OwnedTree:
 
 
 def claim_tree(root: Path, organisation: str, *, now: datetime, by: str) -> OwnedTree:
-    """Make `root` the organisation's; `UsageError` where it already belongs to another one."""
+    """Make `root` the organisation's; `UsageError` if it belongs to another one."""
     require_plain_name(organisation, what="organisation's name")
     sentinel, is_new = _read(root), False
     if sentinel is None:
@@ -63,7 +63,7 @@ def claim_tree(root: Path, organisation: str, *, now: datetime, by: str) -> Owne
 
 
 def require_owned_tree(root: Path) -> OwnedTree:
-    """The owner of the tree at `root`; `UsageError` with the command that claims it where there is none."""
+    """The owner of the tree at `root`; `UsageError` with the command that claims it if there is none."""
     sentinel = _read(root)
     if sentinel is None:
         raise UsageError(
@@ -103,12 +103,12 @@ def _read(root: Path) -> _Sentinel | None:
 
 
 def _require_empty(root: Path) -> None:
-    with translate_os_errors("Looking for what is there", str(root)):
+    with translate_os_errors("Listing the folder", str(root)):
         names = sorted(path.name for path in root.iterdir()) if root.exists() else []
     # Drafts of a sentinel are allowed: another process may be claiming the folder, and the link decides.
-    others = [name for name in names if SENTINEL not in name and not is_unfinished(name)]
-    if others:
-        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+    other_files = [name for name in names if SENTINEL not in name and not is_unfinished(name)]
+    if other_files:
+        shown = ", ".join(other_files[:3]) + (", ..." if len(other_files) > 3 else "")
         raise UsageError(
             f"There are other files here ({shown}), and no {SENTINEL}",
             where=str(root),
@@ -117,7 +117,7 @@ def _require_empty(root: Path) -> None:
 
 
 def _write_sentinel(root: Path, organisation: str, *, now: datetime, by: str) -> bool:
-    """Write the sentinel; False if another process was faster: unlike a rename, a link replaces nothing."""
+    """Write the sentinel; False if another process was faster. Unlike a rename, a link never replaces."""
     document = _Sentinel(
         mlperf_results_version=VERSION,
         orgname=organisation,

@@ -291,15 +291,15 @@ def list_progress(tree: OwnedTree, edition: Edition, *, now: datetime) -> tuple[
 
 
 def _list_series(tree: OwnedTree) -> Iterator[Series]:
-    found = set()
+    keys = set()
     for top in (tree.root, tree.root / HIDDEN / UNDER_WAY):
         for division in SubmissionDivision:
             results = top / division.value / tree.organisation / "results"
             for benchmark in CHECKED_BENCHMARKS:
                 for folder in results.glob(f"*/{benchmark.value}/*"):
                     if folder.is_dir():
-                        found.add((division, folder.parts[-3], benchmark, folder.name))
-    for division, system, benchmark, model in sorted(found):
+                        keys.add((division, folder.parts[-3], benchmark, folder.name))
+    for division, system, benchmark, model in sorted(keys):
         yield Series(tree=tree, division=division, system=system, benchmark=benchmark, model=model)
 
 

@@ -1,4 +1,4 @@
-"""Finish a result directory: add the files that checkers want beside the figures, and publish it.
+"""Finish a result directory: add the files that checkers require besides the figures, and publish it.
 
 A run has left its figures in the draft; this adds configuration, logs, provenance and metadata, gives the
 directory its name, and lists it in `submission.yaml`. Invariants: the metadata are written last; the manifest
@@ -113,9 +113,11 @@ def write_report(series: Series, edition: Edition) -> None:
     folder = (series.tree.root / series.folder).resolve()
     # The report states the verdict, and a rule requires the report: only the second pass sees its own file.
     for _ in range(2):
-        reports = [each for each in report_all(series.tree.root, edition) if folder in each.path.parents]
-        planned, _split_runs = plan_tree(reports)
-        write_files(planned)
+        reports = [
+            report for report in report_all(series.tree.root, edition) if folder in report.path.parents
+        ]
+        files, _unchanged = plan_tree(reports)
+        write_files(files)
 
 
 def write_manifest(series: Series, *, by: str, now: datetime) -> None:

@@ -1,1 +1,1 @@
-"""What is told of judged results: documents, tables, pages, and each workload's figures."""
+"""Reports on checked results: documents, tables, pages, and the figures of each workload."""

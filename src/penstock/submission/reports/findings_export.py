@@ -39,7 +39,7 @@ def check_document(
 
 
 def count_verdicts(checked: Sequence[CheckedResult]) -> dict[str, Any]:
-    """How many results came to which verdict."""
+    """The number of results by verdict."""
     counts = Counter(result.verdict for result in checked)
     return {"results": len(checked)} | {verdict.value: counts[verdict] for verdict in Validity}
 
@@ -69,7 +69,7 @@ def findings_csv(checked: Sequence[CheckedResult]) -> str:
 
 
 def to_csv(columns: Sequence[str], rows: Iterator[Mapping[str, object]]) -> str:
-    """Rows under fixed columns, by RFC 4180; what is None is an empty cell, what has no column a defect."""
+    """Rows under fixed columns, by RFC 4180; None is an empty cell, an unknown column is an error."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, extrasaction="raise", lineterminator="\r\n")
     writer.writeheader()

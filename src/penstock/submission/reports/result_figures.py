@@ -27,12 +27,12 @@ MAX_SCORE: Final = 3.5
 """A modified z-score beyond this makes an outlier (Iglewicz and Hoaglin, 1993)."""
 MEDIAN_DEVIATION_SCALE: Final = 1.4826
 MEAN_DEVIATION_SCALE: Final = 1.2533
-"""What makes either deviation from the median comparable with a standard deviation."""
+"""Factors that make a deviation from the median comparable with a standard deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlier:
-    """A run that lies apart from the others; `rule` says by which reckoning."""
+    """A run whose value is an outlier; `rule` is the criterion."""
 
     run: str
     value: float
@@ -54,7 +54,7 @@ class FigureSpread:
 
 
 def compute_spread(values: Mapping[str, float]) -> FigureSpread:
-    """The spread of a figure by run; there is at least one."""
+    """The spread of a figure over at least one run."""
     numbers = tuple(values.values())
     return FigureSpread(
         num=len(numbers),
@@ -66,9 +66,9 @@ def compute_spread(values: Mapping[str, float]) -> FigureSpread:
 
 
 def student_quantile(share: float, degrees: int) -> float:
-    """The t that |T| stays below with probability `share`, for a whole number of degrees of freedom."""
+    """The t with P(|T| <= t) = `share`, for a whole number of degrees of freedom."""
     low, high = 0.0, math.pi / 2
-    for _ in range(200):  # halves the angle's range until no double lies inside
+    for _ in range(200):  # bisects the angle until no double is left in between
         middle = (low + high) / 2
         if not low < middle < high:
             break
@@ -95,17 +95,17 @@ def _interval(numbers: tuple[float, ...]) -> tuple[float, float] | None:
     num = len(numbers)
     if num < 2:
         return None
-    of_sample = deviation(numbers) * math.sqrt(num / (num - 1))
-    reach = student_quantile(CONFIDENCE, num - 1) * of_sample / math.sqrt(num)
-    return mean(numbers) - reach, mean(numbers) + reach
+    sample_deviation = deviation(numbers) * math.sqrt(num / (num - 1))
+    half_width = student_quantile(CONFIDENCE, num - 1) * sample_deviation / math.sqrt(num)
+    return mean(numbers) - half_width, mean(numbers) + half_width
 
 
 def _outliers(values: Mapping[str, float]) -> list[Outlier]:
     middle = median(values.values())
-    apart = {run: abs(value - middle) for run, value in values.items()}
-    scale, name = MEDIAN_DEVIATION_SCALE * median(apart.values()), "median absolute deviation"
-    if scale == 0:  # more than half of the runs are equal to the last digit
-        scale, name = MEAN_DEVIATION_SCALE * mean(tuple(apart.values())), "mean absolute deviation"
+    distances = {run: abs(value - middle) for run, value in values.items()}
+    scale, name = MEDIAN_DEVIATION_SCALE * median(distances.values()), "median absolute deviation"
+    if scale == 0:  # more than half of the runs are exactly equal
+        scale, name = MEAN_DEVIATION_SCALE * mean(tuple(distances.values())), "mean absolute deviation"
     if scale == 0:
         return []
     return [
@@ -114,7 +114,7 @@ def _outliers(values: Mapping[str, float]) -> list[Outlier]:
             value=values[run],
             rule=f"{distance / scale:.1f} > {MAX_SCORE} deviations from the median {middle:,.6g} ({name})",
         )
-        for run, distance in apart.items()
+        for run, distance in distances.items()
         if distance / scale > MAX_SCORE
     ]
 
@@ -160,11 +160,11 @@ def compute_figures(result: SubmittedResult) -> ResultFigures:
     return ResultFigures(computed=tuple(figures), missing=tuple(missing))
 
 
-def _by_run(of_run: Callable[[ResultRun], float]) -> _Values:
+def _per_run(compute: Callable[[ResultRun], float]) -> _Values:
     def values(result: SubmittedResult) -> dict[str, float]:
         if not result.counted_runs:
             raise MissingFact("there are no runs", where=result.name)
-        return {run.name: _finite(of_run(run), run.name) for run in result.counted_runs}
+        return {run.name: _finite(compute(run), run.name) for run in result.counted_runs}
 
     return values
 
@@ -177,18 +177,18 @@ def _utilization(run: ResultRun) -> float:
     return mean(tuple(map(utilization_percent, run.dirs)))
 
 
-def _by_checkpoint(prefix: str, of_seconds: Callable[[ResultDir, float], float]) -> _Values:
+def _per_checkpoint(prefix: str, compute: Callable[[ResultDir, float], float]) -> _Values:
     def values(result: SubmittedResult) -> dict[str, float]:
         run_dirs = [run_dir for run_dir in result.run_dirs() if run_dir.stats]
         if not run_dirs:
             raise MissingFact("there is no per_epoch_stats.json of a rank", where=result.name)
-        taken = [
+        durations = [
             (run_dir, name, seconds) for run_dir in run_dirs for name, seconds in _slowest(run_dir, prefix)
         ]
-        short = len({name for _, name, _ in taken}) == len(taken)
+        is_unique = len({name for _, name, _ in durations}) == len(durations)
         return {
-            name if short else f"{run_dir.name.rpartition('/')[2]} {name}": of_seconds(run_dir, seconds)
-            for run_dir, name, seconds in taken
+            name if is_unique else f"{run_dir.name.rpartition('/')[2]} {name}": compute(run_dir, seconds)
+            for run_dir, name, seconds in durations
         }
 
     return values
@@ -220,13 +220,13 @@ def _finite(value: float, where: str) -> float:
 
 _Kind = tuple[str, str, _Values]
 _TRAINING: Final[tuple[_Kind, ...]] = (
-    ("throughput", "samples/s", _by_run(_summed(samples_per_second))),
-    ("read bandwidth", "MiB/s", _by_run(_summed(mib_per_second))),
-    ("utilization", "%", _by_run(_utilization)),
+    ("throughput", "samples/s", _per_run(_summed(samples_per_second))),
+    ("read bandwidth", "MiB/s", _per_run(_summed(mib_per_second))),
+    ("utilization", "%", _per_run(_utilization)),
 )
 _CHECKPOINTING: Final[tuple[_Kind, ...]] = (
-    ("write bandwidth", "GiB/s", _by_checkpoint("save", _rate)),
-    ("write duration", "s", _by_checkpoint("save", _duration)),
-    ("read bandwidth", "GiB/s", _by_checkpoint("load", _rate)),
-    ("read duration", "s", _by_checkpoint("load", _duration)),
+    ("write bandwidth", "GiB/s", _per_checkpoint("save", _rate)),
+    ("write duration", "s", _per_checkpoint("save", _duration)),
+    ("read bandwidth", "GiB/s", _per_checkpoint("load", _rate)),
+    ("read duration", "s", _per_checkpoint("load", _duration)),
 )

@@ -58,16 +58,16 @@ def result_row(
         "Name": checked.system,
         "Accelerator Type": checked.accelerator or None,
         "# Simulated Accelerators": checked.num_accelerators,
-        "# Client Nodes": _or_empty(lambda: _num_clients(result)),
-        "Code": _or_empty(
-            lambda: _if_unanimous({run_dir.pointer.text().strip() for run_dir in result.run_dirs()})
+        "# Client Nodes": _value_or_empty(lambda: _num_clients(result)),
+        "Code": _value_or_empty(
+            lambda: _get_common({run_dir.pointer.text().strip() for run_dir in result.run_dirs()})
         ),
         "Logs": result.location.name,
         "Verdict": checked.verdict.value,
         "Issues": "; ".join(issues(checked)),
         "Rules Edition": edition,
-        "Comparability Class": _or_empty(
-            lambda: _if_unanimous(
+        "Comparability Class": _value_or_empty(
+            lambda: _get_common(
                 {run_dir.provenance.text("core_config", "hash") for run_dir in result.run_dirs()}
             )
         ),
@@ -76,9 +76,9 @@ def result_row(
 
 
 def issues(checked: CheckedResult) -> list[str]:
-    """The rules that fail or cannot be checked, each once."""
+    """The distinct rules that fail or cannot be checked."""
     bad = (Verdict.FAIL, Verdict.NOT_CHECKED)
-    return list(dict.fromkeys(each.rule for each in checked.findings if each.verdict in bad))
+    return list(dict.fromkeys(finding.rule for finding in checked.findings if finding.verdict in bad))
 
 
 def _system(result: SubmittedResult) -> dict[str, Cell]:
@@ -87,13 +87,13 @@ def _system(result: SubmittedResult) -> dict[str, Cell]:
     (described,) = result.systems
 
     def text(*path: str) -> Cell:
-        return _or_empty(lambda: described.text("system_under_test", *path))
+        return _value_or_empty(lambda: described.text("system_under_test", *path))
 
     return {
         "Description": text("solution", "friendly_description"),
         "Type": text("deployment"),
         "Access Protocol": text("solution", "architecture", "benchmark_API"),
-        "RU's": _or_empty(lambda: described.number("system_under_test", "total_rack_units")),
+        "RU's": _value_or_empty(lambda: described.number("system_under_test", "total_rack_units")),
     }
 
 
@@ -101,7 +101,7 @@ def _of_benchmark(result: SubmittedResult, figures: ResultFigures) -> dict[str, 
     if result.location.benchmark is Benchmark.CHECKPOINTING:
         modes = (run_dir.config.text("workload", "checkpoint", "mode") for run_dir in result.run_dirs())
         return {
-            "Checkpoint Mode": _or_empty(lambda: _if_unanimous(set(modes))),
+            "Checkpoint Mode": _value_or_empty(lambda: _get_common(set(modes))),
             "Checkpoint Write B/W (GiB/s)": figures.mean("write bandwidth"),
             "Checkpoint Write Duration (s)": figures.mean("write duration"),
             "Checkpoint Read B/W (GiB/s)": figures.mean("read bandwidth"),
@@ -116,14 +116,14 @@ def _num_clients(result: SubmittedResult) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _if_unanimous(values: set[str]) -> str | None:
-    """The value that all runs state; None where they differ."""
+def _get_common(values: set[str]) -> str | None:
+    """The value that all runs state; None if they differ."""
     return values.pop() if len(values) == 1 else None
 
 
-def _or_empty(ask: Callable[[], Cell]) -> Cell:
+def _value_or_empty(read_cell: Callable[[], Cell]) -> Cell:
     try:
-        return ask()
+        return read_cell()
     except MissingFact:  # the cell stays empty, and the rule that needs the field says what is missing
         return None
 
@@ -136,7 +136,7 @@ _ISSUE_VERDICTS: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultReport:
-    """One result. `place` is where its report belongs in its tree; `v1` that of v1.0, if there is one."""
+    """One result. `path` is where its report belongs in the tree; `v1` is a report of v1.0."""
 
     checked: CheckedResult
     benchmark: Benchmark
@@ -155,10 +155,10 @@ def report_all(root: Path, edition: Edition, progress: Progress | None = None) -
             checked=checked,
             benchmark=result.location.benchmark,
             edition=edition.edition,
-            path=_place(result),
+            path=_find_report_path(result),
             figures=figures,
             row=result_row(result, checked, figures, edition.edition),
-            v1=_v1(result, checked) if not result.location.model else None,
+            v1=_build_v1_report(result, checked) if not result.location.model else None,
         )
 
 
@@ -199,21 +199,21 @@ def report_document(report: ResultReport) -> dict[str, Any]:
 
 def reports_document(reports: Sequence[ResultReport], edition: Edition) -> dict[str, Any]:
     """All results as one document."""
-    return {"edition": edition.edition, "results": [report_document(each) for each in reports]}
+    return {"edition": edition.edition, "results": [report_document(report) for report in reports]}
 
 
-def _place(result: SubmittedResult) -> Path:
-    """The place of a result's report: beside its runs."""
+def _find_report_path(result: SubmittedResult) -> Path:
+    """The path of a result's report, in the folder of its runs."""
     if not result.location.model:
         return result.location.folder / V1_REPORT_FILE
     above = result.location.run_folders[0].parent if result.location.run_folders else result.location.folder
     return above / RESULTS_FILE
 
 
-def _v1(result: SubmittedResult, checked: CheckedResult) -> dict[str, Any] | None:
-    """The report that the benchmark of v1.0 would have written; None where one of its fields is not known."""
+def _build_v1_report(result: SubmittedResult, checked: CheckedResult) -> dict[str, Any] | None:
+    """The report that the benchmark of v1.0 would have written; None if a field is unknown."""
     try:
-        runs = {run.name: _v1_run(run) for run in result.runs}
+        runs = {run.name: _build_v1_run(run) for run in result.runs}
     except (MissingFact, ArithmeticError):  # the report says what is missing
         return None
     figures = {name: value for name, value in checked.metrics.items() if name.startswith("train_throughput")}
@@ -225,7 +225,7 @@ def _v1(result: SubmittedResult, checked: CheckedResult) -> dict[str, Any] | Non
     return {"overall": {**same, "num_benchmark_runs": len(runs), **figures}, "runs": runs}
 
 
-def _v1_run(run: ResultRun) -> dict[str, Any]:
+def _build_v1_run(run: ResultRun) -> dict[str, Any]:
     first = run.dirs[0]
     model, accelerator = first.workload()
     return {
@@ -253,49 +253,49 @@ class PlannedFile:
 
 
 def plan_folder(folder: Path, reports: Sequence[ResultReport], edition: Edition) -> Iterator[PlannedFile]:
-    """All files of a report in a folder of its own."""
+    """Plan all files of a report in a separate folder."""
     yield PlannedFile(path=folder / PAGE_FILE, text=figures_page(reports, edition.edition))
-    yield PlannedFile(path=folder / CSV_FILE, text=_rows(reports))
-    yield PlannedFile(path=folder / RESULTS_FILE, text=_json(reports_document(reports, edition)))
+    yield PlannedFile(path=folder / CSV_FILE, text=_format_rows(reports))
+    yield PlannedFile(path=folder / RESULTS_FILE, text=_format_json(reports_document(reports, edition)))
     for report in reports:
         here = folder / report.checked.name
-        yield PlannedFile(path=here / CSV_FILE, text=_rows([report]))
-        yield PlannedFile(path=here / RESULTS_FILE, text=_json(report_document(report)))
+        yield PlannedFile(path=here / CSV_FILE, text=_format_rows([report]))
+        yield PlannedFile(path=here / RESULTS_FILE, text=_format_json(report_document(report)))
         if report.v1 is not None:
-            yield PlannedFile(path=here / V1_REPORT_FILE, text=_json(report.v1))
+            yield PlannedFile(path=here / V1_REPORT_FILE, text=_format_json(report.v1))
 
 
 def plan_tree(reports: Sequence[ResultReport]) -> tuple[list[PlannedFile], list[str]]:
-    """Files beside the runs in the tree itself, and a sentence for each that stays as it is."""
+    """Plan the files in the tree itself, and a sentence for each report that is left as it is."""
     planned: list[PlannedFile] = []
     unchanged: list[str] = []
     by_place: dict[Path, list[ResultReport]] = {}
     for report in reports:
         by_place.setdefault(report.path, []).append(report)
     for path, here in by_place.items():
-        content = _content(here)
+        content = _build_content(here)
         if content is None or not any(report.figures.computed for report in here):
             unchanged.append(
-                f"{here[0].checked.name}: its report cannot be written: {'; '.join(_missing(here))}"
+                f"{here[0].checked.name}: its report cannot be written: {'; '.join(_list_missing(here))}"
             )
         elif path.exists() and not _is_ours(path):
             unchanged.append(f"{path}: another tool wrote this file; it is left as it is")
         else:
-            planned.append(PlannedFile(path=path, text=_json(content)))
+            planned.append(PlannedFile(path=path, text=_format_json(content)))
             if path.name == RESULTS_FILE:
-                planned.append(PlannedFile(path=path.with_name(CSV_FILE), text=_rows(here)))
+                planned.append(PlannedFile(path=path.with_name(CSV_FILE), text=_format_rows(here)))
     return planned, unchanged
 
 
 def write_files(files: Sequence[PlannedFile]) -> list[str]:
-    """Write them; the names of what was written."""
+    """Write the files; returns their paths."""
     for file in files:
         write_text(file.path.parent, file.path.name, file.text)
     return [str(file.path) for file in files]
 
 
-def _content(here: Sequence[ResultReport]) -> Mapping[str, Any] | None:
-    """The content of the one file of a place, which may hold results of several accelerators."""
+def _build_content(here: Sequence[ResultReport]) -> Mapping[str, Any] | None:
+    """The content of one file, which may have the results of several accelerators."""
     if here[0].path.name == V1_REPORT_FILE:
         return here[0].v1
     if len(here) == 1:
@@ -303,14 +303,14 @@ def _content(here: Sequence[ResultReport]) -> Mapping[str, Any] | None:
     return {"format": FORMAT_VERSION, "results": [report_document(report) for report in here]}
 
 
-def _missing(here: Sequence[ResultReport]) -> list[str]:
+def _list_missing(here: Sequence[ResultReport]) -> list[str]:
     if here[0].benchmark not in CHECKED_BENCHMARKS:
         return [f"results of {here[0].benchmark.value} are not judged here"]
     return [text for report in here for text in report.figures.missing] or ["a field of a summary is missing"]
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether Penstock wrote the file. The report of v1.0 does not tell its writer: it is never replaced."""
+    """Whether Penstock wrote the file. A report of v1.0 does not name its writer, so it is never replaced."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -318,9 +318,9 @@ def _is_ours(path: Path) -> bool:
     return isinstance(content, dict) and content.get("format") == FORMAT_VERSION
 
 
-def _rows(reports: Sequence[ResultReport]) -> str:
+def _format_rows(reports: Sequence[ResultReport]) -> str:
     return to_csv(RESULT_COLUMNS, (report.row for report in reports))
 
 
-def _json(content: Mapping[str, Any]) -> str:
+def _format_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, allow_nan=False) + "\n"

@@ -1,7 +1,7 @@
-"""Findings as SARIF 2.1.0, which viewers of code analysis show beside the files that they are about.
+"""Findings as SARIF 2.1.0, which viewers of code analysis show next to the files.
 
-Invariants: one result for each finding, passes included; a path leads to something in the checked folder,
-whose own location is stated once in `originalUriBaseIds`.
+Invariants: one result for each finding, passes included; each path exists in the checked folder, whose own
+location is stated once in `originalUriBaseIds`.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def sarif(checked: Sequence[CheckedResult], rules: Sequence[Rule], root: Path) -
                 "originalUriBaseIds": {TREE: {"uri": _folder_uri(root)}},
                 "columnKind": "unicodeCodePoints",
                 "invocations": [{"executionSuccessful": True, "exitCode": exit_code(checked)}],
-                "results": [result for each in checked for result in _results(each, positions, root)],
+                "results": [result for entry in checked for result in _build_results(entry, positions, root)],
                 "properties": count_verdicts(checked),
             }
         ],
@@ -61,11 +61,11 @@ def _driver(rules: Sequence[Rule]) -> dict[str, Any]:
         "name": "penstock",
         "fullName": "penstock submission check",
         "semanticVersion": __version__,
-        "rules": [_described(rule) for rule in rules],
+        "rules": [_describe_rule(rule) for rule in rules],
     }
 
 
-def _described(rule: Rule) -> dict[str, Any]:
+def _describe_rule(rule: Rule) -> dict[str, Any]:
     return {
         "id": rule.id,
         "shortDescription": {"text": rule.title},
@@ -76,7 +76,9 @@ def _described(rule: Rule) -> dict[str, Any]:
     }
 
 
-def _results(checked: CheckedResult, positions: Mapping[str, int], root: Path) -> Iterator[dict[str, Any]]:
+def _build_results(
+    checked: CheckedResult, positions: Mapping[str, int], root: Path
+) -> Iterator[dict[str, Any]]:
     occurrences: Counter[tuple[str, str]] = Counter()
     for finding in checked.findings:
         subject = (finding.rule, finding.evidence)
@@ -111,7 +113,7 @@ def _location(evidence: str, checked: CheckedResult, root: Path) -> dict[str, An
     file = match["file"] if match else evidence
     is_there = bool(file) and (root / file).exists()
     region = {"region": {"startLine": int(match["line"])}} if match and is_there else {}
-    artifact = _artifact(file if is_there else _folder(checked, root))
+    artifact = _artifact(file if is_there else _find_folder(checked, root))
     return {
         "physicalLocation": {"artifactLocation": artifact, **region},
         "logicalLocations": [{"fullyQualifiedName": checked.name, "kind": "object"}],
@@ -124,14 +126,14 @@ def _artifact(file: str) -> dict[str, str]:
     return {"uri": quote(file) or "./", "uriBaseId": TREE}
 
 
-def _folder(checked: CheckedResult, root: Path) -> str:
-    """Where a finding is shown whose evidence is no file: the result's folder, else the checked one."""
+def _find_folder(checked: CheckedResult, root: Path) -> str:
+    """The location of a finding without a file: the result's folder, else the checked folder."""
     names = (checked.name, checked.name.rpartition(" (")[0])
     return next((name for name in names if name and (root / name).is_dir()), "")
 
 
 def _fingerprint(*words: str) -> str:
-    """The same for the same finding of a later check, whatever its verdict and figures are then."""
+    """Identifies the finding in later checks, whatever its verdict and figures are then."""
     return hashlib.sha256("\0".join(words).encode()).hexdigest()
 
 

@@ -27,7 +27,7 @@ _LOOK: Final[Mapping[str, str]] = MappingProxyType(
         Verdict.NOT_APPLICABLE: "",
     }
 )
-"""The colour of a verdict, on a result or in a finding; the word is always beside it."""
+"""The style of a verdict; the word is always shown, too."""
 
 _ORDER: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING, Verdict.PASS, Verdict.NOT_APPLICABLE)
 _SHOWN_AT_FIRST: Final = frozenset({Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING})
@@ -39,7 +39,7 @@ _COLUMNS: Final = (
 def verdicts_page(
     checked: Sequence[CheckedResult], edition: str, for_the_reviewer: Sequence[str], empty: Sequence[str] = ()
 ) -> str:
-    """The page; `empty` names the submitters without results."""
+    """Render the verdicts; `empty` names the submitters without results."""
     present = {finding.verdict for result in checked for finding in result.findings}
     ticks: list[tuple[str, Validity | Verdict, bool]] = [("result", verdict, True) for verdict in Validity]
     ticks += [("finding", verdict, verdict in _SHOWN_AT_FIRST) for verdict in _ORDER if verdict in present]
@@ -81,7 +81,7 @@ def _lay_out_verdicts(result: CheckedResult) -> dict[str, Any]:
 
 
 def _group_alike(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
-    """Findings that differ only in their evidence, once, with all of it; the worst verdicts first."""
+    """Merge findings that differ only in their evidence; the worst verdicts first."""
     places: dict[Finding, list[str]] = {}
     for finding in findings:
         places.setdefault(replace(finding, evidence=""), []).append(finding.evidence)
@@ -100,7 +100,7 @@ _REPORTED: Final = (Verdict.FAIL, Verdict.NOT_CHECKED, Verdict.WARNING)
 
 
 def figures_page(reports: Sequence["ResultReport"], edition: str) -> str:
-    """The page."""
+    """Render the figures of all results."""
     return render_page(
         "submission_figures.html",
         title="Figures of a submission",
@@ -112,7 +112,7 @@ def figures_page(reports: Sequence["ResultReport"], edition: str) -> str:
 
 
 def summary_row(report: "ResultReport") -> dict[str, str]:
-    """A result in the table of all, with the means that one looks for first."""
+    """A result in the table of all, with its main figures."""
     checked = report.checked
     number = "?" if checked.num_accelerators is None else str(checked.num_accelerators)
     means = {figure.name: value_text(figure, figure.spread.mean) for figure in report.figures.computed}

@@ -12,7 +12,7 @@ from penstock.submission.rules.system_rules import SOLUTION, require_description
 
 
 def requested_counts(run: ResultDir) -> tuple[int, int]:
-    """The writes and reads that were asked for; older tools write -1 for none."""
+    """The requested writes and reads; older tools write -1 for none."""
     writes, reads = (run.metadata.integer("args", f"num_checkpoints_{way}") for way in ("write", "read"))
     return max(writes, 0), max(reads, 0)
 
@@ -94,7 +94,7 @@ def _check_invocations(case: rule.ResultCase) -> Iterator[Finding]:
     fails="--num-checkpoints-write 5",
 )
 def _check_counts(case: rule.RunCase) -> Iterator[Finding]:
-    """A finding for what was asked for, and one for what was done."""
+    """A finding for the request, and one for what was done."""
     run, full = case.run, case.checkpoints.num_checkpoints
     requested = requested_counts(run)
     writes, reads = requested

@@ -320,7 +320,7 @@ def _judge_memory_of(run: ResultRun, case: rule.ResultCase) -> Finding:
     """First by the memory that the hosts have, then by what they may use of it."""
     first, systems = run.dirs[0], case.result.systems
     rule.require_all_hosts(first)
-    hosts = tuple(memory for each in run.dirs for memory in _read_memory(each.summary, case.edition))
+    hosts = tuple(memory for run_dir in run.dirs for memory in _read_memory(run_dir.summary, case.edition))
     physical = _compare_with_memory(first, hosts, case.edition)
     limit = find_memory_limit(systems)
     if physical.verdict is Verdict.PASS:
@@ -345,7 +345,7 @@ def _compare_with_memory(
     note = f" (limited to this by {limited_by})" if limited_by else ""
     fix = f"Generate at least {needed:,} files and repeat the runs."
     verdict = Verdict.PASS if holds else Verdict.FAIL
-    if holds and limited_by:  # only a person can tell whether the limit was in force
+    if holds and limited_by:  # only a reviewer can find out whether the limit was in force
         verdict, fix = Verdict.WARNING, "Let the reviewer confirm that this limit held during the runs."
     return Finding(
         verdict=verdict,

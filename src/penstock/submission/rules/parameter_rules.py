@@ -85,7 +85,7 @@ def _check_configuration(case: rule.RunCase) -> Iterator[Finding]:
     free = parameters.allowed(case.division)
     family, accelerator = run.workload()
     reference = _require_reference(case, family, accelerator)
-    given = {canonical_path(path): value for path, value in _values_by_path(run.config.value("workload"), ())}
+    given = {canonical_path(path): value for path, value in _flatten(run.config.value("workload"), ())}
     # Compared by our own paths, because configurations spell some keys in two ways.
     compared = {
         key: (given.get(path, _ABSENT), reference[path])
@@ -139,13 +139,13 @@ def _workload_values(family: str, accelerator: str) -> Mapping[KeyPath, object] 
 
 def _merge(trees: tuple[Mapping[str, object], ...]) -> Mapping[KeyPath, object]:
     """The values of all trees; what an accelerator sets replaces what all share."""
-    return {canonical_path(path): value for tree in trees for path, value in _values_by_path(tree, ())}
+    return {canonical_path(path): value for tree in trees for path, value in _flatten(tree, ())}
 
 
-def _values_by_path(tree: object, above: KeyPath) -> Iterator[tuple[KeyPath, object]]:
+def _flatten(tree: object, above: KeyPath) -> Iterator[tuple[KeyPath, object]]:
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            yield from _values_by_path(value, (*above, str(key)))
+            yield from _flatten(value, (*above, str(key)))
     elif above:
         yield above, tree
 

@@ -133,7 +133,7 @@ def registered_rules() -> tuple[Rule, ...]:
 def declare(judge: Callable[[SubmittedResult, Edition], Iterator[Finding]], description: Description) -> Rule:
     """Register a rule; `TypeError` or `ValueError` where its description is incomplete or taken."""
     name = f"Rule {description.get('id')!r}"
-    # A type checker sees this too, but a rule without editions would never be applied, which nobody notices.
+    # A type checker would see this, too, but a rule without editions would silently never be applied.
     missing = sorted(
         key for key in Description.__annotations__.keys() - {"benchmarks"} if not description.get(key)
     )
@@ -160,9 +160,9 @@ def result_rule(
 
 
 def run_rule(**description: Unpack[Description]) -> Callable[[Callable[[RunCase], Iterator[Finding]]], Rule]:
-    """Declare a rule that each run must keep.
+    """Declare a rule that is judged for each run.
 
-    A fact that is missing in one run hides nothing about the others.
+    A missing fact of one run does not hide findings about other runs.
     """
 
     def decorate(judge: Callable[[RunCase], Iterator[Finding]]) -> Rule:
@@ -215,7 +215,7 @@ def limit_rule(  # noqa: PLR0913 - the parts of one declaration
         if reason := not_applicable_if(case):
             yield not_applicable(case.name, reason)
             return
-        # The value is read before the limit: of two missing facts its own is the one that is named.
+        # The value is read before the limit: of two missing facts, the value's is reported.
         measured = value(case)
         bound = limit(case) if callable(limit) else limit
         is_kept = holds(measured, bound)
@@ -237,20 +237,20 @@ def limit_rule(  # noqa: PLR0913 - the parts of one declaration
 
 
 def _excuse_warm_up(finding: Finding, case: ResultCase) -> Finding:
-    """A warm-up counts in no mean: what fails in it is a warning."""
+    """A warm-up counts in no mean: a failure in it is a warning."""
     if isinstance(case, RunCase) and case.is_warm_up and finding.verdict is Verdict.FAIL:
         return replace(finding, verdict=Verdict.WARNING, proof=f"{finding.proof} (in the warm-up)")
     return finding
 
 
 def require_runs(result: SubmittedResult) -> None:
-    """Raise `MissingFact` where no run was found."""
+    """Raise `MissingFact` if there are no runs."""
     if not result.runs:
         raise MissingFact("there are no runs", where=result.name)
 
 
 def require_all_hosts(run: ResultDir) -> None:
-    """Raise `MissingFact` where the facts of some hosts are missing: the others' sum would be a guess."""
+    """Raise `MissingFact` if facts of some hosts are missing: a sum would be a guess."""
     path = ("cluster_information", "is_partial")
     if run.metadata.has(*path) and run.metadata.boolean(*path):
         raise MissingFact(

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSetting:
-    """Where rows run: the same for all rows, except for the folders named after them."""
+    """What all rows share; their folders are named after them."""
 
     request: StudyRequest
     comm: Comm
@@ -74,14 +74,14 @@ class RowSetting:
         return trace_storage(storage, {TRACE: str(traces), TRACE_RANK: f"{self.comm.rank}/{size}"})
 
 
-def run_row(row: StudyRow, trainer: "EmulatedTrainer", stage: RowSetting) -> study_records.RowRecord:
-    """Train and save as the row says, all of it traced; nothing of it is left on the levels. Collective."""
+def run_row(row: StudyRow, trainer: "EmulatedTrainer", setting: RowSetting) -> study_records.RowRecord:
+    """Train and save as the row says, traced; its files are removed from the levels. Collective."""
     from penstock.workflows.levels_study.training_loop import make_saver  # noqa: PLC0415 - loads torch
 
-    comm, request = stage.comm, stage.request
+    comm, request = setting.comm, setting.request
     traces = study_records.trace_folder(request.out, row.name)
-    _clear(row, stage)
-    stage.progress.begin(f"{row.name}: {row.says}", request.num_checkpoints)
+    _remove_files(row, setting)
+    setting.progress.begin(f"{row.name}: {row.says}", request.num_checkpoints)
     comm.barrier(awaiting=f"all ranks to begin {row.name}")
     try:
         began_s = time.monotonic()
@@ -89,59 +89,60 @@ def run_row(row: StudyRow, trainer: "EmulatedTrainer", stage: RowSetting) -> stu
             saver = make_saver(
                 row,
                 trainer,
-                lambda level, folder: stage.open_level(row, level, folder),
-                root=stage.root(row, row.level),
-                domain=stage.domain,
+                lambda level, folder: setting.open_level(row, level, folder),
+                root=setting.root(row, row.level),
+                domain=setting.domain,
                 saving=request.saving,
             )
-            blocked_s = _train(saver, trainer, stage)
-            drain_s = _timed(saver.close, DRAIN_EVENT)
+            blocked_s = _train(saver, trainer, setting)
+            drain_s = _measure(saver.close, DRAIN_EVENT)
         took_s = time.monotonic() - began_s
     finally:
         get_recorder(str(traces), f"{comm.rank}/{comm.size}").close()
-    seen = comm.gather((blocked_s, drain_s, took_s), awaiting=f"all ranks to finish {row.name}")
-    _clear(row, stage)
+    times = comm.gather((blocked_s, drain_s, took_s), awaiting=f"all ranks to finish {row.name}")
+    blocked, drains, durations = zip(*times, strict=True)
+    _remove_files(row, setting)
     return study_records.RowRecord(
         name=row.name,
         says=row.says,
-        blocked_s=tuple(max(times) for times in zip(*(each[0] for each in seen), strict=True)),
-        drain_s=max(each[1] for each in seen),
-        took_s=max(each[2] for each in seen),
+        blocked_s=tuple(map(max, zip(*blocked, strict=True))),
+        drain_s=max(drains),
+        took_s=max(durations),
     )
 
 
-def _train(saver: "StudySaver", trainer: "EmulatedTrainer", stage: RowSetting) -> list[float]:
-    """Save and train in turn, so that each flush runs beside training; returns how long each save blocked."""
+def _train(saver: "StudySaver", trainer: "EmulatedTrainer", setting: RowSetting) -> list[float]:
+    """Save and train in turn, so that flushes overlap training; returns how long each save blocked."""
     blocked_s = []
-    for number in range(1, stage.request.num_checkpoints + 1):
-        # Training keeps its ranks together; what one waits for another is no part of the save.
-        stage.comm.barrier(awaiting=f"all ranks to come to checkpoint {number}")
-        blocked_s.append(_timed(lambda number=number: saver.save(number), SAVE_EVENT, step=number))  # type: ignore[misc]
-        for _ in range(stage.request.num_steps):
+    for number in range(1, setting.request.num_checkpoints + 1):
+        # Training keeps its ranks in step; the wait for slower ranks is not part of the save.
+        setting.comm.barrier(awaiting=f"all ranks to come to checkpoint {number}")
+        blocked_s.append(_measure(lambda number=number: saver.save(number), SAVE_EVENT, step=number))  # type: ignore[misc]
+        for _ in range(setting.request.num_steps):
             with span(STEP_EVENT, cat="compute", step=number):
                 trainer.step()
-        stage.progress.advance(1)
+        setting.progress.advance(1)
     return blocked_s
 
 
-def _timed(work: Callable[[], None], name: str, **args: int) -> float:
+def _measure(work: Callable[[], None], name: str, **args: int) -> float:
     began_s = time.monotonic()
     with span(name, cat="checkpoint", **args):
         work()
     return time.monotonic() - began_s
 
 
-def _clear(row: StudyRow, stage: RowSetting) -> None:
-    """Remove the row's files from the levels. Collective: no rank may still be writing."""
-    stage.comm.barrier(awaiting=f"all ranks to leave the files of {row.name}")
-    # Where levels are shared, ranks remove side by side, and each may find that another was quicker.
+def _remove_files(row: StudyRow, setting: RowSetting) -> None:
+    """Remove the row's files from the levels. Collective: no rank may be writing any more."""
+    setting.comm.barrier(awaiting=f"all ranks to finish with the files of {row.name}")
+    # On shared levels all ranks remove the same files, and each may find that another was faster.
     for level in StudyLevel:
-        shutil.rmtree(stage.root(row, level), ignore_errors=True)
-    stage.comm.barrier(awaiting=f"all ranks to remove the files of {row.name}")
+        shutil.rmtree(setting.root(row, level), ignore_errors=True)
+    setting.comm.barrier(awaiting=f"all ranks to remove the files of {row.name}")
 
 
 COMPARING_TIMEOUT_S: Final = 3600.0
-MEETING: Final = "ranks.meeting"
+MEETING_FILE: Final = "ranks.meeting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,10 +167,10 @@ def run_study(
     hosts = comm.gather(comm.host, awaiting="all ranks to name their hosts")
     _require_room(request, comm)
     require_memory(request, comm, hosts)
-    record = _open(request, comm, hosts, command)
-    # Ranks of one machine play a host each, with a cache of their own.
+    record = _open_study(request, comm, hosts, command)
+    # On one machine each rank stands for a host, with a cache of its own.
     domain = f"rank-{comm.rank}" if len(set(hosts)) == 1 else comm.host
-    stage = RowSetting(
+    setting = RowSetting(
         request=request,
         comm=comm,
         environment=environment,
@@ -178,16 +179,16 @@ def run_study(
         progress=progress,
     )
     rows: list[study_records.RowRecord] = []
-    with process_group(comm, request.out / MEETING):
+    with process_group(comm, request.out / MEETING_FILE):
         trainer = EmulatedTrainer(request.layout, comm.rank, step_s=request.step_s)
         for row in request.rows:
             done = all_gather_results(
                 comm,
-                lambda row=row: study_records.done_row(request.out, row.name) if comm.rank == 0 else None,  # type: ignore[misc]
+                lambda row=row: study_records.read_row(request.out, row.name) if comm.rank == 0 else None,  # type: ignore[misc]
                 awaiting=f"rank 0 to look for {row.name}",
             )[0]
             if done is None:
-                done = run_row(row, trainer, stage)
+                done = run_row(row, trainer, setting)
                 all_gather_results(
                     comm,
                     lambda done=done: study_records.finish_row(request.out, done) if comm.rank == 0 else None,  # type: ignore[misc]
@@ -198,27 +199,27 @@ def run_study(
 
 
 def require_torch(find: Callable[[str], object | None] = find_spec) -> None:
-    """`Unavailable` where torch is missing: the engine saves its tensors, over its process group."""
+    """`Unavailable` without torch: the study saves tensors over torch's process group."""
     if find("torch") is None:
         raise Unavailable(
             "A study saves tensors of torch, which is not installed", fix="pip install 'penstock[torch]'"
         )
 
 
-def _open(
+def _open_study(
     request: StudyRequest, comm: Comm, hosts: Sequence[str], command: Sequence[str]
 ) -> study_records.StudyIdentity:
-    """Read the study that `out` holds already, or begin this one there."""
+    """Read the study in `out`, or begin this one there."""
     begun = all_gather_results(
         comm,
-        lambda: study_records.begun_study(request.out) if comm.rank == 0 else None,
-        awaiting="rank 0 to look into the study's folder",
+        lambda: study_records.read_study(request.out) if comm.rank == 0 else None,
+        awaiting="rank 0 to read the study's folder",
     )[0]
     if begun is not None:
-        # Every rank refuses for itself, so that it is wrong usage and no failure of a rank.
+        # On every rank, so that it is reported as wrong usage instead of the failure of a rank.
         study_records.require_same(begun, request.identity(), request.out)
         return begun
-    wanted = study_records.StudyIdentity(
+    identity = study_records.StudyIdentity(
         place=f"penstock-study-{secrets.token_hex(4)}",
         identity=request.identity(),
         penstock=__version__,
@@ -227,14 +228,14 @@ def _open(
     )
     all_gather_results(
         comm,
-        lambda: study_records.begin_study(request.out, wanted) if comm.rank == 0 else None,
-        awaiting="rank 0 to make the study's folder",
+        lambda: study_records.begin_study(request.out, identity) if comm.rank == 0 else None,
+        awaiting="rank 0 to create the study's folder",
     )
-    return comm.broadcast(wanted, awaiting="rank 0 to name the study")
+    return comm.broadcast(identity, awaiting="rank 0 to name the study")
 
 
 def _require_room(request: StudyRequest, comm: Comm) -> None:
-    """Check the free space of both levels, together where they are one file system."""
+    """Check the free space of both levels; on one file system they need it together."""
     needs = request.room_bytes()
     if identify_volume(request.fast) == identify_volume(request.slow):
         both = [sum(shares) for shares in zip(*needs.values(), strict=True)]
@@ -244,14 +245,14 @@ def _require_room(request: StudyRequest, comm: Comm) -> None:
 
 
 def require_memory(request: StudyRequest, comm: Comm, hosts: Sequence[str]) -> None:
-    """`UsageError` unless each host holds the state of its ranks, and a save's copy of it. Collective."""
+    """`UsageError` unless each host has memory for its ranks' state and a save's copy of it. Collective."""
     shares = request.layout.bytes_of_processes()
     needed = 2 * sum(int(share) for share, host in zip(shares, hosts, strict=True) if host == comm.host)
-    seen = comm.gather((needed, psutil.virtual_memory().available), awaiting="all hosts' free memory")
-    for host, (need, free) in zip(hosts, seen, strict=True):
+    memory = comm.gather((needed, psutil.virtual_memory().available), awaiting="all hosts' free memory")
+    for host, (need, free) in zip(hosts, memory, strict=True):
         if need > free:
             raise UsageError(
-                f"The ranks of {host} hold their state in memory twice, {format_bytes(need)}, and "
+                f"The ranks of {host} need {format_bytes(need)} of memory, twice their state, but "
                 f"{format_bytes(free)} are free",
                 where="--scale",
                 fix="Choose a smaller --scale.",
@@ -276,7 +277,7 @@ def _compare_on_rank0(
 
 
 def compare_rows(request: StudyRequest, progress: Progress) -> tuple["ComparisonResult", Sequence[Path]]:
-    """Compare the traces of all rows, and write the report; returns its files too."""
+    """Compare the traces of all rows, and write the report; returns the report's files too."""
     # These load DuckDB, which only rank 0 needs.
     from penstock.trace.compare.comparison import compare_runs  # noqa: PLC0415
     from penstock.trace.compare.report import write_report  # noqa: PLC0415
@@ -293,7 +294,7 @@ def compare_rows(request: StudyRequest, progress: Progress) -> tuple["Comparison
 
 
 def describe_comparison(request: StudyRequest) -> dict[str, Any]:
-    """Build `runs.yaml`, with which `penstock trace compare` repeats the comparison or asks it more."""
+    """Build `runs.yaml`, with which `penstock trace compare` repeats the comparison."""
     described: dict[str, Any] = {
         "runs": {row.name: f"{row.name}/{study_records.TRACES}/*.pfw.gz" for row in request.rows},
         "baseline": request.rows[0].name,

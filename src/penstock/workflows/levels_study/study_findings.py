@@ -1,7 +1,7 @@
-"""What a study of levels says beyond any comparison: whether caches paid off, what parity and flushes cost.
+"""Findings of a levels study beyond a comparison of runs: whether caches paid off, what flushes cost.
 
-Rules over the same events as those of `trace.findings`, in the same form. Invariant: each sentence's numbers
-stand in its evidence.
+Rules over the same events as those of `trace.findings`, in the same form. Invariant: the numbers of each
+sentence are in its evidence.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ _WORTH_SAYING: Final = 0.02
 
 
 def cache_pays_off(study: Study) -> list[TraceFinding]:
-    """S1: what training waited for saves to caches, beside what it waited for the slow level."""
-    waited = _waited(study)
+    """S1: how long training waited for saves to caches, compared with the slow level."""
+    waited = _query_waits(study)
     base = next((name for name in ("direct_slow", "bypass") if name in waited), None)
     rows = [name for name in _CACHED if name in waited]
     if base is None or not rows:
@@ -53,8 +53,8 @@ def cache_pays_off(study: Study) -> list[TraceFinding]:
 
 
 def flush_costs_training(study: Study) -> list[TraceFinding]:
-    """S2: how much longer steps and saves took beside a flush."""
-    steps, waited = _steps(study), _waited(study)
+    """S2: how much longer steps and saves took during a flush."""
+    steps, waited = _query_steps(study), _query_waits(study)
     pairs = [(a, b) for a, b in _FLUSHED_AND_NOT if a in steps and b in steps]
     columns = make_columns(
         "run", "without_flush", "num_steps", "mean_step_us", "without_us", "longest_step_us", "stall_us",
@@ -88,14 +88,14 @@ def flush_costs_training(study: Study) -> list[TraceFinding]:
 
 
 def redundancy_costs(study: Study) -> list[TraceFinding]:
-    """S3: how much longer saves took that are protected."""
-    waited = _waited(study)
+    """S3: how much longer protected saves took."""
+    waited = _query_waits(study)
     if not {"cached", "single"} <= waited.keys():
         return []
     protected, single = waited["cached"][1], waited["single"][1]
     columns = make_columns("run", "num_saves", "waited_us", Column("of_single", Unit.SHARE))
     rows = [(name, *waited[name], waited[name][1] / single) for name in ("single", "cached")]
-    said = (
+    sentence = (
         f"Protected saves waited {format_seconds(protected / 1e6)}, single copies "
         f"{format_seconds(single / 1e6)}: {protected / single - 1:+.0%}."
     )
@@ -105,14 +105,14 @@ def redundancy_costs(study: Study) -> list[TraceFinding]:
             weight=Weight.COST if protected > single else Weight.NOTE,
             title="What redundancy costs",
             runs=["cached", "single"],
-            says=[said],
+            says=[sentence],
             evidence=Answer(name="s3", title="Protected or not", columns=columns, rows=rows),
         )
     ]
 
 
 def flush_rates(study: Study) -> list[TraceFinding]:
-    """S4: how fast what was cached became durable, beside what the slow level takes."""
+    """S4: the rate of flushes, compared with the limit of the slow level."""
     limit = study.spec.device_rates_bytes_per_s().get("slow")
     flushed = [name for name in study.runs if name.endswith("_flushed")]
     source = union_sql(
@@ -121,17 +121,17 @@ def flush_rates(study: Study) -> list[TraceFinding]:
         where=f"{IS_IO} AND {IS_WRITE} AND tier = 'slow'",
         extra=", sum(size_bytes)::BIGINT AS written",
     )
-    found = {
+    flushes = {
         row[0]: row[1:]
         for row in study.events.ask(f"WITH busy AS ({source}) SELECT run, written, union_us FROM busy")
     }
     columns = make_columns("run", "written_bytes", "union_us", "busy_rate")
     findings = []
-    for run in [name for name in flushed if name in found]:
-        written, busy_us = found[run]
+    for run in [name for name in flushed if name in flushes]:
+        written, busy_us = flushes[run]
         rate = written * 1e6 / busy_us
         of_limit = f", {rate / limit:.0%} of its {format_rate(limit)}" if limit else ""
-        said = (
+        sentence = (
             f"{run} wrote {format_bytes(written)} to the slow level in {format_seconds(busy_us / 1e6)} in "
             f"which it was at work: {format_rate(rate)}{of_limit}."
         )
@@ -144,7 +144,7 @@ def flush_rates(study: Study) -> list[TraceFinding]:
                 weight=Weight.NOTE,
                 title=f"{run}: the flush",
                 runs=[run],
-                says=[said],
+                says=[sentence],
                 evidence=evidence,
             )
         )
@@ -154,7 +154,7 @@ def flush_rates(study: Study) -> list[TraceFinding]:
 RULES: Final[Sequence[FindingRule]] = (cache_pays_off, flush_costs_training, redundancy_costs, flush_rates)
 
 
-def _waited(study: Study) -> dict[str, tuple[int, int]]:
+def _query_waits(study: Study) -> dict[str, tuple[int, int]]:
     """By run: how many saves, and how long the slowest rank waited for them, in microseconds."""
     rows = study.events.ask(f"""
         SELECT run, max(number), max(total)::BIGINT FROM (
@@ -163,7 +163,7 @@ def _waited(study: Study) -> dict[str, tuple[int, int]]:
     return {run: (number, total) for run, number, total in rows}
 
 
-def _steps(study: Study) -> dict[str, tuple[int, float, int]]:
+def _query_steps(study: Study) -> dict[str, tuple[int, float, int]]:
     """By run: steps of the rank whose steps took longest, their mean, and the longest of all."""
     rows = study.events.ask(f"""
         SELECT run, arg_max(number, mean), max(mean), max(longest) FROM (

@@ -1,7 +1,7 @@
-"""The request of a levels study and the rows it expands to, known before anything is written.
+"""The request of a levels study and the rows it expands to; pure.
 
-Pure. Two requests with the same `identity` produce rows that can be compared, so an interrupted study can be
-continued. Row names are stable: they name folders, runs in `runs.yaml` and options of the command line.
+Requests with the same `identity` produce comparable rows, so an interrupted study can be continued. Row names
+are stable: they name folders, runs in `runs.yaml` and values of command line options.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,14 +29,14 @@ class StudyLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caching:
-    """Steps go to the fast level first, protected by `schemes`, and on to the slow one if flushed."""
+    """Steps go to the fast level, protected by `schemes`, and from there to the slow one if flushed."""
 
     schemes: tuple[Scheme, ...]
     is_flushed: bool
 
     @property
     def is_redundant(self) -> bool:
-        """Whether it takes several failure domains."""
+        """Whether it needs several failure domains."""
         return any(scheme.losses for scheme in self.schemes)
 
 
@@ -44,7 +44,7 @@ class Caching:
 class StudyRow:
     """One row. `level` is where training's own saves go.
 
-    A bare one writes plain files, as a training loop without a checkpoint engine does.
+    A bare row writes plain files, as a training loop without a checkpoint engine does.
     """
 
     name: str
@@ -60,7 +60,7 @@ class StudyRow:
 
 
 def list_rows(num_ranks: int, *, parity_every: int) -> tuple[StudyRow, ...]:
-    """All rows for so many ranks, the baseline first; `parity_every` is the longer interval of the last."""
+    """All rows for this number of ranks, the baseline first; `parity_every` is used by the last row."""
     parity = Xor(group=max(2, min(LARGEST_GROUP, num_ranks)))
 
     def cached(*schemes: Scheme, is_flushed: bool) -> Caching:
@@ -109,9 +109,9 @@ def list_rows(num_ranks: int, *, parity_every: int) -> tuple[StudyRow, ...]:
     )
 
 
-def choose_rows(names: Sequence[str], of: Sequence[StudyRow]) -> tuple[StudyRow, ...]:
-    """Those that are named, in the study's order; all where none is. `UsageError` names the nearest."""
-    known = {each.name: each for each in of}
+def choose_rows(names: Sequence[str], rows: Sequence[StudyRow]) -> tuple[StudyRow, ...]:
+    """The named rows, or all without names, in the study's order."""
+    known = {row.name: row for row in rows}
     for name in names:
         if name not in known:
             raise UsageError(
@@ -119,14 +119,14 @@ def choose_rows(names: Sequence[str], of: Sequence[StudyRow]) -> tuple[StudyRow,
                 where="--configurations",
                 fix=f"{did_you_mean(name, known)}Known: {', '.join(known)}.",
             )
-    return tuple(each for each in of if not names or each.name in names)
+    return tuple(row for row in rows if not names or row.name in names)
 
 
 NUM_KEPT: Final = 2
-"""Checkpoints that stay on each level; one more is being written."""
+"""Checkpoints retained on each level; one more may be in progress."""
 
 DEFAULT_TOTAL_BYTES: Final = 512 << 20
-"""One checkpoint of all ranks, where no scale is given: eight rows of it take a few minutes."""
+"""The default size of a checkpoint over all ranks: eight rows of it take a few minutes."""
 
 
 class SaveMode(StrEnum):
@@ -140,8 +140,8 @@ class SaveMode(StrEnum):
 class StudyRequest:
     """One study: `layout` has the ranks and the bytes of each. Folders are absolute.
 
-    Between two checkpoints lie `num_steps` training steps of `step_s` each. `slow_bytes_per_s` is what the
-    slow level takes and gives, all ranks together; None is what it can.
+    Between two checkpoints are `num_steps` training steps of `step_s` each. `slow_bytes_per_s` limits the
+    slow level, all ranks together; None is no limit.
     """
 
     model: str
@@ -165,11 +165,11 @@ class StudyRequest:
 
     @property
     def rows(self) -> tuple[StudyRow, ...]:
-        """The configurations asked for, in the study's order."""
+        """The requested configurations, in the study's order."""
         return choose_rows(self.names, list_rows(self.num_ranks, parity_every=self.parity_every))
 
     def identity(self) -> dict[str, str | int | float]:
-        """All that the figures of a row follow from, as plain values."""
+        """Everything that determines the figures of a row, as plain values."""
         return {
             "model": self.model,
             "scale": str(self.scale),
@@ -186,11 +186,11 @@ class StudyRequest:
         }
 
     def room_bytes(self) -> Mapping[Path, list[int]]:
-        """What each rank may have on each level at a time."""
+        """The most that each rank has on each level at a time."""
         shares = [int(size) for size in self.layout.bytes_of_processes()]
         most = max(shares)
         rows = self.rows
-        # Parity is as long for every member as for the largest; a group of two keeps as much again.
+        # Every member's parity is as long as the largest member; in a group of two it is a full copy.
         parity = most if any(row.caching and row.caching.is_redundant for row in rows) else 0
         fast = any(row.level == "fast" for row in rows)
         slow = any(row.reaches_slow for row in rows)
@@ -201,29 +201,29 @@ class StudyRequest:
 
 
 def default_scale(total_bytes: int) -> Fraction:
-    """What brings a checkpoint down to the default size; a smaller one is left as it is."""
+    """The scale that reduces a checkpoint to the default size; 1 for a smaller one."""
     return Fraction(1, max(1, -(-total_bytes // DEFAULT_TOTAL_BYTES)))
 
 
 def check_request(request: StudyRequest, environment: Environment, *, trace_variable: str) -> None:
-    """Refuse what cannot be studied, before anything is made."""
+    """Refuse a request that cannot be run, before anything is created."""
     fast, slow = request.fast, request.slow
     if fast == slow or fast in slow.parents or slow in fast.parents:
         raise UsageError(
-            f"The fast level {fast} and the slow level {slow} are one place",
+            f"The fast level {fast} and the slow level {slow} overlap",
             where="--fast, --slow",
-            fix="Give two folders of which none lies in the other; --slow-bandwidth limits one of a disk.",
+            fix="Give two folders, none inside the other; --slow-bandwidth limits one of the same disk.",
         )
     redundant = [row.name for row in request.rows if row.caching and row.caching.is_redundant]
     if request.num_ranks < 2 and redundant:
         raise UsageError(
-            f"One rank has nobody to protect its steps, as {', '.join(redundant)} would",
+            f"Redundancy, as in {', '.join(redundant)}, needs at least two ranks",
             where="--ranks",
             fix="Add --ranks 4, or choose --configurations without redundancy.",
         )
     if request.parity_every > request.num_checkpoints and "interval_flushed" in redundant:
         raise UsageError(
-            f"Of {request.num_checkpoints} checkpoints none would be protected with --parity-every "
+            f"None of {request.num_checkpoints} checkpoints would be protected with --parity-every "
             f"{request.parity_every}",
             where="--parity-every",
             fix="Take more --checkpoints, or a shorter interval.",
@@ -232,14 +232,10 @@ def check_request(request: StudyRequest, environment: Environment, *, trace_vari
         raise UsageError(
             "A study traces each row into a folder of its own",
             where="--trace",
-            fix="Leave --trace away; the traces are below --out.",
+            fix="Leave out --trace; the traces are below --out.",
         )
 
 
 SAVE_EVENT: Final = "Checkpoint.save"
-
-
 STEP_EVENT: Final = "train.step"
-
-
 DRAIN_EVENT: Final = "Checkpoint.drain"

@@ -1,7 +1,7 @@
-"""What a study leaves of itself beside its traces: `study.json`, and `row.json` for each row that is done.
+"""The files of a study besides its traces: `study.json`, and `row.json` for each finished row.
 
-The one module that knows their names and schemas. Invariant: a row's record is written last, and at once, so
-a row that has one is whole.
+The only module that knows their names and schemas. Invariant: a row's record is written last, in one step, so
+that a row with a record is complete.
 """
 
 import shutil
@@ -27,7 +27,7 @@ class _Record(BaseModel):
 
 
 class StudyIdentity(_Record):
-    """Which study a folder holds, and under which name its checkpoints lie on the levels."""
+    """The study in a folder, and the name of its folder on each level (`place`)."""
 
     version: Literal[1] = VERSION
     place: str
@@ -38,14 +38,14 @@ class StudyIdentity(_Record):
 
 
 class RowRecord(_Record):
-    """What one row was seen to do beside its trace: times are of the slowest rank."""
+    """The measurements of one row besides its trace; times are those of the slowest rank."""
 
     name: str
     says: str
     blocked_s: tuple[float, ...]
     """For each checkpoint, how long training waited."""
     drain_s: float
-    """After the last step, until all that was to be durable was."""
+    """From the last step until all flushes were durable."""
     took_s: float
 
 
@@ -53,55 +53,55 @@ AnyRecord = TypeVar("AnyRecord", bound=_Record)
 
 
 def row_folder(out: Path, name: str) -> Path:
-    """What a row leaves: its record and its traces."""
+    """The folder of a row's record and traces."""
     return out / name
 
 
 def trace_folder(out: Path, name: str) -> Path:
-    """The traces of a row, a file a rank."""
+    """The folder of a row's traces, one file per rank."""
     return row_folder(out, name) / TRACES
 
 
-def begun_study(out: Path) -> StudyIdentity | None:
-    """The study that `out` holds, if it holds one."""
+def read_study(out: Path) -> StudyIdentity | None:
+    """Read the study in `out`; None if there is none."""
     return _read(StudyIdentity, out / STUDY_FILE)
 
 
 def begin_study(out: Path, record: StudyIdentity) -> None:
-    """Make `out` the folder of this study."""
+    """Write the study's record into `out`."""
     _write(record, out / STUDY_FILE)
 
 
-def require_same(found: StudyIdentity, identity: Mapping[str, str | int | float], out: Path) -> None:
-    """`UsageError` unless rows of `identity` can stand beside those of `found`."""
+def require_same(study: StudyIdentity, identity: Mapping[str, str | int | float], out: Path) -> None:
+    """`UsageError` unless rows of `identity` can be compared with those of `study`."""
     differing = [
-        f"{key} was {found.identity.get(key, 'not there')} and is now {value}"
+        f"{key} was {study.identity.get(key, 'not set')} and is now {value}"
         for key, value in identity.items()
-        if found.identity.get(key) != value
+        if study.identity.get(key) != value
     ]
     if differing:
         raise UsageError(
             f"{out} holds another study: {'; '.join(differing)}",
             where="--out",
-            fix="Give a new folder, or the options of that study to go on with it.",
+            fix="Give a new folder, or the options of that study to continue it.",
         )
 
 
-def done_row(out: Path, name: str) -> RowRecord | None:
-    """The record of a row that is done; what a row left that was interrupted is removed."""
-    found = _read(RowRecord, row_folder(out, name) / ROW_FILE)
-    if found is None:
+def read_row(out: Path, name: str) -> RowRecord | None:
+    """Read the record of a finished row; the files of an interrupted row are removed."""
+    record = _read(RowRecord, row_folder(out, name) / ROW_FILE)
+    if record is None:
         shutil.rmtree(row_folder(out, name), ignore_errors=True)
-    return found
+    return record
 
 
 def finish_row(out: Path, record: RowRecord) -> None:
-    """Mark a row as done."""
+    """Mark a row as finished."""
     _write(record, row_folder(out, record.name) / ROW_FILE)
 
 
 def write_runs(out: Path, description: Mapping[str, object]) -> Path:
-    """Write the description of the comparison; where it lies."""
+    """Write the description of the comparison; returns its path."""
     path = out / RUNS_FILE
     try:
         path.write_text(yaml.safe_dump(dict(description), sort_keys=False), encoding="utf-8")
@@ -119,7 +119,7 @@ def _read(model: type[AnyRecord], path: Path) -> AnyRecord | None:
         raise StorageError(f"Cannot read it: {error.strerror}", uri=str(path), errno=error.errno) from error
     except ValidationError as error:
         raise UsageError(
-            f"{path} is no record of a study: {error.errors()[0]['msg']}",
+            f"{path} is not a record of a study: {error.errors()[0]['msg']}",
             fix="Give another --out, or remove that folder.",
         ) from error
 

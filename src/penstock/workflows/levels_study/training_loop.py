@@ -1,7 +1,7 @@
 """The training that a study emulates on each rank: a state, steps that take time, and savers of checkpoints.
 
-A step computes for the same time in every row, so what it takes longer beside a flush is the flush's cost.
-What `save` wrote is durable on the row's level when it returns, unless the row saves in the background.
+A step computes for the same time in every row, so any extra time during a flush is the flush's cost. A save
+is durable on the row's level when `save` returns, unless the row saves in the background.
 """
 
 import shutil
@@ -27,7 +27,7 @@ from penstock.storage.capabilities import prefer_direct_access
 from penstock.workflows.levels_study.study_plan import NUM_KEPT, SaveMode, StudyLevel, StudyRow
 
 _WORK_BYTES: Final = 8 << 20
-"""What a step touches of memory: a host's work for an accelerator, some milliseconds of one core."""
+"""Memory that a step touches: a host's work for an accelerator, some milliseconds of one core."""
 _PIECE_BYTES: Final = 16 << 20
 
 
@@ -37,7 +37,7 @@ class EmulatedTrainer:
     def __init__(self, layout: StateLayout, rank: int, *, step_s: float) -> None:
         self.rank = rank
         random = np.random.Generator(np.random.SFC64(rank))
-        # Names carry the rank: the engine writes what ranks hold in common only once.
+        # Names contain the rank: the engine writes entries that ranks share only once.
         self.state: Mapping[str, torch.Tensor] = {
             f"rank_{rank}/{file.name}": torch.from_numpy(_random_bytes(random, file.size_bytes))
             for file in layout.files_of(rank)
@@ -52,13 +52,13 @@ class EmulatedTrainer:
             yield name, tensor.numpy().data
 
     def step(self) -> None:
-        """Wait as for an accelerator, then work as a host does."""
+        """Wait as long as an accelerator computes, then do the host's work."""
         compute_until(time.monotonic_ns() + self._step_ns, self._clock)
         self._work += 1
 
 
 def _random_bytes(random: np.random.Generator, size_bytes: int) -> NDArray[np.uint8]:
-    """Bytes that no storage can shrink, drawn by pieces: a state may be half of a host's memory."""
+    """Incompressible bytes, drawn in pieces: a state may take half of a host's memory."""
     drawn = np.empty(size_bytes, dtype=np.uint8)
     for start in range(0, size_bytes, _PIECE_BYTES):
         piece = drawn[start : start + _PIECE_BYTES]
@@ -68,9 +68,9 @@ def _random_bytes(random: np.random.Generator, size_bytes: int) -> NDArray[np.ui
 
 @contextmanager
 def process_group(comm: Comm, meeting: Path) -> Iterator[None]:
-    """The ranks of `comm` as torch's default group, over gloo; one that stands is used. Collective.
+    """Make the ranks of `comm` torch's default group, over gloo, unless there is one. Collective.
 
-    They meet at `meeting`, a file that all of them see and that is gone afterwards.
+    They meet at `meeting`, a file on a shared file system that is removed afterwards.
     """
     if comm.size == 1 or dist.is_initialized():
         yield
@@ -78,7 +78,7 @@ def process_group(comm: Comm, meeting: Path) -> Iterator[None]:
     torch.set_num_threads(1)
     if comm.rank == 0:
         meeting.unlink(missing_ok=True)
-    comm.barrier(awaiting="rank 0 to clear the meeting place")
+    comm.barrier(awaiting="rank 0 to remove an old meeting file")
     store = dist.FileStore(str(meeting), comm.size)  # type: ignore[attr-defined] # not in torch's stubs
     limit = timedelta(seconds=comm.timeout_s)
     dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size, timeout=limit)
@@ -93,45 +93,47 @@ def process_group(comm: Comm, meeting: Path) -> Iterator[None]:
 
 CHUNK_BYTES: Final = 16 << 20
 WRITERS: Final = 2
-"""Files that a rank writes at a time: as many as a manager's."""
+"""Files that a rank writes at a time: as many as a manager does."""
 
 OpenLevel = Callable[[StudyLevel, str], "Storage"]
-"""Opens a folder on a level, traced and as slow as it is to be."""
+"""Opens a folder on a level, traced and rate-limited."""
 
 
 class StudySaver(Protocol):
-    """Saves one rank's part of each checkpoint; all ranks call alike."""
+    """Saves one rank's part of each checkpoint; collective."""
 
     def save(self, number: int) -> None:
-        """Save checkpoint `number`; returns when training may go on."""
+        """Save checkpoint `number`; returns when training may continue."""
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish pending work."""
 
 
 class FileSaver:
-    """Each rank writes its files, durable, into a folder a checkpoint; nobody commits them."""
+    """Writes each rank's files, durably, into one folder per checkpoint, without a commit."""
 
     def __init__(self, storage: Storage, root: Path, trainer: EmulatedTrainer) -> None:
         self._storage = prefer_direct_access(storage)
         self._root = root
         self._trainer = trainer
-        self._crew = ThreadPoolExecutor(WRITERS, thread_name_prefix="study-files")
+        self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="study-files")
 
     def save(self, number: int) -> None:
-        """Write, then let go of what is too old."""
+        """Write the files, then remove the oldest checkpoint."""
         writing = [
-            self._crew.submit(self._write, f"{_own_folder(number, self._trainer.rank)}/{name}", content)
+            self._threads.submit(self._write, f"{_rank_folder(number, self._trainer.rank)}/{name}", content)
             for name, content in self._trainer.files()
         ]
-        for each in writing:
-            each.result()
+        for future in writing:
+            future.result()
         if number > NUM_KEPT:
-            shutil.rmtree(self._root / _own_folder(number - NUM_KEPT, self._trainer.rank), ignore_errors=True)
+            shutil.rmtree(
+                self._root / _rank_folder(number - NUM_KEPT, self._trainer.rank), ignore_errors=True
+            )
 
     def close(self) -> None:
-        """Let the threads go."""
-        self._crew.shutdown()
+        """Stop the threads."""
+        self._threads.shutdown()
 
     def _write(self, key: str, content: memoryview) -> None:
         with ExitStack() as undo:
@@ -143,7 +145,7 @@ class FileSaver:
             undo.pop_all()
 
 
-def _own_folder(number: int, rank: int) -> str:
+def _rank_folder(number: int, rank: int) -> str:
     return f"step-{number}/rank-{rank}"
 
 
