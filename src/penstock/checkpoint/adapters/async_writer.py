@@ -1,9 +1,9 @@
-"""The engine's writing behind the interface that Megatron and NVIDIA's resiliency extension call.
+"""The engine's writer behind the interface that Megatron and NVIDIA's resiliency extension call.
 
-Planning and finishing happen in the trainer; writing in whatever process or thread the caller of
-`get_save_function_and_args` chooses, forked and spawned ones included. Those frameworks own the folder and
-put files of theirs beside ours, so nothing is renamed here. Invariant: `.metadata`, without which there is no
-checkpoint, is written when all files of all ranks are durable, and is gone before one is written over.
+Planning and finishing happen in the trainer, writing in whichever process or thread the caller chooses,
+forked or spawned. Those frameworks own the folder and put files of theirs beside ours, so nothing is renamed
+here. Invariant: `.metadata`, without which there is no checkpoint, is written when all files of all ranks are
+durable, and is removed before any of them is overwritten.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Work:
+class WriteTask:
     """One rank's files and where their bytes are; travels to the process that writes them."""
 
     folder: str
@@ -60,38 +60,38 @@ class Work:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCopy:
-    """Brings tensors of devices into this host's memory. Called by the process that is going to write."""
+    """Copies tensors from devices to main memory. Called by the process that writes."""
 
-    work: Work
+    task: WriteTask
 
-    def __call__(self) -> Work:
-        """The same work with every tensor in main memory."""
+    def __call__(self) -> WriteTask:
+        """The same task with every tensor in main memory."""
         parts = {
-            file: [each.to("cpu") if isinstance(each, torch.Tensor) else each for each in of_file]
-            for file, of_file in self.work.parts.items()
+            file: [item.to("cpu") if isinstance(item, torch.Tensor) else item for item in items]
+            for file, items in self.task.parts.items()
         }
-        return replace(self.work, parts=parts)
+        return replace(self.task, parts=parts)
 
 
-def write(rank: int, work: Work, report: str) -> None:  # noqa: ARG001 - callers give the rank first
-    """Write one rank's files, each durable, and leave in `report` what became of it."""
+def write(rank: int, task: WriteTask, report: str) -> None:  # noqa: ARG001 - callers give the rank first
+    """Write one rank's files, each durable, and store the result or the error in the file `report`."""
     outcome: WrittenShare | PenstockError
     try:
-        outcome = _written(work)
+        outcome = _write_files(task)
     except PenstockError as error:
         outcome = error
     except (OSError, RuntimeError, ValueError) as error:
-        outcome = StorageError(f"Could not write: {error!r}", uri=work.folder)
+        outcome = StorageError(f"Could not write: {error!r}", uri=task.folder)
     pending = Path(f"{report}.pending")
     pending.write_bytes(pickle.dumps(outcome))
     pending.rename(report)
 
 
 class AsyncWriter:
-    """Writes one checkpoint into a folder that is there; a new one for each save, the same on all ranks.
+    """Writes one checkpoint into an existing folder, the same on all ranks; one writer for each save.
 
-    `snapshots` copies tensors in main memory before `prepare_write_data` returns, as the process that writes
-    may share them with the trainer; a caller that waits for the writing needs no copy.
+    With `snapshots`, tensors in main memory are copied before `prepare_write_data` returns, as the process
+    that writes may share them with the trainer. A caller that waits for the writing needs no copy.
     """
 
     can_run_decentralized_global_plan = True
@@ -110,11 +110,11 @@ class AsyncWriter:
         self._staging_bytes = staging_bytes
         self._snapshots = snapshots
         self._items: RankItems | None = None
-        self._work: Work | None = None
+        self._task: WriteTask | None = None
         self._report = ""
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **_kwargs: Any) -> None:  # noqa: FBT001 - torch's
-        """All ranks, first. Takes away what made an older checkpoint of what lies here."""
+        """All ranks, first: remove manifest and metadata of an older checkpoint in this folder."""
         if not is_coordinator:
             return
         storage = open_here(self.checkpoint_id)
@@ -127,11 +127,11 @@ class AsyncWriter:
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: nothing to add, for each rank knows its number."""
+        """Coordinator: nothing to add, as each rank knows its number."""
         return plans
 
     def prepare_decentralized_global_plan(self, plan: SavePlan) -> SavePlan:
-        """All ranks, where each finishes its own plan: nothing to add."""
+        """All ranks, if each finishes its own plan: nothing to add."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -141,7 +141,7 @@ class AsyncWriter:
         layouts = items.layouts()
         if not layouts:
             return
-        self._work = Work(
+        self._task = WriteTask(
             folder=self.checkpoint_id,
             rank=rank,
             layouts=layouts,
@@ -155,72 +155,72 @@ class AsyncWriter:
         Path(self._report).unlink()
 
     def get_save_function_and_args(self) -> tuple[Callable[..., None] | None, HostCopy | None, list[Any]]:
-        """All ranks: what to call, in any process; what to put for its second argument; its arguments.
+        """All ranks: a function for any process, a call that prepares its second argument, its arguments.
 
-        Nothing on a rank that has nothing to write.
+        None on a rank that has nothing to write.
         """
-        if self._work is None:
+        if self._task is None:
             return None, None, []
-        return write, HostCopy(self._work), [self._work.rank, self._work, self._report]
+        return write, HostCopy(self._task), [self._task.rank, self._task, self._report]
 
     def retrieve_write_results(self) -> list[WriteResult] | Any:
-        """All ranks, after the writing: what came of it; a failure as torch passes them to other ranks."""
+        """All ranks, after the writing: its results, or the failure as torch passes it to other ranks."""
         assert self._items is not None, "prepare_write_data comes first"
-        if self._work is None:
+        if self._task is None:
             return []
-        report, self._work = Path(self._report), None
+        report, self._task = Path(self._report), None
         try:
-            # Written by this program, in a file that nobody else may write to.
+            # This program wrote it, to a file that only its user may write to.
             outcome = pickle.loads(report.read_bytes())  # noqa: S301
         except FileNotFoundError:
-            error = StorageError("The process that was to write ended early", uri=self.checkpoint_id)
+            error = StorageError("The process that writes ended early", uri=self.checkpoint_id)
             return _wrap_exception(error)
         report.unlink()
         return self._items.results(outcome) if isinstance(outcome, WrittenShare) else _wrap_exception(outcome)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator: make it a checkpoint, now that all ranks have written."""
+        """Coordinator: write manifest and metadata once all ranks have written."""
         seal = build_seal(metadata, results, self.storage_meta(), save_id="")
         storage = open_here(self.checkpoint_id)
-        found = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
-        require_complete(found, seal.sizes, storage.uri)
+        sizes = {info.key: info.size_bytes for info in storage.list() if info.key in seal.sizes}
+        require_complete(sizes, seal.sizes, storage.uri)
         write_object(storage, MANIFEST_NAME, [seal.manifest])
         write_object(storage, METADATA_NAME, [seal.metadata])
 
     def storage_meta(self) -> StorageMeta:
-        """What `.metadata` keeps of this save."""
+        """The part of `.metadata` that describes this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
 
 def _parts_of(items: RankItems, *, copies: bool) -> dict[str, list[bytes | torch.Tensor]]:
-    """What is in the files, as it can travel; with `copies`, main memory is copied."""
+    """The content of the files, in a form that can be pickled; with `copies`, main memory is copied."""
 
     def part_of(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # Others come to main memory before anybody writes, and are copied by that.
+        # Tensors of devices are copied to main memory before they are written, by `HostCopy`.
         memory = memory.to(dtype)
         return memory.clone() if copies and memory.is_cpu else memory
 
     return items.contents(bytes, part_of)
 
 
-def _written(work: Work) -> WrittenShare:
+def _write_files(task: WriteTask) -> WrittenShare:
     payloads = {
         file: [
             payload_of_tensor(each) if isinstance(each, torch.Tensor) else payload_of_bytes(each)
             for each in of_file
         ]
-        for file, of_file in work.parts.items()
+        for file, of_file in task.parts.items()
     }
     share = SaveShare(
-        rank=work.rank,
-        layouts=work.layouts,
+        rank=task.rank,
+        layouts=task.layouts,
         payloads=payloads,
-        payload_bytes=work.num_bytes,
+        payload_bytes=task.num_bytes,
         paths={},
         plan_s=0.0,
     )
-    settings = pipe_settings(work.layouts, work.writers, work.staging_bytes)
-    memory = StagingMemory(work.staging_bytes)
+    settings = pipe_settings(task.layouts, task.writers, task.staging_bytes)
+    memory = StagingMemory(task.staging_bytes)
     staged = StagedFiles(share, memory, settings, copies_first=False, timeout_s=TIMEOUT_S)
-    storage = open_here(work.folder, rank=work.rank)
+    storage = open_here(task.folder, rank=task.rank)
     return staged.write_to(prefer_direct_access(storage), lambda name: name)

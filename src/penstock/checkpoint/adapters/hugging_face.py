@@ -3,9 +3,9 @@
     class Tuner(PenstockCheckpoints, Trainer): ...
     Tuner(model=..., args=..., train_dataset=..., manager=Manager("/pfs/run", keep=3)).train(True)
 
-All ranks save and load together. Parameters and optimizer states go by their names, as torch's own state-dict
-functions give them, so FSDP and DDP shard and unshard them. Invariant: what decides where a run goes on (the
-trainer's state, random numbers, scheduler) lies in the same step as its weights.
+All ranks save and load together. Parameters and optimizer states are saved by the names that torch's own
+state-dict functions give them, so FSDP and DDP shard and unshard them. Invariant: everything from which a run
+resumes (the trainer's state, random numbers, scheduler) is in the same step as its weights.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRAINER_STATE_NAME = "trainer_state.json"
-"""What transformers' Trainer reads to know where it was."""
+"""The file from which transformers' Trainer resumes."""
 
 _Trainer: Any = object
-"""A mixin does not know which Trainer will stand behind it."""
+"""A mixin does not know which Trainer it is combined with."""
 
 
 class PenstockCheckpoints(_Trainer):
-    """Makes a Trainer save to and resume from a manager: a mixin, to stand before the Trainer's class.
+    """Makes a Trainer save to and resume from a manager: a mixin, listed before the Trainer's class.
 
-    The Trainer says when to save, in `checkpoint-N` folders of its own that now hold its state alone.
-    `train(resume_from_checkpoint=True)` goes on from the manager's newest step, and begins anew where there
-    is none. With background=False, training waits for each commit.
+    The Trainer decides when to save; its own `checkpoint-N` folders now contain only its state.
+    `train(resume_from_checkpoint=True)` resumes from the manager's newest step, or starts anew if there is
+    none. With background=False, training waits for each commit.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PenstockCheckpoints(_Trainer):
         self._is_saving = False
         self._handles: list[SaveHandle] = []
         self._resumed_step: int | None = None
-        self._resumed_noise: Any = None
+        self._resumed_random_state: Any = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train; all saves are committed when this returns."""
@@ -73,7 +73,7 @@ class PenstockCheckpoints(_Trainer):
         return result
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Save a model for use, as ever; within a checkpoint, the manager has it."""
+        """Export a model as usual; does nothing within a checkpoint, as the manager saves it."""
         if not self._is_saving:
             super().save_model(*args, **kwargs)
 
@@ -87,22 +87,22 @@ class PenstockCheckpoints(_Trainer):
             self._is_saving = False
         state = self._training_state()
         if self._in_background:
-            self._handles = [each for each in self._handles if not each.done]
+            self._handles = [handle for handle in self._handles if not handle.done]
             self._handles.append(self._manager.save_async(self.state.global_step, state))
         else:
             self._manager.save(self.state.global_step, state)
 
     def _save_optimizer_and_scheduler(self, _folder: str) -> None:
-        """The manager has them."""
+        """Do nothing: the manager saves them."""
 
     def _save_scaler(self, _folder: str) -> None:
-        """Likewise."""
+        """Do nothing, likewise."""
 
     def _save_rng_state(self, _folder: str) -> None:
-        """Likewise."""
+        """Do nothing, likewise."""
 
     def _load_from_checkpoint(self, folder: str, model: Any = None) -> None:
-        # Weights come with the optimizer's state, once there is an optimizer.
+        # Weights are restored together with the optimizer's state, once there is an optimizer.
         if self._resumed_step is None:
             super()._load_from_checkpoint(folder, model)
 
@@ -112,8 +112,8 @@ class PenstockCheckpoints(_Trainer):
             return
         state = self._training_state()
         self._manager.restore(state, step=self._resumed_step, trust=self._trust)
-        _put_back(state, self._parts())
-        self._resumed_noise = state["noise"]
+        _restore_parts(state, self._parts())
+        self._resumed_random_state = state["noise"]
 
     def _load_scaler(self, folder: str | None) -> None:
         if self._resumed_step is None:
@@ -123,7 +123,7 @@ class PenstockCheckpoints(_Trainer):
         if self._resumed_step is None:
             super()._load_rng_state(folder)
         else:
-            set_noise(self._resumed_noise)
+            set_random_state(self._resumed_random_state)
 
     def _training_state(self) -> dict[str, Any]:
         with TemporaryDirectory() as folder:
@@ -140,16 +140,16 @@ class PenstockCheckpoints(_Trainer):
         )
 
     def _folder_of_newest(self) -> str | None:
-        """Where the Trainer finds its state of the manager's newest step; None where there is no step."""
-        told = {"trainer": ""}
-        self._resumed_step = self._manager.restore(told)
+        """The folder with the Trainer's state of the manager's newest step; None if there is no step."""
+        state = {"trainer": ""}
+        self._resumed_step = self._manager.restore(state)
         if self._resumed_step is None:
-            logger.info("No step was committed yet: training begins anew")
+            logger.info("No step was committed yet: training starts anew")
             return None
         folder = Path(self.args.output_dir) / f"checkpoint-{self._resumed_step}"
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / TRAINER_STATE_NAME).write_text(told["trainer"])
+            (folder / TRAINER_STATE_NAME).write_text(state["trainer"])
         self.accelerator.wait_for_everyone()
         return str(folder)
 
@@ -165,26 +165,25 @@ def save_state(accelerator: Any, manager: Manager, step: int) -> SaveHandle:
 def load_state(
     accelerator: Any, manager: Manager, *, step: int | None = None, trust: bool = False
 ) -> int | None:
-    """Put the newest step, or `step`, back into what an Accelerator has prepared. Collective.
+    """Restore the newest step, or `step`, into what an Accelerator has prepared. Collective.
 
-    The step; None where none was ever committed. With `trust`, objects may be more than data.
+    Returns the step; None if none was ever committed. With `trust`, objects need not be plain data.
     """
     state = _state_of_accelerator(accelerator)
-    found = manager.restore(state, step=step, trust=trust)
-    if found is None:
+    restored_step = manager.restore(state, step=step, trust=trust)
+    if restored_step is None:
         return None
-    parts = _parts_of(accelerator)
-    _put_back(state, parts)
-    for each, values in zip(accelerator._custom_objects, state["registered"], strict=True):  # noqa: SLF001 - see above
-        each.load_state_dict(values)
-    set_noise(state["noise"])
+    _restore_parts(state, _parts_of(accelerator))
+    for registered, values in zip(accelerator._custom_objects, state["registered"], strict=True):  # noqa: SLF001 - as below
+        registered.load_state_dict(values)
+    set_random_state(state["noise"])
     accelerator.step = state["step"]
-    return found
+    return restored_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parts:
-    """What has a state: the n-th optimizer is the n-th model's."""
+    """The objects that have a state. The n-th optimizer is that of the n-th model."""
 
     models: Sequence[Any]
     optimizers: Sequence[Any]
@@ -207,7 +206,7 @@ def _state_of_accelerator(accelerator: Any) -> dict[str, Any]:
 
 
 def _state_of(parts: _Parts) -> dict[str, Any]:
-    """A state to save, or with room for what is restored. Asking for it gives every optimizer its state."""
+    """The state to save, or to restore into. As a side effect, every optimizer gets its state."""
     if len(parts.optimizers) > len(parts.models):
         raise UsageError(
             f"There are {len(parts.optimizers)} optimizers for {len(parts.models)} models",
@@ -223,11 +222,11 @@ def _state_of(parts: _Parts) -> dict[str, Any]:
         "optimizer": optimizers,
         "scheduler": [each.state_dict() for each in parts.schedulers],
         "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
-        "noise": noise(),
+        "noise": get_random_state(),
     }
 
 
-def _put_back(state: Mapping[str, Any], parts: _Parts) -> None:
+def _restore_parts(state: Mapping[str, Any], parts: _Parts) -> None:
     for number, model in enumerate(parts.models):
         set_state_dict(
             model,
@@ -242,13 +241,13 @@ def _put_back(state: Mapping[str, Any], parts: _Parts) -> None:
 
 
 def _optimizer_of(parts: _Parts, number: int) -> list[torch.optim.Optimizer]:
-    """None or one, without Accelerate's wrapping."""
+    """The optimizer of a model, without Accelerate's wrapper; none if it has none."""
     own = parts.optimizers[number : number + 1]
     return [getattr(each, "optimizer", each) for each in own]
 
 
-def noise() -> tuple[Any, ...]:
-    """Where this rank's random numbers stand: one object, which each rank saves and gets back for itself."""
+def get_random_state() -> tuple[Any, ...]:
+    """The state of this rank's random number generators, as one object that each rank saves for itself."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - users draw from it
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return (
@@ -259,9 +258,9 @@ def noise() -> tuple[Any, ...]:
     )
 
 
-def set_noise(was: tuple[Any, ...]) -> None:
-    """Let random numbers go on from where they stood."""
-    python, (kind, keys, *rest), host, devices = was
+def set_random_state(saved: tuple[Any, ...]) -> None:
+    """Restore the state of this rank's random number generators."""
+    python, (kind, keys, *rest), host, devices = saved
     random.setstate(python)
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))  # noqa: NPY002 - likewise
     torch.set_rng_state(_as_bytes(host))

@@ -1,7 +1,7 @@
 """Checkpoints of Lightning's Trainer and Fabric: `Trainer(plugins=[PenstockIO()])`.
 
-Lightning hands the whole checkpoint over on rank 0 and wants it back on every rank; this saves and loads it
-as a tree. Invariant: a checkpoint is removed only after every save that was begun before has been committed.
+Lightning passes the whole checkpoint on rank 0 and expects it back on every rank; it is saved and loaded as a
+tree. Invariant: a checkpoint is removed only after every save that began before has been committed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ except ImportError as error:
 
 
 class PenstockIO(CheckpointIO):
-    """Saves each checkpoint as a folder under the path that Lightning gives it; committed when `fit` goes on.
+    """Saves each checkpoint as a folder at the path that Lightning gives; committed before `fit` continues.
 
-    Files that were saved with Lightning's own plugin are loaded, too. `staging_bytes` bounds what saves take
+    Files that Lightning's own plugin saved can be loaded, too. `staging_bytes` limits the memory of saves
     beside the state.
     """
 
@@ -41,7 +42,7 @@ class PenstockIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any | None = None
     ) -> None:
-        """Rank 0: save, and replace what was saved at this path."""
+        """Rank 0: save, and replace an older checkpoint at this path."""
         _refuse_options(storage_options)
         aside = _set_aside(path)
         save_tree(checkpoint, path, self._saver)
@@ -54,39 +55,37 @@ class PenstockIO(CheckpointIO):
         map_location: Any | None = None,
         weights_only: bool | None = None,  # noqa: FBT001 - as Lightning has it
     ) -> Any:
-        """Any rank: the checkpoint, in fresh memory; with weights_only=False, objects of any kind."""
+        """Any rank: load the checkpoint into new memory; with weights_only=False, objects of any kind."""
         if _is_file(path):
             return TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
         return load_tree(path, device=_device_of(map_location), trust=weights_only is False)
 
     def remove_checkpoint(self, path: AnyPath) -> None:
-        """Rank 0: take a checkpoint away; nothing happens where none is."""
+        """Rank 0: remove a checkpoint, if there is one."""
         if _is_file(path):
             Path(path).unlink()
             return
         storage, name = open_parent(path)
-        shelf = open_catalog(storage)
-        try:
-            shelf.remove(shelf.find(name))
-        except ObjectNotFound:
-            return
+        catalog = open_catalog(storage)
+        with suppress(ObjectNotFound):
+            catalog.remove(catalog.find(name))
 
     def teardown(self) -> None:
-        """Let go of memory."""
+        """Free the staging memory."""
         self._saver.close()
 
 
 class AsyncPenstockIO(PenstockIO):
-    """The same, but `fit` goes on as soon as the state is copied; a failed save is raised by the next one.
+    """`PenstockIO` in the background: `fit` continues once the state is copied; a later call raises failures.
 
-    `ModelCheckpoint` removes the older checkpoint right after it has asked for the newer one; here this waits
-    until the newer one is committed, and does not happen if that fails.
+    `ModelCheckpoint` removes the older checkpoint right after it requested the newer one; here the older one
+    stays until the newer one is committed, and for good if that fails.
     """
 
     def __init__(self, *, writers: int = 2, staging_bytes: int = DEFAULT_STAGING_BYTES) -> None:
         super().__init__(writers=writers, staging_bytes=staging_bytes)
         self._worker: ThreadPoolExecutor | None = None
-        self._under_way: list[Future[None]] = []
+        self._pending: list[Future[None]] = []
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: AnyPath, storage_options: Any | None = None
@@ -95,9 +94,9 @@ class AsyncPenstockIO(PenstockIO):
         _refuse_options(storage_options)
         self._raise_failure(only_done=True)
         aside = _set_aside(path)
-        self._under_way.append(save_tree_in(self._own_worker(), checkpoint, path, self._saver))
+        self._pending.append(save_tree_in(self._own_worker(), checkpoint, path, self._saver))
         if aside is not None:
-            self._once_all_is_saved(aside.unlink)
+            self._run_after_saves(aside.unlink)
 
     def load_checkpoint(
         self,
@@ -110,11 +109,11 @@ class AsyncPenstockIO(PenstockIO):
         return super().load_checkpoint(path, map_location, weights_only)
 
     def remove_checkpoint(self, path: AnyPath) -> None:
-        """Rank 0: take a checkpoint away, once all saves before are committed."""
-        self._once_all_is_saved(lambda: super(AsyncPenstockIO, self).remove_checkpoint(path))
+        """Rank 0: remove a checkpoint once all earlier saves are committed."""
+        self._run_after_saves(lambda: super(AsyncPenstockIO, self).remove_checkpoint(path))
 
     def teardown(self) -> None:
-        """Wait for all saves; a failure that was not yet told is raised."""
+        """Wait for all saves; raises a failure that was not raised before."""
         try:
             self._raise_failure()
         finally:
@@ -124,16 +123,16 @@ class AsyncPenstockIO(PenstockIO):
                 self._worker = None
             super().teardown()
 
-    def _once_all_is_saved(self, work: Callable[[], None]) -> None:
-        """Do this after everything that is under way, unless some of that fails."""
-        before = tuple(self._under_way)
+    def _run_after_saves(self, work: Callable[[], None]) -> None:
+        """Call `work` after everything that is pending, unless some of that fails."""
+        before = tuple(self._pending)
 
         def run() -> None:
             # One thread does everything in order, so all of these are over.
-            if not any(each.exception() for each in before):
+            if not any(save.exception() for save in before):
                 work()
 
-        self._under_way.append(self._own_worker().submit(run))
+        self._pending.append(self._own_worker().submit(run))
 
     def _own_worker(self) -> ThreadPoolExecutor:
         if self._worker is None:
@@ -141,10 +140,10 @@ class AsyncPenstockIO(PenstockIO):
         return self._worker
 
     def _raise_failure(self, *, only_done: bool = False) -> None:
-        """Raise the first failure of what is over, once; wait for the rest unless `only_done`."""
-        over = [each for each in self._under_way if each.done() or not only_done]
-        failures = [failure for each in over if (failure := each.exception()) is not None]
-        self._under_way = [each for each in self._under_way if each not in over]
+        """Raise the first failure, once; waits for pending saves unless `only_done`."""
+        over = [save for save in self._pending if save.done() or not only_done]
+        failures = [failure for save in over if (failure := save.exception()) is not None]
+        self._pending = [save for save in self._pending if save not in over]
         if failures:
             raise failures[0]
 
@@ -152,18 +151,18 @@ class AsyncPenstockIO(PenstockIO):
 def _refuse_options(storage_options: Any) -> None:
     if storage_options is not None:
         raise UsageError(
-            f"storage_options={storage_options!r} mean nothing to this plugin",
+            f"storage_options={storage_options!r} is not supported by this plugin",
             fix="Put options into the URI: s3://bucket/run?client=minio.",
         )
 
 
 def _is_file(path: AnyPath) -> bool:
-    """Whether a checkpoint of one file lies here, as Lightning's own plugin leaves them."""
-    return os.path.isfile(path)  # noqa: PTH113 - a URI is no file, and must not become a Path
+    """Whether there is a checkpoint of one file, as Lightning's own plugin writes them."""
+    return os.path.isfile(path)  # noqa: PTH113 - a URI must not become a Path
 
 
 def _set_aside(path: AnyPath) -> Path | None:
-    """Make way for a folder: where a file of that name lies now, to be removed after the commit."""
+    """Rename a file that has the name of the new folder; its new path, to be removed after the commit."""
     if not _is_file(path):
         return None
     old = Path(path)
@@ -176,6 +175,6 @@ def _device_of(map_location: Any) -> torch.device:
     if isinstance(map_location, str | torch.device):
         return torch.device(map_location)
     raise UsageError(
-        f"map_location={map_location!r} cannot be followed: checkpoints do not keep devices",
+        f"map_location={map_location!r} is not supported: checkpoints do not store devices",
         fix="Name one device, as in map_location='cuda:0', or leave it out.",
     )

@@ -3,7 +3,7 @@
     strategy = PenstockSaveStrategy()
     dist_checkpointing.save(sharded_state, folder, strategy, async_sharded_save=True)
 
-What is saved here is Megatron's `torch_dist` format, which its own strategies load, and the other way round.
+The format is Megatron's `torch_dist`: its own strategies load what this one saves, and the reverse.
 Invariant: the tracker names an iteration only when all of its files, `common.pt` included, are durable.
 """
 
@@ -41,10 +41,10 @@ TRACKER_NAME: Final = "latest_checkpointed_iteration.txt"
 
 
 class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
-    """Megatron's `torch_dist` save strategy with the engine's writer in it: direct I/O, sums, a manifest.
+    """Megatron's `torch_dist` save strategy with the engine's writer: direct I/O, checksums, a manifest.
 
     All ranks of the default group save together, each to `writers` files; names that begin with
-    `separation_hint` go to files of their own. Plans are made anew at each save.
+    `separation_hint` go to files of their own. Plans are not cached between saves.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
         self._staging_bytes = staging_bytes
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
-        """All ranks: Megatron's request of a save. Tensors may change when it has been scheduled."""
+        """All ranks: Megatron's request of a save. Tensors may change once it was scheduled."""
         return self._request(sharded_state_dict, checkpoint_dir, snapshots=True)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> None:
@@ -93,10 +93,10 @@ class PenstockSaveStrategy(stock.TorchDistSaveShardedStrategy):
 
 
 class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
-    """Megatron's `torch_dist` load strategy with the engine's reader in it.
+    """Megatron's `torch_dist` load strategy with the engine's reader.
 
-    What several ranks want is read once; sums are verified where a manifest has them. Sharded objects must be
-    plain data, unless `trust`.
+    Bytes that several ranks need are read once; checksums are verified if there is a manifest. Sharded
+    objects must be plain data, unless `trust`.
     """
 
     def __init__(self, *, trust: bool = False) -> None:
@@ -104,13 +104,13 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
         self._trust = trust
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: AnyPath) -> Any:
-        """All ranks: the state, with tensors and objects for their descriptions."""
+        """All ranks: the state, in which tensors and objects replace their descriptions."""
         strict_shapes, free_shapes = [], {}
-        for each in nested_values(sharded_state_dict):
-            if isinstance(each, ShardedTensor) and each.allow_shape_mismatch:
-                free_shapes[each.key] = each
-            elif isinstance(each, ShardedTensor):
-                strict_shapes.append(each)
+        for value in nested_values(sharded_state_dict):
+            if isinstance(value, ShardedTensor) and value.allow_shape_mismatch:
+                free_shapes[value.key] = value
+            elif isinstance(value, ShardedTensor):
+                strict_shapes.append(value)
         renamed, flat, renames = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict)  # noqa: SLF001 - the parent's own
         state = stock.mcore_to_pyt_state_dict(renamed, is_loading=True)
         reader = Reader(checkpoint_dir, trust=self._trust)
@@ -129,14 +129,14 @@ class PenstockLoadStrategy(stock.TorchDistLoadShardedStrategy):
 
 
 def iteration_folder(root: AnyPath, iteration: int) -> str:
-    """Where Megatron keeps the checkpoint of an iteration."""
+    """The folder in which Megatron keeps the checkpoint of an iteration."""
     return f"{os.fspath(root).rstrip('/')}/iter_{iteration:07d}"
 
 
 def save_iteration(
     root: AnyPath, iteration: int, sharded_state: Any, strategy: PenstockSaveStrategy | None = None
 ) -> None:
-    """All ranks: save to the folder of an iteration, and have the tracker name it. `root` is a path."""
+    """All ranks: save to the folder of an iteration, then point the tracker at it. `root` is a path."""
     folder = iteration_folder(root, iteration)
     if dist.get_rank() == 0:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -152,16 +152,16 @@ def load_iteration(
     iteration: int | None = None,
     strategy: PenstockLoadStrategy | None = None,
 ) -> tuple[int | None, Any]:
-    """All ranks: load an iteration, or the one that the tracker names. (None, None) where there is none."""
-    found = latest_iteration(root) if iteration is None else iteration
-    if found is None:
+    """All ranks: load an iteration, or the one that the tracker names; (None, None) if there is none."""
+    iteration = latest_iteration(root) if iteration is None else iteration
+    if iteration is None:
         return None, None
-    folder = iteration_folder(root, found)
-    return found, dist_checkpointing.load(sharded_state, folder, strategy or PenstockLoadStrategy())
+    folder = iteration_folder(root, iteration)
+    return iteration, dist_checkpointing.load(sharded_state, folder, strategy or PenstockLoadStrategy())
 
 
 def commit_iteration(root: AnyPath, iteration: int) -> None:
-    """Rank 0 (others return at once): make what Megatron wrote durable, then have the tracker name it.
+    """Rank 0 (others return at once): make the files of Megatron durable, then point the tracker at them.
 
     The last finalize function of an asynchronous save:
     `request.add_finalize_fn(lambda: commit_iteration(root, iteration))`.
@@ -169,23 +169,23 @@ def commit_iteration(root: AnyPath, iteration: int) -> None:
     if dist.get_rank() != 0:
         return
     folder = Path(iteration_folder(root, iteration))
-    for each in sorted(folder.iterdir()):
-        sync_file(each)
+    for file in sorted(folder.iterdir()):
+        sync_file(file)
     sync_folder(folder)
     sync_folder(folder.parent)
     write_object(open_here(root), TRACKER_NAME, [f"{iteration}".encode()])
 
 
 def latest_iteration(root: AnyPath) -> int | None:
-    """What the tracker names; None where there is no tracker. Not collective."""
+    """The iteration that the tracker names; None if there is no tracker. Not collective."""
     storage = open_here(root)
     if not exists(storage, TRACKER_NAME):
         return None
     text = bytes(read_object(storage, TRACKER_NAME)).decode(errors="replace").strip()
     if not text.isdecimal():
         raise DataDamaged(
-            f"The tracker says {text[:40]!r}, and not an iteration",
+            f"The tracker contains {text[:40]!r} instead of an iteration",
             where=f"{storage.uri}/{TRACKER_NAME}",
-            fix="Write the number of the newest whole iter_* folder into it.",
+            fix="Write the number of the newest complete iter_* folder into it.",
         )
     return int(text)

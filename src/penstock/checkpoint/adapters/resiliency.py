@@ -3,8 +3,8 @@
     queue = AsyncCallsQueue()
     queue.schedule_async_request(save_request(state, "/pfs/run/step-100"))
 
-Invariant: what is written are the values at the time of `save_request`, tensors in main memory included, and
-those of devices at the time of scheduling.
+Invariant: tensors in main memory are written as they are at the time of `save_request`, those on devices as
+they are at the time of scheduling.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def save_request(
     separation_hint: str | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> Any:
-    """All ranks: plan a save, and give the request that carries it out and makes it a checkpoint.
+    """All ranks: plan a save, and return the request that writes it and makes it a checkpoint.
 
-    The queue's `maybe_finalize_async_calls` raises on the coordinator where writing failed on any rank; the
-    folder then is no checkpoint. `planner` stands in for the engine's own.
+    If writing failed on any rank, the queue's `maybe_finalize_async_calls` raises on the coordinator, and the
+    folder is not a checkpoint. `planner` replaces the engine's own.
     """
     writer = AsyncWriter(path, writers=writers, separation_hint=separation_hint, staging_bytes=staging_bytes)
     planned = save_state_dict_async_plan(

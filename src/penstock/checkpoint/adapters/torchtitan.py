@@ -1,10 +1,10 @@
-"""torchtitan's checkpoint manager with the engine in the place of `dcp.save` and `dcp.load`.
+"""torchtitan's checkpoint manager with the engine instead of `dcp.save` and `dcp.load`.
 
     checkpoint = PenstockCheckpointManager.Config(enable=True, interval=500)
 
-What is saved when, under which name, and where a run goes on is torchtitan's; folders are those of its own
-manager, and each loads what the other has saved. Invariant: a step is visible when it is whole on all ranks,
-and is removed by the engine, in one step, and never while it is the only one.
+torchtitan decides when to save, under which name, and from where a run resumes. Folders are those of its own
+manager, and each loads what the other has saved. Invariant: a step is visible once it is complete on all
+ranks; the engine removes it at once, and never while it is the only one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ImportError as error:
 class PenstockCheckpointManager(CheckpointManager):
     """torchtitan's manager, saving and loading through a `Manager` of its folder.
 
-    Hugging Face's format stays torchtitan's own. Both kinds of asynchronous saves copy into warm memory;
+    Hugging Face's format is left to torchtitan. Both kinds of asynchronous saves copy into warm memory;
     with "async_with_pinned_mem" training waits for the copy only at the next `maybe_wait_for_staging`.
     """
 
@@ -41,11 +41,11 @@ class PenstockCheckpointManager(CheckpointManager):
         """torchtitan's options, and the engine's."""
 
         writers: int = 2
-        """Files of each rank, written side by side."""
+        """How many files each rank writes in parallel."""
         staging_bytes: int | None = None
-        """What saves under way may take beside the state, on each rank; None is the engine's default."""
+        """The memory of pending saves beside the state, on each rank; None is the engine's default."""
         trust: bool = False
-        """Whether objects of a checkpoint may run code when they are loaded."""
+        """Whether loading may run code of the checkpoint's objects."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
@@ -59,11 +59,11 @@ class PenstockCheckpointManager(CheckpointManager):
             staging_bytes=config.staging_bytes,
         )
         self._waiters = ThreadPoolExecutor(2, thread_name_prefix="penstock-wait")
-        # torchtitan would make pinned memory for a copy that the engine makes in its own.
+        # Else torchtitan would allocate pinned memory for a copy that the engine makes in its own memory.
         self.stager = _NoStager()
 
     def __del__(self) -> None:
-        """Nothing: closing is collective, and a garbage collector is not."""
+        """Do nothing: closing is collective, and garbage collection is not."""
 
     @torch.no_grad()
     def dcp_save(
@@ -74,9 +74,9 @@ class PenstockCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,  # noqa: FBT001, FBT002 - as torchtitan has it
         to_hf: bool = False,  # noqa: FBT001, FBT002 - likewise
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """Save a step; what the parent's returns."""
+        """Save a step; returns what the parent's method returns."""
         if to_hf:
-            # Blocking, whatever the mode: torchtitan exports at the end of a run alone.
+            # Blocking, whatever the mode: torchtitan exports only at the end of a run.
             super().dcp_save(state_dict, checkpoint_id, AsyncMode.DISABLED, enable_garbage_collection, to_hf)
             return None
         step = int(checkpoint_id.rpartition("step-")[2])
@@ -113,7 +113,7 @@ class PenstockCheckpointManager(CheckpointManager):
         return -1 if latest is None else latest
 
     def _should_purge(self) -> bool:
-        """Whether torchtitan is to remove old steps: the engine does."""
+        """Return False: the engine removes old steps, not torchtitan."""
         return False
 
     def _close(self) -> None:
@@ -123,7 +123,7 @@ class PenstockCheckpointManager(CheckpointManager):
 
 
 class _NoStager:
-    """Stands where torchtitan looks for a stager, so that it makes none."""
+    """A stager for torchtitan to find, so that it makes none."""
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: it has no memory."""

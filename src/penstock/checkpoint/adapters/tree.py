@@ -1,8 +1,8 @@
-"""A whole state that its owner hands over and wants back as it was, keys, tuples, empty parts and all.
+"""Saves and restores a whole state as it is, with its keys, tuples and empty parts.
 
-Frameworks that save "the checkpoint" as one dict meet the engine here: tensors become parts with names of
-their own, the rest one object, the tree. Invariant: `load_tree` gives back what `save_tree` took, except that
-tensors which shared memory no longer do.
+For frameworks that save "the checkpoint" as one dict: each tensor becomes a part with a name of its own, the
+rest becomes one object, the tree. Invariant: `load_tree` returns what `save_tree` took, except that tensors
+which shared memory no longer do.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TREE_NAME: Final = "penstock.tree"
 TIMEOUT_S: Final = 1800.0
 
 Path = tuple[Any, ...]
-"""Keys of mappings as they are, and places in lists and tuples."""
+"""Keys of mappings, and positions in lists and tuples."""
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """A state taken apart."""
+class SplitState:
+    """A state, split into its tensors and the rest."""
 
     tree: Any
     """The state with None where a tensor was; containers are copies."""
@@ -49,29 +49,29 @@ class Split:
     """Where in the tree each tensor belongs."""
 
 
-def split(state: Any) -> Split:
-    """Take a state apart. Containers of other kinds than dict, list and tuple are left whole, as objects."""
+def split(state: Any) -> SplitState:
+    """Split a state. Containers of other kinds than dict, list and tuple stay objects."""
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, Path] = {}
-    for path, tensor in _tensors_in(state, ()):
+    for path, tensor in _find_tensors(state, ()):
         name = ".".join(map(str, path))
-        # Keys 1 and "1" have one name between them.
+        # Keys 1 and "1" would get the same name.
         while name in tensors or name == TREE_NAME:
             name += "~"
         tensors[name], paths[name] = tensor, path
-    return Split(_without_tensors(state), tensors, paths)
+    return SplitState(_remove_tensors(state), tensors, paths)
 
 
-def join(taken_apart: Split) -> Any:
-    """Put a state together again, in the containers of its tree."""
-    tree = taken_apart.tree
-    for name, path in taken_apart.paths.items():
-        tree = _with(tree, path, taken_apart.tensors[name])
+def join(parts: SplitState) -> Any:
+    """Join a state again, in the containers of its tree."""
+    tree = parts.tree
+    for name, path in parts.paths.items():
+        tree = _insert(tree, path, parts.tensors[name])
     return tree
 
 
-def alone() -> RankGroup:
-    """Membership of this process and no other, whatever process groups there are."""
+def solo_group() -> RankGroup:
+    """The group of this process alone, whatever process groups exist."""
     return RankGroup(SoloComm(gethostname()))
 
 
@@ -81,8 +81,8 @@ def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> F
     The state may change when this returns.
     """
     storage, name = open_parent(path)
-    group = alone()
-    prepared = saver.prepare(_as_saved(state), group, SaveChoice())
+    group = solo_group()
+    prepared = saver.prepare(_flatten(state), group, SaveChoice())
     staged = prepared.stage("copy")
 
     def finish() -> None:
@@ -97,78 +97,78 @@ def save_tree_in(worker: Executor, state: Any, path: AnyPath, saver: Saver) -> F
 def save_tree(state: Any, path: AnyPath, saver: Saver) -> None:
     """Save a state as one checkpoint, from this process alone; committed when this returns."""
     storage, name = open_parent(path)
-    group = alone()
-    prepared = saver.prepare(_as_saved(state), group, SaveChoice())
+    group = solo_group()
+    prepared = saver.prepare(_flatten(state), group, SaveChoice())
     staged = prepared.stage("commit")
     write_and_commit(prepared, staged, storage, name, group.comm, timeout_s=TIMEOUT_S)
 
 
 def load_tree(path: AnyPath, *, device: Any = "cpu", trust: bool = False) -> Any:
-    """The state that was saved at `path`, in fresh memory on `device`, for this process alone.
+    """Load the state at `path` into new memory on `device`, for this process alone.
 
-    `UsageError` for a checkpoint that has no tree. Without `trust`, the tree must be plain data.
+    `UsageError` if the checkpoint has no tree. Without `trust`, the tree must be plain data.
     """
-    opened = open_checkpoint(path)
-    if TREE_NAME not in {one.name for one in opened.index.objects}:
+    source = open_checkpoint(path)
+    if TREE_NAME not in {stored.name for stored in source.index.objects}:
         raise UsageError(
-            f"{opened.uri} is a checkpoint, but does not say what it was made of",
-            fix="Load it into a state that has the parts wanted, with penstock.checkpoint.loading.",
+            f"{source.uri} is a checkpoint without the structure of its state",
+            fix="Load it with penstock.checkpoint.loading into a state that has the parts you need.",
         )
-    state: dict[str, Any] = {TREE_NAME: None, **_room(opened, device)}
+    state: dict[str, Any] = {TREE_NAME: None, **_allocate(source, device)}
     with closing(CheckpointLoader()) as loader:
-        loader.load_from(state, opened, alone(), LoadChoice(trust=trust))
+        loader.load_from(state, source, solo_group(), LoadChoice(trust=trust))
     try:
         tree, paths = state.pop(TREE_NAME)
-        return join(Split(tree, state, dict(paths)))
+        return join(SplitState(tree, state, dict(paths)))
     except (LookupError, TypeError, ValueError) as error:
-        raise DataDamaged(f"The tree does not fit its tensors: {error!r}", where=opened.uri) from error
+        raise DataDamaged(f"The tree does not fit its tensors: {error!r}", where=source.uri) from error
 
 
-def _as_saved(state: Any) -> dict[str, Any]:
+def _flatten(state: Any) -> dict[str, Any]:
     parts = split(state)
     return {**parts.tensors, TREE_NAME: (parts.tree, tuple(parts.paths.items()))}
 
 
-def _room(opened: CheckpointSource, device: Any) -> dict[str, torch.Tensor]:
+def _allocate(source: CheckpointSource, device: Any) -> dict[str, torch.Tensor]:
     return {
         facts.name: torch.empty(facts.shape, dtype=getattr(torch, facts.dtype), device=device)
-        for facts in opened.index.tensors
+        for facts in source.index.tensors
     }
 
 
-def _tensors_in(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
+def _find_tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
     if is_tensor(value):
         yield path, value
-    for key, inner in _inside(value):
-        yield from _tensors_in(inner, (*path, key))
+    for key, inner in _iterate_children(value):
+        yield from _find_tensors(inner, (*path, key))
 
 
-def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What a container holds; nothing of those that could not be made anew from their parts."""
+def _iterate_children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The children of a container; none for kinds that cannot be rebuilt from their parts."""
     if type(value) in (dict, OrderedDict):
         yield from value.items()
     elif type(value) in (list, tuple):
         yield from enumerate(value)
 
 
-def _without_tensors(value: Any) -> Any:
+def _remove_tensors(value: Any) -> Any:
     if is_tensor(value):
         return None
     if type(value) in (dict, OrderedDict):
-        # Modules hang facts on the OrderedDict of their state, which a copy keeps.
-        bare = copy.copy(value)
-        bare.update((key, _without_tensors(inner)) for key, inner in value.items())
-        return bare
+        # torch's modules attach metadata to the OrderedDict of their state, which a copy keeps.
+        stripped = copy.copy(value)
+        stripped.update((key, _remove_tensors(inner)) for key, inner in value.items())
+        return stripped
     if type(value) in (list, tuple):
-        return type(value)(_without_tensors(inner) for inner in value)
+        return type(value)(_remove_tensors(inner) for inner in value)
     return value
 
 
-def _with(tree: Any, path: Path, tensor: torch.Tensor) -> Any:
+def _insert(tree: Any, path: Path, tensor: torch.Tensor) -> Any:
     if not path:
         return tensor
     key, *rest = path
-    inner = _with(tree[key], tuple(rest), tensor)
+    inner = _insert(tree[key], tuple(rest), tensor)
     if isinstance(tree, tuple):
         return (*tree[:key], inner, *tree[key + 1 :])
     tree[key] = inner

@@ -30,7 +30,7 @@ from penstock.checkpoint.levels.flush.file_copy import FileCopy, RateLimiter, co
 from penstock.checkpoint.levels.redundancy.redundancy_record import Assessment, choose_home_rank
 from penstock.checkpoint.manager.user_files import FinishedFiles, parse_writer_rank
 from penstock.checkpoint.tools.verify import find_damage
-from penstock.cluster.comm import Comm, all_gather_results
+from penstock.cluster.comm import Comm, all_gather_results, run_on_rank0
 from penstock.errors import DataDamaged, RankFailed, StorageError
 from penstock.progress import Progress
 from penstock.storage import Storage
@@ -44,50 +44,52 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, found: Assessment) -> tuple[int, ...]:
+def find_damaged_shares(cache: CacheLevel, comm: Comm, name: str, assessment: Assessment) -> tuple[int, ...]:
     """The ranks that saved and whose files differ from the manifest. Collective.
 
     If the manifest of a node is damaged itself, all of its shares count as damaged.
     """
 
-    def look() -> list[int]:
+    def check_own() -> list[int]:
         mine = [
-            rank for rank, actor in found.holders.items() if actor == comm.rank and rank not in found.lost
+            rank
+            for rank, actor in assessment.holders.items()
+            if actor == comm.rank and rank not in assessment.lost
         ]
         if not mine:
             return []
-        held = cache.node.find(name)
+        share = cache.node.find(name)
         try:
-            manifest = _sound_manifest(held)
+            manifest = _read_sound_manifest(share)
         except StorageError as error:
-            logger.warning("%s: %s", held.uri, error)
+            logger.warning("%s: %s", share.uri, error)
             return mine
-        return [rank for rank in mine if _is_damaged(held, manifest, found, rank)]
+        return [rank for rank in mine if _is_damaged(share, manifest, assessment, rank)]
 
-    answers = all_gather_results(comm, look, awaiting=f"all ranks to check the files of {name}")
+    answers = all_gather_results(comm, check_own, awaiting=f"all ranks to check the files of {name}")
     return tuple(sorted(rank for ranks in answers for rank in ranks))
 
 
-def _is_damaged(held: CheckpointRef, manifest: Manifest, found: Assessment, rank: int) -> bool:
-    names = {file.name for file in found.files_of(rank)}
+def _is_damaged(share: CheckpointRef, manifest: Manifest, assessment: Assessment, rank: int) -> bool:
+    names = {file.name for file in assessment.files_of(rank)}
     files = [file for file in manifest.files if file.name in names]
-    damage = find_damage(held.storage, held.committed.folder, manifest, files)
+    damage = find_damage(share.storage, share.committed.folder, manifest, files)
     for each in damage:
-        logger.warning("%s: %s", held.uri, each)
+        logger.warning("%s: %s", share.uri, each)
     bad = [
         file.name
-        for file in found.kept_by(rank)
-        if checksum_object(prefer_direct_access(held.storage), held.key(file.name)).hex() != file.sum
+        for file in assessment.kept_by(rank)
+        if checksum_object(prefer_direct_access(share.storage), share.key(file.name)).hex() != file.sum
     ]
     for name in bad:
-        logger.warning("%s: %s: its checksum differs", held.uri, name)
+        logger.warning("%s: %s: its checksum differs", share.uri, name)
     return bool(damage or bad)
 
 
-def _sound_manifest(held: CheckpointRef) -> Manifest:
-    manifest = read_manifest(read_object(held.storage, held.key(MANIFEST_NAME)), held.uri)
-    if checksum_of(read_object(held.storage, held.key(METADATA_NAME))) != manifest.metadata_sum:
-        raise DataDamaged("The checksum of its .metadata differs", where=held.uri)
+def _read_sound_manifest(share: CheckpointRef) -> Manifest:
+    manifest = read_manifest(read_object(share.storage, share.key(MANIFEST_NAME)), share.uri)
+    if checksum_of(read_object(share.storage, share.key(METADATA_NAME))) != manifest.metadata_sum:
+        raise DataDamaged("The checksum of its .metadata differs", where=share.uri)
     return manifest
 
 
@@ -201,10 +203,10 @@ def scavenge(cache: CacheLevel, comm: Comm, durable: StepCatalog, steps: Sequenc
     """Make the newest of `steps` durable that the caches can provide."""
     looked_at: list[StepRepair] = []
     for step in sorted(steps, reverse=True):
-        mended, found = _repair_step(cache, comm, step, verified=True)
-        looked_at.append(mended)
-        if not mended.reason:
-            uri = _make_durable(cache, comm, durable, step, found)
+        repaired, assessment = _repair_step(cache, comm, step, verified=True)
+        looked_at.append(repaired)
+        if not repaired.reason:
+            uri = _make_durable(cache, comm, durable, step, assessment)
             return ScavengeReport(step=step, uri=uri, looked_at=tuple(looked_at))
     return ScavengeReport(step=None, looked_at=tuple(looked_at))
 
@@ -213,27 +215,29 @@ def _repair_step(
     cache: CacheLevel, comm: Comm, step: int, *, verified: bool
 ) -> tuple[StepRepair, Assessment]:
     name = step_dirname(step)
-    found = cache.assess(name)
-    mended = StepRepair(step=step, missing=found.lost, reason=found.reason)
-    if found.reason:
-        return mended, found
-    if verified and (damaged := find_damaged_shares(cache, comm, name, found)):
-        found = cache.assess(name, damaged=damaged)
-        mended = replace(mended, damaged=damaged, reason=found.reason)
-    if found.is_rebuildable:
+    assessment = cache.assess(name)
+    repaired = StepRepair(step=step, missing=assessment.lost, reason=assessment.reason)
+    if assessment.reason:
+        return repaired, assessment
+    if verified and (damaged := find_damaged_shares(cache, comm, name, assessment)):
+        assessment = cache.assess(name, damaged=damaged)
+        repaired = replace(repaired, damaged=damaged, reason=assessment.reason)
+    if assessment.is_rebuildable:
         try:
-            cache.repair(name, found)
+            cache.repair(name, assessment)
         except RankFailed as error:
-            return replace(mended, reason=f"it could not be rebuilt: {error}"), found
-        found = cache.assess(name)
-    return mended, found
+            return replace(repaired, reason=f"it could not be rebuilt: {error}"), assessment
+        assessment = cache.assess(name)
+    return repaired, assessment
 
 
-def _make_durable(cache: CacheLevel, comm: Comm, durable: StepCatalog, step: int, found: Assessment) -> str:
+def _make_durable(
+    cache: CacheLevel, comm: Comm, durable: StepCatalog, step: int, assessment: Assessment
+) -> str:
     name = step_dirname(step)
-    manifest, metadata = cache.fetch_seal(name, found)
+    manifest, metadata = cache.fetch_seal(name, assessment)
     uri = f"{durable.storage.uri}/{name}"
-    if _is_there(comm, durable, step, manifest):
+    if _is_durable(comm, durable, step, manifest):
         return uri
     sizes = {file.name: file.size_bytes for file in read_manifest(manifest, uri).files}
     with ExitStack() as undo:
@@ -241,7 +245,7 @@ def _make_durable(cache: CacheLevel, comm: Comm, durable: StepCatalog, step: int
         undo.callback(transaction.abandon)
         all_gather_results(
             comm,
-            lambda: _copy_shares(cache, found, transaction, name, comm.rank),
+            lambda: _copy_shares(cache, assessment, transaction, name, comm.rank),
             awaiting=f"all ranks to copy what they hold of {name}",
         )
         transaction.commit(lambda: Seal(manifest=manifest, metadata=metadata, sizes=sizes))
@@ -251,32 +255,35 @@ def _make_durable(cache: CacheLevel, comm: Comm, durable: StepCatalog, step: int
     return uri
 
 
-def _is_there(comm: Comm, durable: StepCatalog, step: int, manifest: bytes) -> bool:
-    """Whether this save of the step is durable already."""
+def _is_durable(comm: Comm, durable: StepCatalog, step: int, manifest: bytes) -> bool:
+    """Whether this very save of the step is durable already."""
 
-    def look() -> bool:
-        if comm.rank != 0 or step not in durable.committed():
+    def compare_manifests() -> bool:
+        if step not in durable.committed():
             return False
         stored = durable.find(step)
-        return bytes(read_object(stored.storage, stored.key(MANIFEST_NAME))) == manifest
+        return read_object(stored.storage, stored.key(MANIFEST_NAME)) == manifest
 
-    return all_gather_results(comm, look, awaiting="rank 0 to look at the durable level")[0]
+    return run_on_rank0(comm, compare_manifests, awaiting="rank 0 to look at the durable level")
 
 
 def _copy_shares(
-    cache: CacheLevel, found: Assessment, transaction: SaveTransaction, name: str, rank: int
+    cache: CacheLevel, assessment: Assessment, transaction: SaveTransaction, name: str, rank: int
 ) -> None:
     """Copy the files of all shares that this rank holds."""
     files = [
-        file for saved, actor in found.holders.items() if actor == rank for file in found.files_of(saved)
+        file
+        for saved, actor in assessment.holders.items()
+        if actor == rank
+        for file in assessment.files_of(saved)
     ]
     if not files:
         return
-    held = cache.node.find(name)
-    copies = [FileCopy(from_key=held.key(file.name), to_key=transaction.key(file.name)) for file in files]
+    share = cache.node.find(name)
+    copies = [FileCopy(from_key=share.key(file.name), to_key=transaction.key(file.name)) for file in files]
     copy_files(
         copies,
-        prefer_direct_access(held.storage),
+        prefer_direct_access(share.storage),
         transaction.data_storage,
         threads=NUM_THREADS,
         pace=RateLimiter(None),

@@ -137,11 +137,6 @@ class SaveScheduler:
         return self.policy.is_due(SaveTiming(step=step, since_last_s=since_s, blocked_s=blocked_s))
 
 
-def young_interval_s(blocked_s: float, mtbf_s: float) -> float:
-    """Young's first-order optimum (1974), good while a save takes much less time than `mtbf_s`."""
-    return math.sqrt(2 * blocked_s * mtbf_s)
-
-
 def daly_interval_s(blocked_s: float, mtbf_s: float) -> float:
     """Daly's higher-order optimum (2006): the work between two checkpoints, without the time they take."""
     if blocked_s >= 2 * mtbf_s:

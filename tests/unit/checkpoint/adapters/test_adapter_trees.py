@@ -49,7 +49,7 @@ def test_what_is_taken_apart_is_put_together_as_it_was(state: Any) -> None:
     assert same(join(parts), state)
 
 
-def test_taking_apart_leaves_the_state_alone() -> None:
+def test_taking_apart_leaves_the_state_solo_group() -> None:
     weights = torch.ones(2)
     state = {"a": [weights, {"b": (weights, 1)}]}
     split(state)
@@ -83,5 +83,5 @@ def test_a_checkpoint_without_a_tree_is_refused(tmp_path: Path) -> None:
     import penstock.checkpoint as pc
 
     pc.save({"weights": torch.ones(1)}, tmp_path / "one")
-    with pytest.raises(UsageError, match="does not say what it was made of"):
+    with pytest.raises(UsageError, match="without the structure of its state"):
         load_tree(tmp_path / "one")

@@ -32,7 +32,7 @@ from penstock.checkpoint.levels.flush.flush_folder import (
     Journal,
     JournalEntry,
 )
-from penstock.checkpoint.levels.flush.flush_task import FlushTask, newest_first, retry_delay
+from penstock.checkpoint.levels.flush.flush_task import FlushTask, retry_delay
 from penstock.errors import DataDamaged, ObjectNotFound, PenstockError, StorageError, Unavailable, UsageError
 from penstock.storage import Storage
 from penstock.storage.uri import open_here
@@ -176,7 +176,8 @@ class Daemon:
     def _execute_one(self) -> bool:
         """Advance orders, newest first, until one is finished; returns whether one was."""
         orders = self._folder.orders.all()
-        for step in newest_first(orders):
+        # A restart needs the newest step, and once durable, it may make older ones superfluous.
+        for step in sorted(orders, reverse=True):
             order = orders[step]
             if isinstance(order, DataDamaged):
                 self._warn_once(step, order)

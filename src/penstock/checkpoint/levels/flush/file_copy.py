@@ -114,9 +114,6 @@ def copy_file(
         undo.pop_all()
 
 
-CHECKED_BLOCK_BYTES = 8 << 20
-
-
 class StreamChecksums:
     """Computes the checksum of a file and verifies those of its items, from blocks in order."""
 
@@ -163,15 +160,3 @@ class StreamChecksums:
             self._wrong.append(self._row)
         self._item = start_checksum()
         self._row += 1
-
-
-def checksum_file(storage: Storage, key: str) -> tuple[int, str]:
-    """The size of a stored file and the checksum of its bytes, in hexadecimal."""
-    total = start_checksum()
-    with closing(storage.open(key)) as source:
-        buffer = aligned_buffer(min(CHECKED_BLOCK_BYTES, max(source.size_bytes, 1)))
-        for start in range(0, source.size_bytes, CHECKED_BLOCK_BYTES):
-            block = buffer[: min(CHECKED_BLOCK_BYTES, source.size_bytes - start)]
-            source.read_into(start, block)
-            total.update(block)
-        return source.size_bytes, total.digest().hex()

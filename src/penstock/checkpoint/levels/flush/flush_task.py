@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import cached_property, partial
 from typing import Final
@@ -17,8 +17,8 @@ from typing import Final
 from penstock.checkpoint.commit.catalog import CheckpointRef, StepCatalog, open_catalog
 from penstock.checkpoint.commit.protocol import MANIFEST_NAME, METADATA_NAME, Seal
 from penstock.checkpoint.commit.shared_draft import SharedDraft
-from penstock.checkpoint.commit.transaction import open_draft_store
-from penstock.checkpoint.formats.manifest import ManifestFile, read_manifest
+from penstock.checkpoint.commit.transaction import open_draft_store, sweep_dead_saves
+from penstock.checkpoint.formats.manifest import ManifestFile, checksum_object, read_manifest
 from penstock.checkpoint.levels.flush import file_copy
 from penstock.checkpoint.levels.flush.flush_folder import (
     EntryKind,
@@ -38,17 +38,12 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 
 
-def newest_first(steps: Iterable[int]) -> list[int]:
-    """Newest first: a restart needs the newest, and it may make older ones superfluous."""
-    return sorted(steps, reverse=True)
-
-
 def superseded_by(step: int, durable: Collection[int], keep: int | None) -> list[int]:
     """The durable steps that supersede this one, newest first; empty if it must be flushed.
 
     A step is superseded if retention would remove it as soon as it were durable.
     """
-    newer = sorted((each for each in durable if each > step), reverse=True)
+    newer = sorted((other for other in durable if other > step), reverse=True)
     return newer[:keep] if keep is not None and len(newer) >= keep else []
 
 
@@ -129,8 +124,7 @@ class FlushTask:
         """Copy what is not durable yet and tell the other nodes; may leave files for later."""
         self._write("begun")
         if self.order.node == 0:
-            for swept in open_draft_store(self._durable).sweep():
-                logger.info("Removed %s, the remains of a dead save", swept)
+            sweep_dead_saves(open_draft_store(self._durable), self._durable)
         self._draft.join()
         self._has_joined = True
         self._draft.mark("copying")
@@ -145,8 +139,8 @@ class FlushTask:
         def copy_unless_newer(file: OrderedFile) -> dict[str, str | int]:
             return {} if yields() else copy_one(file)
 
-        with ThreadPoolExecutor(self.order.threads, thread_name_prefix="penstock-flush") as crew:
-            copies = [crew.submit(copy_unless_newer, file) for file in self.order.files]
+        with ThreadPoolExecutor(self.order.threads, thread_name_prefix="penstock-flush") as threads:
+            copies = [threads.submit(copy_unless_newer, file) for file in self.order.files]
             for copied in as_completed(copies):
                 if copied.exception() is None and (facts := copied.result()):
                     self._write("copied", **facts)
@@ -231,8 +225,10 @@ class FlushTask:
         return True
 
     def _write(self, what: EntryKind, **facts: str | int) -> None:
-        line = {"at_s": self._clock(), "what": what, "step": self.order.step, "save_id": self.order.save_id}
-        self._journal.write(JournalEntry.model_validate({**line, **facts}))
+        save = {"step": self.order.step, "save_id": self.order.save_id}
+        self._journal.write(
+            JournalEntry.model_validate({"at_s": self._clock(), "what": what, **save, **facts})
+        )
 
     @cached_property
     def _durable(self) -> Storage:
@@ -259,8 +255,9 @@ class FlushTask:
 
     @cached_property
     def _seal(self) -> Seal:
-        manifest = bytes(read_object(self._cache, self._cached.key(MANIFEST_NAME)))
-        metadata = bytes(read_object(self._cache, self._cached.key(METADATA_NAME)))
+        manifest, metadata = (
+            bytes(read_object(self._cache, self._cached.key(name))) for name in (MANIFEST_NAME, METADATA_NAME)
+        )
         return Seal(manifest=manifest, metadata=metadata, sizes=self.order.sizes)
 
     @cached_property
@@ -269,9 +266,11 @@ class FlushTask:
         return {file.name: file for file in manifest.files}
 
 
-def _is_unchanged(storage: Storage, key: str, line: JournalEntry) -> bool:
+def _is_unchanged(storage: Storage, key: str, entry: JournalEntry) -> bool:
     """Whether a file has the size and checksum of its journal entry."""
     try:
-        return file_copy.checksum_file(storage, key) == (line.size_bytes, line.sum)
+        if storage.stat(key).size_bytes != entry.size_bytes:
+            return False
+        return checksum_object(storage, key).hex() == entry.sum
     except (ObjectNotFound, DataDamaged):
         return False

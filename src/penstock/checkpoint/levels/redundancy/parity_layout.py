@@ -51,16 +51,14 @@ class Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityLayout:
-    """A group of `members` with `parities` (1 or 2) pieces of parity in each of its stripes."""
+    """A group of `members` with `parities` (1 or 2) pieces of parity in each of its stripes.
+
+    There are as many stripes as members: each member has the plain parity of one.
+    """
 
     members: int
     parities: int
     chunk_bytes: int
-
-    @property
-    def num_stripes(self) -> int:
-        """As many as members: each has the plain parity of one stripe."""
-        return self.members
 
     @property
     def num_chunks(self) -> int:

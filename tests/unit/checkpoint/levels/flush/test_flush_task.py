@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.checkpoint.commit.catalog import choose_surplus
 from penstock.checkpoint.levels.flush.daemon import free_cores
 from penstock.checkpoint.levels.flush.daemon_flusher import NodeOrders, find_orphans
-from penstock.checkpoint.levels.flush.flush_task import newest_first, poll_delay, retry_delay, superseded_by
+from penstock.checkpoint.levels.flush.flush_task import poll_delay, retry_delay, superseded_by
 
 steps = st.sets(st.integers(0, 30), max_size=8)
 
@@ -21,10 +21,6 @@ def test_a_step_is_superseded_only_if_retention_would_remove_it_at_once(
     removed = choose_surplus(sorted({*durable, step}), keep, lambda _: True)
     assert bool(newer) == (step in removed)
     assert set(newer) <= durable
-
-
-def test_the_newest_comes_first() -> None:
-    assert newest_first({3, 11, 5}) == [11, 5, 3]
 
 
 def test_failures_are_tried_again_ever_more_seldom_and_never_not_at_all() -> None:

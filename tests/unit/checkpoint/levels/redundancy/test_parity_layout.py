@@ -34,7 +34,7 @@ layouts = st.integers(1, 2).flatmap(
 def test_every_chunk_of_every_member_is_in_one_stripe(layout: ParityLayout) -> None:
     seen = [
         (piece.member, piece.chunk)
-        for stripe in range(layout.num_stripes)
+        for stripe in range(layout.members)
         for piece in layout.data(stripe)
         if layout.stripe_of(piece.member, piece.chunk) == stripe
     ]
@@ -45,17 +45,17 @@ def test_every_chunk_of_every_member_is_in_one_stripe(layout: ParityLayout) -> N
 
 @given(layouts)
 def test_every_member_keeps_one_piece_of_each_parity_and_has_one_role_a_stripe(layout: ParityLayout) -> None:
-    kept = [piece for stripe in range(layout.num_stripes) for piece in layout.parity(stripe)]
+    kept = [piece for stripe in range(layout.members) for piece in layout.parity(stripe)]
     for role in (PieceRole.PLAIN, PieceRole.WEIGHTED)[: layout.parities]:
         assert sorted(piece.member for piece in kept if piece.role is role) == list(range(layout.members))
-    for stripe in range(layout.num_stripes):
+    for stripe in range(layout.members):
         members = [piece.member for piece in (*layout.data(stripe), *layout.parity(stripe))]
         assert sorted(members) == list(range(layout.members))
 
 
 @given(layouts, st.integers(0, 2**32 - 1))
 def test_whoever_is_lost_every_piece_comes_back_bit_for_bit(layout: ParityLayout, seed: int) -> None:
-    stripes = [_encoded(layout, stripe, seed) for stripe in range(layout.num_stripes)]
+    stripes = [_encoded(layout, stripe, seed) for stripe in range(layout.members)]
     for num_lost in range(1, layout.parities + 1):
         for lost in combinations(range(layout.members), num_lost):
             for stripe, pieces in enumerate(stripes):
