@@ -19,10 +19,10 @@ from penstock.submission.finding import Verdict
 from penstock.submission.rules import RULES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from tests.support.submission.rule_trees import RuleTree
-    from tests.support.submission.tree_store import TreeStore
+    from tests.support.submission.tree_store import Tree, TreeStore
 
     from penstock.submission.finding import Finding
     from penstock.submission.rules.rule import Rule
@@ -30,20 +30,30 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).parents[3] / "golden" / "submission"
 
 
-def findings_of(rule: Rule, family: str, store: TreeStore) -> Iterator[tuple[str, list[Finding]]]:
-    if family == "numbered" and "v1.0" in rule.editions:
-        yield "valid", store.findings(valid_submission(), rule)
-    elif family == "timed" and "v3.0" in rule.editions:
-        yield "valid training", store.findings(valid_training(num_runs=2), rule)
-        yield "valid checkpointing", store.findings(valid_checkpointing(), rule)
+def findings_of(
+    rule: Rule, family: str, store: TreeStore, valid: Mapping[str, Sequence[Finding]]
+) -> Iterator[tuple[str, list[Finding]]]:
+    if ("v1.0" if family == "numbered" else "v3.0") in rule.editions:
+        for name, findings in valid.items():
+            yield name, [finding for finding in findings if finding.rule == rule.id]
     cases: Mapping[str, tuple[RuleTree[Any], ...]] = NUMBERED_TREES if family == "numbered" else TIMED_TREES
     for case in cases.get(rule.id, ()):
         yield case.name, store.judge(case, rule)
 
 
+def valid_trees(family: str) -> Mapping[str, Tree]:
+    if family == "numbered":
+        return {"valid": valid_submission()}
+    return {"valid training": valid_training(num_runs=2), "valid checkpointing": valid_checkpointing()}
+
+
 def lines(store: TreeStore, family: str) -> Iterator[str]:
+    valid = {
+        name: [finding for result in store.check(tree) for finding in result.findings]
+        for name, tree in valid_trees(family).items()
+    }
     for rule in RULES:
-        for name, findings in findings_of(rule, family, store):
+        for name, findings in findings_of(rule, family, store, valid):
             shown = [finding for finding in findings if finding.verdict is not Verdict.PASS] or findings
             if shown:
                 yield f"{rule.id}: {name}"
