@@ -105,7 +105,7 @@ class OutOfSpace(StorageError):
 
 
 class ShortTransfer(StorageError):
-    """Fewer bytes moved than were asked for, or a finished object has another size than was sent."""
+    """Fewer bytes were moved than requested, or a finished object has another size than was sent."""
 
     def __init__(
         self, what: str, *, uri: str, expected_bytes: int, actual_bytes: int, where: str = "", fix: str = ""

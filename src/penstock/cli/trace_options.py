@@ -202,7 +202,7 @@ def view_answer(answer: Answer) -> View:
 
 
 def view_findings(comparison: ComparisonResult) -> View:
-    """What stands out in a comparison of runs."""
+    """The findings of a comparison of runs."""
     for finding in comparison.findings:
         yield bold(f"{finding.code} {finding.title}")
         for sentence in finding.says:

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from penstock.cluster.comm import BaseComm, PollingWait
+from penstock.environment import Environment
 from penstock.errors import RankError, Unavailable, UsageError, WaitTimeout
-
-if TYPE_CHECKING:
-    from penstock.environment import Environment
 
 LONGEST_CALL = timedelta(days=7)
 """gloo's own limit, which must not come first: each call of a `Comm` has one of its own."""

@@ -12,16 +12,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from penstock.errors import UsageError
+from penstock.storage import protocol
 from penstock.storage.capabilities import prefer_direct_access
-from penstock.storage.protocol import (
-    Release,
-    Sink,
-    Source,
-    Storage,
-    WrappedSink,
-    WrappedSource,
-    WrappedStorage,
-)
 
 Clock = Callable[[], float]
 Sleep = Callable[[float], None]
@@ -53,7 +45,7 @@ class TokenBucket:
             return self._paid_until_s - now_s
 
 
-class RateLimitedStorage(WrappedStorage):
+class RateLimitedStorage(protocol.WrappedStorage):
     """All threads together read and write at most `rate_bytes_per_s`, also past the page cache.
 
     The limit is per process: give each of several processes its share. Infinity is no limit.
@@ -61,7 +53,7 @@ class RateLimitedStorage(WrappedStorage):
 
     def __init__(
         self,
-        inside: Storage,
+        inside: protocol.Storage,
         rate_bytes_per_s: float,
         *,
         clock: Clock = time.monotonic,
@@ -72,15 +64,15 @@ class RateLimitedStorage(WrappedStorage):
         self._rate_bytes_per_s = rate_bytes_per_s
         self._sleep = sleep
 
-    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+    def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
         """Begin an object whose bytes wait."""
         return _LimitedSink(self.inside.create(key, size_bytes), self._wait)
 
-    def open(self, key: str) -> Source:
+    def open(self, key: str) -> protocol.Source:
         """Open an object whose bytes wait."""
         return _LimitedSource(self.inside.open(key), self._wait)
 
-    def past_cache(self) -> Storage:
+    def past_cache(self) -> protocol.Storage:
         """The same tree past the page cache, within the same limit."""
         other = RateLimitedStorage(
             prefer_direct_access(self.inside), self._rate_bytes_per_s, sleep=self._sleep
@@ -94,12 +86,12 @@ class RateLimitedStorage(WrappedStorage):
             self._sleep(wait_s)
 
 
-class _LimitedSink(WrappedSink):
-    def __init__(self, inside: Sink, wait: Callable[[int], None]) -> None:
+class _LimitedSink(protocol.WrappedSink):
+    def __init__(self, inside: protocol.Sink, wait: Callable[[int], None]) -> None:
         super().__init__(inside)
         self._wait = wait
 
-    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+    def submit(self, buffer: memoryview, release: protocol.Release | None = None) -> None:
         with ExitStack() as undo:
             if release is not None:
                 undo.callback(release)
@@ -108,8 +100,8 @@ class _LimitedSink(WrappedSink):
         super().submit(buffer, release)
 
 
-class _LimitedSource(WrappedSource):
-    def __init__(self, inside: Source, wait: Callable[[int], None]) -> None:
+class _LimitedSource(protocol.WrappedSource):
+    def __init__(self, inside: protocol.Source, wait: Callable[[int], None]) -> None:
         super().__init__(inside)
         self._wait = wait
 

@@ -101,9 +101,11 @@ def run_children(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], li
     ]
     for child in children:
         child.start()
+    # The last copy must be in the child, so that its death is an EOFError here.
     for _, theirs in pairs:
         theirs.close()
     with ending(children):
+        # Before the children are joined: one with an answer larger than the pipe waits until it is read.
         answers = _answers([mine for mine, _ in pairs], limit_s)
     failed = [
         f"child {number}: {outcome}" for number, (succeeded, outcome) in enumerate(answers) if not succeeded

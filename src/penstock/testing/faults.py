@@ -14,16 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 from penstock.errors import ObjectNotFound, OutOfSpace, StorageError
-from penstock.storage.protocol import (
-    ObjectInfo,
-    Release,
-    Sink,
-    Source,
-    Storage,
-    WrappedSink,
-    WrappedSource,
-    WrappedStorage,
-)
+from penstock.storage import protocol
 
 Verb = Literal["create", "submit", "finish", "abort", "open", "read_into", "list", "stat", "delete", "sync"]
 """A call on a storage, or on a sink or source of it."""
@@ -34,29 +25,29 @@ Gate = Callable[[Verb, int], None]
 Sleep = Callable[[float], None]
 
 
-class Gated(WrappedStorage):
+class Gated(protocol.WrappedStorage):
     """A storage with a `gate` before every call: the base of the faults below, and of your own."""
 
-    def __init__(self, inside: Storage, gate: Gate, **own_options: str | float) -> None:
+    def __init__(self, inside: protocol.Storage, gate: Gate, **own_options: str | float) -> None:
         super().__init__(inside, **own_options)
         self.gate = gate
 
-    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+    def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
         """Pass the gate, then begin an object inside."""
         self.gate("create", 0)
         return _GatedSink(super().create(key, size_bytes), self.gate)
 
-    def open(self, key: str) -> Source:
+    def open(self, key: str) -> protocol.Source:
         """Pass the gate, then open the object inside."""
         self.gate("open", 0)
         return _GatedSource(super().open(key), self.gate)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[protocol.ObjectInfo]:
         """Pass the gate, then list inside."""
         self.gate("list", 0)
         return super().list(prefix)
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> protocol.ObjectInfo:
         """Pass the gate, then describe the object inside."""
         self.gate("stat", 0)
         return super().stat(key)
@@ -72,17 +63,17 @@ class Gated(WrappedStorage):
         super().sync(prefix)
 
 
-class _GatedSink(WrappedSink):
-    def __init__(self, inside: Sink, gate: Gate) -> None:
+class _GatedSink(protocol.WrappedSink):
+    def __init__(self, inside: protocol.Sink, gate: Gate) -> None:
         super().__init__(inside)
         self._gate = gate
 
-    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+    def submit(self, buffer: memoryview, release: protocol.Release | None = None) -> None:
         with _released_on_failure(release):
             self._gate("submit", buffer.nbytes)
         super().submit(buffer, release)
 
-    def finish(self) -> ObjectInfo:
+    def finish(self) -> protocol.ObjectInfo:
         self._gate("finish", 0)
         return super().finish()
 
@@ -92,8 +83,8 @@ class _GatedSink(WrappedSink):
         self._gate("abort", 0)
 
 
-class _GatedSource(WrappedSource):
-    def __init__(self, inside: Source, gate: Gate) -> None:
+class _GatedSource(protocol.WrappedSource):
+    def __init__(self, inside: protocol.Source, gate: Gate) -> None:
         super().__init__(inside)
         self._gate = gate
 
@@ -103,7 +94,7 @@ class _GatedSource(WrappedSource):
 
 
 @contextmanager
-def _released_on_failure(release: Release | None) -> Iterator[None]:
+def _released_on_failure(release: protocol.Release | None) -> Iterator[None]:
     with ExitStack() as undo:
         if release is not None:
             undo.callback(release)
@@ -114,7 +105,7 @@ def _released_on_failure(release: Release | None) -> Iterator[None]:
 class Slow(Gated):
     """Every call takes `latency_s` longer; 0 is off."""
 
-    def __init__(self, inside: Storage, latency_s: float, *, sleep: Sleep = time.sleep) -> None:
+    def __init__(self, inside: protocol.Storage, latency_s: float, *, sleep: Sleep = time.sleep) -> None:
         super().__init__(inside, self._wait, slow_latency_s=latency_s)
         self._latency_s = latency_s
         self._sleep = sleep
@@ -127,7 +118,7 @@ class Slow(Gated):
 class FailAfter(Gated):
     """Works until `limit_bytes` were read or written; then every call that moves bytes fails (EIO)."""
 
-    def __init__(self, inside: Storage, limit_bytes: int) -> None:
+    def __init__(self, inside: protocol.Storage, limit_bytes: int) -> None:
         super().__init__(inside, self._count, fail_after_bytes=limit_bytes)
         self._left_bytes = limit_bytes
         self._lock = threading.Lock()
@@ -142,7 +133,7 @@ class FailAfter(Gated):
 class FailAtCall(Gated):
     """The `number`-th call of `verb` fails (EIO), counted from 1 over the whole storage; all others work."""
 
-    def __init__(self, inside: Storage, verb: Verb, number: int) -> None:
+    def __init__(self, inside: protocol.Storage, verb: Verb, number: int) -> None:
         super().__init__(inside, self._count, fail_at_verb=verb, fail_at_number=number)
         self._verb = verb
         self._left = number
@@ -163,15 +154,15 @@ def _injected(verb: Verb, uri: str) -> StorageError:
     )
 
 
-class Full(WrappedStorage):
+class Full(protocol.WrappedStorage):
     """Holds at most `capacity_bytes` written through it; abort, delete and overwrites free space."""
 
-    def __init__(self, inside: Storage, capacity_bytes: int) -> None:
+    def __init__(self, inside: protocol.Storage, capacity_bytes: int) -> None:
         super().__init__(inside, full_capacity_bytes=capacity_bytes)
         self._free_bytes = capacity_bytes
         self._lock = threading.Lock()
 
-    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+    def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
         """Begin an object inside; submitted bytes take space."""
         return _FullSink(super().create(key, size_bytes), self, key)
 
@@ -206,20 +197,20 @@ class Full(WrappedStorage):
             return 0
 
 
-class _FullSink(WrappedSink):
-    def __init__(self, inside: Sink, storage: Full, key: str) -> None:
+class _FullSink(protocol.WrappedSink):
+    def __init__(self, inside: protocol.Sink, storage: Full, key: str) -> None:
         super().__init__(inside)
         self._storage = storage
         self._key = key
         self._taken_bytes = 0
 
-    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+    def submit(self, buffer: memoryview, release: protocol.Release | None = None) -> None:
         with _released_on_failure(release):
             self._storage.take(buffer.nbytes)
         self._taken_bytes += buffer.nbytes
         super().submit(buffer, release)
 
-    def finish(self) -> ObjectInfo:
+    def finish(self) -> protocol.ObjectInfo:
         replaced_bytes = self._storage.size_of(self._key)
         info = super().finish()
         self._storage.give(replaced_bytes)
@@ -232,28 +223,28 @@ class _FullSink(WrappedSink):
         self._taken_bytes = 0
 
 
-class Late(WrappedStorage):
+class Late(protocol.WrappedStorage):
     """Releases late: a sink keeps every buffer until `finish` or `abort`."""
 
-    def __init__(self, inside: Storage) -> None:
+    def __init__(self, inside: protocol.Storage) -> None:
         super().__init__(inside, late_release=True)
 
-    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+    def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
         """Begin an object inside, whose releases are delayed."""
         return _LateSink(super().create(key, size_bytes))
 
 
-class _LateSink(WrappedSink):
-    def __init__(self, inside: Sink) -> None:
+class _LateSink(protocol.WrappedSink):
+    def __init__(self, inside: protocol.Sink) -> None:
         super().__init__(inside)
-        self._delayed: list[Release] = []
+        self._delayed: list[protocol.Release] = []
 
-    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+    def submit(self, buffer: memoryview, release: protocol.Release | None = None) -> None:
         if release is not None:
             self._delayed.append(release)
         super().submit(buffer)
 
-    def finish(self) -> ObjectInfo:
+    def finish(self) -> protocol.ObjectInfo:
         info = super().finish()
         self._release_all()
         return info

@@ -50,7 +50,7 @@ COLUMNS: Final = (
     EventColumn("file", pa.string(), "the trace file that it was read from"),
 )
 
-SCHEMA: Final = pa.schema([pa.field(each.name, each.type, each.may_be_missing) for each in COLUMNS])
+SCHEMA: Final = pa.schema([pa.field(column.name, column.type, column.may_be_missing) for column in COLUMNS])
 
 SAMPLES_KEPT: Final = 5
 """Damaged lines that a file's account shows; all are counted."""
@@ -62,7 +62,7 @@ def refuse_damaged(accounts: Sequence[FileAccount]) -> None:
     if damaged:
         raise TraceDamaged(
             f"Of {len(accounts)} files, {len(damaged)} lost something: {damaged[0].losses()[0]}",
-            fix="Read them without --strict to ask what is left.",
+            fix="Read them without --strict to query the rest.",
         )
 
 
@@ -77,7 +77,7 @@ class DamagedLine:
 
 @dataclass(slots=True, kw_only=True)
 class FileAccount:
-    """What became of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
+    """The fate of every line: `lines = events + salvaged + metadata + blank + dropped + skipped`.
 
     `events` were whole, `salvaged` are events of damaged lines; both are rows of the table. `metadata`
     explains other lines, `blank` lines are empty or a bracket, `skipped` lines were ruled out by a prefilter.

@@ -100,7 +100,7 @@ class SourceFile:
         return TraceFile(path=Path(self.path), name=self.name, run=self.run, rank_pattern=self.rank_pattern)
 
     def has_changed(self) -> bool:
-        """Whether the file differs from what was read; a file that is gone does not."""
+        """Whether the file has changed since it was read; a missing file has not."""
         try:
             facts = os.stat(self.path)  # noqa: PTH116 - text in the table, used as it stands
         except FileNotFoundError:
@@ -110,7 +110,7 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventTableFacts:
-    """What a table stores of its own origin."""
+    """The origin of a table, stored in it."""
 
     sources: tuple[SourceFile, ...]
     accounts: tuple[FileAccount, ...]
@@ -274,7 +274,7 @@ class _OrderedWriter:
         scratch = self._scratch / str(number)
         scratch.mkdir()
         is_done = False
-        # Others wait for this file's turn: whatever ends it early, an interrupt included, must wake them.
+        # Others wait for this file's turn: if anything ends it early, even an interrupt, they must wake up.
         try:
             reading = self._read(file, advance=self._advance)
             for table in self._sort(reading.batches, scratch):
@@ -317,9 +317,9 @@ class _OrderedWriter:
 
 def _encode_texts(table: pa.Table) -> pa.Table:
     """Dictionary-encode texts, as the writer's schema has them."""
-    for number, (field, wanted) in enumerate(zip(table.schema, BATCH_SCHEMA, strict=True)):
-        if field.type != wanted.type:
-            table = table.set_column(number, wanted, table.column(number).dictionary_encode())
+    for number, (field, expected) in enumerate(zip(table.schema, BATCH_SCHEMA, strict=True)):
+        if field.type != expected.type:
+            table = table.set_column(number, expected, table.column(number).dictionary_encode())
     return table.cast(BATCH_SCHEMA)
 
 
@@ -339,11 +339,11 @@ def _publish(target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what killed conversions into the same table left behind."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
-        owner = left.name.removeprefix(f".{target.name}.").partition(".")[0]
-        if owner.isdecimal() and left.is_dir() and not pid_exists(int(owner)):
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove temporary folders of killed conversions into the same table."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*"):
+        owner = leftover.name.removeprefix(f".{target.name}.").partition(".")[0]
+        if owner.isdecimal() and leftover.is_dir() and not pid_exists(int(owner)):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def sorted_tables(batches: Iterator[pa.RecordBatch], scratch: Path, limit: int) -> Iterator[pa.Table]:

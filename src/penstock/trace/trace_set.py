@@ -1,4 +1,4 @@
-"""A trace set: raw files, event tables or both, opened as one relation of DuckDB, and what was lost of them.
+"""A trace set: raw files, event tables or both, opened as one relation of DuckDB, with their losses.
 
     names, globs, folders -> raw files -> a temporary table, by threads or Dask workers \
                           -> event tables ---------------------------------------------- -> view `events`

@@ -19,7 +19,7 @@ PACKAGE = Path(penstock.__file__).parent
 ALLOWED = {
     # What DLIO's and mlpstorage's command lines mean by their own words, before there is a storage.
     "cli/dlio_storage.py": "storage.uri_scheme, buckets and folders of DLIO's configuration",
-    "cli/mlpstorage_translation.py": "--o-direct and --object make URIs of plain folders",
+    "cli/mlpstorage.py": "--o-direct and --object make URIs of plain folders",
     # Text that was written by an earlier run, perhaps elsewhere: there is no storage to ask.
     "results/provenance.py": "secrets are cut out of URIs",
     "submission/rules/dataset_rules.py": "a path in the arguments of a submitted run",

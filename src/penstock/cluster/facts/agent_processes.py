@@ -153,6 +153,7 @@ class _Running:
 
 def _stop(running: Sequence[_Running]) -> None:
     """End all of them, within one common grace period."""
+    # All at once first, so that the grace period is waited for once.
     for process in running:
         process.ask_to_stop()
     deadline_s = time.monotonic() + GRACE_S

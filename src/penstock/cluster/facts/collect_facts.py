@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from penstock.cluster.comm import Comm
+from penstock.cluster.facts.agent_processes import AgentOutput, QueryHosts
 from penstock.cluster.facts.host_facts import (
     AbsentHost,
     ClusterFacts,
@@ -25,11 +26,6 @@ from penstock.cluster.facts.host_facts import (
 from penstock.cluster.facts.read_host import ROOT, read_report
 from penstock.environment import Environment
 from penstock.errors import DataDamaged, HostsAbsent, PenstockError, UsageError
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-    from penstock.cluster.facts.agent_processes import AgentOutput, QueryHosts
-
 
 LONGEST_STDERR = 4_000
 LONGEST_LINE = 200

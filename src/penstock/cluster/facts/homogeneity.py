@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from penstock.cluster.facts.host_facts import ClusterFacts, HostReport, Mount, PresentHost
 from penstock.units import format_bytes
-
-if TYPE_CHECKING:
-    from penstock.cluster.facts.host_facts import ClusterFacts, HostReport, Mount, PresentHost
 
 Verdict = Literal["pass", "warning", "fail", "not checked"]
 

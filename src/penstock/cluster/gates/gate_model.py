@@ -32,18 +32,6 @@ class Gate(StrEnum):
     STORAGE = "storage"
 
 
-MEANINGS: Final[Mapping[Gate, str]] = {
-    Gate.CLUSTER: "all hosts told what they are, and they are alike",
-    Gate.VERSIONS: "MPI, Python and packages are the same on all ranks",
-    Gate.CLOCK: "no host's clock is off by more than 1 s",
-    Gate.LIMITS: "processes may open, start and write enough",
-    Gate.IPC: "there is shared memory, and nothing deletes it under way",
-    Gate.APART: "data and results lie on different file systems",
-    Gate.SPACE: "what will be written has room",
-    Gate.STORAGE: "all ranks see the same bytes at the same place",
-}
-
-
 class GateVerdict(StrEnum):
     """The result of a gate."""
 

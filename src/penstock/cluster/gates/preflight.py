@@ -9,20 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final, TypeVar
 
+from penstock.cluster.comm import Comm
 from penstock.cluster.facts.collect_facts import collect_from_ranks
 from penstock.cluster.facts.host_facts import ClusterFacts
-from penstock.cluster.gates.gate_checks import (
-    check_apart,
-    check_clock,
-    check_cluster,
-    check_ipc,
-    check_limits,
-    check_space,
-    check_storage,
-    check_versions,
-)
+from penstock.cluster.gates import gate_checks
 from penstock.cluster.gates.gate_model import (
     ClusterState,
     Gate,
@@ -37,17 +29,14 @@ from penstock.cluster.gates.rank_measurements import measure_clock_offsets, read
 from penstock.cluster.gates.storage_probe import probe_storage
 from penstock.errors import PenstockError
 
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-
 T = TypeVar("T")
 
 _REPORT_CHECKS: Final[dict[Gate, Callable[[Sequence[RankReport]], GateFinding]]] = {
-    Gate.VERSIONS: check_versions,
-    Gate.LIMITS: check_limits,
-    Gate.IPC: check_ipc,
-    Gate.APART: check_apart,
-    Gate.SPACE: check_space,
+    Gate.VERSIONS: gate_checks.check_versions,
+    Gate.LIMITS: gate_checks.check_limits,
+    Gate.IPC: gate_checks.check_ipc,
+    Gate.APART: gate_checks.check_apart,
+    Gate.SPACE: gate_checks.check_space,
 }
 """Gates that depend only on the reports of all ranks."""
 
@@ -107,9 +96,9 @@ class _Inspector:
             return GateFinding(gate=gate, verdict=GateVerdict.NOT_APPLICABLE, found=lack)
         if gate is Gate.CLUSTER:
             assert self.cluster is not None
-            return check_cluster(self.cluster)
+            return gate_checks.check_cluster(self.cluster)
         if gate is Gate.CLOCK:
-            return check_clock(measure_clock_offsets(self.comm))
+            return gate_checks.check_clock(measure_clock_offsets(self.comm))
         if gate is Gate.STORAGE:
             return self._storage()
         missing = [report for report in self.reports if isinstance(report, MissingReport)]
@@ -147,7 +136,7 @@ class _Inspector:
                 found=probe,
                 fix="Give rank 0 permission to write there, or at least to read an object.",
             )
-        return check_storage(probe)
+        return gate_checks.check_storage(probe)
 
 
 def _attempt(comm: Comm, work: Callable[[], T]) -> T | MissingReport:

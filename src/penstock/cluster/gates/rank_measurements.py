@@ -15,18 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from penstock import __version__
+from penstock.cluster.comm import Comm
 from penstock.cluster.facts.read_host import soft_limits
 from penstock.cluster.gates.gate_model import ClockOffset, LoginSettings, PreflightRequest, RankReport, Volume
 from penstock.results.provenance import package_versions
 from penstock.storage.uri import find_local_paths_at
 from penstock.storage.volumes import nearest_folder, read_volume_id
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
-
 
 _LOGIND = ("etc/systemd/logind.conf", "usr/lib/systemd/logind.conf")
 _REMOVE_IPC = re.compile(r"^[ \t]*(#?)[ \t]*RemoveIPC[ \t]*=[ \t]*(\w+)", re.MULTILINE)

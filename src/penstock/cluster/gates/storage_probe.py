@@ -13,8 +13,9 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
+from penstock.cluster.comm import Comm
 from penstock.cluster.gates.gate_model import ProbeView, StorageProbe
 from penstock.errors import ObjectNotFound, PenstockError, StorageError
 from penstock.storage import Storage
@@ -22,9 +23,6 @@ from penstock.storage.capabilities import find_local_root
 from penstock.storage.files.file_storage import open_local
 from penstock.storage.protocol import write_object
 from penstock.storage.volumes import nearest_folder
-
-if TYPE_CHECKING:
-    from penstock.cluster.comm import Comm
 
 PREFIX: Final = "penstock-gate-"
 PATIENCE_S: Final = 10.0

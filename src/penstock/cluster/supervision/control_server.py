@@ -22,22 +22,7 @@ from typing import Self
 
 import psutil
 
-from penstock.cluster.supervision.control_protocol import (
-    Challenge,
-    ChannelBroken,
-    Dismiss,
-    Ending,
-    Failed,
-    Finished,
-    Hello,
-    LongWait,
-    Message,
-    MessageChannel,
-    RankGone,
-    Stop,
-    compute_proof,
-    open_channel,
-)
+from penstock.cluster.supervision import control_protocol as protocol
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +39,7 @@ EVERYWHERE = ""
 
 @dataclass(slots=True)
 class _Member:
-    channel: MessageChannel
+    channel: protocol.MessageChannel
     rank: int
     host: str
     pid: int
@@ -76,14 +61,14 @@ class ControlServer:
         self._news = threading.Condition()
         self._members: dict[int, _Member] = {}
         self._exit_codes: dict[int, int] = {}
-        self._failure: Failed | None = None
-        self._pending: tuple[float, Failed] | None = None
+        self._failure: protocol.Failed | None = None
+        self._pending: tuple[float, protocol.Failed] | None = None
         self._stopped_s: float | None = None
         self._is_over = False
         self._wake_out, self._wake_in = socket.socketpair()
-        self._requested: list[Failed] = []
+        self._requested: list[protocol.Failed] = []
         self._closing = False
-        self._unproved: dict[MessageChannel, str] = {}
+        self._unproved: dict[protocol.MessageChannel, str] = {}
         self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._serve, name="penstock-control", daemon=True)
 
@@ -106,7 +91,7 @@ class ControlServer:
             end.close()
 
     @property
-    def failure(self) -> Failed | None:
+    def failure(self) -> protocol.Failed | None:
         """Why the job stops; None while it runs."""
         return self._failure
 
@@ -132,8 +117,9 @@ class ControlServer:
         with self._news:
             self._news.wait(timeout_s)
 
-    def stop(self, failure: Failed) -> None:
+    def stop(self, failure: protocol.Failed) -> None:
         """Stop the job for a reason from outside. An earlier failure stays the reason."""
+        # Only the server's thread changes its state; appending to a list is atomic.
         self._requested.append(failure)
         self._wake()
 
@@ -170,40 +156,41 @@ class ControlServer:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        channel = open_channel(connection)
+        channel = protocol.open_channel(connection)
         nonce = secrets.token_hex(16)
         self._unproved[channel] = nonce
         self._selector.register(channel, selectors.EVENT_READ)
         try:
-            channel.send(Challenge(nonce=nonce))
-        except ChannelBroken as error:
+            channel.send(protocol.Challenge(nonce=nonce))
+        except protocol.ChannelBroken as error:
             self._drop(channel, error)
 
-    def _read(self, channel: MessageChannel) -> None:
+    def _read(self, channel: protocol.MessageChannel) -> None:
         try:
             messages = channel.receive()
-        except ChannelBroken as error:
+        except protocol.ChannelBroken as error:
             self._drop(channel, error)
             return
         for message in messages:
             if channel not in self._unproved:
                 self._on_message(message)
-            elif not (isinstance(message, Hello) and self._authenticate(channel, message)):
-                self._drop(channel, ChannelBroken("It did not prove that it belongs to this job"))
+            elif not (isinstance(message, protocol.Hello) and self._authenticate(channel, message)):
+                self._drop(channel, protocol.ChannelBroken("It did not prove that it belongs to this job"))
                 return
 
-    def _authenticate(self, channel: MessageChannel, hello: Hello) -> bool:
-        expected = compute_proof(self.token, self._unproved[channel], hello.rank)
+    def _authenticate(self, channel: protocol.MessageChannel, hello: protocol.Hello) -> bool:
+        expected = protocol.compute_proof(self.token, self._unproved[channel], hello.rank)
+        # A second connection of a rank is refused, because it would replace the first one's supervisor.
         if not hmac.compare_digest(expected, hello.proof) or hello.rank in self._members:
             return False
         del self._unproved[channel]
         with self._news:
             self._members[hello.rank] = _Member(channel, hello.rank, hello.host, hello.pid)
         if self._failure is not None:
-            self._send(self._members[hello.rank], Stop(failure=self._failure))
+            self._send(self._members[hello.rank], protocol.Stop(failure=self._failure))
         return True
 
-    def _drop(self, channel: MessageChannel, reason: ChannelBroken) -> None:
+    def _drop(self, channel: protocol.MessageChannel, reason: protocol.ChannelBroken) -> None:
         self._selector.unregister(channel)
         channel.close()
         if self._unproved.pop(channel, None) is not None:
@@ -213,25 +200,25 @@ class ControlServer:
         member.gone = member.disconnected = True
         if not member.finished:
             cause = f"its processes ended unexpectedly (killed?); its supervisor was process {member.pid}"
-            self._fail(Failed(rank=member.rank, host=member.host, cause=cause))
+            self._fail(protocol.Failed(rank=member.rank, host=member.host, cause=cause))
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: protocol.Message) -> None:
         match message:
-            case LongWait(rank=rank, call=call):
+            case protocol.LongWait(rank=rank, call=call):
                 self._members[rank].last_late_call = call
-            case Failed():
+            case protocol.Failed():
                 self._on_failure(message)
-            case Finished(rank=rank, exit_code=exit_code):
+            case protocol.Finished(rank=rank, exit_code=exit_code):
                 with self._news:
                     self._members[rank].finished = True
                     self._exit_codes[rank] = exit_code
-            case RankGone(rank=rank):
+            case protocol.RankGone(rank=rank):
                 self._members[rank].gone = True
             case unexpected:
                 logger.warning("Ignored a message that only servers send: %r", unexpected)
 
-    def _on_failure(self, failure: Failed) -> None:
-        if failure.ending is not Ending.TIMED_OUT:
+    def _on_failure(self, failure: protocol.Failed) -> None:
+        if failure.ending is not protocol.Ending.TIMED_OUT:
             self._fail(failure)
             return
         member = self._members.get(failure.rank)
@@ -253,7 +240,7 @@ class ControlServer:
         )
         if settled or patience_ran_out:
             for member in self._members.values():
-                self._send(member, Dismiss())
+                self._send(member, protocol.Dismiss())
             self._is_over = True
 
     def _fail_pending(self) -> None:
@@ -263,7 +250,7 @@ class ControlServer:
         if time.monotonic() >= due_s or all(member.gone for member in self._members.values()):
             self._fail(self._name_missing_ranks(failure))
 
-    def _name_missing_ranks(self, failure: Failed) -> Failed:
+    def _name_missing_ranks(self, failure: protocol.Failed) -> protocol.Failed:
         waiting = {m.rank for m in self._members.values() if m.last_late_call == failure.call}
         missing = [rank for rank in range(self.ranks) if rank not in waiting]
         if not missing:
@@ -280,21 +267,21 @@ class ControlServer:
             cause=f"it did not arrive{named}{more}. {waited}",
         )
 
-    def _fail(self, failure: Failed) -> None:
+    def _fail(self, failure: protocol.Failed) -> None:
         if self._failure is not None:
             return
         self._stopped_s = time.monotonic()
         with self._news:
             self._failure = failure
         for member in self._members.values():
-            self._send(member, Stop(failure=failure))
+            self._send(member, protocol.Stop(failure=failure))
 
-    def _send(self, member: _Member, message: Message) -> None:
+    def _send(self, member: _Member, message: protocol.Message) -> None:
         if member.disconnected:
             return
         try:
             member.channel.send(message)
-        except ChannelBroken as error:
+        except protocol.ChannelBroken as error:
             logger.debug("Could not send %r to the supervisor of rank %d: %s", message, member.rank, error)
 
 

@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from io import BufferedReader
 from types import FrameType
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, NoReturn
 
+from penstock.cluster.launcher_command import LaunchPlan
 from penstock.cluster.supervision.control_protocol import Ending, Failed
 from penstock.cluster.supervision.control_server import (
     EVERYWHERE,
@@ -31,9 +32,6 @@ from penstock.cluster.supervision.control_server import (
 )
 from penstock.environment import CONTROL_ADDRESS, CONTROL_TOKEN
 from penstock.errors import RankError, Unavailable, WaitTimeout
-
-if TYPE_CHECKING:
-    from penstock.cluster.launcher_command import LaunchPlan
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +157,7 @@ def _wait_for(launcher: subprocess.Popen[bytes], limit_s: float) -> bool:
 
 
 def _end_launcher(launcher: subprocess.Popen[bytes]) -> None:
+    # SIGTERM first: launchers pass it on to other hosts, which SIGKILL never reaches.
     for number, limit_s in ((signal.SIGTERM, 2.0), (signal.SIGKILL, 5.0)):
         if launcher.poll() is not None:
             return

@@ -24,27 +24,14 @@ from typing import NoReturn
 
 import psutil
 
-from penstock.cluster.supervision.control_protocol import (
-    ChannelBroken,
-    Dismiss,
-    Ending,
-    Failed,
-    Finished,
-    LongWait,
-    Message,
-    MessageChannel,
-    RankGone,
-    ServerAt,
-    Stop,
-    connect_to_server,
-)
+from penstock.cluster.supervision import control_protocol as protocol
 from penstock.cluster.supervision.control_server import GRACE_S, KILL_S, ControlServer
 from penstock.errors import RankError, Unavailable
 
 PR_SET_CHILD_SUBREAPER = 36
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-AnnounceFailure = Callable[[Failed], None]
+AnnounceFailure = Callable[[protocol.Failed], None]
 """Reports to the user why the job stopped: called at most once, in the supervisor of the lowest rank left."""
 
 
@@ -66,7 +53,7 @@ class SupervisorConfig:
 class SupervisorChannel:
     """The rank's channel to its supervisor. Any thread may call."""
 
-    def __init__(self, channel: MessageChannel, rank: int) -> None:
+    def __init__(self, channel: protocol.MessageChannel, rank: int) -> None:
         self._channel = channel
         self._rank = rank
         self._lock = threading.Lock()
@@ -75,22 +62,22 @@ class SupervisorChannel:
     def report_long_wait(self, call: int, awaiting: str) -> None:
         """Report that the rank has waited long; see `BaseComm.on_late`."""
         self._last_call = call
-        self._send(LongWait(rank=self._rank, call=call, awaiting=awaiting))
+        self._send(protocol.LongWait(rank=self._rank, call=call, awaiting=awaiting))
 
     def announce_server(self, address: str, token: str) -> None:
         """Report where the job's server listens."""
-        self._send(ServerAt(address=address, token=token))
+        self._send(protocol.ServerAt(address=address, token=token))
 
-    def report_failure(self, failure: Failed) -> None:
+    def report_failure(self, failure: protocol.Failed) -> None:
         """Stop the whole job. This rank is expected to end by itself."""
         # Only timeouts concern a collective call, and a rank that timed out has waited long in that call.
         self._send(replace(failure, call=self._last_call))
 
     def report_finished(self) -> None:
         """Report that the work is done: the exit code of this process is then a verdict, not a failure."""
-        self._send(Finished(rank=self._rank))
+        self._send(protocol.Finished(rank=self._rank))
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: protocol.Message) -> None:
         with self._lock:
             self._channel.send(message)
 
@@ -113,7 +100,9 @@ def fork_supervisor(config: SupervisorConfig) -> SupervisorChannel:
     rank = os.fork()
     if rank:
         theirs.close()
-        _run_role(lambda: Supervisor(config, MessageChannel(ours), rank=rank, ancestors=ancestors).run())
+        _run_role(
+            lambda: Supervisor(config, protocol.MessageChannel(ours), rank=rank, ancestors=ancestors).run()
+        )
     ours.close()
     if config.server is not None:
         config.server.close_copy()
@@ -123,7 +112,7 @@ def fork_supervisor(config: SupervisorConfig) -> SupervisorChannel:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.rank != 0:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return SupervisorChannel(MessageChannel(theirs), config.rank)
+    return SupervisorChannel(protocol.MessageChannel(theirs), config.rank)
 
 
 def _run_role(role: Callable[[], int]) -> NoReturn:
@@ -163,14 +152,19 @@ class Supervisor:
     """A supervisor's event loop: messages of the rank and the control server, process ends, and signals."""
 
     def __init__(
-        self, config: SupervisorConfig, channel: MessageChannel, *, rank: int, ancestors: Mapping[int, str]
+        self,
+        config: SupervisorConfig,
+        channel: protocol.MessageChannel,
+        *,
+        rank: int,
+        ancestors: Mapping[int, str],
     ) -> None:
         self._config = config
         self._rank_channel = channel
         self._rank_pid = rank
         self._ancestors = ancestors
-        self._control: MessageChannel | None = None
-        self._failure: Failed | None = None
+        self._control: protocol.MessageChannel | None = None
+        self._failure: protocol.Failed | None = None
         self._has_finished = False
         self._rank_ends_itself = False
         self._exit_code: int | None = None
@@ -217,16 +211,20 @@ class Supervisor:
         if self._config.control is not None and self._has_connected:
             return 0
         if self._failure is not None:
-            return 130 if self._failure.ending is Ending.INTERRUPTED else self._failure.error().exit_code
+            return (
+                130
+                if self._failure.ending is protocol.Ending.INTERRUPTED
+                else self._failure.error().exit_code
+            )
         return self._exit_code or 0
 
     def _connect(self, address: str, token: str) -> None:
         try:
-            self._control = connect_to_server(
+            self._control = protocol.connect_to_server(
                 address, token, rank=self._config.rank, host=self._config.host, pid=os.getpid()
             )
         except RankError as error:
-            self._stop(self._own_failure(str(error), Ending.FAILED))
+            self._stop(self._own_failure(str(error), protocol.Ending.FAILED))
             return
         self._has_connected = True
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control_message)
@@ -235,7 +233,7 @@ class Supervisor:
 
     def _on_signal(self, signals: socket.socket) -> None:
         signals.recv(64)
-        self._fail(self._own_failure("interrupted by a signal", Ending.INTERRUPTED))
+        self._fail(self._own_failure("interrupted by a signal", protocol.Ending.INTERRUPTED))
 
     def _watch_ancestors(self) -> None:
         # Without its launcher, a rank's output and exit code would be lost.
@@ -246,7 +244,7 @@ class Supervisor:
             try:
                 pidfd = os.pidfd_open(pid)
             except ProcessLookupError:  # the job was stopped while it started
-                self._fail(self._own_failure(cause, Ending.FAILED))
+                self._fail(self._own_failure(cause, protocol.Ending.FAILED))
             else:
                 self._selector.register(
                     pidfd, selectors.EVENT_READ, partial(self._on_ancestor_end, pidfd, cause)
@@ -255,21 +253,21 @@ class Supervisor:
     def _on_ancestor_end(self, pidfd: int, cause: str) -> None:
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        self._fail(self._own_failure(cause, Ending.FAILED))
+        self._fail(self._own_failure(cause, protocol.Ending.FAILED))
 
     def _on_rank_message(self) -> None:
         try:
             messages = self._rank_channel.receive()
-        except ChannelBroken:
+        except protocol.ChannelBroken:
             self._selector.unregister(self._rank_channel)
             return
         for message in messages:
             match message:
-                case ServerAt(address=address, token=token):
+                case protocol.ServerAt(address=address, token=token):
                     self._connect(address, token)
-                case Finished():
+                case protocol.Finished():
                     self._has_finished = True
-                case Failed():
+                case protocol.Failed():
                     self._rank_ends_itself = True
                     self._fail(message)
                 case _:
@@ -280,15 +278,15 @@ class Supervisor:
             return
         try:
             messages = self._control.receive()
-        except ChannelBroken:
+        except protocol.ChannelBroken:
             self._on_control_lost()
             return
         for message in messages:
-            if isinstance(message, Stop):
+            if isinstance(message, protocol.Stop):
                 # The server knows more than this rank: the first cause, and which ranks were missing.
                 self._failure = message.failure
                 self._stop(message.failure)
-            elif isinstance(message, Dismiss):
+            elif isinstance(message, protocol.Dismiss):
                 self._is_dismissed = True
 
     def _on_control_lost(self) -> None:
@@ -299,21 +297,21 @@ class Supervisor:
         if not self._is_dismissed:
             # Without the server no rank would learn of another's failure.
             cause = "the control server of the job is gone"
-            self._stop(Failed(rank=0, host="its host", cause=cause))
+            self._stop(protocol.Failed(rank=0, host="its host", cause=cause))
 
-    def _own_failure(self, cause: str, ending: Ending) -> Failed:
-        return Failed(rank=self._config.rank, host=self._config.host, cause=cause, ending=ending)
+    def _own_failure(self, cause: str, ending: protocol.Ending) -> protocol.Failed:
+        return protocol.Failed(rank=self._config.rank, host=self._config.host, cause=cause, ending=ending)
 
-    def _fail(self, failure: Failed) -> None:
+    def _fail(self, failure: protocol.Failed) -> None:
         if self._failure is None:
             self._report(failure)
         self._stop(failure)
 
-    def _stop(self, failure: Failed) -> None:
+    def _stop(self, failure: protocol.Failed) -> None:
         """End the rank: interrupt it once, so that it can clean up, and kill it after `GRACE_S`."""
         self._failure = self._failure or failure
         if self._exit_code is not None:
-            self._report(RankGone(rank=self._config.rank))
+            self._report(protocol.RankGone(rank=self._config.rank))
         elif self._kill_at_s is None:
             self._kill_at_s = time.monotonic() + GRACE_S
             if not self._rank_ends_itself:
@@ -340,18 +338,18 @@ class Supervisor:
         code = os.waitstatus_to_exitcode(status)
         self._exit_code = code if code >= 0 else 1
         if self._failure is not None:
-            self._report(RankGone(rank=self._config.rank))
+            self._report(protocol.RankGone(rank=self._config.rank))
         elif self._has_finished and code >= 0:
-            self._report(Finished(rank=self._config.rank, exit_code=code))
+            self._report(protocol.Finished(rank=self._config.rank, exit_code=code))
         else:
-            self._fail(self._own_failure(describe_exit(code), Ending.FAILED))
+            self._fail(self._own_failure(describe_exit(code), protocol.Ending.FAILED))
 
-    def _report(self, message: Message) -> None:
+    def _report(self, message: protocol.Message) -> None:
         if self._control is None:
             return
         try:
             self._control.send(message)
-        except ChannelBroken:
+        except protocol.ChannelBroken:
             self._on_control_lost()
 
 

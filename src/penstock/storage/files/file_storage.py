@@ -96,6 +96,7 @@ class FileSink:
         """Complete, check, make durable and publish, in the order that the class names."""
         if self._is_ended:
             raise self._ended()
+        # Set first: after a failure below only `abort` is left.
         self._is_ended = True
         self._writer.complete()
         self._check_size("declared", self._new.declared_bytes)
@@ -262,6 +263,7 @@ class FileStorage:
         """Open a file as it is now: an overwrite does not touch it, only writing in place does."""
         path = self.local_path(key)
         # Without O_NONBLOCK, opening a named pipe would wait for its other end.
+        # O_NOFOLLOW, so that a link is resolved and checked by us (`_open_descriptor`).
         file = self._open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with translate_os_errors("Opening", file.uri), ExitStack() as undo:
             undo.callback(self._calls.close, file.descriptor)

@@ -56,6 +56,7 @@ class VerifiedFolders:
             parent = self.existing(level)
             level = f"{level}/{name}" if level else name
             self._make_folder(os.path.join(parent, name))
+            # Checked after it exists: it may be a link that was there before.
             self.existing(level)
             # Also for an existing folder: the process that created it may not have made it durable yet.
             if self._keep_names:
@@ -161,6 +162,7 @@ class _Remembered:
         self._lock = threading.Lock()
 
     def __contains__(self, path: str) -> bool:
+        # Without the lock: a look-up in a dict is atomic, and a path that is missed is only checked again.
         return path in self._paths
 
     def add(self, path: str) -> None:

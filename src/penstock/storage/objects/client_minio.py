@@ -18,14 +18,7 @@ import urllib3
 from minio import Minio
 from minio.datatypes import Part
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
-from urllib3.exceptions import (
-    ConnectTimeoutError,
-    HTTPError,
-    NameResolutionError,
-    NewConnectionError,
-    ReadTimeoutError,
-    SSLError,
-)
+from urllib3 import exceptions
 
 from penstock.storage.objects.client import RemoteObject
 from penstock.storage.objects.client_settings import ClientSettings
@@ -206,14 +199,20 @@ def _translated() -> Iterator[None]:
     except InvalidResponseError as error:
         status: int = error._code  # noqa: SLF001 - it is shown nowhere else
         raise RequestFailed("answer", "an answer that is no XML", status=status) from error
-    except (MinioException, HTTPError, OSError) as error:
+    except (MinioException, exceptions.HTTPError, OSError) as error:
         raise RequestFailed(_kind(error), f"{type(error).__name__}: {error}") from error
 
 
-_UNREACHED = (NewConnectionError, NameResolutionError, ConnectTimeoutError, SSLError, ConnectionRefusedError)
+_UNREACHED = (
+    exceptions.NewConnectionError,
+    exceptions.NameResolutionError,
+    exceptions.ConnectTimeoutError,
+    exceptions.SSLError,
+    ConnectionRefusedError,
+)
 
 
 def _kind(error: Exception) -> FailureKind:
-    if isinstance(error, ReadTimeoutError | TimeoutError):
+    if isinstance(error, exceptions.ReadTimeoutError | TimeoutError):
         return "timeout"
     return "connect" if isinstance(error, _UNREACHED) else "reset"

@@ -77,6 +77,7 @@ class PartUpload:
 
     def send(self, part: memoryview, release: Callable[[], None]) -> None:
         """Pass on the next part."""
+        # The limit covers all attempts of a part, so beyond it the client hangs.
         if not self._slots.acquire(timeout=self._spec.stall_s):
             raise _stalled(self._spec)
         if self._failure is not None:
@@ -117,6 +118,7 @@ class PartUpload:
     def abort(self) -> None:
         """Wait for running parts, then abort the upload at the service."""
         self._failure = self._failure or StorageError("The upload was given up", uri=self._spec.uri)
+        # A part that arrived after the abort would stay stored, and billed.
         wait(self._parts)
         try:
             self._requests.call(
@@ -154,21 +156,22 @@ class _Feed:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[memoryview | type[_Abandoned] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._held = 0
+        self._num_unreleased = 0
         self._all_done = threading.Condition(self._lock)
         self.moved = 0
 
     def put(self, part: memoryview, done: Callable[[], None]) -> None:
         """Queue `part`; `done` is called when the last reference to it is gone."""
         with self._lock:
-            self._held += 1
+            self._num_unreleased += 1
+        # Not at exit: the library may still be reading then, and the owner would refill the buffer.
         weakref.finalize(part, self._note_done, done).atexit = False
         self._queue.put(part)
 
     def _note_done(self, done: Callable[[], None]) -> None:
         done()
         with self._lock:
-            self._held -= 1
+            self._num_unreleased -= 1
             self.moved += 1
             self._all_done.notify_all()
 
@@ -188,7 +191,7 @@ class _Feed:
     def wait_until_done(self, limit_s: float) -> bool:
         """Whether all parts were released within the limit."""
         with self._lock:
-            return self._all_done.wait_for(lambda: self._held == 0, limit_s)
+            return self._all_done.wait_for(lambda: self._num_unreleased == 0, limit_s)
 
     def __iter__(self) -> _Feed:
         return self
@@ -239,6 +242,7 @@ class StreamUpload:
             failure = map_request_error(refused, request)
         finally:
             self._failure = failure
+            # In this order: a part that is queued after the drain finds the event set, and `send` drains it.
             self._ended.set()
             self._feed.drain()
 

@@ -41,6 +41,7 @@ def choose_part_bytes(target_bytes: int, first_buffer_bytes: int, size_bytes: in
     target_bytes = min(max(target_bytes, least_bytes), MAX_PART_BYTES)
     if first_buffer_bytes == size_bytes:
         return target_bytes
+    # From the number of parts that comes closest to the target, outwards: the first that divides evenly.
     nearest = max(1, round(first_buffer_bytes / target_bytes))
     for step in range(nearest + 1):
         for pieces in (nearest + step, nearest - step):
@@ -226,6 +227,7 @@ class ObjectSink:
         try:
             self._check_open()
             self._submitted_bytes += len(view)
+            # Before anything is sent: of an object that is too long nothing should remain.
             self._check_declared()
             self._cut(view, shared)
         finally:
@@ -277,6 +279,7 @@ class ObjectSink:
         etag = self._complete()
         self._is_over = True
         self._forget_upload()
+        # An acknowledged upload may still lack a part: the size that the service reports afterwards shows it.
         stored = self._requests.call(
             "HeadObject", self._new.uri, lambda client: client.head(self._new.remote_key)
         )

@@ -82,9 +82,11 @@ class ObjectSource:
             self._pool().submit(self._read_one, start, view[start - offset : start - offset + length])
             for start, length in further
         ]
+        # The first range in this thread, so that small reads need no pool.
         try:
             self._read_one(first[0], view[: first[1]])
         finally:
+            # Even after an error: requests that are still running write into the buffer.
             wait(started)
         for read in started:
             read.result()
@@ -253,6 +255,7 @@ class ObjectStorage:
             num_listed = 0
             try:
                 for remote in endpoint.client.list(remote_prefix, after):
+                    # Progress resets the attempts: a long listing may fail now and then.
                     after, attempt, num_listed = remote.key, 1, num_listed + 1
                     if num_listed % PAGE_KEYS == 0:
                         self.counters.add(requests=1, endpoint=endpoint.url)

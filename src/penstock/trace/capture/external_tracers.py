@@ -95,7 +95,7 @@ def record(recording: RecordingPlan, folder: Path) -> int:
         )
     except FileNotFoundError:
         raise UsageError(
-            f"There is no program {recording.argv[0]}", fix="Check its name, or give its path."
+            f"The program {recording.argv[0]} does not exist", fix="Check its name, or give its path."
         ) from None
     finally:
         signal.signal(signal.SIGINT, usual)

@@ -106,6 +106,7 @@ class TraceRecorder:
     ) -> None:
         """Record an event that ends now. This is the hot path: it takes about a microsecond."""
         ended_ns = clock_ns()
+        # No lock: a deque appends atomically, and every thread has its own queue and its own count.
         try:
             queue: ThreadQueue = self._local.queue
         except AttributeError:
@@ -130,6 +131,7 @@ class TraceRecorder:
     def close(self) -> None:
         """Write what is left and close the trace. May be called twice; later events begin another trace."""
         self._stop.set()
+        # The thread ends first: two writers would mix the order of segments.
         if self._writer is not None:
             self._writer.join()
         self.flush()

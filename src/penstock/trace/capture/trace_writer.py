@@ -193,6 +193,7 @@ class TraceFileWriter:
             while written < len(segment):
                 written += os.write(self._descriptor, segment[written:])
         except OSError as error:
+            # A torn gzip member in the middle of the file would damage what follows it.
             os.ftruncate(self._descriptor, self._size_bytes)
             raise _explain_failure(error, self.path) from error
         self._size_bytes += written

@@ -12,17 +12,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from penstock.environment import TRACE, TRACE_RANK, Environment
+from penstock.storage import protocol
 from penstock.storage.capabilities import find_local_root, prefer_direct_access
-from penstock.storage.protocol import (
-    ObjectInfo,
-    Release,
-    Sink,
-    Source,
-    Storage,
-    WrappedSink,
-    WrappedSource,
-    WrappedStorage,
-)
 from penstock.trace.capture.recorder import TraceRecorder, clock_ns, get_recorder
 from penstock.trace.capture.trace_writer import EventKind, Layer
 
@@ -43,40 +34,40 @@ class StorageEventKinds:
         )
 
 
-def trace_storage(storage: Storage, environment: Environment) -> Storage:
+def trace_storage(storage: protocol.Storage, environment: Environment) -> protocol.Storage:
     """Wrap a storage so that it traces into the environment's folder, with one trace per process."""
     return TracedStorage(storage, get_recorder(environment[TRACE], environment.get(TRACE_RANK, "")))
 
 
-class TracedStorage(WrappedStorage):
+class TracedStorage(protocol.WrappedStorage):
     """Traces every method of the storage inside."""
 
-    def __init__(self, inside: Storage, recorder: TraceRecorder) -> None:
+    def __init__(self, inside: protocol.Storage, recorder: TraceRecorder) -> None:
         super().__init__(inside, trace=str(recorder.folder))
         self._recorder = recorder
         root = find_local_root(inside)
         self._kinds = StorageEventKinds(OBJECTS if root is None else FILES)
         self._root = (inside.uri if root is None else str(root)).partition("?")[0].rstrip("/")
 
-    def create(self, key: str, size_bytes: int | None = None) -> Sink:
+    def create(self, key: str, size_bytes: int | None = None) -> protocol.Sink:
         """Begin an object inside."""
         began_ns, path = clock_ns(), self._path(key)
         sink = self.inside.create(key, size_bytes)
         self._recorder.record(self._kinds.create, began_ns, path)
         return TracedSink(sink, self._recorder, self._kinds, path)
 
-    def open(self, key: str) -> Source:
+    def open(self, key: str) -> protocol.Source:
         """Open the object inside."""
         began_ns, path = clock_ns(), self._path(key)
         source = self.inside.open(key)
         self._recorder.record(self._kinds.open, began_ns, path)
         return TracedSource(source, self._recorder, self._kinds, path)
 
-    def past_cache(self) -> Storage:
+    def past_cache(self) -> protocol.Storage:
         """The same tree past the page cache, traced alike: tracing must not change the path of I/O."""
         return TracedStorage(prefer_direct_access(self.inside), self._recorder)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[protocol.ObjectInfo]:
         """The objects inside; traced when the last one has been listed."""
         began_ns, num_entries = clock_ns(), 0
         for info in self.inside.list(prefix):
@@ -84,7 +75,7 @@ class TracedStorage(WrappedStorage):
             yield info
         self._recorder.record(self._kinds.list, began_ns, self._path(prefix), args={"entries": num_entries})
 
-    def stat(self, key: str) -> ObjectInfo:
+    def stat(self, key: str) -> protocol.ObjectInfo:
         """The facts inside."""
         began_ns = clock_ns()
         info = self.inside.stat(key)
@@ -107,16 +98,18 @@ class TracedStorage(WrappedStorage):
         return f"{self._root}/{key}" if key else self._root
 
 
-class TracedSink(WrappedSink):
+class TracedSink(protocol.WrappedSink):
     """Traces each buffer until it is released, and the time to finish."""
 
-    def __init__(self, inside: Sink, recorder: TraceRecorder, kinds: StorageEventKinds, path: str) -> None:
+    def __init__(
+        self, inside: protocol.Sink, recorder: TraceRecorder, kinds: StorageEventKinds, path: str
+    ) -> None:
         super().__init__(inside)
         self._recorder, self._kinds, self._path = recorder, kinds, path
         self._offset = 0
         self._failed = threading.Event()
 
-    def submit(self, buffer: memoryview, release: Release | None = None) -> None:
+    def submit(self, buffer: memoryview, release: protocol.Release | None = None) -> None:
         """Submit inside; the event ends when the buffer is released."""
         began_ns, offset, num_bytes = clock_ns(), self._offset, buffer.nbytes
         self._offset += num_bytes
@@ -129,7 +122,7 @@ class TracedSink(WrappedSink):
 
         self.inside.submit(buffer, released)
 
-    def finish(self) -> ObjectInfo:
+    def finish(self) -> protocol.ObjectInfo:
         """Finish inside."""
         began_ns = clock_ns()
         info = self.inside.finish()
@@ -142,10 +135,12 @@ class TracedSink(WrappedSink):
         self.inside.abort()
 
 
-class TracedSource(WrappedSource):
+class TracedSource(protocol.WrappedSource):
     """Traces each range that is read."""
 
-    def __init__(self, inside: Source, recorder: TraceRecorder, kinds: StorageEventKinds, path: str) -> None:
+    def __init__(
+        self, inside: protocol.Source, recorder: TraceRecorder, kinds: StorageEventKinds, path: str
+    ) -> None:
         super().__init__(inside)
         self._recorder, self._kinds, self._path = recorder, kinds, path
 

@@ -10,18 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.progress import Progress, Silent
-from penstock.trace.compare import study_tables
-from penstock.trace.compare.findings import (
-    cache_read_by_flush,
-    extra_calls,
-    missing_ranks,
-    redundant_lookups,
-    slower_tier,
-    small_writes,
-    stragglers,
-    summed_threads,
-    unserved_reads,
-)
+from penstock.trace.compare import findings, study_tables
 from penstock.trace.compare.study_tables import file_tables, followed_files
 from penstock.trace.compare.trace_study import FindingRule, Study, TraceFinding, format_ranges
 from penstock.trace.questions.answer import Answer, Column, Value, make_columns
@@ -31,9 +20,9 @@ from penstock.trace.questions.timeline import timeline
 
 
 def find_mismatches(study: Study) -> Answer:
-    """How each run differs from the baseline in ranks, hosts, steps and files, and what was lost of it.
+    """Differences of each run from the baseline in ranks, hosts, steps and files, and its losses.
 
-    Said before any number: a run with half of the traces looks like a run with half of the writes.
+    Comes before all tables: a run with half of the traces looks like a run with half of the writes.
     """
     rows: list[Sequence[Value]] = []
     for what, column, where in _COMPARED_SETS:
@@ -99,15 +88,15 @@ def _find_losses(study: Study) -> list[Sequence[Value]]:
 
 
 FINDING_RULES: Final[Mapping[str, FindingRule]] = {
-    "F1": missing_ranks,
-    "F2": extra_calls,
-    "F3": summed_threads,
-    "F4": cache_read_by_flush,
-    "F5": slower_tier,
-    "F6": small_writes,
-    "F7": redundant_lookups,
-    "F8": stragglers,
-    "F9": unserved_reads,
+    "F1": findings.missing_ranks,
+    "F2": findings.extra_calls,
+    "F3": findings.summed_threads,
+    "F4": findings.cache_read_by_flush,
+    "F5": findings.slower_tier,
+    "F6": findings.small_writes,
+    "F7": findings.redundant_lookups,
+    "F8": findings.stragglers,
+    "F9": findings.unserved_reads,
 }
 
 
@@ -118,7 +107,7 @@ def find_all(study: Study) -> list[TraceFinding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonResult:
-    """What a comparison says, in the order of reading."""
+    """The parts of a comparison, in the order of the report."""
 
     runs: Sequence[str]
     baseline: str

@@ -54,9 +54,9 @@ def render_markdown(comparison: ComparisonResult) -> str:
     parts = [
         f"# {len(comparison.runs)} runs compared\n",
         f"{', '.join(comparison.runs)}; against {comparison.baseline}.\n",
-        "## What the runs differ in\n",
+        "## Differences between the runs\n",
         as_markdown(comparison.mismatches),
-        "## What stands out\n",
+        "## Findings\n",
         *(map(_finding_markdown, comparison.findings)),
         *([] if comparison.findings else ["Nothing.\n"]),
         "## Tables\n",

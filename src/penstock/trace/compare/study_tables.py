@@ -19,7 +19,7 @@ _TOP_FILES = 5
 
 
 def load_report(study: Study) -> Answer:
-    """T0: what was read of each run's files, and what was lost."""
+    """T0: the lines and events of each run's files, and losses."""
     rows: list[Sequence[Value]] = []
     for run in study.runs:
         accounts = study.accounts.get(run, ())

@@ -1,1 +1,1 @@
-"""Questions to events, one function each: asked in SQL, answered as a table that renders anywhere."""
+"""Questions about events, one function each: SQL queries whose answers are tables."""

@@ -105,7 +105,7 @@ def as_csv(answer: Answer) -> str:
 
 
 def as_markdown(answer: Answer, *, most_rows: int | None = None) -> str:
-    """A heading, the table, the notes; a table cut to `most_rows` says how many rows are left out."""
+    """A heading, the table, the notes; a table cut to `most_rows` has the number of omitted rows."""
     shown = answer.rows if most_rows is None else answer.rows[:most_rows]
     lines = [f"### {answer.title}", ""]
     if answer.rows:

@@ -1,4 +1,4 @@
-"""The view that questions ask: events with tier, file class and phase, and users' own SQL over it.
+"""The view that questions query: events with tier, file class and phase, and users' SQL over it.
 
 relation + dimensions -> EventsView -> question -> Answer
 """

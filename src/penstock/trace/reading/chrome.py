@@ -137,7 +137,7 @@ def _arguments(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unbound(_kind: HashKind, value: bytes) -> str:
-    """Chrome's traces have no hashes; what looks like one stands for itself."""
+    """Chrome's traces have no hashes, so the text is used as it is."""
     return value.decode()
 
 

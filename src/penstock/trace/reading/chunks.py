@@ -28,7 +28,7 @@ _GZIP_MAGIC: Final = b"\x1f\x8b\x08"
 _BAD_GZIP: Any = igzip_lib.IsalError
 
 ReportFault = Callable[[str], None]
-"""Is called with what is wrong with the file as a whole."""
+"""Called with each fault of the file as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,11 @@ class _Members:
                 yield piece
 
     def _rescue(self) -> Iterator[bytes]:
-        """What the damaged member still holds behind what was delivered."""
+        """The rest of a damaged member that can still be decoded."""
         self._file.seek(self._member_at)
         decompressor = zlib.decompressobj(wbits=31)
         to_skip = self._delivered
-        # Fed byte by byte, zlib gives up all that it has decoded before the damage.
+        # Fed byte by byte, zlib returns all that it decodes before the damage.
         try:
             while read := self._file.read(256):
                 for number in range(len(read)):

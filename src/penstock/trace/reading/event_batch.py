@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
 from penstock.trace.event_schema import COLUMNS, FileAccount, canonical
-
-if TYPE_CHECKING:
-    from penstock.trace.reading.chunks import Chunk
+from penstock.trace.reading.chunks import Chunk
 
 BATCH_ROWS: Final = 1 << 15
 """Rows that readers of text dialects gather into one batch."""
@@ -75,7 +73,7 @@ class EventOrigin:
 
 @dataclass(slots=True)
 class FileContext:
-    """What lines of metadata have said so far: the unit of times, and the rank of each process."""
+    """The metadata so far: the unit of times, and the rank of each process."""
 
     ns_per_tick: int = 1000
     ranks: dict[int, int] = field(default_factory=dict)
@@ -141,7 +139,7 @@ def build_batch(
     filled: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in BATCH_SCHEMA.names}
     filled["end_us"] = [row["ts_us"] + row["dur_us"] for row in rows]
     filled["op"] = [row.get("op") or canonical(row["name"]) for row in rows]
-    # A rank that the event names itself, even None, is better than what the file's name or metadata say.
+    # A rank in the event itself, even None, takes precedence over the file's name and metadata.
     filled["rank"] = [
         row["rank"] if "rank" in row else context.ranks.get(row["pid"], origin.rank) for row in rows
     ]

@@ -111,7 +111,7 @@ def _literal(node: Mapping[str, Any]) -> str | None:
 
 
 def _longest_pieces(values: Sequence[str]) -> tuple[bytes, ...]:
-    """The longest piece of each text that stands in a line as it is; nothing if a text has none."""
+    """The longest part of each text that appears unescaped in a line; none if a text has no such part."""
     pieces = [max(_UNESCAPED.findall(value), key=len, default="") for value in values]
     return tuple(piece.encode() for piece in pieces) if all(pieces) else ()
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import pyarrow.compute as pc
 
 from penstock.trace.event_schema import FileAccount
+from penstock.trace.reading.chunks import Chunk
 from penstock.trace.reading.event_batch import (
     EventOrigin,
     FileContext,
@@ -31,8 +32,6 @@ from penstock.trace.reading.native import open_scanner
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from penstock.trace.reading.chunks import Chunk
-
 _FLUSHED_ROWS: Final = 1 << 16
 _UNITS_NS: Final = {"NS": 1, "US": 1000, "MS": 1_000_000, "SEC": 1_000_000_000}
 _KINDS: Final = {name.decode(): kind for name, kind in zip(HASH_KIND_NAMES, HashKind, strict=True)}
@@ -41,7 +40,7 @@ _FILE_HASH: Final = re.compile(rb'"fhash":[ \t]*("?)([^",}\s]+)\1')
 
 
 class LineScanner(Protocol):
-    """Takes the lines of one file that it understands, and knows what the file's hashes stand for."""
+    """Parses the lines of one file that it supports, and keeps the texts of the file's hashes."""
 
     def open_chunk(self, chunk: Chunk) -> None:
         """Continue with another chunk."""
@@ -59,13 +58,13 @@ class LineScanner(Protocol):
         """The rows it gathered, and how many of them name a file or host that nothing explains."""
 
     def make_room(self) -> None:
-        """Grow what is short. Rows have been taken."""
+        """Grow the buffers that are full, after their rows were taken."""
 
     def lookup(self, kind: HashKind, value: bytes) -> str | None:
-        """The text that a hash stands for; None while no line has explained it."""
+        """The text of a hash; None before a line explains it."""
 
     def bind(self, kind: HashKind, value: bytes, text: bytes) -> None:
-        """Let a hash stand for a text, as a line of metadata explains it."""
+        """Set the text of a hash, from the line of metadata that explains it."""
 
 
 class PlainScanner:
@@ -105,14 +104,14 @@ class PlainScanner:
         return None, 0
 
     def make_room(self) -> None:
-        """Python's own memory grows by itself."""
+        """Do nothing: Python's lists grow by themselves."""
 
     def lookup(self, kind: HashKind, value: bytes) -> str | None:
-        """The text that a hash stands for; None while no line has explained it."""
+        """The text of a hash; None before a line explains it."""
         return self._texts.get((kind, value))
 
     def bind(self, kind: HashKind, value: bytes, text: bytes) -> None:
-        """Let a hash stand for a text."""
+        """Set the text of a hash."""
         self._texts[kind, value] = text.decode()
 
     def _is_wanted(self, line: bytes) -> bool:
@@ -134,7 +133,7 @@ class PlainScanner:
 
 
 class JsonLines:
-    """Reads the chunks of one file; `account` tells afterwards what became of its lines."""
+    """Reads the chunks of one file; `account` then has the fate of its lines."""
 
     def __init__(
         self,
@@ -235,7 +234,7 @@ class JsonLines:
             self._rows = []
 
     def _count_endings(self, batch: pa.RecordBatch) -> None:
-        """The closing event of DFTracer says how many events came before it."""
+        """DFTracer's last event has the number of events before it."""
         if "end" not in batch.column("name").dictionary.to_pylist():
             return
         endings = batch.filter(pc.equal(batch.column("name"), "end"))

@@ -17,7 +17,7 @@ from penstock.trace.reading.event_batch import UNEXPLAINED, LineFate, ParsedLine
 
 
 class HashKind(IntEnum):
-    """What a hash stands for, by the order of `HASH_KIND_NAMES`."""
+    """What a hash is of, in the order of `HASH_KIND_NAMES`."""
 
     FILE = 0
     HOST = 1
@@ -28,7 +28,7 @@ HASH_KIND_NAMES: Final = (b"FH", b"HH", b"SH")
 """Names of the lines of metadata that explain hashes."""
 
 ResolveHash = Callable[[HashKind, bytes], str]
-"""Gives the text that a hash stands for, or an `UnexplainedHash`."""
+"""Returns the text of a hash, or an `UnexplainedHash`."""
 
 
 class UnexplainedHash(str):  # noqa: SLOT000 - a text has room for none beside its letters
@@ -38,7 +38,7 @@ class UnexplainedHash(str):  # noqa: SLOT000 - a text has room for none beside i
     value: bytes
 
     def __new__(cls, kind: HashKind, value: bytes) -> Self:
-        """Make the text that stands in the table if no line explains the hash."""
+        """Make the text for the table if no line explains the hash."""
         made = super().__new__(cls, UNEXPLAINED + value.decode(errors="backslashreplace"))
         made.kind, made.value = kind, value
         return made

@@ -141,11 +141,11 @@ class SynthesisSpec(YamlDocument):
         for name, run in self.runs.items():
             if len(set(run.hosts)) > run.ranks:
                 raise ValueError(f"run {name} has more hosts than ranks")
-            for doing in run.does:
-                if doing.pattern not in self.patterns:
+            for use in run.does:
+                if use.pattern not in self.patterns:
                     known = ", ".join(self.patterns)
                     raise ValueError(
-                        f"run {name} has the unknown pattern {doing.pattern!r}; choose from: {known}"
+                        f"run {name} has the unknown pattern {use.pattern!r}; choose from: {known}"
                     )
         lanes = {"main", *self.lanes}
         for pattern_name, pattern in self.patterns.items():

@@ -59,7 +59,7 @@ class _Draft:
 
 def plan_rank(description: SynthesisSpec, run: Run, rank: int) -> list[PlannedCall]:
     """All calls of `rank`, by the time they began."""
-    drafts = [draft for doing in _doings_of(run, rank) for draft in _draft(description, run, doing, rank)]
+    drafts = [draft for use in _pattern_uses(run, rank) for draft in _draft(description, run, use, rank)]
     _spend_budgets(drafts, run.budgets, rank)
     return sorted(_lay_out(drafts, description.lanes, run), key=lambda call: call.ts_us)
 
@@ -76,27 +76,27 @@ def share_exactly(total: int, weights: Sequence[int]) -> list[int]:
     return shares
 
 
-def _doings_of(run: Run, rank: int) -> Iterator[PatternUse]:
+def _pattern_uses(run: Run, rank: int) -> Iterator[PatternUse]:
     named: dict[str, set[int]] = defaultdict(set)
-    for doing in run.does:
-        if isinstance(doing.ranks, tuple):
-            named[doing.pattern] |= set(doing.ranks)
-        taken = doing.ranks == "others" and rank in named[doing.pattern]
-        if not taken and (isinstance(doing.ranks, str) or rank in doing.ranks):
-            yield doing
+    for use in run.does:
+        if isinstance(use.ranks, tuple):
+            named[use.pattern] |= set(use.ranks)
+        taken = use.ranks == "others" and rank in named[use.pattern]
+        if not taken and (isinstance(use.ranks, str) or rank in use.ranks):
+            yield use
 
 
-def _draft(description: SynthesisSpec, run: Run, doing: PatternUse, rank: int) -> Iterator[_Draft]:
-    pattern = description.patterns[doing.pattern]
-    rounds: Sequence[int | None] = [None] if doing.is_once else range(len(run.checkpoints.steps))
-    budgets = {id(call): _budget_of(run.budgets, doing.pattern, call.op) for call in pattern.calls}
+def _draft(description: SynthesisSpec, run: Run, use: PatternUse, rank: int) -> Iterator[_Draft]:
+    pattern = description.patterns[use.pattern]
+    rounds: Sequence[int | None] = [None] if use.is_once else range(len(run.checkpoints.steps))
+    budgets = {id(call): _budget_of(run.budgets, use.pattern, call.op) for call in pattern.calls}
     for checkpoint in rounds:
         for copy in range(pattern.copies):
-            path = _path(pattern, run, doing.at, rank=rank, checkpoint=checkpoint, copy=copy)
+            path = _path(pattern, run, use.at, rank=rank, checkpoint=checkpoint, copy=copy)
             name = path.rpartition("/")[2]
-            if name in doing.omit:
+            if name in use.omit:
                 continue
-            fixed = {op: iter(durations) for op, durations in doing.fixed_us.get(name, {}).items()}
+            fixed = {op: iter(durations) for op, durations in use.fixed_us.get(name, {}).items()}
             for call in pattern.calls:
                 for position, size in enumerate(call.num_bytes_each()):
                     draft = _Draft(call, checkpoint, position, path or None, size, budgets[id(call)])
@@ -123,7 +123,7 @@ def _path(
         return pattern.path.format_map(words)
     except KeyError as missing:
         raise UsageError(
-            f"A path wants {{{missing.args[0]}}}, which is no place of the run", where=pattern.path,
+            f"The path contains {{{missing.args[0]}}}, which is not a place of the run", where=pattern.path,
             fix=f"Add it to the run's places, or use one of {', '.join(words)}.",
         ) from missing  # fmt: skip
 
@@ -166,17 +166,17 @@ def _spend_budgets(drafts: Sequence[_Draft], budgets: Sequence[TimeBudget], rank
 
 
 def _lay_out(drafts: Sequence[_Draft], lanes: Mapping[str, ThreadLane], run: Run) -> Iterator[PlannedCall]:
-    """Calls of a thread follow one another; the threads of a lane are dealt calls in turn."""
+    """Calls of a thread follow one another; the threads of a lane take calls in turn."""
     cursors: dict[tuple[int | None, str, int], int] = {}
-    dealt: dict[tuple[int | None, str], int] = defaultdict(int)
+    assigned: dict[tuple[int | None, str], int] = defaultdict(int)
     names = list(lanes)
     most = max((lane.threads for lane in lanes.values()), default=0)
     for draft in drafts:
         lane = lanes.get(draft.call.lane, ThreadLane())
         spot, thread = 0, 0
         if lane.threads:
-            spot = dealt[draft.checkpoint, draft.call.lane] % lane.threads
-            dealt[draft.checkpoint, draft.call.lane] += 1
+            spot = assigned[draft.checkpoint, draft.call.lane] % lane.threads
+            assigned[draft.checkpoint, draft.call.lane] += 1
             # Fresh threads for each checkpoint, as libraries that flush in the background start them.
             block = (draft.checkpoint or 0) * len(names) + names.index(draft.call.lane)
             thread = 1 + block * most + spot

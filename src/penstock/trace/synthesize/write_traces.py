@@ -30,7 +30,7 @@ _COMPLETE, _METADATA = 1, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
-    """Whose lines these are. Jobs of DLIO, which the first generation traced, gave the rank as process."""
+    """The process of some lines. In the first generation, traces of DLIO's jobs, its ID is the rank."""
 
     rank: int
     host: str
@@ -52,7 +52,7 @@ def write_lines(calls: Iterable[PlannedCall], process: RankProcess) -> Iterator[
 
 
 def is_event(line: str) -> bool:
-    """Metadata explains hashes, an event is a call."""
+    """Whether the line is a call rather than metadata."""
     return '"ph":"M"' not in line and '"ph":4' not in line
 
 
@@ -77,17 +77,17 @@ def _first_generation(calls: Iterable[PlannedCall], process: RankProcess) -> Ite
 
 @dataclass(slots=True)
 class _Hashes:
-    """Paths by the number or hash that stands for them, each explained once, before its first use."""
+    """Hashes of paths: numbers or hash values, each explained once, by a line before its first use."""
 
     make: Callable[[str, int], str]
     explain: Callable[[str, str], str]
     known: dict[str, str] = field(default_factory=dict)
 
     def of(self, text: str) -> tuple[str, str | None]:
-        """The hash as JSON, and the line that explains it if nobody has seen it yet."""
-        found = self.known.get(text)
-        if found is not None:
-            return found, None
+        """The hash as JSON, and at its first use the line that explains it."""
+        known = self.known.get(text)
+        if known is not None:
+            return known, None
         made = self.known[text] = self.make(text, len(self.known))
         return made, self.explain(text, made)
 
@@ -158,7 +158,7 @@ def _third_generation(calls: Iterable[PlannedCall], process: RankProcess) -> Ite
 
 
 def _moved(call: PlannedCall) -> str:
-    """What the tracers say of a transfer: items for streams, bytes for all others."""
+    """The arguments of a transfer: items for streams, bytes for all others."""
     items = f',"ret":{call.size_bytes},"count":{call.size_bytes}'
     return f'{items},"size":1' if call.name in _STREAMS else items
 
@@ -170,7 +170,7 @@ _PATH: Final = re.compile(rb'"(fname|fhash)":("[^"]*"|\d+)')
 
 
 def damage_lines(lines: Sequence[bytes], damages: Sequence[FileDamage]) -> list[bytes]:
-    """Event lines with those damages that befall a line."""
+    """Apply the damages that concern single lines."""
     damaged = list(lines)
     for damage in damages:
         if damage.kind in _ON_A_LINE and damaged:
@@ -215,7 +215,7 @@ _ON_A_LINE: Final[Mapping[str, Callable[[bytes], bytes]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynthesizedTraces:
-    """What was written, by run, and where the comparison's description stands, if there is one."""
+    """The numbers of events and files by run, and the path of the comparison's description, if any."""
 
     folder: Path
     num_events: dict[str, int]

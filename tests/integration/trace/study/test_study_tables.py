@@ -216,7 +216,7 @@ def test_mismatches_come_before_all_tables(compared: ComparisonResult) -> None:
     assert (ranks["here"], ranks["base"], ranks["missing"]) == (8, 16, "8-15")
     assert ("damaged files", "scr_pfs_one") in found
     text = report.render_markdown(compared)
-    assert text.index("What the runs differ in") < text.index("What stands out") < text.index("T1 Times")
+    assert text.index("Differences between the runs") < text.index("## Findings") < text.index("T1 Times")
 
 
 def test_f1_names_the_eight_missing_ranks_and_shows_that_each_rank_wrote_as_much(

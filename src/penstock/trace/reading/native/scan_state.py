@@ -131,12 +131,12 @@ class ScanState:
         self._state[cells] = 0
 
     def lookup(self, kind: HashKind, value: bytes) -> str | None:
-        """The text that a hash stands for; None while no line has explained it."""
+        """The text of a hash; None before a line explains it."""
         redirect = int(self._redirects[self._note(value[:TEXT_LIMIT], kind, -1)])
         return None if redirect < 0 else self._text(redirect)
 
     def bind(self, kind: HashKind, value: bytes, text: bytes) -> None:
-        """Let a hash stand for a text, as a line of metadata explains it."""
+        """Set the text of a hash, from the line of metadata that explains it."""
         self._note(value[:TEXT_LIMIT], kind, self._intern(text))
 
     def _intern(self, text: bytes) -> int:
