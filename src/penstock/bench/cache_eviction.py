@@ -4,8 +4,6 @@ Outside of all timed sections. A read counts as a read from storage only if the 
 eviction, that the data cannot come from memory.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ The same (seed, phase, rank, epoch, step) computes equally long in every run, ho
 wherever a run resumes.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import dataclass

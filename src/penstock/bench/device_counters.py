@@ -4,8 +4,6 @@ One sampler per host, in the process of its lowest rank. A host whose counters c
 "not checked", never a failed run.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator

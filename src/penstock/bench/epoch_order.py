@@ -5,8 +5,6 @@ In an epoch no item comes twice over all ranks (except what `pad` repeats and co
 same number.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

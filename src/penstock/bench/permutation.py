@@ -10,8 +10,6 @@ round can be undone, so they are a bijection of the grid; what leaves [0, size) 
 is back. The even number matters: if both were odd, only half of all permutations could ever come up.
 """
 
-from __future__ import annotations
-
 import math
 from hashlib import shake_256
 from typing import Final

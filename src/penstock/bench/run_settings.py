@@ -1,7 +1,5 @@
 """What all benchmark runs have in common: where results go, what their record says, and DLIO's files."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime

@@ -20,8 +20,6 @@ Only where storage is meant to save something, each block k has a draw d = word(
     compressible the last (share * 512 * 2**24 + (d >> 8 mod 2**24)) >> 24 words, but at most 511, are zero
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b

@@ -5,8 +5,6 @@ content is first used. Every number in a compiled body is a uint64 or a position
 mixture of signed and unsigned into a float.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final

@@ -4,8 +4,6 @@ It holds everything that the files' bytes follow from, so a later run can resume
 data sets. `complete` is true only when every file was written.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

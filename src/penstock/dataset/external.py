@@ -4,8 +4,6 @@ Used where no manifest of ours exists. Collective: all ranks of all nodes see th
 listing's file is removed once every rank has mapped it.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import threading

@@ -4,8 +4,6 @@ A file appears under its name only when it is complete, so existing files are ke
 follow from the recipe alone, whichever rank writes them, in any order.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from math import ceil

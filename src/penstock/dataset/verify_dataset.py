@@ -3,8 +3,6 @@
 A file that is missing or truncated counts as wrong and does not end the verification; failing storage does.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Final

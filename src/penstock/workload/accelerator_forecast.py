@@ -4,8 +4,6 @@ The model: prefetching hides reading behind computation, so a step lasts as long
 accelerators share the bandwidth evenly. Utilization is computation divided by step time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

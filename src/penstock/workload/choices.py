@@ -1,7 +1,5 @@
 """The values that a workload may use where it has a choice, spelled as in DLIO."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Self
 

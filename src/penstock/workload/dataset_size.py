@@ -4,8 +4,6 @@ The same arithmetic plans a data set and checks a run. It uses fractions up to t
 rounding a quotient before taking its ceiling can lose a file.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

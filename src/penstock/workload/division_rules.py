@@ -3,8 +3,6 @@
 A key that no set names is forbidden, so a key that a later edition adds is refused until its rule is entered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ Between reading a layer and `workload_schema`. No key is dropped silently: it be
 remark, or an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final

@@ -4,8 +4,6 @@ A package declares one in its pyproject: `[project.entry-points."penstock.loader
 Nothing is imported before it is named by a user.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any

@@ -3,8 +3,6 @@
 File, catalog and overrides become layers; a later layer wins. `workload_schema` reads the resulting tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

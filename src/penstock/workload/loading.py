@@ -4,8 +4,6 @@ The only way in: catalog or file, then overrides, become layers of settings, whi
 (`dlio_keys`), parsed (`workload_schema`) and checked. All problems are reported in one error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -4,8 +4,6 @@ Text to path and value; the meaning of a path is `workload_schema`'s business. T
 part of Hydra's that DLIO's users write: words, numbers, quoted text, [lists] and {mappings}.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ A family's file holds `about`, `workload` (what all accelerators share, in DLIO'
 `aliases`, and `files` where the checkpoint's files are known one by one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache

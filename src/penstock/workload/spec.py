@@ -4,8 +4,6 @@ Types say how `workload_schema` reads and writes a value; the constructors check
 changed: an override makes another one. Units are part of the names; an alias is the key where DLIO's differs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Annotated, ClassVar, Final

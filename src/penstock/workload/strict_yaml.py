@@ -1,7 +1,5 @@
 """YAML text as plain values: safe, and with an error for a key that occurs twice in one mapping."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import Any
 

@@ -4,8 +4,6 @@ The edge behind `dlio_keys`, which has settled spellings. One invariant: what `w
 apart), `read_workload` reads as an equal workload.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache

@@ -56,7 +56,9 @@ def too_far_from_even(counts: np.ndarray, expected: float, sigmas: float = 5.0) 
     return bool(abs(statistic - freedom) > sigmas * math.sqrt(2 * freedom))
 
 
-@pytest.mark.parametrize("size", [*range(130), 255, 256, 257, 1000, 1022, 1023, 1024, 1025, 2**16, 99_991])
+@pytest.mark.parametrize(
+    "size", [*range(20), 63, 64, 65, 99, 100, 101, 255, 256, 257, 1022, 1023, 1024, 1025, 2**16, 99_991]
+)
 def test_every_item_comes_exactly_once(size: int) -> None:
     assert np.array_equal(np.sort(whole(size)), np.arange(size))
 
@@ -94,9 +96,9 @@ def test_the_orders_of_this_version_never_change() -> None:
     assert items_at(large, (0, 1, 2, 49_999_999)) == [21779570, 17989594, 35058340, 11725192]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 3, 4, *[pytest.param(size, marks=pytest.mark.slow) for size in (5, 6)]])
 def test_all_orders_of_few_items_are_equally_likely(size: int) -> None:
-    num_keys = max(5 * math.factorial(size), 600)
+    num_keys = max(10 * math.factorial(size), 100)
     counts = Counter(tuple(whole(size, b"%d" % key).tolist()) for key in range(num_keys))
     all_counts = np.array([counts[order] for order in permutations(range(size))])
     assert not too_far_from_even(all_counts, num_keys / math.factorial(size))
@@ -105,7 +107,8 @@ def test_all_orders_of_few_items_are_equally_likely(size: int) -> None:
 @pytest.mark.parametrize(
     ("size", "num_keys"),
     [
-        *[(size, 1000) for size in (97, 1024, 1_000_003)],
+        (97, 480),
+        (1_000_003, 600),
         *[pytest.param(size, 3000, marks=pytest.mark.slow) for size in (97, 1023, 1024, 3000, 1_000_003)],
     ],
 )
@@ -145,15 +148,15 @@ def test_steps_between_neighbours_have_no_favourites(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1000, 4000, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_as_many_items_stay_in_place_as_chance_has_it(size: int) -> None:
-    fixed = [int((whole(size, b"%d" % key) == np.arange(size)).sum()) for key in range(200)]
-    assert abs(np.mean(fixed) - 1) < 5 / math.sqrt(200)
+    fixed = [int((whole(size, b"%d" % key) == np.arange(size)).sum()) for key in range(100)]
+    assert abs(np.mean(fixed) - 1) < 5 / math.sqrt(100)
     assert max(fixed) < 12
 
 
 def test_pairs_keep_their_sequence_in_half_of_all_orders() -> None:
-    pairs = (items_at(Permutation(500_000, b"%d" % key), (7, 8)) for key in range(1000))
+    pairs = (items_at(Permutation(500_000, b"%d" % key), (7, 8)) for key in range(400))
     in_sequence = sum(first < second for first, second in pairs)
-    assert abs(in_sequence - 500) < 5 * math.sqrt(250)
+    assert abs(in_sequence - 200) < 5 * math.sqrt(100)
 
 
 @pytest.mark.parametrize("size", [-1, MAX_SIZE + 1])

@@ -183,11 +183,12 @@ def many_objects() -> Iterator[Content]:
             yield Content(seed, name)
 
 
-def test_no_block_occurs_twice_over_objects_offsets_and_seeds_neither_does_a_word() -> None:
+@pytest.mark.parametrize("num_blocks", [2, pytest.param(16, marks=pytest.mark.slow)])
+def test_no_word_occurs_twice_over_objects_offsets_and_seeds(num_blocks: int) -> None:
     offsets = (0, 2**20, 2**40 - 2**15, 2**63)
-    parts = [made(content, 16 * BLOCK, offset) for content in many_objects() for offset in offsets]
+    parts = [made(content, num_blocks * BLOCK, offset) for content in many_objects() for offset in offsets]
     words = np.frombuffer(b"".join(parts), dtype=np.uint64)
-    assert words.size == 56 * 4 * 16 * 512
+    assert words.size == 56 * 4 * num_blocks * 512
     assert np.unique(words).size == words.size
 
 
@@ -202,13 +203,13 @@ def test_no_block_of_an_object_resembles_another_under_any_shift_by_words() -> N
 
 def test_content_does_not_compress_whatever_its_object() -> None:
     for content in (Content(0, 0), Content(M64, "name"), Content(1, 2, IRREDUCIBLE)):
-        whole = made(content, 1 << 20)
+        whole = made(content, 1 << 18)
         assert len(zlib.compress(whole, 1)) > 0.99 * len(whole)
         assert len(zlib.compress(whole, 9)) > 0.99 * len(whole)
 
 
 def test_bits_and_bytes_are_evenly_distributed_in_every_position() -> None:
-    words = np.frombuffer(made(Content(11, 12), 1 << 22), dtype=np.uint64)
+    words = np.frombuffer(made(Content(11, 12), 1 << 20), dtype=np.uint64)
     counts = np.bincount(words.view(np.uint8), minlength=256)
     expected = words.nbytes / 256
     assert ((counts - expected) ** 2 / expected).sum() < 360  # 255 degrees of freedom: p = 1e-5
@@ -220,10 +221,10 @@ def test_bits_and_bytes_are_evenly_distributed_in_every_position() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.25, 0.5, 0.9, 1.0])
 def test_the_compressible_share_of_each_block_is_zero_and_at_its_end(share: float) -> None:
     content = Content(2, 3, Reduction(compressible=share))
-    whole = made(content, 1 << 22)
+    whole = made(content, 1 << 20)
     words = np.frombuffer(whole, dtype=np.uint64).reshape(-1, 512)
     zero = (words == 0).mean()
-    assert abs(zero - min(share, 511 / 512)) < 1e-4
+    assert abs(zero - min(share, 511 / 512)) < 2e-4
     per_block = (words == 0).sum(axis=1)
     assert per_block.max() - per_block.min() <= 1
     assert all((row[512 - num :] == 0).all() for row, num in zip(words, per_block, strict=True))
@@ -247,9 +248,9 @@ def test_the_dedupable_share_of_blocks_comes_from_one_small_pool_for_all_objects
 ) -> None:
     reduction = Reduction(dedupable=share, compressible=compressible)
     pool = Reduction(dedupable=1.0, compressible=compressible)
-    pooled = set(blocks_of(made(Content(4, "any", pool), 1 << 24)))
+    pooled = set(blocks_of(made(Content(4, "any", pool), 1 << 23)))
     assert len(pooled) == 256
-    blocks = [block for name in range(4) for block in blocks_of(made(Content(4, name, reduction), 1 << 22))]
+    blocks = [block for name in range(4) for block in blocks_of(made(Content(4, name, reduction), 1 << 20))]
     drawn = [block for block in blocks if block in pooled]
     assert len(drawn) / len(blocks) == pytest.approx(share, abs=5 * 0.5 / len(blocks) ** 0.5)
     others = [block for block in blocks if block not in pooled]

@@ -4,8 +4,6 @@ Collective: every rank calls `run_checkpoints` and gets the same result. The run
 in every case, and the marker on storage lists the checkpoints that are complete.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence

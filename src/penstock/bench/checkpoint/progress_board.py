@@ -4,8 +4,6 @@ Ranks meet only at the end of a round, so each writes its bytes to a small file 
 rank 0 adds them up. A failure to report never fails the round.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

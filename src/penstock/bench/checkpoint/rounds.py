@@ -6,8 +6,6 @@ and leaves none of its files behind. Content follows from the seed and the objec
 to verify against.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ Planning (order, format) makes `BatchRequest`s; a `Loader` fulfils them some bat
 Batches arrive in the order of their requests, and each says what was really read for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

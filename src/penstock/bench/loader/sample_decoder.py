@@ -3,8 +3,6 @@
 Samples are copied out of the loader's buffers, as a trainer would need them, and then dropped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum

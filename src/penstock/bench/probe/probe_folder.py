@@ -3,8 +3,6 @@
 Nothing outside this folder is touched, and folders that the probe did not make stay.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterable, Mapping

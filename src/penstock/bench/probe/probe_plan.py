@@ -3,8 +3,6 @@
 Files are written, read back and removed group by group: a probe never holds more than one size on disk.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 

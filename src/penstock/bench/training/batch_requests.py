@@ -5,8 +5,6 @@ others block by block, TFRecords front to back. O(1) memory; every byte range of
 by the first batch that needs it.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

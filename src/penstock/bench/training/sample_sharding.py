@@ -5,8 +5,6 @@ Where an item is a sample, a whole batch goes to a rank at a time, so that `rota
 Of larger items each rank leaves out the end of its order that fills no batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final

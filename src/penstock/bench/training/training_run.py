@@ -4,8 +4,6 @@ Collective: every rank calls `train` and gets the same result. Only the steps of
 else is timed separately. The run's folder records how the run ended in every case.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing

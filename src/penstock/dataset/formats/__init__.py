@@ -5,8 +5,6 @@ and with it the library that it needs. What a data set asks for and its format c
 here, before the first byte.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 
 from penstock.dataset.formats.format_protocol import FileFormat

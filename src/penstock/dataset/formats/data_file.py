@@ -3,8 +3,6 @@
 A part that fails half-way is aborted, and an index beside a file is stored before the file that needs it.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack, closing
 
 from penstock.dataset.formats.file_writer import (

@@ -4,8 +4,6 @@ A format emits a file once, front to back, to a `FormatSink`: a `DataFileWriter`
 Neither holds more of a file than a few buffers of `BUFFER_BYTES`, whatever its size.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from functools import partial

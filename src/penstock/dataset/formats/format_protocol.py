@@ -4,8 +4,6 @@ Between a data set's specification and everything that writes, reads or verifies
 function of (data set, seed, index), so any file is known by itself; only `survey` opens a stored file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -3,8 +3,6 @@
 A file's bytes follow from its size and content, so a lossy format is verified by its bytes, without decoding.
 """
 
-from __future__ import annotations
-
 import io
 from abc import abstractmethod
 from collections.abc import Sequence

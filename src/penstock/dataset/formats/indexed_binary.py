@@ -4,8 +4,6 @@ Both `indexed_binary` and `mmap_indexed_binary`, which differ in how others open
 the sum of all sizes before it, over the whole file; records are content at their place in the file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Final
 

@@ -3,8 +3,6 @@
 All of the array's bytes are content.
 """
 
-from __future__ import annotations
-
 import struct
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ sizes and offsets only, so the file's size is known beforehand. Members of 4 GiB
 are content, too: thousands of zeros would deduplicate across files.
 """
 
-from __future__ import annotations
-
 import io
 import lzma
 import struct

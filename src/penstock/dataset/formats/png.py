@@ -4,8 +4,6 @@ One of the formats behind `FileFormat`. Invariant: pixels are content at their p
 few bytes that begin each row; a file is made in memory, whole, and its bytes depend on no library.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 import zlib

@@ -3,8 +3,6 @@
 A plan has no parts, nothing is read, and samples are zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ One of the formats behind `FileFormat`. Invariant: images are content at their p
 record of a file has the same length, so that any record is found by its number.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache

@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.loader.loader_protocol import BatchRequest, ReadRequest
@@ -34,7 +34,6 @@ def _whole(*indices: int) -> BatchRequest:
     return BatchRequest(tuple(ReadRequest(f"f{index}") for index in indices), len(indices))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64), st.integers(0, 1000))
 def test_all_workers_together_have_the_prefetch_in_hand_and_no_more_than_a_round(
     workers: int, prefetch: int

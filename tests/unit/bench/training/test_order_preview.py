@@ -6,7 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.epoch_order import Remainder
@@ -27,7 +27,6 @@ def _preview(workload: Workload = WORKLOAD, **asked: int) -> OrderPreview:
     return preview_order(workload, division=Remainder.ROTATE, **values)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 4))
 def test_all_ranks_together_get_every_sample_once_where_the_division_is_even(ranks: int, epoch: int) -> None:
     workload = replace(WORKLOAD, dataset=replace(WORKLOAD.dataset, num_files_train=2 * ranks * 3))

@@ -175,7 +175,7 @@ def test_the_same_seed_writes_the_same_bytes_and_another_file_others(dataset: Da
 
 
 @each_case
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(choice=st.data())
 def test_any_flipped_byte_is_found_where_it_is(dataset: Dataset, choice: st.DataObject) -> None:
     kind, plan, storage, content = _written(dataset)

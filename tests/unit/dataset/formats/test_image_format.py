@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.dataset.content import Content, Reduction
@@ -40,7 +40,6 @@ def _chunks(image: bytes) -> Iterator[tuple[bytes, bytes]]:
         start += length + 12
 
 
-@settings(deadline=None)
 @example(size=PngFormat.smallest_bytes)
 @given(size=png_sizes)
 def test_a_png_is_its_header_its_rows_and_perhaps_one_chunk_of_padding(size: int) -> None:
@@ -106,7 +105,6 @@ def _values(coded: bytes) -> np.ndarray:
     return np.where(values < 512, values - 1023, values).reshape(-1, 8)
 
 
-@settings(deadline=None)
 @example(size=JpegFormat.smallest_bytes)
 @given(size=jpeg_sizes)
 def test_a_jpeg_is_made_of_whole_segments_and_whole_blocks(size: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.dataset.content import Content
@@ -52,7 +52,6 @@ class Ruler:
 
 
 @pytest.mark.parametrize("kind_name", RAW)
-@settings(deadline=None)
 @given(
     size=st.integers(1, 1 << 36),
     stdev=st.integers(0, 1 << 20),
@@ -88,7 +87,6 @@ def test_a_zip_beyond_4_gib_is_measured_with_its_wide_records(gibibytes: int) ->
     assert ruler.offset == plan.parts[0].size_bytes
 
 
-@settings(deadline=None)
 @given(
     element=st.sampled_from(["uint8", "int8", "uint16", "int64", "uint64", "float16", "float32", "float64"]),
     samples=st.integers(1, 9),

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.dataset.formats.parquet import ParquetFormat, column_type
@@ -20,6 +20,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@settings(max_examples=settings().max_examples // 3)
 @given(size=st.integers(1, 9), num_rows=st.integers(1, 20), seed=st.integers(0, 1000))
 def test_bytes_come_back_from_arrow_as_they_went_in(dtype: str, size: int, num_rows: int, seed: int) -> None:
     column = column_type(ParquetColumn(name="c", dtype=dtype, size=size))
