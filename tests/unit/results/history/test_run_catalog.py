@@ -1,11 +1,8 @@
-"""Histories on disk: killed runs, runs at once, damage, removals; nothing is dropped silently."""
+"""Catalogs of runs: folders, entries, damage and removals; nothing is dropped silently."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,50 +11,21 @@ import pytest
 
 from penstock.errors import StorageError, UsageError
 from penstock.results.active_run import ActiveRun
-from penstock.results.history.history_file import HistoryFile
+from penstock.results.history.history_file import HistoryFile, RunBegan
 from penstock.results.history.run_catalog import (
     CatalogedRun,
     FolderPlace,
     RunCatalog,
+    find_run,
     find_run_folder,
     read_catalog,
 )
 from penstock.results.history.trash import delete_from_trash, move_to_trash, restore_from_trash
+from penstock.results.provenance import identify_this_process
 from penstock.results.run_record import RunRequest
 from penstock.workload.loading import load
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-
-RUN = """
-import os, signal, sys
-from pathlib import Path
-from penstock.results.history import history_file
-from penstock.results.active_run import ActiveRun
-from penstock.results.run_record import RunRequest
-from penstock.workload.loading import load
-
-parent, moment = Path(sys.argv[1]), sys.argv[2]
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if moment == "after its entry":
-    history_file.RunEntry.starting = die
-request = RunRequest(workload=load("unet3d_h100").workload, ranks=1, hosts=[], command=["penstock", "x"])
-if moment == "before its record":
-    ActiveRun._write = die
-for _ in range(int(sys.argv[3])):
-    with ActiveRun.start(parent, request) as run:
-        if moment == "while it runs":
-            die()
-        if moment == "before its end is entered":
-            run._entry.end = die
-        run.finish()
-"""
-
-
-def started(parent: Path, moment: str, *, times: int = 1) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", RUN, str(parent), moment, str(times)])
 
 
 def request() -> RunRequest:
@@ -79,36 +47,6 @@ def foreign(parent: Path, name: str) -> Path:
 def only(kept: RunCatalog) -> CatalogedRun:
     (run,) = kept.runs
     return run
-
-
-@pytest.mark.parametrize(
-    ("moment", "outcome", "where"),
-    [
-        ("after its entry", "interrupted", FolderPlace.GONE),
-        ("before its record", "interrupted", FolderPlace.HERE),
-        ("while it runs", "interrupted", FolderPlace.HERE),
-        ("before its end is entered", "finished", FolderPlace.HERE),
-    ],
-)
-def test_a_run_that_is_killed_at_any_moment_is_told_as_what_it_is(
-    tmp_path: Path, moment: str, outcome: str, where: FolderPlace
-) -> None:
-    assert started(tmp_path, moment).wait(timeout=120) == -signal.SIGKILL
-    run = only(read_catalog(tmp_path))
-    assert (run.outcome, run.where) == (outcome, where)
-    assert run.began is not None
-    assert run.began.command == ("penstock", "x")
-    assert run.folder.endswith(run.id)
-
-
-def test_runs_that_begin_and_end_at_once_all_have_their_entries(tmp_path: Path) -> None:
-    programs = [started(tmp_path, "", times=8) for _ in range(3)]
-    assert [program.wait(timeout=240) for program in programs] == [0, 0, 0]
-    kept = read_catalog(tmp_path)
-    assert len({run.id for run in kept.runs}) == 24
-    assert {(run.outcome, run.where) for run in kept.runs} == {("finished", FolderPlace.HERE)}
-    assert kept.complaints == ()
-    assert len(HistoryFile(tmp_path).read().entries) == 48
 
 
 def test_folders_without_entries_and_entries_without_folders_are_both_told(tmp_path: Path) -> None:
@@ -299,3 +237,60 @@ def test_publishing_what_nobody_entered_changes_nothing(tmp_path: Path) -> None:
     finished(tmp_path)
     HistoryFile(tmp_path).publish(tmp_path / "a", tmp_path / "b")
     assert len(HistoryFile(tmp_path).read().entries) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [({}, "running"), ({"start_ticks": 1}, "interrupted"), ({"pid_namespace": 1}, "unknown")],
+)
+def test_run_without_an_end_is_judged_by_its_process(
+    change: dict[str, int], outcome: str, tmp_path: Path
+) -> None:
+    process = replace(identify_this_process(), **change)
+    HistoryFile(tmp_path).begin(
+        lambda run: RunBegan(
+            run=run,
+            at=NOW.isoformat(),
+            folder="lost",
+            is_named=False,
+            workload="unet3d_h100",
+            ranks=2,
+            command=("penstock",),
+            working_folder="/",
+            settings={},
+            process=process,
+        )
+    )
+    run = only(read_catalog(tmp_path))
+    assert (run.outcome, run.why) == (outcome, "Its end was never entered. Its folder is gone.")
+    assert (run.path, run.started, run.workload) == (None, NOW, "unet3d_h100")
+
+
+def test_catalog_is_sorted_from_the_newest_run_to_the_oldest(tmp_path: Path) -> None:
+    foreign(tmp_path, "old")
+    first, second = finished(tmp_path), finished(tmp_path)
+    undated = tmp_path / "undated"
+    undated.mkdir()
+    (undated / "summary.json").write_text('{"metric": {}}')
+    folders = [run.folder for run in read_catalog(tmp_path).runs]
+    assert folders == [second.name, first.name, "old", "undated"]
+
+
+def test_run_is_named_by_its_id_its_path_or_a_unique_part_of_its_name(tmp_path: Path) -> None:
+    foreign(tmp_path, "morning-a")
+    foreign(tmp_path, "morning-b")
+    folder = finished(tmp_path)
+    runs = read_catalog(tmp_path).runs
+    own = next(run for run in runs if run.folder == folder.name)
+    for text in (own.id, folder.name, str(folder), "unet3d"):
+        assert find_run(text, runs, where="here") is own
+    with pytest.raises(UsageError, match="'morning' names 2 runs: morning-"):
+        find_run("morning", runs, where="here")
+    for text in ("", "evening"):
+        with pytest.raises(UsageError, match="No run is called"):
+            find_run(text, runs, where="here")
+    assert find_run_folder(own.id, tmp_path) == folder
+    move_to_trash(tmp_path, [own], NOW)
+    found = find_run_folder(own.id, tmp_path)
+    assert found == find_run_folder(folder.name, tmp_path)
+    assert found.is_relative_to(HistoryFile(tmp_path).trash)
