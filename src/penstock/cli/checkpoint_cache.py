@@ -13,7 +13,7 @@ from penstock.checkpoint.levels.options import Single
 from penstock.cli.options import argument, arguments, flag, group, option, repeated, required, verb
 from penstock.cli.parsers import FOLDER_URI, TIME, URI, whole
 from penstock.cli.rank_options import ranked
-from penstock.cli.terminal import Terminal, table
+from penstock.cli.terminal import Terminal, format_count, table
 from penstock.cluster.comm import Comm
 from penstock.errors import ObjectNotFound, UsageError
 from penstock.storage.uri import open_here
@@ -101,7 +101,7 @@ def _describe_flush(flush_: CacheFlush) -> str:
     pending = [state for state in flush_.states.values() if not state.is_over]
     left_bytes = sum(state.size_bytes - state.copied_bytes for state in pending)
     work = (
-        f"{len(pending)} steps to flush, {format_bytes(left_bytes)} to copy"
+        f"{format_count(len(pending), 'step')} to flush, {format_bytes(left_bytes)} to copy"
         if pending
         else "nothing to flush"
     )
@@ -273,7 +273,7 @@ class CacheOptions:
         if absent:
             raise ObjectNotFound(
                 f"Step {absent[0]} is in none of these caches",
-                fix=f"They hold {', '.join(map(str, cached_steps))}.",
+                fix=f"The caches hold: {', '.join(map(str, cached_steps))}.",
             )
         return sorted(self.steps or cached_steps)
 

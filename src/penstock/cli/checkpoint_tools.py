@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.options import argument, flag, option, repeated, verb
 from penstock.cli.parsers import SIZE, TEXT, URI, choice
-from penstock.cli.terminal import Terminal, TextTable, View, table
+from penstock.cli.terminal import Terminal, TextTable, View, format_count, table
 from penstock.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -101,14 +101,13 @@ def show(options: _ShowOptions, terminal: Terminal) -> None:
 def _view_contents(contents: CheckpointDetails) -> View:
     facts = [contents.format.value]
     if contents.written_by:
-        ranks = "1 rank" if contents.world_size == 1 else f"{contents.world_size} ranks"
-        facts.append(f"written by {contents.written_by} on {ranks}")
+        facts.append(f"written by {contents.written_by} on {format_count(contents.world_size or 0, 'rank')}")
     if contents.step is not None:
         facts.append(f"step {contents.step}")
     facts.append("checksums" if contents.has_sums else "no checksums of its own")
     facts += [f"{key} {value}" for key, value in contents.facts.items()]
     yield f"{contents.uri}: {', '.join(facts)}"
-    title = f"{len(contents.tensors)} tensors, {format_bytes(contents.size_bytes)}"
+    title = f"{format_count(len(contents.tensors), 'tensor')}, {format_bytes(contents.size_bytes)}"
     yield TextTable(title, [_tensor_row(tensor) for tensor in contents.tensors])
     if contents.objects:
         rows = [
@@ -219,9 +218,10 @@ def _view_verification(report: Verification, elapsed_s: float) -> View:
     size = f"{format_bytes(report.checked_bytes)} of {format_bytes(report.size_bytes)} checked"
     verdict = "whole" if report.is_whole and report.is_checked else "not checked"
     if report.damage:
-        verdict = f"damaged in {len(report.damage)} places"
+        verdict = f"damaged in {format_count(len(report.damage), 'place')}"
     yield (
-        f"{report.uri}: {verdict}; {report.num_items} items in {report.num_files} files, {size} "
+        f"{report.uri}: {verdict}; {format_count(report.num_items, 'item')} in "
+        f"{format_count(report.num_files, 'file')}, {size} "
         f"in {format_seconds(elapsed_s)} ({rate})"
     )
 
@@ -288,7 +288,9 @@ def _format_by_ending(target: str) -> str:
 def _view_conversion(report: Conversion) -> View:
     if report.left_out:
         yield f"left out: {', '.join(report.left_out)}"
-    contents = f"{report.num_tensors} tensors and {report.num_objects} other values"
+    contents = (
+        f"{format_count(report.num_tensors, 'tensor')} and {format_count(report.num_objects, 'other value')}"
+    )
     yield f"{report.target}: {report.format.value}, {contents}, {format_bytes(report.size_bytes)}"
 
 

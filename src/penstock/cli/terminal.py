@@ -145,6 +145,11 @@ def render_text(view: View) -> str:
     return text.getvalue()
 
 
+def format_count(number: int, noun: str) -> str:
+    """A number of things: `1 file`, `2 files`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def format_number(value: float | None, style: str) -> str:
     """A number in a format's style, or a dash."""
     return "-" if value is None else format(value, style)

@@ -1,4 +1,4 @@
-"""`penstock checkpoint status` and `flush` as their users call them, on what a dead job left."""
+"""`penstock checkpoint status`, `flush`, `drop`, `rebuild`, `scavenge`, `halt`: what a dead job left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.support.command_line import CommandResult, run_command
 from tests.support.flush_daemons import ending_daemons
 from tests.support.flush_orders import order
 
@@ -62,7 +63,7 @@ def test_status_shows_levels_and_pending_flushes(left: Path) -> None:
     assert "1 of 1 shares" in stdout
     assert "0 (single)" in stdout
     assert "given 0 %" in stdout
-    assert "no daemon; 1 steps to flush" in stderr
+    assert "no daemon; 1 step to flush" in stderr
 
 
 def test_flush_makes_pending_steps_of_a_dead_job_durable(left: Path) -> None:
@@ -95,3 +96,119 @@ def test_missing_cache_is_named(tmp_path: Path, words: tuple[str, ...]) -> None:
     ended = CliRunner().invoke(app, ["checkpoint", *words, "s3://bucket/cache"])
     assert isinstance(ended.exception, UsageError)
     assert "is not a local folder" in str(ended.exception)
+
+
+def checkpoint(*words: object) -> CommandResult:
+    return run_command("checkpoint", *words)
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> Path:
+    """Two cached steps, neither of them durable, and no flush."""
+    with Manager(tmp_path / "durable", cache=tmp_path / "cache", flush=None) as manager:
+        for step in (1, 2):
+            manager.save(step, {"weight": torch.full((1000,), step)})
+    (tmp_path / "durable").mkdir(exist_ok=True)
+    return tmp_path
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of each line below a table's rule."""
+    lines = text.split("── \n", 1)[-1].splitlines()
+    return [line.split() for line in lines if line.strip()]
+
+
+def test_status_without_flushes_shows_caches_alone(cached: Path) -> None:
+    result = checkpoint("status", cached / "durable", "--cache", cached / "cache")
+    assert result.returncode == 0
+    first, second = rows(result.stdout)
+    assert first[:6] == ["1", "-", "1", "of", "1", "shares"]
+    assert first[-3:] == ["0", "(single)", "-"]
+    assert second[0] == "2"
+    assert result.stderr.endswith("no daemon; nothing to flush\n")
+
+
+def test_rebuild_reports_the_outcome_of_each_step(cached: Path) -> None:
+    result = checkpoint("rebuild", cached / "cache")
+    assert result.returncode == 0
+    assert rows(result.stdout) == [["1", "whole", "-", "-"], ["2", "whole", "-", "-"]]
+    (step,) = checkpoint("rebuild", cached / "cache", "--step", "2", "--json").document["steps"]
+    assert (step["step"], step["outcome"], step["reason"]) == (2, "whole", "")
+
+
+def test_rebuild_exits_with_1_for_what_cannot_be_rebuilt(cached: Path) -> None:
+    for file in (cached / "cache").rglob("*.distcp"):
+        if "step-2" in str(file) or "2" in file.parent.name:
+            file.unlink()
+    result = checkpoint("rebuild", cached / "cache")
+    assert result.returncode == 1
+    assert "step 2: " in result.stderr
+    assert "step 1: " not in result.stderr
+
+
+@pytest.mark.parametrize("verb", [("rebuild",), ("scavenge", "--to", "durable")])
+def test_recovery_names_what_the_caches_lack(cached: Path, verb: tuple[str, ...]) -> None:
+    command, *more = verb
+    absent = checkpoint(command, cached / "cache", *more, "--step", "7")
+    assert absent.returncode == 1
+    assert "Step 7 is in none of these caches. The caches hold: 1, 2." in absent.stderr
+    too_many = checkpoint(command, cached / "cache", cached / "cache", *more)
+    assert too_many.returncode == 2
+    assert "2 caches for 1 ranks" in too_many.stderr
+    (cached / "empty").mkdir()
+    empty = checkpoint(command, cached / "empty", *more)
+    assert empty.returncode == 1
+    assert "No step is in these caches" in empty.stderr
+
+
+def test_scavenge_makes_the_newest_step_durable(cached: Path) -> None:
+    result = checkpoint("scavenge", cached / "cache", "--to", cached / "durable")
+    assert result.returncode == 0
+    assert result.stdout.startswith("step 2 is durable: file://")
+    assert (cached / "durable" / "step-2" / ".metadata").exists()
+    status = document_of("status", cached / "durable", "--cache", cached / "cache")
+    assert status["durable"] == [2]
+
+
+def test_scavenge_exits_with_1_if_nothing_can_be_recovered(cached: Path) -> None:
+    for file in (cached / "cache").rglob("*.distcp"):
+        file.unlink()
+    result = checkpoint("scavenge", cached / "cache", "--to", cached / "durable")
+    assert result.returncode == 1
+    assert result.stdout == "nothing to scavenge\n"
+    assert "step 2: " in result.stderr
+
+
+def test_drop_needs_durable_copies_or_force(cached: Path) -> None:
+    cache, durable = cached / "cache", cached / "durable"
+    assert checkpoint("drop", cache).returncode == 2
+    assert checkpoint("drop", cache, "--step", "1", "--all").returncode == 2
+    dry = checkpoint("drop", cache, "--all", "--durable", durable, "--dry-run")
+    assert dry.stdout.startswith("would be dropped")
+    assert [(row[0], row[3]) for row in rows(dry.stdout)] == [("1", "no"), ("2", "no")]
+    refused = checkpoint("drop", cache, "--all", "--durable", durable)
+    assert refused.returncode == 2
+    assert "nothing was dropped" in refused.stderr
+    document = checkpoint("drop", cache, "--step", "1", "--force", "--json").document
+    assert document["dropped"] is True
+    assert [entry["step"] for entry in document["steps"]] == [1]
+    assert checkpoint("scavenge", cache, "--to", durable).returncode == 0
+    dropped = checkpoint("drop", cache, "--all", "--durable", durable)
+    assert dropped.stdout.startswith("dropped")
+    assert [(row[0], row[3], row[4]) for row in rows(dropped.stdout)] == [("2", "yes", "-")]
+    assert checkpoint("rebuild", cache).returncode == 1
+
+
+def test_halt_requests_shows_and_withdraws_a_stop(tmp_path: Path) -> None:
+    assert checkpoint("halt", tmp_path, "--status").stdout.endswith(": no stop is requested\n")
+    requested = checkpoint("halt", tmp_path, "--reason", "maintenance").stdout
+    assert "requested by " in requested
+    assert requested.endswith(": maintenance\n")
+    assert checkpoint("halt", tmp_path, "--status").stdout == requested
+    document = checkpoint("halt", tmp_path, "--status", "--json").document
+    assert document["asked"] is True
+    assert document["order"]["reason"] == "maintenance"
+    assert checkpoint("halt", tmp_path, "--cancel").stdout.endswith(": withdrawn\n")
+    assert checkpoint("halt", tmp_path, "--cancel").stdout.endswith(": no stop was requested\n")
+    assert checkpoint("halt", tmp_path, "--status", "--json").document == {"asked": False, "order": None}
+    assert checkpoint("halt", tmp_path, "--cancel", "--status").returncode == 2

@@ -203,3 +203,21 @@ def test_invalid_division_names_its_option() -> None:
     assert result.returncode == 2
     assert "--division" in result.stderr
     assert "rotate, drop, pad, error" in result.stderr
+
+
+def test_plan_follows_the_seed_and_the_division() -> None:
+    words = (*PLAN, "--set", "reader.batch_size=1", "--ranks", "5")
+    usual = document(*words)
+    assert document(*words, "--seed", "7")["samples"] != usual["samples"]
+    assert document(*words, "--seed", "7") == document(*words, "--seed", "7")
+    assert usual["num_samples"] in (33, 34)
+    assert document(*words, "--division", "drop")["num_samples"] == 33
+
+
+def test_sizes_of_hosts_must_match_their_number() -> None:
+    several = penstock(*SIZE, "--hosts", "3", "--host-memory", "1GiB,2GiB")
+    assert several.returncode == 2
+    assert "2 memory sizes for 3 hosts" in several.stderr
+    assert document(*SIZE, "--hosts", "2", "--host-memory", "1GiB,2GiB")["hosts"] == 2
+    assert document(*SIZE, "--host-memory", "1GiB,2GiB")["host_memory_bytes"] == [1 << 30, 2 << 30]
+    assert document(*SIZE, "--hosts", "3", "--host-memory", "1GiB")["host_memory_bytes"] == [1 << 30] * 3

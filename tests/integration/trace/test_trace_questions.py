@@ -207,6 +207,9 @@ def test_synthesize_makes_any_generation_and_overwrites_nothing(
         assert made["num_events"] == {"base": 36, "new": 36}
         rows[generation] = asked(capsys, "trace", "ops", out / "base", "--by", "rank,op")["rows"]
     assert rows[1] == rows[2] == rows[3]
+    written = [sorted(path.name for path in (tmp_path / f"g{g}" / "base").iterdir()) for g in (1, 2, 3)]
+    sizes = [sum(path.stat().st_size for path in (tmp_path / f"g{g}" / "base").iterdir()) for g in (1, 2, 3)]
+    assert len(set(map(str, zip(written, sizes, strict=True)))) == 3
     assert main(["trace", "synthesize", str(spec), "-o", str(tmp_path / "g1")]) == 2
     assert "not empty" in capsys.readouterr().err
 

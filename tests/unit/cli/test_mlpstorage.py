@@ -131,10 +131,11 @@ def test_a_dry_run_shows_the_command_and_does_nothing(
 
 
 def test_the_command_is_shown_and_its_exit_code_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(shlex.split("closed training unet3d datasize -at b200 -ma 8 -cm 128 -nc 2"))
+    code = main(shlex.split("closed training unet3d datasize -at b200 -ma 8 -cm 128 -nc 2 --verbose"))
     said = capsys.readouterr()
     assert code == 0
     assert "= penstock training size unet3d --accelerator b200" in said.err
+    assert "--verbose is ignored: penstock prints what matters on stderr" in said.err
     assert "28,000 files" in said.out
     assert main(["validate", "/nowhere"]) == 2
 

@@ -25,13 +25,14 @@ from penstock.cli.options import (
     flag,
     group,
     option,
+    optional_argument,
     repeated,
     required,
     switch,
     verb,
 )
 from penstock.cli.parsers import ASSIGNMENT, FILE, SIZE, TEXT, choice, whole
-from penstock.errors import UsageError
+from penstock.errors import Unavailable, UsageError
 
 if TYPE_CHECKING:
     from penstock.cli.terminal import Terminal
@@ -172,6 +173,7 @@ def test_help_shows_text_examples_arguments_and_panels_in_this_order() -> None:
     ]
     assert places == sorted(places)
     assert "How many.  [required]" in text
+    assert "-h, --help" in text
     assert "--colour red|blue" in text
     assert "Bytes to move.  [default: 2KiB]" in text
     assert "Set an option.  [repeatable]" in text
@@ -280,3 +282,46 @@ def test_every_field_of_the_example_is_declared() -> None:
         *(path.partition("__")[0] for path, _, _ in declarations(Outer)),
         "memo",
     }
+
+
+def test_declarations_name_options_arguments_and_flags() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Declared:
+        target: str = required("--target", TEXT, "Write here.", short="-t", metavar="PLACE")
+        only: tuple[str, ...] = repeated("--only", TEXT, "Take only these.")
+        mode: str | None = option("--mode", TEXT, "Use this mode.", short="-m")
+        rest: tuple[str, ...] = arguments("[REST...]", TEXT, "More.", is_required=False)
+        place: str = optional_argument("[PLACE]", TEXT, "Where.", default="here")
+        fsync: bool | None = switch("--fsync", "Sync.")
+
+    declared = {path: declaration for path, declaration, _ in declarations(Declared)}
+    assert {path: declaration.names for path, declaration in declared.items()} == {
+        "target": ("-t", "--target"),
+        "only": ("--only",),
+        "mode": ("-m", "--mode"),
+        "rest": (),
+        "place": (),
+        "fsync": ("--fsync/--no-fsync",),
+    }
+    assert declared["target"].is_required
+    assert declared["target"].metavar == "PLACE"
+    assert not declared["rest"].is_required
+    assert declared["rest"].is_repeated
+    assert fill(Declared, {"target": "x"}) == Declared(
+        target="x", only=(), mode=None, rest=(), place="here", fsync=None
+    )
+
+
+def test_missing_libraries_of_a_group_name_its_extra() -> None:
+    def call() -> None:
+        raise ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow")
+
+    def defect() -> None:
+        raise ModuleNotFoundError("No module named 'penstok'", name="penstok")
+
+    verbs = {"ask": click.Command("ask", callback=call), "fail": click.Command("fail", callback=defect)}
+    tools = Group("Tools.", verbs, extra="trace")
+    error = CliRunner().invoke(tools, ["ask"]).exception
+    assert isinstance(error, Unavailable)
+    assert "penstock[trace]" in str(error)
+    assert isinstance(CliRunner().invoke(tools, ["fail"]).exception, ModuleNotFoundError)

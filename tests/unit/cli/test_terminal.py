@@ -9,12 +9,18 @@ import select
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
 
-from penstock.cli.terminal import Terminal, table
+import pytest
 
-if TYPE_CHECKING:
-    import pytest
+from penstock.cli.terminal import (
+    Terminal,
+    View,
+    bold,
+    format_count,
+    format_number,
+    render_text,
+    table,
+)
 
 ROWS = [{"what": "write", "GiB/s": "1.5"}, {"what": "read", "GiB/s": "12.0"}]
 
@@ -94,3 +100,47 @@ def _all_of(terminal: int) -> str:
             break
         seen += piece
     return seen.decode(errors="replace")
+
+
+def test_lines_and_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    view: View = [
+        "[bold]a[/] :smile:",
+        ["b ", ("[c]", "red")],
+        bold("d"),
+        *table("[t]", [{"[k]": "[v]/:x:"}]),
+    ]
+    Terminal(as_json=False).result({}, view)
+    shown = capsys.readouterr().out
+    assert shown.startswith("[bold]a[/] :smile:\nb [c]\nd\n[t]\n")
+    assert "[k]" in shown
+    assert "[v]/:x:" in shown
+
+
+def test_wide_tables_are_never_cut() -> None:
+    rows = [{f"column{number}": "0123456789" for number in range(20)}]
+    text = render_text(table("Wide", rows, is_wide=True))
+    assert text.count("0123456789") == 20
+    assert render_text(table("Wide", rows)).count("0123456789") < 20
+
+
+def test_numbers_are_aligned_to_the_right() -> None:
+    rows = [{"n": "1", "name": "a"}, {"n": "-", "name": "1b"}, {"n": "200", "name": "c"}]
+    lines = render_text(table("Counts", rows)).splitlines()
+    assert lines[-4:-1] == ["   1   a    ", "   -   1b   ", " 200   c    "]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1000, "1,000 files")]
+)
+def test_counts_have_the_right_plural(number: int, text: str) -> None:
+    assert format_count(number, "file") == text
+
+
+def test_absent_numbers_are_a_dash() -> None:
+    assert format_number(None, ".2f") == "-"
+    assert format_number(0.0, ".2f") == "0.00"
+
+
+def test_notes_are_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    Terminal(as_json=True).notes([ValueError("a"), "b"])
+    assert capsys.readouterr().err == "a\nb\n"
